@@ -1,0 +1,1 @@
+"""Codecs: how tensors look on the wire."""

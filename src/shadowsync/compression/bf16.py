@@ -1,0 +1,23 @@
+"""Half the bytes: each value rounded to bfloat16."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shadowsync.compression.codec import Codec, Encoded
+
+
+@dataclass(frozen=True)
+class Bf16(Codec):
+    """bfloat16, rounded to nearest even: 8 bits of precision, the range of float32."""
+
+    name: ClassVar[str] = "bf16"
+
+    def encode(self, tensor: Tensor, state: Any = None) -> Encoded:
+        return Encoded((tensor.to(torch.bfloat16),), tuple(tensor.shape))
+
+    def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        return frames[0].view(shape).to(torch.float32)

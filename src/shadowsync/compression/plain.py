@@ -1,0 +1,23 @@
+"""Nothing is changed: the exact member of the family."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from shadowsync.compression.codec import Codec, Encoded
+
+
+@dataclass(frozen=True)
+class Plain(Codec):
+    """float32 as it stands; no copy is made."""
+
+    name: ClassVar[str] = "plain"
+    lossless: ClassVar[bool] = True
+
+    def encode(self, tensor: Tensor, state: Any = None) -> Encoded:
+        return Encoded((tensor,), tuple(tensor.shape))
+
+    def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        return frames[0].view(shape)

@@ -1,0 +1,255 @@
+"""The configuration: a pydantic schema, read from YAML and dot-list overrides through OmegaConf.
+
+A section that chooses among the members of a seam (`data.name`, `model.name`, `sync.method` …) keeps the chosen
+member's own options beside the keys below; `job` hands them to that member, which checks them (see `registry`).
+Comments say what raising a value does.
+"""
+
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field
+
+from shadowsync.errors import ConfigError
+from shadowsync.registry import explain, nearest
+
+
+class Section(BaseModel):
+    """A section in which every key is listed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Choice(BaseModel):
+    """A section that also takes the options of the members chosen in it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the user wrote besides the keys of the schema."""
+        return dict(self.model_extra or {})
+
+
+class DataConfig(Choice):
+    """Where samples come from and how they are read; the source's own options go beside these keys."""
+
+    name: str = Field("completejourney", description="the source")
+    epochs: int = Field(1, ge=1, description="passes over the data; more trains longer")
+    on_bad_row: Literal["error", "skip"] = Field(
+        "error", description="a bad row ends the run, or is counted and left out"
+    )
+    shuffle: bool = Field(True, description="permute slices, and rows inside a slice, anew in every epoch")
+    slice_rows: int = Field(8192, ge=1, description="rows leased at once; more costs memory and evens out less well")
+    readers: int = Field(1, ge=1, le=64, description="threads that parse; more feeds faster trainers")
+    prefetch: int = Field(2, ge=1, le=1024, description="slices read ahead per trainer; more costs memory")
+
+
+class ModelConfig(Choice):
+    """The dense part; the model's own options (layer widths) go beside these keys."""
+
+    name: str = Field("dlrm", description="the model")
+    embedding_dim: int = Field(16, ge=1, le=4096, description="width of the tables made by default; more costs memory")
+
+
+class TableConfig(Section):
+    """One embedding table."""
+
+    name: str
+    rows: int = Field(ge=1)
+    dim: int = Field(ge=1, le=4096)
+    features: tuple[str, ...] = Field(min_length=1)
+    pooling: Literal["sum", "mean"] = "sum"
+
+
+class EmbeddingConfig(Section):
+    """The embedding tables and their servers."""
+
+    servers: int = Field(2, ge=1, le=1024, description="embedding servers; more spreads memory and load")
+    storage: str = Field("auto", description="auto takes fbgemm where it is installed, else torch")
+    optimizer: Literal["rowwise_adagrad", "adam", "sgd"] = Field(
+        "rowwise_adagrad", description="applied in the fused backward"
+    )
+    lr: float = Field(0.15, gt=0, description="learning rate of the rows")
+    eps: float = Field(1e-8, gt=0, description="added to the denominator of Adagrad and Adam")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Adam: decay of the second moment")
+    split_rows: int | None = Field(
+        None,
+        ge=1,
+        description="tables of more rows are cut into parts of at most this many; None cuts only what does not fit evenly",
+    )
+    tables: tuple[TableConfig, ...] | None = Field(
+        None, description="the tables; None makes one for each feature of the source"
+    )
+
+
+class TrainConfig(Section):
+    """The trainers and the dense part's optimization."""
+
+    trainers: int = Field(2, ge=1, le=1024, description="replicas of the dense part")
+    workers: int = Field(1, ge=1, le=256, description="Hogwild threads per trainer")
+    batch_size: int = Field(512, ge=1, description="samples per step of one worker")
+    precision: Literal["fp32", "bf16"] = Field(
+        "bf16", description="of the forward and backward pass; parameters stay fp32"
+    )
+    device: str = Field("cpu", description="where the dense part computes: cpu or cuda")
+    optimizer: Literal["adagrad", "adam", "sgd"] = Field("adagrad", description="of the dense part")
+    lr: float = Field(0.03, gt=0, description="learning rate of the dense part")
+    eps: float = Field(1e-8, gt=0, description="added to the denominator of Adagrad and Adam")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Adam: decay of the second moment")
+    clip_norm: float | None = Field(None, gt=0, description="a dense gradient of a larger L2 norm is scaled down to it")
+    warmup_samples: int = Field(0, ge=0, description="samples of the job over which both learning rates rise from 0")
+    decay: Literal["none", "linear", "cosine"] = Field(
+        "none", description="how both learning rates fall after the warm-up, to final_lr at the end"
+    )
+    final_lr: float = Field(0.0, ge=0, le=1, description="share of the learning rate left at the end of the decay")
+    seed: int = Field(0, ge=0, description="of initial values and of the order of the data")
+    prefetch: int = Field(
+        1,
+        ge=0,
+        le=64,
+        description="pulls under way per worker; more hides a slower network and makes embeddings staler",
+    )
+    save_every_s: float | None = Field(
+        None, gt=0, description="seconds between checkpoints; None saves at the end only"
+    )
+    keep: int = Field(2, ge=1, description="newest checkpoints kept")
+    checkpoint_dir: str | None = Field(
+        None, description="where checkpoints go, any fsspec path; None for OUT/checkpoints"
+    )
+
+
+class SyncConfig(Choice):
+    """How replicas of the dense part are merged; the method's and the schedule's own options go beside these keys."""
+
+    method: str = Field("easgd", description="the replica method")
+    schedule: str = Field("background", description="when it runs")
+
+
+class CompressionConfig(Section):
+    """What crosses between roles."""
+
+    pull: str = Field("plain", description="codec of pooled embeddings")
+    push: str = Field("plain", description="codec of their gradients")
+    dense: str = Field("plain", description="codec of the dense part")
+
+
+class ClusterConfig(Section):
+    """Where roles run."""
+
+    runtime: Literal["inprocess"] = Field("inprocess", description="where roles run")
+    dense_servers: int = Field(1, ge=1, le=1024, description="servers over which the central dense copy is split")
+
+
+class ReportConfig(Section):
+    """What is shown and written."""
+
+    every_s: float = Field(1.0, gt=0, description="seconds between progress lines and rows of metrics.jsonl")
+    window: int = Field(100_000, ge=1, description="samples in the window of NE; more is smoother and slower to react")
+    tensorboard: bool = Field(True, description="write TensorBoard events")
+    html: bool = Field(True, description="write report.html")
+
+
+class Config(Section):
+    """The whole configuration of a job."""
+
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    embedding: EmbeddingConfig = EmbeddingConfig()
+    train: TrainConfig = TrainConfig()
+    sync: SyncConfig = SyncConfig()
+    compression: CompressionConfig = CompressionConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    report: ReportConfig = ReportConfig()
+
+
+def parse(values: dict[str, Any]) -> Config:
+    """A checked `Config` from nested dicts.
+
+    Raises:
+        ConfigError: a key is unknown (the nearest known one is named) or a value is out of range.
+    """
+    try:
+        return Config.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise ConfigError(_explain_config(error)) from error
+
+
+def load(path: Path | None, overrides: Sequence[str], base: dict[str, Any] | None = None) -> Config:
+    """`parse` of `base`, then the YAML file, then `key.path=value` overrides, each over the one before.
+
+    Raises:
+        ConfigError: the file cannot be read, an override has no `=`, or what `parse` finds.
+    """
+    return parse(merge(base or {}, read_yaml(path) if path else {}, overrides))
+
+
+def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Nested dicts and then a dot-list of overrides laid over `base`."""
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"{override!r} is not an override: write key.path=value, for instance train.lr=0.01")
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.create(base), OmegaConf.create(values), OmegaConf.from_dotlist(list(overrides))
+        )
+        plain = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the configuration cannot be read: {str(error).splitlines()[0]}") from error
+    return typing.cast(dict[str, Any], plain)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The nested dicts of a YAML file."""
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: there is no such configuration file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except Exception as error:  # PyYAML and OmegaConf raise many kinds for a file that is not YAML
+        raise ConfigError(f"{path}: not a YAML file: {str(error).splitlines()[0]}") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(
+            f"{path}: the top level must hold sections ({', '.join(Config.model_fields)}), not {type(plain).__name__}"
+        )
+    return typing.cast(dict[str, Any], plain)
+
+
+def _explain_config(error: pydantic.ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    if first["type"] != "extra_forbidden":
+        return explain(error, "")
+    *parents, key = [str(part) for part in first["loc"]]
+    known = _fields_at(parents)
+    place = ".".join(parents) or "the configuration"
+    dotted = ".".join([*parents, key])
+    return f"{dotted}: there is no such key{nearest(key, known)}; {place} has {', '.join(known)}"
+
+
+def _fields_at(parents: Sequence[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for parent in parents:
+        if parent in model.model_fields:
+            model = _section_in(model.model_fields[parent].annotation) or model
+    return list(model.model_fields)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside an annotation such as `tuple[TableConfig, ...] | None`."""
+    if (
+        isinstance(annotation, type)
+        and not isinstance(annotation, types.GenericAlias)
+        and issubclass(annotation, BaseModel)
+    ):
+        return annotation
+    found = (_section_in(part) for part in typing.get_args(annotation))
+    return next((section for section in found if section is not None), None)

@@ -1,0 +1,1 @@
+"""Sources of click data, the reader and its leases."""

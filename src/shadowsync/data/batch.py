@@ -1,0 +1,121 @@
+"""What the sources yield and the trainers eat.
+
+`B` samples, `N` dense columns, `F` categorical features, `L` ids in all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """The ids of `F` features for `B` samples, feature-major: first all samples of feature 0, then of feature 1 …
+
+    Attributes:
+        values: ids, int64 `[L]`.
+        offsets: bag `f * B + b` is `values[offsets[f * B + b]:offsets[f * B + b + 1]]`, int64 `[F * B + 1]`;
+            None says that every bag holds exactly one id, so that `L = F * B`.
+        weights: one float32 per id `[L]`, or None for ones.
+        feature_count: `F`.
+        samples: `B`.
+    """
+
+    values: Tensor
+    offsets: Tensor | None
+    weights: Tensor | None
+    feature_count: int
+    samples: int
+
+    def bag_offsets(self) -> Tensor:
+        """The offsets, made where they are implied, int64 `[F * B + 1]`."""
+        if self.offsets is not None:
+            return self.offsets
+        return torch.arange(self.feature_count * self.samples + 1)
+
+    def lengths(self) -> Tensor:
+        """Ids per bag, int64 `[F * B]`."""
+        return self.bag_offsets().diff()
+
+    def select(self, features: Sequence[int]) -> "Jagged":
+        """The bags of the given features, in the given order."""
+        if self.offsets is None:
+            index = torch.tensor(features)
+            values = self.values.view(self.feature_count, self.samples).index_select(0, index).flatten()
+            weights = self.weights
+            if weights is not None:
+                weights = weights.view(self.feature_count, self.samples).index_select(0, index).flatten()
+            return Jagged(values, None, weights, len(features), self.samples)
+        spans = [(f * self.samples, (f + 1) * self.samples) for f in features]
+        return self._gather(spans, len(features), self.samples)
+
+    def narrow(self, start: int, stop: int) -> "Jagged":
+        """Samples `start … stop − 1` of every feature."""
+        count = stop - start
+        if self.offsets is None:
+            values = self.values.view(self.feature_count, self.samples)[:, start:stop].flatten()
+            weights = self.weights
+            if weights is not None:
+                weights = weights.view(self.feature_count, self.samples)[:, start:stop].flatten()
+            return Jagged(values, None, weights, self.feature_count, count)
+        spans = [(f * self.samples + start, f * self.samples + stop) for f in range(self.feature_count)]
+        return self._gather(spans, self.feature_count, count)
+
+    def take(self, index: Tensor) -> "Jagged":
+        """The samples at `index` (int64 `[K]`) of every feature, in that order."""
+        if self.offsets is None:
+            values = self.values.view(self.feature_count, self.samples)[:, index].flatten()
+            weights = self.weights
+            if weights is not None:
+                weights = weights.view(self.feature_count, self.samples)[:, index].flatten()
+            return Jagged(values, None, weights, self.feature_count, len(index))
+        bags = (torch.arange(self.feature_count)[:, None] * self.samples + index).flatten()
+        lengths = self.lengths()[bags]
+        offsets = torch.zeros(len(bags) + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        shift = torch.repeat_interleave(self.offsets[bags] - offsets[:-1], lengths)
+        where = torch.arange(int(offsets[-1])) + shift
+        weights = self.weights[where] if self.weights is not None else None
+        return Jagged(self.values[where], offsets, weights, self.feature_count, len(index))
+
+    def _gather(self, spans: list[tuple[int, int]], feature_count: int, samples: int) -> "Jagged":
+        assert self.offsets is not None
+        if not spans:
+            return Jagged(self.values[:0], torch.zeros(1, dtype=torch.int64), None, 0, samples)
+        edges = self.offsets[torch.tensor(spans)].tolist()
+        values = torch.cat([self.values[first:last] for first, last in edges])
+        weights = None
+        if self.weights is not None:
+            weights = torch.cat([self.weights[first:last] for first, last in edges])
+        lengths = torch.cat([self.offsets[first : last + 1].diff() for first, last in spans])
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        return Jagged(values, offsets, weights, feature_count, samples)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples with their labels.
+
+    Attributes:
+        labels: 0 or 1, float32 `[B]`.
+        dense: float32 `[B, N]`.
+        ids: `F` features in the order of the source's schema.
+    """
+
+    labels: Tensor
+    dense: Tensor
+    ids: Jagged
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def narrow(self, start: int, stop: int) -> "Batch":
+        """Samples `start … stop − 1`."""
+        return Batch(self.labels[start:stop], self.dense[start:stop], self.ids.narrow(start, stop))
+
+    def take(self, index: Tensor) -> "Batch":
+        """The samples at `index` (int64 `[K]`), in that order."""
+        return Batch(self.labels[index], self.dense[index], self.ids.take(index))

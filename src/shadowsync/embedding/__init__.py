@@ -1,0 +1,1 @@
+"""Embedding tables: their specification, placement, storage, servers and the client."""

@@ -1,0 +1,82 @@
+"""The seam between an embedding server and the library that holds the rows.
+
+`B` samples, `F` features, `D_f` width of feature f's table.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.table import Shard
+
+
+@dataclass(frozen=True)
+class RowOptimizer:
+    """The optimizer applied in the fused backward of a storage.
+
+    Attributes:
+        name: `rowwise_adagrad`, `adam` or `sgd`.
+        eps: added to the denominator.
+        beta1: decay of Adam's first moment.
+        beta2: decay of Adam's second moment.
+    """
+
+    name: str
+    eps: float
+    beta1: float
+    beta2: float
+
+
+class Storage(ABC):
+    """Rows with their optimizer state. `pull` and `push` are called lock-free from many threads (Hogwild).
+
+    A storage knows shards and local row numbers only: ids are relative to the shard's start, and pooling is a sum
+    weighted by the ids' weights (the client turns a mean into weights).
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def __init__(self, shards: Sequence[Shard], features: Sequence[int], optimizer: RowOptimizer, seed: int) -> None:
+        """
+        Args:
+            shards: what to hold, each initialised uniformly in ±1/sqrt(rows of the whole table), in a way that
+                depends on the seed, the table and the row only, not on how the table is cut.
+            features: for each feature that will be looked up, in the order of `pull`'s output, the position of its
+                shard in `shards`.
+            optimizer: applied by `push`.
+            seed: of the initial rows.
+        """
+
+    @abstractmethod
+    def pull(self, ids: Jagged, features: Sequence[int]) -> Tensor:
+        """Weighted sums of rows, float32 `[B, Σ D_f]`.
+
+        Args:
+            ids: local ids of the requested features, `Jagged` of `len(features)` features.
+            features: positions in the constructor's `features`, in the order wanted.
+        """
+
+    @abstractmethod
+    def push(self, ids: Jagged, features: Sequence[int], gradient: Tensor, lr: float) -> None:
+        """Applies the optimizer once to every row that occurs in `ids`, with the sum of its gradients.
+
+        Args:
+            ids: as given to `pull`.
+            features: as given to `pull`.
+            gradient: of the loss with respect to `pull`'s output, float32 `[B, Σ D_f]`.
+            lr: the learning rate of this step.
+        """
+
+    @abstractmethod
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """For each shard's key, live views of its tensors by name, first dimension = rows of the shard.
+
+        `weight` `[rows, D]` is always there; the rest is the optimizer's: `momentum` `[rows]` (row-wise Adagrad's
+        sum of squares), or Adam's `exp_avg` and `exp_avg_sq` `[rows, D]` and `step` `[1]`. Writing to the views
+        changes the storage.
+        """

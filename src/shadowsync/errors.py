@@ -1,0 +1,58 @@
+"""Every error this package raises on purpose; foreign errors are mapped to one of these at the seam.
+
+    ShadowSyncError
+    ├── UserError           what the user gave is wrong: exit status 2
+    │   ├── ConfigError     a key, a value or a combination of them
+    │   ├── DataError       a file, a row, a schema
+    │   ├── CheckpointError a checkpoint that cannot be loaded
+    │   └── MissingExtra    an optional dependency is not installed
+    └── RunError            the run failed while it was under way: exit status 1
+        ├── NonFiniteLoss   the loss became NaN or infinite
+        └── SaveError       results or a checkpoint could not be written (a full disk, say)
+
+A message is one sentence that names the thing, its place, what is allowed and, where there is one, the line that
+fixes it: it is shown to the user as it stands, without a traceback.
+"""
+
+
+class ShadowSyncError(Exception):
+    """Base of every error that shadowsync raises on purpose."""
+
+    exit_status = 1
+
+
+class UserError(ShadowSyncError):
+    """What the user gave is wrong; nothing was started or changed."""
+
+    exit_status = 2
+
+
+class ConfigError(UserError):
+    """A configuration key, value or combination that cannot be used."""
+
+
+class DataError(UserError):
+    """Data that cannot be read; the message names the file and, where there is one, the row."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged or of another model."""
+
+
+class MissingExtra(UserError):
+    """An optional dependency is not installed; the message holds the line that installs it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed: pip install 'shadowsync[{extra}]'")
+
+
+class RunError(ShadowSyncError):
+    """The run failed while it was under way."""
+
+
+class NonFiniteLoss(RunError):
+    """The loss became NaN or infinite."""
+
+
+class SaveError(RunError):
+    """Results or a checkpoint could not be written."""

@@ -1,0 +1,1 @@
+"""Checkpoints and what happens after a failure."""

@@ -1,0 +1,49 @@
+"""What a checkpoint holds, in memory: made by the job while everybody stands at a step boundary, written afterwards."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shadowsync.embedding.table import Table
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A run of rows of one table with everything the optimizer keeps for them.
+
+    Attributes:
+        table: the table's specification.
+        start: first row; the tensors hold rows `start … start + len(weight) − 1`.
+        tensors: as in `Storage.state()`: `weight` and the optimizer's; a tensor of first dimension 1 beside more
+            rows (Adam's `step`) belongs to the table as a whole.
+    """
+
+    table: Table
+    start: int
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A consistent image of a job.
+
+    Attributes:
+        config: the configuration as the user gave it.
+        samples: samples trained so far; also the name of the checkpoint, so it only grows.
+        tables: rows, in any cut.
+        dense: flat float32 tensors by name: `center` where there is one, `replica.<i>.weight`,
+            `replica.<i>.optimizer.<name>`, and what the sync method keeps.
+        position: the reader's position (plain JSON values).
+        random: random states by name (uint8 tensors).
+        extra: further plain JSON values (counts that go on after a resume).
+    """
+
+    config: Mapping[str, Any]
+    samples: int
+    tables: tuple[Rows, ...]
+    dense: Mapping[str, Tensor]
+    position: Mapping[str, Any]
+    random: Mapping[str, Tensor]
+    extra: Mapping[str, Any]

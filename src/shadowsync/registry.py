@@ -1,0 +1,86 @@
+"""Finds the members of a seam by name, so that a new method is one new file in its folder.
+
+A member is a dataclass that subclasses the seam's abstract class and has a class attribute `name`. Its fields are its
+options: the configuration section passes what the user wrote, and unknown or invalid options become a `ConfigError`
+that names the nearest known one.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import pydantic
+
+from shadowsync.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def members(package: str, seam: type[T]) -> dict[str, type[T]]:
+    """Every concrete subclass of `seam` defined in the modules of `package`, by its `name`, in order of the names."""
+    folder = importlib.import_module(package)
+    found: dict[str, type[T]] = {}
+    for module_info in pkgutil.iter_modules(folder.__path__, package + "."):
+        module = importlib.import_module(module_info.name)
+        for member in vars(module).values():
+            if inspect.isclass(member) and issubclass(member, seam) and "name" in vars(member):
+                found[vars(member)["name"]] = member
+    return dict(sorted(found.items()))
+
+
+def choose(key: str, name: str, package: str, seam: type[T]) -> type[T]:
+    """The member called `name`; `key` is the configuration key that chose it, for the message."""
+    known = members(package, seam)
+    if name not in known:
+        raise ConfigError(f"{key}={name} is not known{nearest(name, known)}; allowed: {', '.join(known)}")
+    return known[name]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`, did you mean X?` or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def option_names(member: type[Any]) -> tuple[str, ...]:
+    """The names of a member's options."""
+    return tuple(field.name for field in dataclasses.fields(member) if field.init)
+
+
+def build(member: type[T], options: Mapping[str, Any], section: str) -> T:
+    """`member(**options)`, checked by pydantic against the types and bounds of the member's fields."""
+    try:
+        return pydantic.TypeAdapter(member).validate_python(dict(options))
+    except pydantic.ValidationError as error:
+        raise ConfigError(explain(error, section)) from error
+
+
+def split_options(section: str, options: Mapping[str, Any], chosen: Mapping[str, type[Any]]) -> list[dict[str, Any]]:
+    """Deals the options of one section out to the members chosen in it, in their order.
+
+    Args:
+        section: the section's name, for messages.
+        options: what the user wrote besides the keys of the schema.
+        chosen: `selector=value` for each choice made in the section, with the member it chose.
+    """
+    known = {option: None for member in chosen.values() for option in option_names(member)}
+    for option in options:
+        if option not in known:
+            has = f"; it has {', '.join(known)}" if known else "; it has none"
+            choice = " ".join(chosen)
+            raise ConfigError(f"{section}.{option} is not an option of {choice}{nearest(option, known)}{has}")
+    return [{o: options[o] for o in option_names(member) if o in options} for member in chosen.values()]
+
+
+def explain(error: pydantic.ValidationError, section: str) -> str:
+    """The first problem of a pydantic error as one sentence with its key and value."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in (section, *first["loc"]) if part != "")
+    message = first["msg"].removeprefix("Value error, ")
+    shown = repr(first["input"])
+    value = f"={first['input']}" if isinstance(first["input"], str | int | float) and len(shown) < 80 else ""
+    return f"{key}{value}: {message[:1].lower()}{message[1:]}"

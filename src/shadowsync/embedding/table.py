@@ -1,9 +1,11 @@
 """What an embedding table is, and which rows of it a server holds."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Table:
         name: unique among the tables of a job.
         rows: number of rows; ids lie in `[0, rows)`.
         dim: width of a row.
-        features: names of the features that share the table; their order has no meaning.
+        features: names of the features that share the table; pooled vectors come in the order of the tables and, within
+            a table, in this one.
         pooling: how the rows of one sample become one vector. A sample without ids gives zeros either way.
     """
 
@@ -42,3 +45,32 @@ class Shard:
     def key(self) -> str:
         """A name for the shard that is unique in a job and fit for a file name's end."""
         return f"{self.table.name}[{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A run of rows of one table with everything the optimizer keeps for them.
+
+    Attributes:
+        table: the table's specification.
+        start: first row; the tensors hold rows `start … start + len(weight) − 1`.
+        tensors: as in `Storage.state()`: `weight` and the optimizer's; a tensor of first dimension 1 beside more
+            rows (Adam's `step`) belongs to the table as a whole.
+    """
+
+    table: Table
+    start: int
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One feature's look-ups in one shard: what a server is asked for, by its position among the server's slots."""
+
+    shard: int
+    feature: str
+
+
+def slots_of(shards: Sequence[Shard]) -> tuple[Slot, ...]:
+    """What a server that holds `shards` can be asked for: every feature of every shard, in their order."""
+    return tuple(Slot(index, feature) for index, shard in enumerate(shards) for feature in shard.table.features)

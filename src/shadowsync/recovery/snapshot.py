@@ -6,23 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from shadowsync.embedding.table import Table
+from shadowsync.embedding.table import Rows
 
-
-@dataclass(frozen=True)
-class Rows:
-    """A run of rows of one table with everything the optimizer keeps for them.
-
-    Attributes:
-        table: the table's specification.
-        start: first row; the tensors hold rows `start … start + len(weight) − 1`.
-        tensors: as in `Storage.state()`: `weight` and the optimizer's; a tensor of first dimension 1 beside more
-            rows (Adam's `step`) belongs to the table as a whole.
-    """
-
-    table: Table
-    start: int
-    tensors: Mapping[str, Tensor]
+__all__ = ["Rows", "Snapshot"]
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class EmbeddingConfig(Section):
     split_rows: int | None = Field(
         None,
         ge=1,
-        description="tables of more rows are cut into parts of at most this many; None cuts only what does not fit evenly",
+        description="tables of more rows are cut into parts of at most this many; None cuts only where balance needs it",
     )
     tables: tuple[TableConfig, ...] | None = Field(
         None, description="the tables; None makes one for each feature of the source"
@@ -204,7 +204,7 @@ def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]
         plain = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration cannot be read: {str(error).splitlines()[0]}") from error
-    return typing.cast(dict[str, Any], plain)
+    return typing.cast("dict[str, Any]", plain)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: the top level must hold sections ({', '.join(Config.model_fields)}), not {type(plain).__name__}"
         )
-    return typing.cast(dict[str, Any], plain)
+    return typing.cast("dict[str, Any]", plain)
 
 
 def _explain_config(error: pydantic.ValidationError) -> str:

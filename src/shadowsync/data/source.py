@@ -98,7 +98,7 @@ class OpenSource(ABC):
     def place(self, part: Slice, row: int) -> str:
         """Where row `row` of what `read(part)` gave comes from, for messages: `file, row 17`."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (nothing to do is the common case)
         """Lets go of open files."""
 
 

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Starts roles, connects them and watches over them."""

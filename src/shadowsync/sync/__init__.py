@@ -1,1 +1,1 @@
-"""TODO"""
+"""Replica methods, which merge the trainers' dense replicas, and schedules, which say when."""

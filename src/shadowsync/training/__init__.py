@@ -1,1 +1,1 @@
-"""TODO"""
+"""Dense replicas, Hogwild workers and trainers."""

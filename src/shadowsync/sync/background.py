@@ -1,0 +1,95 @@
+"""The shadow thread: synchronises a replica while the workers train."""
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from shadowsync.sync.schedule import Driver, Schedule, Synchronisation
+
+
+@dataclass(frozen=True)
+class Background(Schedule):
+    """Back to back, or at most every `every_s` seconds (ShadowSync, arXiv 2003.03477, section 3).
+
+    In the paper the network sets the pace. On one machine there is none, and a shadow thread that never pauses would
+    take a core from the workers and synchronise replicas that have not moved. So ours adds two rules: it waits until
+    its trainer has made an iteration since the last synchronisation, and it uses at most `max_share` of one core. CPU
+    time is what counts, not waiting: on a slow network it still runs back to back.
+    """
+
+    name: ClassVar[str] = "background"
+    foreground: ClassVar[bool] = False
+
+    every_s: Annotated[
+        float, Field(ge=0, description="least seconds from start to start; more synchronises less often")
+    ] = 0.0
+    max_share: Annotated[
+        float, Field(gt=0, le=1, description="share of one core the shadow thread may use; 1 is back to back")
+    ] = 0.02
+
+    def next_start(self, started: float, ended: float, cpu_s: float) -> float:
+        """The earliest time for the next synchronisation after one from `started` to `ended` that used `cpu_s`."""
+        return max(started + self.every_s, started + cpu_s / self.max_share, ended)
+
+    def drive(self, synchronisation: Synchronisation) -> Driver:
+        return Shadow(self, synchronisation)
+
+
+class Shadow(Driver):
+    """One trainer's shadow thread."""
+
+    def __init__(self, schedule: Background, synchronisation: Synchronisation) -> None:
+        self._schedule = schedule
+        self._synchronisation = synchronisation
+        self._stopping = False
+        self._iterations = [0] * synchronisation.workers
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
+
+    def start(self) -> None:
+        self._synchronisation.gate.join()
+        self._thread.start()
+
+    def after_step(self, worker_index: int, iteration: int) -> None:
+        self._iterations[worker_index] = iteration
+        if self._error is not None:
+            raise self._error
+
+    def worker_left(self, worker_index: int) -> None:
+        """Nothing depends on single workers here."""
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._synchronisation.group.leave()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        gate = self._synchronisation.gate
+        try:
+            self._loop()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._synchronisation.group.leave()
+            gate.leave()
+
+    def _loop(self) -> None:
+        gate, seen = self._synchronisation.gate, 0
+        while not self._stopping:
+            gate.step()
+            iterations = sum(self._iterations)
+            if iterations == seen and not self._synchronisation.method.collective:
+                gate.rest(0.001, lambda: self._stopping)
+                continue
+            seen = iterations
+            started, cpu_started = time.monotonic(), time.thread_time()
+            self._synchronisation.once()
+            ended, cpu_s = time.monotonic(), time.thread_time() - cpu_started
+            pause_s = self._schedule.next_start(started, ended, cpu_s) - ended
+            if pause_s > 0:
+                gate.rest(pause_s, lambda: self._stopping)

@@ -1,0 +1,62 @@
+"""Synchronisation in the workers' own loop, the yardstick of the background schedule."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from shadowsync.sync.rendezvous import Rendezvous
+from shadowsync.sync.schedule import Driver, Schedule, Synchronisation
+
+
+@dataclass(frozen=True)
+class EveryK(Schedule):
+    """Every k of a worker's own iterations (FR-EASGD-k, FR-MA and FR-BMUF of ShadowSync, arXiv 2003.03477, section 4).
+
+    With a centralised method each worker exchanges by itself. With a collective one the workers of a trainer stop
+    until all of them have come and the trainers have averaged.
+    """
+
+    name: ClassVar[str] = "every_k"
+    foreground: ClassVar[bool] = True
+
+    k: Annotated[
+        int, Field(ge=1, description="iterations of a worker between synchronisations; more costs less time")
+    ] = 30
+
+    def drive(self, synchronisation: Synchronisation) -> Driver:
+        return Foreground(self, synchronisation)
+
+
+class Foreground(Driver):
+    """One trainer's part in synchronisation inside the loop."""
+
+    def __init__(self, schedule: EveryK, synchronisation: Synchronisation) -> None:
+        self._k = schedule.k
+        self._synchronisation = synchronisation
+        self._workers: Rendezvous[None, None] = Rendezvous(
+            range(synchronisation.workers), self._once_for_all, synchronisation.gate.waiting
+        )
+
+    def start(self) -> None:
+        """There is no thread to start."""
+
+    def after_step(self, worker_index: int, iteration: int) -> None:
+        if iteration % self._k:
+            return
+        if self._synchronisation.method.collective:
+            self._workers.arrive(worker_index, None)
+        else:
+            self._synchronisation.once()
+
+    def worker_left(self, worker_index: int) -> None:
+        self._workers.leave(worker_index)
+        if self._workers.size == 0:
+            self._synchronisation.group.leave()
+
+    def stop(self) -> None:
+        self._synchronisation.group.leave()
+
+    def _once_for_all(self, _: Mapping[int, None]) -> None:
+        self._synchronisation.once()

@@ -1,0 +1,65 @@
+"""The seam of the replica methods: how one trainer's dense replica meets the others.
+
+`P` dense parameters; `w_i` the replica of trainer i; `w_PS` the central copy on the dense servers.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+State = Mapping[str, Tensor]
+
+
+class Group(Protocol):
+    """How a method reaches the other trainers and the dense servers; made by the runtime, one for each trainer."""
+
+    def mean(self, weights: Tensor) -> Tensor:
+        """The average of the `[P]` vectors of all trainers still in the group; not to be changed.
+
+        Returns when all of them have called it; those that leave meanwhile are not waited for.
+        """
+        ...
+
+    def elastic(self, weights: Tensor, alpha: float) -> Tensor:
+        """`d = α (w_i − w_PS)` `[P]`, already added to `w_PS`; the caller takes it off `w_i`."""
+        ...
+
+    def sequential(self, weights: Tensor, alpha: float) -> Tensor:
+        """The new central copy `[P]`, after `w_PS ← (1−α) w_PS + α w_i`."""
+        ...
+
+    def leave(self) -> None:
+        """This trainer takes no further part; nobody waits for it."""
+        ...
+
+
+class SyncMethod(ABC):
+    """A replica method: hyper-parameters only; what moves goes in and out as `state`.
+
+    Attributes:
+        collective: all trainers of the group take part in a synchronisation at the same time.
+        centralised: there is a central copy, held by the dense servers.
+    """
+
+    name: ClassVar[str]
+    collective: ClassVar[bool] = False
+    centralised: ClassVar[bool] = False
+
+    def resolved(self, trainers: int, foreground: bool) -> Self:
+        """The method with every default that depends on the job's size or on the schedule filled in."""
+        return self
+
+    @abstractmethod
+    def init(self, weights: Tensor) -> State:
+        """The state of a trainer whose replica is `weights` `[P]` at the start; float32 tensors by name."""
+
+    @abstractmethod
+    def sync(self, weights: Tensor, group: Group, state: State) -> State:
+        """Synchronises `weights` `[P]` in place, while workers may be writing to it, and returns the new state."""
+
+    def final(self, replicas: Sequence[Tensor], center: Tensor | None, states: Sequence[State]) -> Tensor:
+        """The dense parameters `[P]` that the finished job is evaluated with; the mean replica unless overridden."""
+        return torch.stack(list(replicas)).mean(0)

@@ -1,0 +1,69 @@
+"""A barrier whose members may leave for good, with a result that all of them get."""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Generic, TypeVar
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
+
+class Rendezvous(Generic[Given, Result]):
+    """Members arrive with a value; when all present ones have, one of them combines the values for everybody.
+
+    Args:
+        members: who takes part.
+        combine: called with the values by member, in the members' order, in the thread of whoever came or left last.
+        waiting: entered while a member waits for others.
+    """
+
+    def __init__(
+        self,
+        members: Iterable[int],
+        combine: Callable[[Mapping[int, Given]], Result],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._members = set(members)
+        self._combine = combine
+        self._waiting = waiting
+        self._given: dict[int, Given] = {}
+        self._outcomes: dict[int, Result | BaseException] = {}
+        self._condition = threading.Condition()
+
+    @property
+    def size(self) -> int:
+        """Members still present."""
+        return len(self._members)
+
+    def arrive(self, member: int, value: Given) -> Result:
+        """Waits for all present members and returns the combined result; what `combine` raises, all of them raise."""
+        with self._condition:
+            self._given[member] = value
+            self._complete_if_all_here()
+            if member not in self._outcomes:
+                with self._waiting():
+                    self._condition.wait_for(lambda: member in self._outcomes)
+            outcome = self._outcomes.pop(member)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def leave(self, member: int) -> None:
+        """`member` is no longer waited for."""
+        with self._condition:
+            self._members.discard(member)
+            self._complete_if_all_here()
+
+    def _complete_if_all_here(self) -> None:
+        if not self._given or not self._members <= self._given.keys():
+            return
+        given = dict(sorted(self._given.items()))
+        self._given.clear()
+        outcome: Result | BaseException
+        try:
+            outcome = self._combine(given)
+        except BaseException as error:
+            outcome = error
+        self._outcomes.update(dict.fromkeys(given, outcome))
+        self._condition.notify_all()

@@ -1,0 +1,98 @@
+"""The seam of the schedules: when a replica method runs, and in whose thread."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from shadowsync.sync.method import Group, State, SyncMethod
+
+
+class Rest(Protocol):
+    """The part of a job's gate that synchronisation needs (`training.gate.Gate`)."""
+
+    def join(self) -> None:
+        """One more thread that a pause has to wait for."""
+        ...
+
+    def leave(self) -> None:
+        """One thread less."""
+        ...
+
+    def step(self) -> None:
+        """Stands still here while the job is paused."""
+        ...
+
+    def rest(self, seconds: float, until: Callable[[], bool]) -> None:
+        """Sleeps; a pause need not wait for the sleeper."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """While inside, this thread depends on others, so that a pause lets them go on."""
+        ...
+
+
+@dataclass
+class Synchronisation:
+    """One trainer's replica method with its moving parts.
+
+    Attributes:
+        method: with all defaults resolved.
+        weights: the replica, `[P]`.
+        group: the way to the others.
+        workers: Hogwild workers of the trainer.
+        gate: where threads stand still for a checkpoint.
+        state: the method's.
+        count: synchronisations so far.
+    """
+
+    method: SyncMethod
+    weights: Tensor
+    group: Group
+    workers: int
+    gate: Rest
+    state: State = field(default_factory=dict)
+    count: int = 0
+
+    def once(self) -> None:
+        """Synchronises the replica."""
+        self.state = self.method.sync(self.weights, self.group, self.state)
+        self.count += 1
+
+
+class Driver(ABC):
+    """Runs a `Synchronisation` when its schedule says so. One for each trainer."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """The trainer's workers are about to start."""
+
+    @abstractmethod
+    def after_step(self, worker_index: int, iteration: int) -> None:
+        """Called in the worker's thread after each of its iterations, counted from 1."""
+
+    @abstractmethod
+    def worker_left(self, worker_index: int) -> None:
+        """This worker will not call again."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """All workers have left: leaves the group and raises what went wrong, if anything did."""
+
+
+class Schedule(ABC):
+    """When a replica method runs: hyper-parameters only.
+
+    Attributes:
+        foreground: workers wait for the synchronisation.
+    """
+
+    name: ClassVar[str]
+    foreground: ClassVar[bool]
+
+    @abstractmethod
+    def drive(self, synchronisation: Synchronisation) -> Driver:
+        """A driver for one trainer."""

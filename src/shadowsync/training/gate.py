@@ -1,0 +1,102 @@
+"""Where the threads of a job stand still between two steps, so that a consistent image can be taken."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Gate:
+    """Counts the threads that change parameters (members) and those of them that stand still.
+
+    A pause is complete when every member stands at a step boundary or rests. A thread that waits for others
+    (`waiting`, for instance in an all-reduce) does not stand still; as long as there is one, those that stand at the
+    boundary go on, until it has what it waits for. So a pause never dead-locks with a synchronisation.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._paused = False
+        self._members = 0
+        self._still = 0
+        self._waiting = 0
+
+    def join(self) -> None:
+        """One more thread that a pause has to wait for."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._paused)
+            self._members += 1
+
+    def leave(self) -> None:
+        """One thread less."""
+        with self._condition:
+            self._members -= 1
+            self._condition.notify_all()
+
+    def step(self) -> None:
+        """A step boundary of a member: stands still here while the job is paused."""
+        if self._paused:
+            with self._condition:
+                self._stand_still()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """While inside, the member changes nothing: it waits for data, say. Leaving waits for the end of a pause."""
+        with self._condition:
+            self._still += 1
+            if self._paused:
+                self._condition.notify_all()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._still -= 1
+                self._stand_still()
+
+    def rest(self, seconds: float, until: Callable[[], bool]) -> None:
+        """Sleeps until `until()` or for `seconds`, less if a pause is held up by a thread that waits for others."""
+        deadline = time.monotonic() + seconds
+        with self._condition:
+            self._still += 1
+            if self._paused:
+                self._condition.notify_all()
+            while not until() and not (self._paused and self._waiting) and (left := deadline - time.monotonic()) > 0:
+                self._condition.wait(min(left, 0.1))
+            self._still -= 1
+            self._stand_still()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While inside, the member depends on others, so that a pause lets them go on."""
+        with self._condition:
+            self._waiting += 1
+            self._condition.notify_all()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._waiting -= 1
+                self._condition.notify_all()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, every member stands still."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._paused)
+            self._paused = True
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self._still == self._members and not self._waiting)
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._paused = False
+                self._condition.notify_all()
+
+    def _stand_still(self) -> None:
+        if not self._paused:
+            return
+        self._still += 1
+        self._condition.notify_all()
+        self._condition.wait_for(lambda: not self._paused or self._waiting > 0)
+        self._still -= 1

@@ -1,0 +1,197 @@
+"""Every replica method: the seam's contract, then the algebra that tells the methods apart."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.codec import Codec
+from shadowsync.compression.plain import Plain
+from shadowsync.errors import ConfigError
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.registry import build, members
+from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
+from shadowsync.runtime.lines import Line
+from shadowsync.sync.bmuf import Bmuf
+from shadowsync.sync.easgd import Easgd
+from shadowsync.sync.ma import ModelAveraging
+from shadowsync.sync.method import State, SyncMethod
+from shadowsync.training.gate import Gate
+
+METHODS: list[Callable[[], SyncMethod]] = [
+    *members("shadowsync.sync", SyncMethod).values(),
+    lambda: Easgd(alpha=0.3, form="sequential"),
+    lambda: Bmuf(momentum=0.9, nesterov=True),
+]
+SIZE = 7
+
+
+class Cluster:
+    """`n` trainers with random replicas, joined by the in-process group."""
+
+    def __init__(self, n: int, method: SyncMethod, dense_servers: int = 2, codec: Codec | None = None) -> None:
+        generator = torch.Generator().manual_seed(n)
+        start = torch.randn(SIZE, generator=generator)
+        line = Line("dense", codec or Plain(), WireCounter())
+        self.method = method.resolved(n, foreground=False)
+        self.servers = DenseServers(start, dense_servers, line)
+        self.averaging = Averaging(range(n), line, Gate().waiting)
+        self.groups = [InProcessGroup(rank, self.averaging, self.servers) for rank in range(n)]
+        self.states: list[State] = [self.method.init(start) for _ in range(n)]
+        self.weights = [start + torch.randn(SIZE, generator=generator) for _ in range(n)]
+
+    def sync_all(self) -> None:
+        """One synchronisation of every trainer, each in its thread."""
+        threads = [threading.Thread(target=self.sync_one, args=(rank,)) for rank in range(len(self.groups))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive(), "a synchronisation hangs"
+
+    def sync_one(self, rank: int) -> None:
+        self.states[rank] = self.method.sync(self.weights[rank], self.groups[rank], self.states[rank])
+
+    def spread(self) -> float:
+        stacked = torch.stack(self.weights)
+        return float((stacked - stacked.mean(0)).norm())
+
+
+@pytest.mark.parametrize("make", METHODS)
+@pytest.mark.parametrize("n", [1, 3])
+def test_contract(make: Callable[[], SyncMethod], n: int) -> None:
+    cluster = Cluster(n, make())
+    before = cluster.spread()
+    storage = [weights.data_ptr() for weights in cluster.weights]
+    for _ in range(3):
+        cluster.sync_all()
+    assert [weights.data_ptr() for weights in cluster.weights] == storage, "replicas are changed in place"
+    assert cluster.spread() <= before
+    assert all(torch.isfinite(weights).all() for weights in cluster.weights)
+    final = cluster.method.final(cluster.weights, cluster.servers.read(), cluster.states)
+    assert final.shape == (SIZE,)
+
+
+@pytest.mark.parametrize("make", [m for m in METHODS if m().name != "none"])
+def test_repeated_synchronisation_brings_replicas_together(make: Callable[[], SyncMethod]) -> None:
+    cluster = Cluster(4, make())
+    before = cluster.spread()
+    for _ in range(60):
+        cluster.sync_all()
+    assert cluster.spread() < 0.01 * before
+
+
+@given(n=st.integers(1, 6), alpha=st.floats(0.05, 1.0), order=st.lists(st.integers(0, 5), max_size=12))
+@settings(deadline=None, max_examples=40, derandomize=True)
+def test_symmetric_easgd_conserves_the_sum(n: int, alpha: float, order: list[int]) -> None:
+    cluster = Cluster(n, Easgd(alpha=alpha))
+    total = cluster.servers.read() + torch.stack(cluster.weights).sum(0)
+    for rank in order:
+        cluster.sync_one(rank % n)
+    now = cluster.servers.read() + torch.stack(cluster.weights).sum(0)
+    torch.testing.assert_close(now, total, atol=1e-5, rtol=1e-5)
+
+
+def test_symmetric_easgd_conserves_the_sum_through_a_lossy_codec(lossy_codec: Codec) -> None:
+    cluster = Cluster(3, Easgd(alpha=0.4), codec=lossy_codec)
+    total = cluster.servers.read() + torch.stack(cluster.weights).sum(0)
+    for rank in (0, 1, 2, 0, 1, 2):
+        cluster.sync_one(rank)
+    now = cluster.servers.read() + torch.stack(cluster.weights).sum(0)
+    torch.testing.assert_close(now, total, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(name="lossy_codec")
+def make_lossy_codec() -> Codec:
+    return Bf16()
+
+
+def test_elastic_and_sequential_by_hand() -> None:
+    for form, expected in (("elastic", 10 - 0.25 * 8), ("sequential", 0.75 * 10 + 0.25 * (0.75 * 2 + 0.25 * 10))):
+        line = Line("dense", Plain(), WireCounter())
+        servers = DenseServers(torch.tensor([2.0]), 1, line)
+        weights = torch.tensor([10.0])
+        method = Easgd(alpha=0.25, form=form)  # type: ignore[arg-type]
+        method.sync(weights, InProcessGroup(0, Averaging([0], line, Gate().waiting), servers), {})
+        assert weights.item() == pytest.approx(expected)
+        assert servers.read().item() == pytest.approx(2 + 0.25 * 8)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_bmuf_without_momentum_equals_model_averaging(alpha: float) -> None:
+    averaging, bmuf = Cluster(3, ModelAveraging(alpha=alpha)), Cluster(3, Bmuf(alpha=alpha, momentum=0.0, eta=1.0))
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(4):
+        for rank in range(3):
+            step = torch.randn(SIZE, generator=generator)
+            averaging.weights[rank] += step
+            bmuf.weights[rank] += step
+        averaging.sync_all()
+        bmuf.sync_all()
+        torch.testing.assert_close(torch.stack(bmuf.weights), torch.stack(averaging.weights), atol=1e-6, rtol=1e-6)
+
+
+def test_bmuf_momentum_by_hand() -> None:
+    for nesterov, expected in ((False, 1.0), (True, 1.0 + 0.5 * 1.0)):
+        line = Line("dense", Plain(), WireCounter())
+        group = InProcessGroup(0, Averaging([0], line, Gate().waiting), DenseServers(torch.zeros(1), 1, line))
+        method = Bmuf(alpha=1.0, momentum=0.5, nesterov=nesterov)
+        weights = torch.zeros(1)
+        state = method.init(weights)
+        weights += 1
+        state = method.sync(weights, group, state)
+        assert weights.item() == pytest.approx(expected)
+        assert state["global"].item() == pytest.approx(1.0)
+        weights.fill_(1.0)
+        state = method.sync(weights, group, state)
+        # The average stands at the global model, so only half of the last block's update is repeated.
+        assert state["global"].item() == pytest.approx(1.5)
+
+
+def test_full_averaging_gives_every_trainer_the_mean() -> None:
+    cluster = Cluster(4, ModelAveraging(alpha=1.0))
+    mean = torch.stack(cluster.weights).mean(0)
+    cluster.sync_all()
+    for weights in cluster.weights:
+        torch.testing.assert_close(weights, mean)
+
+
+def test_dense_servers_split_makes_no_difference() -> None:
+    def run(servers: int) -> tuple[Tensor, Tensor]:
+        cluster = Cluster(2, Easgd(alpha=0.3), dense_servers=servers)
+        for rank in (0, 1, 1, 0):
+            cluster.sync_one(rank)
+        return torch.stack(cluster.weights), cluster.servers.read()
+
+    for servers in (2, 3, SIZE, SIZE + 4):
+        for one, many in zip(run(1), run(servers), strict=True):
+            assert torch.equal(one, many)
+
+
+def test_traffic_is_counted() -> None:
+    counter = WireCounter()
+    line = Line("dense", Plain(), counter)
+    servers = DenseServers(torch.zeros(SIZE), 2, line)
+    Easgd(alpha=0.5).sync(torch.ones(SIZE), InProcessGroup(0, Averaging([0], line, Gate().waiting), servers), {})
+    totals = counter.totals()
+    assert totals.bytes["dense"] == totals.raw_bytes["dense"] == 2 * SIZE * 4
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        (Easgd, {"alpha": 0}, "sync.alpha=0"),
+        (Easgd, {"alpha": 1.5}, "sync.alpha=1.5"),
+        (Easgd, {"form": "round"}, "sync.form=round"),
+        (Bmuf, {"momentum": 1.0}, "sync.momentum=1.0"),
+        (ModelAveraging, {"alpha": "much"}, "sync.alpha=much"),
+    ],
+)
+def test_options_out_of_range(method: type[SyncMethod], options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(method, options, "sync")

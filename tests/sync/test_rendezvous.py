@@ -1,0 +1,141 @@
+"""The barrier whose members may leave, alone and together with a pause for a checkpoint."""
+
+import threading
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowsync.sync.rendezvous import Rendezvous
+from shadowsync.training.gate import Gate
+
+TIMEOUT_S = 20
+
+
+def total(values: Mapping[int, int]) -> int:
+    return sum(values.values())
+
+
+def join_all(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "a thread hangs"
+
+
+@given(rounds=st.lists(st.integers(0, 12), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=40, derandomize=True)
+def test_members_with_uneven_rounds_never_hang(rounds: list[int]) -> None:
+    meeting: Rendezvous[int, int] = Rendezvous(range(len(rounds)), total)
+    results: list[list[int]] = [[] for _ in rounds]
+
+    def member(index: int) -> None:
+        results[index].extend(meeting.arrive(index, 1) for _ in range(rounds[index]))
+        meeting.leave(index)
+
+    threads = [threading.Thread(target=member, args=(i,), daemon=True) for i in range(len(rounds))]
+    for thread in threads:
+        thread.start()
+    join_all(threads)
+    for index, count in enumerate(rounds):
+        others = [sum(other > turn for other in rounds) for turn in range(count)]
+        assert results[index] == others
+
+
+def test_an_error_in_combine_reaches_every_member() -> None:
+    def fail(_: Mapping[int, int]) -> int:
+        raise ValueError("no")
+
+    meeting: Rendezvous[int, int] = Rendezvous([0, 1], fail)
+    raised: list[str] = []
+
+    def member(index: int) -> None:
+        with pytest.raises(ValueError, match="no"):
+            meeting.arrive(index, 1)
+        raised.append("no")
+
+    threads = [threading.Thread(target=member, args=(i,), daemon=True) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    join_all(threads)
+    assert raised == ["no", "no"]
+
+
+def test_the_last_to_leave_frees_one_that_waits_after_leaving() -> None:
+    meeting: Rendezvous[int, int] = Rendezvous([0, 1], total)
+    results: list[int] = []
+    arrived = threading.Event()
+
+    def waits() -> None:
+        arrived.set()
+        results.append(meeting.arrive(0, 5))
+
+    thread = threading.Thread(target=waits, daemon=True)
+    thread.start()
+    assert arrived.wait(TIMEOUT_S)
+    meeting.leave(0)
+    meeting.leave(1)
+    join_all([thread])
+    assert results == [5]
+
+
+@pytest.mark.parametrize("steps", [[40, 40], [40, 13], [7, 0, 25], [30] * 8])
+def test_a_pause_never_deadlocks_with_a_barrier(steps: list[int]) -> None:
+    """Members meet every third step, while another thread pauses them again and again."""
+    gate = Gate()
+    meeting: Rendezvous[int, int] = Rendezvous(range(len(steps)), total, gate.waiting)
+    trained = [0] * len(steps)
+    images: list[list[int]] = []
+
+    def member(index: int) -> None:
+        for step in range(1, steps[index] + 1):
+            trained[index] += 1
+            if step % 3 == 0:
+                meeting.arrive(index, 1)
+            gate.step()
+        meeting.leave(index)
+        gate.leave()
+
+    threads = [threading.Thread(target=member, args=(i,), daemon=True) for i in range(len(steps))]
+    for thread in threads:
+        gate.join()
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        with gate.pause():
+            image = list(trained)
+            images.append(image)
+            assert trained == image
+    join_all(threads)
+    assert trained == steps
+    assert images
+
+
+def test_nothing_moves_during_a_pause() -> None:
+    gate, counts, stop = Gate(), [0, 0, 0], threading.Event()
+
+    def works(index: int) -> None:
+        while not stop.is_set():
+            counts[index] += 1
+            gate.step()
+        gate.leave()
+
+    def rests() -> None:
+        while not stop.is_set():
+            gate.rest(10.0, stop.is_set)
+            counts[2] += 1
+        gate.leave()
+
+    threads = [threading.Thread(target=works, args=(i,), daemon=True) for i in range(2)]
+    threads.append(threading.Thread(target=rests, daemon=True))
+    for thread in threads:
+        gate.join()
+        thread.start()
+    for _ in range(50):
+        with gate.pause():
+            before = list(counts)
+            for _ in range(1000):
+                assert counts == before
+    stop.set()
+    join_all(threads)
+    assert counts[0] > 0
+    assert counts[1] > 0

@@ -1,0 +1,103 @@
+"""When synchronisation happens, and that trainers that end early hold up nobody."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowsync.compression.plain import Plain
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.registry import members
+from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
+from shadowsync.runtime.lines import Line
+from shadowsync.sync.background import Background
+from shadowsync.sync.every_k import EveryK
+from shadowsync.sync.method import Group, State, SyncMethod
+from shadowsync.sync.schedule import Driver, Schedule, Synchronisation
+from shadowsync.training.gate import Gate
+
+TIMEOUT_S = 20
+METHODS = members("shadowsync.sync", SyncMethod)
+SCHEDULES: list[Schedule] = [Background(max_share=1.0), Background(every_s=0.002), EveryK(k=2), EveryK(k=1)]
+
+
+def make_drivers(
+    method: type[SyncMethod], schedule: Schedule, n: int, workers: int
+) -> tuple[list[Driver], list[Synchronisation]]:
+    gate, line, start = Gate(), Line("dense", Plain(), WireCounter()), torch.zeros(5)
+    averaging, servers = Averaging(range(n), line, gate.waiting), DenseServers(start, 1, line)
+    chosen = method().resolved(n, schedule.foreground)
+    parts = [
+        Synchronisation(
+            chosen, start.clone() + rank, InProcessGroup(rank, averaging, servers), workers, gate, chosen.init(start)
+        )
+        for rank in range(n)
+    ]
+    return [schedule.drive(part) for part in parts], parts
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("steps", [[[9]], [[8], [3], [0]], [[6, 2], [4, 9]]], ids=str)
+def test_uneven_trainers_end(method: type[SyncMethod], schedule: Schedule, steps: list[list[int]]) -> None:
+    drivers, parts = make_drivers(method, schedule, len(steps), len(steps[0]))
+
+    def trainer(rank: int) -> None:
+        def worker(index: int) -> None:
+            for iteration in range(1, steps[rank][index] + 1):
+                drivers[rank].after_step(index, iteration)
+            drivers[rank].worker_left(index)
+
+        drivers[rank].start()
+        run_all([threading.Thread(target=worker, args=(i,), daemon=True) for i in range(len(steps[rank]))])
+        drivers[rank].stop()
+
+    run_all([threading.Thread(target=trainer, args=(rank,), daemon=True) for rank in range(len(steps))])
+    if isinstance(schedule, EveryK) and not method.collective:
+        assert [part.count for part in parts] == [sum(s // schedule.k for s in worker_steps) for worker_steps in steps]
+
+
+def run_all(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "a thread hangs"
+
+
+@given(
+    started=st.floats(0, 1e6),
+    wall_s=st.floats(0, 10),
+    cpu_share=st.floats(0, 1),
+    every_s=st.floats(0, 5),
+    max_share=st.floats(0.01, 1),
+)
+@settings(deadline=None, max_examples=100, derandomize=True)
+def test_background_pace(started: float, wall_s: float, cpu_share: float, every_s: float, max_share: float) -> None:
+    ended, cpu_s = started + wall_s, wall_s * cpu_share
+    start = Background(every_s=every_s, max_share=max_share).next_start(started, ended, cpu_s)
+    assert start >= ended
+    assert start >= started + every_s
+    assert start - started >= cpu_s / max_share * (1 - 1e-9) - 1e-9 * started
+    assert start == max(ended, started + every_s, started + cpu_s / max_share)
+
+
+def test_a_shadow_that_fails_says_so_and_hangs_nobody() -> None:
+    class Broken(SyncMethod):
+        name = "broken"
+        collective = True
+
+        def init(self, weights: torch.Tensor) -> State:
+            return {}
+
+        def sync(self, weights: torch.Tensor, group: Group, state: State) -> State:
+            raise RuntimeError("broken on purpose")
+
+    drivers, _ = make_drivers(Broken, Background(max_share=1.0), 2, 1)
+    for driver in drivers:
+        driver.start()
+    for driver in drivers:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            driver.stop()

@@ -1,0 +1,33 @@
+# The one door for people and CI. Everything is installed into .venv from requirements.lock.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: train test lint types docs clean
+
+train: $(STAMP)  ## Trains the demo and says where the report is.
+	@$(BIN)/shadowsync train $(ARGS)
+
+test: $(STAMP)  ## Runs every test.
+	@$(BIN)/pytest
+
+lint: $(STAMP)  ## Checks style and format.
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## Checks types.
+	@$(BIN)/mypy
+
+docs: $(STAMP)  ## Writes the configuration reference from the schema.
+	@$(BIN)/python -m docs.reference
+
+clean:  ## Removes the virtual environment and caches; keeps runs/.
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis
+
+$(STAMP): requirements.lock pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the pinned requirements into $(VENV) (once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $(STAMP)

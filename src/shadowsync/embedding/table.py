@@ -65,12 +65,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Slot:
-    """One feature's look-ups in one shard: what a server is asked for, by its position among the server's slots."""
+    """One feature's look-ups in one shard; a server is asked for it by its position among the server's slots."""
 
-    shard: int
+    shard: Shard
     feature: str
 
 
 def slots_of(shards: Sequence[Shard]) -> tuple[Slot, ...]:
     """What a server that holds `shards` can be asked for: every feature of every shard, in their order."""
-    return tuple(Slot(index, feature) for index, shard in enumerate(shards) for feature in shard.table.features)
+    return tuple(Slot(shard, feature) for shard in shards for feature in shard.table.features)

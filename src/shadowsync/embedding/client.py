@@ -1,0 +1,150 @@
+"""The trainer's side of the embedding servers: one pull and one push for all tables, however they are placed.
+
+`B` samples, `F` features of the source, `D_f` width of feature f's table.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from shadowsync.compression.codec import Codec
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.catalog import check_tables
+from shadowsync.embedding.requests import check_shape
+from shadowsync.embedding.routing import Route, Router, local_ids
+from shadowsync.embedding.server import Lookup
+from shadowsync.embedding.table import Shard, Table
+from shadowsync.errors import ConfigError
+from shadowsync.metrics.wire import WireCounter
+
+
+class Server(Protocol):
+    """What the client needs of an embedding server, near or behind a wire."""
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """What the server holds."""
+
+    def pull(self, lookup: Lookup) -> Tensor:
+        """As `EmbeddingServer.pull`."""
+
+    def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> None:
+        """As `EmbeddingServer.push`."""
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """How pooled vectors and their gradients look on the wire, and who counts the bytes."""
+
+    pull: Codec
+    push: Codec
+    counter: WireCounter
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """Pooled vectors and what the push of their gradient needs.
+
+    Attributes:
+        pooled: float32 `[B, Σ D_f]`, tables in their order and features in their table's.
+        lookups: what each route asked its server.
+    """
+
+    pooled: Tensor
+    lookups: tuple[tuple[Route, Lookup], ...]
+
+
+class EmbeddingClient:
+    """Routes look-ups to the servers that hold the rows and puts the answers together.
+
+    Pulls and pushes may come from several threads, in any order and number, as long as the codecs keep no state from
+    one message to the next; with a codec that does, give each worker a client of its own.
+
+    Attributes:
+        columns: each feature's columns in `Pulled.pooled`, by name, in their order.
+        width: all columns, `Σ D_f`.
+    """
+
+    def __init__(
+        self, tables: Sequence[Table], features: Sequence[str], servers: Sequence[Server], codecs: Codecs
+    ) -> None:
+        """
+        Args:
+            tables: all tables of the job, in the order of the configuration.
+            features: names of the features of the batches, in the order of the source's schema.
+            servers: together they hold every row once.
+            codecs: of pulls and pushes, with the counter of their bytes.
+
+        Raises:
+            ConfigError: tables and features do not fit each other, or the servers do not hold every row once.
+        """
+        check_tables(tables, features)
+        _check_held_once(tables, [server.shards for server in servers])
+        self._servers = tuple(servers)
+        self._codecs = codecs
+        self._feature_count = len(features)
+        self._router = Router(tables, features, [server.shards for server in servers])
+        self._streams: dict[tuple[str, Route], Any] = {}
+        self.columns = self._router.columns.span
+        self.width = self._router.columns.width
+
+    def pull(self, ids: Jagged) -> Pulled:
+        """Pooled vectors for the ids of all features, in the order of the source's schema.
+
+        Raises:
+            DataError: an id is not a row of its table, or the tensors of `ids` do not fit each other.
+        """
+        check_shape(ids, self._feature_count)
+        # single ids need no mean, and where all ids carry weights already there is nothing to keep apart
+        apart = ids.offsets is not None and ids.weights is None
+        fan = self._router.apart if apart else self._router.together
+        lookups = tuple((route, Lookup(route.slots, local_ids(ids, route))) for route in fan.routes)
+        answers = [self._ask(route, lookup) for route, lookup in lookups]
+        return Pulled(self._router.assemble(ids.samples, fan, answers), lookups)
+
+    def push(self, pulled: Pulled, gradient: Tensor, lr: float) -> None:
+        """Applies the optimizer to every row that was looked up, once per push.
+
+        Args:
+            pulled: what `pull` returned.
+            gradient: of the loss with respect to `pulled.pooled`, float32 `[B, Σ D_f]`.
+            lr: learning rate of this step.
+        """
+        for route, lookup in pulled.lookups:
+            mine = self._router.gradient_for(route, gradient)
+            decoded, sent = self._through(self._codecs.push, "push", route, mine)
+            self._codecs.counter.add("push", sent, _bytes(mine))
+            self._servers[route.server].push(lookup, decoded, lr)
+
+    def _ask(self, route: Route, lookup: Lookup) -> Tensor:
+        answer = self._servers[route.server].pull(lookup)
+        decoded, sent = self._through(self._codecs.pull, "pull", route, answer)
+        ids = lookup.ids
+        asked = sum(_bytes(part) for part in (ids.values, ids.offsets, ids.weights) if part is not None)
+        self._codecs.counter.add("pull", asked + sent, asked + _bytes(answer))
+        return decoded
+
+    def _through(self, codec: Codec, kind: str, route: Route, tensor: Tensor) -> tuple[Tensor, int]:
+        """The tensor as the other side sees it, and the bytes that took."""
+        encoded = codec.encode(tensor, self._streams.get((kind, route)))
+        if encoded.state is not None:
+            self._streams[kind, route] = encoded.state
+        return codec.decode(encoded.frames, encoded.shape), encoded.byte_count
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _check_held_once(tables: Sequence[Table], servers: Sequence[Sequence[Shard]]) -> None:
+    held = [shard for shards in servers for shard in shards]
+    for table in tables:
+        reached = 0
+        for shard in sorted((shard for shard in held if shard.table == table), key=lambda shard: shard.start):
+            if shard.start != reached:
+                break
+            reached = shard.stop
+        if reached != table.rows or sum(s.rows for s in held if s.table == table) != table.rows:
+            raise ConfigError(f"table {table.name}: the servers do not hold each of its {table.rows} rows exactly once")

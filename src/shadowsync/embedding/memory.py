@@ -1,0 +1,97 @@
+"""The memory behind a storage: all shards in one flat tensor, grouped by width, with the optimizer's state alike.
+
+FBGEMM wants one flat tensor for all tables; the torch storage wants all tables of one width as one matrix. Putting
+shards of equal width side by side serves both without a copy.
+
+`R` rows of all shards of one width `D`, `S` shards.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from shadowsync.embedding.initial import fill
+from shadowsync.embedding.optimizers import Extent, RowRule
+from shadowsync.embedding.table import Shard
+
+
+class ShardMemory:
+    """Weights and optimizer state of a storage's shards.
+
+    Attributes:
+        shards: as given.
+        row_start: where each shard's rows start among all rows (in the order by width), `S` numbers.
+        weight_start: where each shard's weights start in the flat tensor, `S` numbers.
+        flat: by name, tensors of one dimension: `weight`, and the state.
+    """
+
+    def __init__(self, shards: Sequence[Shard], rule: type[RowRule], seed: int) -> None:
+        self.shards = tuple(shards)
+        by_width = sorted(range(len(shards)), key=lambda s: shards[s].table.dim)
+        self._by_width = by_width
+        self.row_start = self._starts({s: shards[s].rows for s in by_width})
+        self.weight_start = self._starts({s: self._elements(s) for s in by_width})
+        self._extents = {"weight": Extent.ELEMENT, **rule.state}
+        self.flat = {name: self._allocate(extent) for name, extent in self._extents.items()}
+        fill([(shard, self.view(index, "weight")) for index, shard in enumerate(self.shards)], seed)
+
+    def _elements(self, index: int) -> int:
+        return self.shards[index].rows * self.shards[index].table.dim
+
+    def _starts(self, sizes: Mapping[int, int]) -> tuple[int, ...]:
+        """The sum of the sizes before each shard, in the order of the shards."""
+        starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        return tuple(starts[index] for index in range(len(sizes)))
+
+    def _allocate(self, extent: Extent) -> Tensor:
+        sizes = {
+            Extent.ROW: sum(shard.rows for shard in self.shards),
+            Extent.ELEMENT: sum(self._elements(index) for index in range(len(self.shards))),
+            Extent.SHARD: len(self.shards),
+        }
+        return torch.zeros(sizes[extent], dtype=torch.int64 if extent is Extent.SHARD else torch.float32)
+
+    def view(self, index: int, name: str) -> Tensor:
+        """The live tensor `name` of shard `index`: `[rows, D]`, `[rows]` or `[1]`."""
+        shard, extent, flat = self.shards[index], self._extents[name], self.flat[name]
+        if extent is Extent.SHARD:
+            return flat[index : index + 1]
+        if extent is Extent.ROW:
+            return flat[self.row_start[index] : self.row_start[index] + shard.rows]
+        start = self.weight_start[index]
+        return flat[start : start + self._elements(index)].view(shard.rows, shard.table.dim)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """As `Storage.state`."""
+        return {
+            shard.key: {name: self.view(index, name) for name in self.flat} for index, shard in enumerate(self.shards)
+        }
+
+    @cached_property
+    def blocks(self) -> dict[int, dict[str, Tensor]]:
+        """For each width, the tensors of all its shards together: `[R, D]` per element, `[R]` per row."""
+        return {dim: self._block(dim) for dim in {shard.table.dim for shard in self.shards}}
+
+    def _block(self, dim: int) -> dict[str, Tensor]:
+        members = [index for index in self._by_width if self.shards[index].table.dim == dim]
+        first, rows = members[0], sum(self.shards[index].rows for index in members)
+        spans = {
+            Extent.ELEMENT: (self.weight_start[first], rows * dim, (rows, dim)),
+            Extent.ROW: (self.row_start[first], rows, (rows,)),
+        }
+        block = {}
+        for name, extent in self._extents.items():
+            if extent in spans:
+                start, count, shape = spans[extent]
+                block[name] = self.flat[name][start : start + count].view(shape)
+        return block
+
+    def start_in_block(self, index: int) -> int:
+        """The position of shard `index`'s first row in the block of its width."""
+        first = min(
+            self.row_start[s] for s in self._by_width if self.shards[s].table.dim == self.shards[index].table.dim
+        )
+        return self.row_start[index] - first

@@ -1,0 +1,90 @@
+"""Checks on what arrives from outside, before an operator that does not check reads memory with it.
+
+`B` samples, `F` features of a request, `L` ids.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.table import Slot
+from shadowsync.errors import DataError
+
+
+def check_shape(ids: Jagged, feature_count: int) -> None:
+    """Raises `DataError` unless the tensors of `ids` fit each other and there are `feature_count` features."""
+    bags = ids.feature_count * ids.samples
+    wrong = (
+        ids.feature_count != feature_count,
+        ids.values.dim() != 1 or ids.values.dtype != torch.int64,
+        ids.offsets is None and len(ids.values) != bags,
+        ids.offsets is not None and not _offsets_fit(ids.offsets, bags, len(ids.values)),
+        ids.weights is not None and (ids.weights.shape != ids.values.shape or ids.weights.dtype != torch.float32),
+    )
+    if any(wrong):
+        raise DataError(
+            f"ids of {ids.feature_count} features for {ids.samples} samples do not fit a look-up of {feature_count} "
+            f"features: {_shown('values', ids.values)}, {_shown('offsets', ids.offsets)}, "
+            f"{_shown('weights', ids.weights)}"
+        )
+
+
+def _offsets_fit(offsets: Tensor, bags: int, id_count: int) -> bool:
+    if offsets.dtype != torch.int64 or offsets.shape != (bags + 1,):
+        return False
+    return int(offsets[0]) == 0 and int(offsets[-1]) == id_count and not bool((offsets[1:] < offsets[:-1]).any())
+
+
+def _shown(name: str, tensor: Tensor | None) -> str:
+    return f"no {name}" if tensor is None else f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is known of a sequence of slots.
+
+    Attributes:
+        slots: the slots.
+        last: the last local row of each, int64 `[F]`.
+        width: columns of their pooled vectors.
+    """
+
+    slots: tuple[Slot, ...]
+    last: Tensor
+    width: int
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot]) -> "Bounds":
+        """The bounds of these slots."""
+        last = torch.tensor([slot.shard.rows - 1 for slot in slots], dtype=torch.int64)
+        return cls(tuple(slots), last, sum(slot.shard.table.dim for slot in slots))
+
+
+def check_range(ids: Jagged, bounds: Bounds) -> None:
+    """Raises `DataError` naming the first of the local `ids` that lies outside its shard."""
+    if not len(ids.values):
+        return
+    # negative where either the id or its distance to the last row is: one pass finds both
+    sign = ids.values | (spread(bounds.last, ids) - ids.values)
+    if int(sign.amin()) >= 0:
+        return
+    where = int((sign < 0).int().argmax())
+    feature = int(torch.searchsorted(ids.bag_offsets()[:: ids.samples], where, right=True)) - 1
+    slot = bounds.slots[feature]
+    table = slot.shard.table
+    raise DataError(
+        f"feature {slot.feature}: id {int(ids.values[where]) + slot.shard.start} is not a row of table {table.name}, "
+        f"which has rows 0 to {table.rows - 1}; give the table more rows"
+    )
+
+
+def spread(per_feature: Tensor, ids: Jagged) -> Tensor:
+    """A number per feature `[F]` repeated for each of the feature's ids, `[L]`."""
+    if ids.offsets is None:
+        return per_feature.repeat_interleave(ids.samples)
+    if not ids.samples:
+        return per_feature[:0]
+    return per_feature.repeat_interleave(ids.offsets[:: ids.samples].diff(), output_size=len(ids.values))

@@ -1,0 +1,223 @@
+"""Which features go to which server, and how the servers' answers become one tensor in the order of the tables.
+
+`B` samples, `F` features of one route, `U` units of `u` columns: every table is some whole number of units wide, so
+that columns are moved in runs of `u` floats instead of one by one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.requests import spread
+from shadowsync.embedding.table import Shard, Slot, Table, slots_of
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+class Columns:
+    """Where each feature's pooled vector stands in the client's output: tables in their order, features in theirs.
+
+    Attributes:
+        span: the columns of each feature, by name.
+        width: all columns.
+        unit: the greatest width that divides every table's.
+    """
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.span: dict[str, slice] = {}
+        self.width = 0
+        for table in tables:
+            for feature in table.features:
+                self.span[feature] = slice(self.width, self.width + table.dim)
+                self.width += table.dim
+        self.unit = math.gcd(*(table.dim for table in tables)) or 1
+
+    def units(self, feature: str) -> range:
+        """The feature's units in the output."""
+        span = self.span[feature]
+        return range(span.start // self.unit, span.stop // self.unit)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """For a route with row parts: the ids `lowest … highest` go to it, less `shift`; each int64 `[F]`.
+
+    The first part takes every id below it too, and the last every id above, so that an id that is in no part reaches a
+    server, which refuses it.
+    """
+
+    lowest: Tensor
+    highest: Tensor
+    shift: Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Units of the answers, side by side in the order of the routes, and where they go in the output.
+
+    Attributes:
+        source: positions in the answers, int64 `[U]`.
+        target: positions in the output, ascending, int64 `[U]`.
+    """
+
+    source: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The look-ups that one server answers in one request.
+
+    Attributes:
+        server: its position.
+        slots: as in `Lookup`.
+        features: positions in the source's order; None for all in order.
+        mean: whether each feature is pooled by mean, bool `[F]`; None if none is.
+        parts: None if all tables are whole.
+        units: every unit of the answer in the output, int64 `[U]`; None if the answer is the output.
+    """
+
+    server: int
+    slots: tuple[int, ...]
+    features: tuple[int, ...] | None
+    mean: Tensor | None
+    parts: Parts | None
+    units: Tensor | None
+
+
+@dataclass(frozen=True)
+class Fan:
+    """The routes of one pull, and how their answers are put together.
+
+    Attributes:
+        routes: what is asked.
+        layers: layer k holds the k-th parts of their tables, whole tables being their own part 0, so that layer 0
+            covers the output; partial pools are added up layer by layer, in an order that placement does not change.
+    """
+
+    routes: tuple[Route, ...]
+    layers: tuple[Layer, ...]
+
+
+class Router:
+    """Routes for a fixed placement.
+
+    Attributes:
+        columns: of the output.
+        together: all features of a server in one look-up.
+        apart: features pooled by mean in look-ups of their own: they carry weights, which slow a look-up down.
+    """
+
+    def __init__(self, tables: Sequence[Table], features: Sequence[str], servers: Sequence[Sequence[Shard]]) -> None:
+        self.columns = Columns(tables)
+        self._position = {feature: index for index, feature in enumerate(features)}
+        self._servers = servers
+        self._starts = {t.name: sorted(s.start for shards in servers for s in shards if s.table == t) for t in tables}
+        means = {feature for table in tables if table.pooling == "mean" for feature in table.features}
+        self.together = self._fan(means, [set(features)])
+        self.apart = self._fan(means, [set(features) - means, means])
+
+    def _fan(self, means: set[str], groups: Sequence[set[str]]) -> Fan:
+        asked = [
+            (server, [slot for slot, found in enumerate(slots_of(shards)) if found.feature in group])
+            for group in groups
+            for server, shards in enumerate(self._servers)
+        ]
+        asked = [(server, slots) for server, slots in asked if slots]
+        routes = tuple(self._route(server, slots, means) for server, slots in asked)
+        return Fan(routes, self._layers([slots_of(self._servers[server])[s] for server, slots in asked for s in slots]))
+
+    def _route(self, server: int, slots: Sequence[int], means: set[str]) -> Route:
+        shards = self._servers[server]
+        chosen = [slots_of(shards)[slot] for slot in slots]
+        positions = tuple(self._position[slot.feature] for slot in chosen)
+        mean = torch.tensor([slot.feature in means for slot in chosen])
+        units = [unit for slot in chosen for unit in self.columns.units(slot.feature)]
+        return Route(
+            server=server,
+            slots=tuple(slots),
+            features=None if positions == tuple(range(len(self._position))) else positions,
+            mean=mean if bool(mean.any()) else None,
+            parts=self._parts([slot.shard for slot in chosen]),
+            units=None if units == list(range(self.columns.width // self.columns.unit)) else torch.tensor(units),
+        )
+
+    def _parts(self, shards: Sequence[Shard]) -> Parts | None:
+        if all(shard.rows == shard.table.rows for shard in shards):
+            return None
+        return Parts(
+            torch.tensor([shard.start if shard.start else INT64_MIN for shard in shards]),
+            torch.tensor([shard.stop - 1 if shard.stop < shard.table.rows else INT64_MAX for shard in shards]),
+            torch.tensor([shard.start for shard in shards]),
+        )
+
+    def _layers(self, slots: Sequence[Slot]) -> tuple[Layer, ...]:
+        moves: dict[int, list[tuple[int, int]]] = {}
+        done = 0
+        for slot in slots:
+            layer = self._starts[slot.shard.table.name].index(slot.shard.start)
+            units = self.columns.units(slot.feature)
+            moves.setdefault(layer, []).extend(zip(units, range(done, done + len(units)), strict=True))
+            done += len(units)
+        return tuple(_layer(sorted(moves[layer])) for layer in sorted(moves))
+
+    def assemble(self, samples: int, fan: Fan, answers: Sequence[Tensor]) -> Tensor:
+        """The output `[B, Σ D_f]` from the answers `[B, U * u]` to the routes of a fan."""
+        if not answers:
+            return torch.zeros(samples, 0)
+        if len(answers) == 1 and fan.routes[0].units is None:
+            return answers[0]
+        # one copy side by side and one in order: 20 µs where a copy per answer into its place takes 40
+        beside = torch.cat([answer.view(samples, -1, self.columns.unit) for answer in answers], 1)
+        pooled = beside.index_select(1, fan.layers[0].source)
+        for layer in fan.layers[1:]:
+            pooled.index_add_(1, layer.target, beside.index_select(1, layer.source))
+        return pooled.view(samples, -1)
+
+    def gradient_for(self, route: Route, gradient: Tensor) -> Tensor:
+        """The part of the output's gradient `[B, Σ D_f]` that belongs to a route's answer, `[B, U * u]`."""
+        if route.units is None:
+            return gradient
+        units = gradient.reshape(len(gradient), -1, self.columns.unit)
+        return units.index_select(1, route.units).view(len(gradient), -1)
+
+
+def _layer(moves: Sequence[tuple[int, int]]) -> Layer:
+    return Layer(torch.tensor([source for _, source in moves]), torch.tensor([target for target, _ in moves]))
+
+
+def local_ids(ids: Jagged, route: Route) -> Jagged:
+    """What a route asks its server for, from the ids of all features."""
+    if route.features is not None:
+        ids = ids.select(route.features)
+    if route.mean is not None and ids.offsets is not None:
+        ids = mean_weighted(ids, route.mean)
+    return ids if route.parts is None else _narrow(ids, route.parts)
+
+
+def mean_weighted(ids: Jagged, mean: Tensor) -> Jagged:
+    """The ids with weights that turn a sum into a mean: 1 over the number of ids in the bag.
+
+    With explicit weights this divides the weighted sum by the number of ids, not by the sum of their weights.
+    """
+    lengths = ids.lengths()
+    per_bag = lengths.clamp(min=1).to(torch.float32).reciprocal()
+    per_bag = torch.where(mean.repeat_interleave(ids.samples), per_bag, 1.0)
+    weights = per_bag.repeat_interleave(lengths, output_size=len(ids.values))
+    if ids.weights is not None:
+        weights = weights * ids.weights
+    return Jagged(ids.values, ids.offsets, weights, ids.feature_count, ids.samples)
+
+
+def _narrow(ids: Jagged, parts: Parts) -> Jagged:
+    """Only the ids in the parts, counted from the start of their part."""
+    keep = (ids.values >= spread(parts.lowest, ids)) & (ids.values <= spread(parts.highest, ids))
+    kept_before = torch.zeros(len(keep) + 1, dtype=torch.int64)
+    torch.cumsum(keep, 0, out=kept_before[1:])
+    values = (ids.values - spread(parts.shift, ids))[keep]
+    weights = None if ids.weights is None else ids.weights[keep]
+    return Jagged(values, kept_before[ids.bag_offsets()], weights, ids.feature_count, ids.samples)

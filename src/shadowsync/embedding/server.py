@@ -1,0 +1,154 @@
+"""The embedding server: a role that holds shards and answers pulls and pushes."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.optimizers import rule_class
+from shadowsync.embedding.requests import Bounds, check_range, check_shape
+from shadowsync.embedding.storage import RowOptimizer, Storage
+from shadowsync.embedding.table import Rows, Shard, slots_of
+from shadowsync.errors import CheckpointError, DataError
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One request to one server.
+
+    Attributes:
+        slots: positions among the server's slots (`slots_of` its shards), in the order wanted.
+        ids: their ids, local to the shards: as many features as slots.
+    """
+
+    slots: tuple[int, ...]
+    ids: Jagged
+
+
+class EmbeddingServer:
+    """Holds the only copy of its shards; any number of threads may call it at once, without waiting for each other.
+
+    Every id is checked here, so that no request reads or writes memory beyond the rows. In process the client hands
+    the same `Lookup` to `pull` and `push`; behind a wire the end that receives requests keeps a pull's `Lookup` under
+    the request's number until the push comes, so that ids cross once.
+    """
+
+    def __init__(self, shards: Sequence[Shard], storage: type[Storage], optimizer: RowOptimizer, seed: int) -> None:
+        self.shards = tuple(shards)
+        self.slots = slots_of(self.shards)
+        self._rule = rule_class(optimizer.name)
+        shard_of_slot = [index for index, shard in enumerate(self.shards) for _ in shard.table.features]
+        self._storage = storage(self.shards, shard_of_slot, optimizer, seed)
+        self._bounds: dict[tuple[int, ...], Bounds] = {}
+
+    def pull(self, lookup: Lookup) -> Tensor:
+        """Pooled rows, float32 `[B, Σ D of the slots]`.
+
+        Raises:
+            DataError: an id is outside its shard, or the tensors of the request do not fit each other.
+        """
+        self._check(lookup)
+        return self._storage.pull(lookup.ids, lookup.slots)
+
+    def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> None:
+        """Applies the optimizer once to every row that occurs in the look-up.
+
+        Args:
+            lookup: as given to `pull`.
+            gradient: of the loss with respect to `pull`'s output, of its shape.
+            lr: learning rate of this step.
+
+        Raises:
+            DataError: as `pull`, or a gradient of another shape or type.
+        """
+        width = self._check(lookup).width
+        if gradient.shape != (lookup.ids.samples, width) or gradient.dtype != torch.float32:
+            raise DataError(
+                f"a gradient of {gradient.dtype} {list(gradient.shape)} does not fit a look-up of float32 "
+                f"{[lookup.ids.samples, width]}"
+            )
+        self._storage.push(lookup.ids, lookup.slots, gradient, lr)
+
+    def _check(self, lookup: Lookup) -> Bounds:
+        bounds = self._bounds.get(lookup.slots)
+        if bounds is None:
+            bounds = self._bounds[lookup.slots] = self._bounds_of(lookup.slots)
+        check_shape(lookup.ids, len(lookup.slots))
+        check_range(lookup.ids, bounds)
+        return bounds
+
+    def _bounds_of(self, slots: Sequence[int]) -> Bounds:
+        unknown = [slot for slot in slots if not 0 <= slot < len(self.slots)]
+        if unknown:
+            raise DataError(f"slot {unknown[0]} is asked for and this server has {len(self.slots)} slots")
+        return Bounds.of([self.slots[slot] for slot in slots])
+
+    def state(self) -> tuple[Rows, ...]:
+        """Every shard's rows with their optimizer state, as live views."""
+        tensors = self._storage.state()
+        return tuple(Rows(shard.table, shard.start, tensors[shard.key]) for shard in self.shards)
+
+    def load(self, saved: Iterable[Rows], partial: bool = False) -> None:
+        """Overwrites this server's rows with those of `saved` that it holds, however they were cut.
+
+        Args:
+            saved: rows of any tables; what this server does not hold is passed over.
+            partial: leave rows that `saved` lacks as they are, instead of raising.
+
+        Raises:
+            CheckpointError: rows of another width or optimizer, of a table of another size, or rows missing. Tables
+                are compared before anything is written.
+        """
+        pieces = [(own, rows) for rows in saved for own in self.state() if own.table.name == rows.table.name]
+        for own, rows in pieces:
+            self._check_fits(own, rows)
+        if not partial:
+            for own in self.state():
+                _check_covered(
+                    own, [rows for mine, rows in pieces if mine.start == own.start and mine.table == own.table]
+                )
+        for own, rows in pieces:
+            _copy(own, rows)
+
+    def _check_fits(self, own: Rows, rows: Rows) -> None:
+        table, saved = own.table, rows.table
+        if (table.rows, table.dim) != (saved.rows, saved.dim):
+            raise CheckpointError(
+                f"table {table.name} has {saved.rows} rows of {saved.dim} in the checkpoint and {table.rows} of "
+                f"{table.dim} in this job"
+            )
+        if set(own.tensors) != set(rows.tensors):
+            raise CheckpointError(
+                f"table {table.name} was saved with {', '.join(sorted(rows.tensors))}, and "
+                f"embedding.optimizer={self._rule.name} needs {', '.join(sorted(own.tensors))}: "
+                "resume with the optimizer it was trained with"
+            )
+
+
+def _count(rows: Rows) -> int:
+    return len(rows.tensors["weight"])
+
+
+def _check_covered(own: Rows, found: Sequence[Rows]) -> None:
+    """Raises `CheckpointError` for the first row that `found` lacks."""
+    reached, stop = own.start, own.start + _count(own)
+    for rows in sorted(found, key=lambda rows: rows.start):
+        if rows.start <= reached:
+            reached = max(reached, rows.start + _count(rows))
+    if reached < stop:
+        raise CheckpointError(f"row {reached} of table {own.table.name} is not in the checkpoint")
+
+
+def _copy(own: Rows, rows: Rows) -> None:
+    start = max(own.start, rows.start)
+    stop = min(own.start + _count(own), rows.start + _count(rows))
+    if start >= stop:
+        return
+    for name, target in own.tensors.items():
+        source = rows.tensors[name]
+        if len(source) == _count(rows) and len(target) == _count(own):
+            target[start - own.start : stop - own.start].copy_(source[start - rows.start : stop - rows.start])
+        else:
+            target.copy_(source)

@@ -1,5 +1,6 @@
 """The seam between a data format and the reader."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,14 @@ class BadRows:
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, messages: Sequence[str]) -> None:
+        """Counts one row per message and keeps the first few messages; may be called from several threads."""
+        with self._lock:
+            self.count += len(messages)
+            fresh = [message for message in messages[:5] if message not in self.examples]
+            self.examples += fresh[: 5 - len(self.examples)]
 
 
 class OpenSource(ABC):

@@ -1,0 +1,176 @@
+"""The Criteo display-advertising logs in their raw format (Kaggle and 1TB): tab separated, without a header.
+
+A row is a label, 13 integers (empty: missing) and 26 hexadecimal categories (empty: missing). `B` rows.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from shadowsync.data.batch import Batch, Jagged
+from shadowsync.data.files import File, resolve
+from shadowsync.data.hashing import mix, to_rows
+from shadowsync.data.lines import open_lines
+from shadowsync.data.rows import FileRows, Problem
+from shadowsync.data.source import Feature, OpenSource, Schema, Slice, Source
+from shadowsync.errors import ConfigError
+
+DENSE = tuple(f"i{k}" for k in range(1, 14))
+CATEGORICAL = tuple(f"c{k}" for k in range(1, 27))
+_COLUMNS = ("label", *DENSE, *CATEGORICAL)
+_TYPES: dict[str, type[pl.DataType]] = {
+    "label": pl.Int8,
+    **dict.fromkeys(DENSE, pl.Int64),
+    **dict.fromkeys(CATEGORICAL, pl.String),
+}
+_INTEGER = re.compile(r" *[+-]?[0-9]{1,18}|")
+_HEXADECIMAL = re.compile(r"[0-9a-fA-F]{1,15}|")
+
+HashSize = Annotated[int, Field(ge=2, le=1 << 32)]
+
+
+@dataclass(frozen=True)
+class Criteo(Source):
+    """The Criteo logs, with categories hashed while they are read.
+
+    Dense column `iK` is `log(1 + max(x, 0))` of the K-th integer; a missing one counts as 0 (negative values occur in
+    the logs and count as 0 too). Feature `cK` takes row 0 of its table for a missing category and otherwise the row
+    in `[1, hash_size)` that the hash of its value says, the same in every run.
+    """
+
+    name: ClassVar[str] = "criteo"
+
+    path: Annotated[
+        str | tuple[str, ...],
+        Field(description="training rows: a file, a glob or a list, plain or .gz, any URL of fsspec"),
+    ]
+    test_path: Annotated[str | tuple[str, ...] | None, Field(description="test rows, likewise; None: no test")] = None
+    hash_size: Annotated[
+        HashSize | tuple[HashSize, ...] | dict[str, HashSize],
+        Field(description="rows per feature: one number, 26 of them, or by feature (c1 … c26); more collides less"),
+    ] = 200_000
+
+    def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
+        """Counts the rows of the files in one pass (see `lines`)."""
+        paths = self.path if split == "train" else self.test_path
+        if paths is None:
+            return None
+        sizes = self._sizes()
+        files = resolve("data.path" if split == "train" else "data.test_path", paths)
+        return OpenCriteo(files, sizes, on_bad_row)
+
+    def _sizes(self) -> tuple[int, ...]:
+        if isinstance(self.hash_size, int):
+            return (self.hash_size,) * len(CATEGORICAL)
+        if isinstance(self.hash_size, dict):
+            given: Iterable[str] = self.hash_size
+            if set(given) != set(CATEGORICAL):
+                wrong = sorted(set(given) ^ set(CATEGORICAL))
+                raise ConfigError(
+                    f"data.hash_size must name each of c1 … c26 once: {', '.join(wrong)} is missing or unknown"
+                )
+            return tuple(self.hash_size[name] for name in CATEGORICAL)
+        if len(self.hash_size) != len(CATEGORICAL):
+            raise ConfigError(f"data.hash_size holds {len(self.hash_size)} numbers; give one, or 26")
+        return self.hash_size
+
+
+class OpenCriteo(FileRows):
+    """Criteo files whose lines have been counted."""
+
+    def __init__(self, files: Sequence[File], sizes: Sequence[int], on_bad_row: Literal["error", "skip"]) -> None:
+        schema = Schema(DENSE, tuple(Feature(name, rows) for name, rows in zip(CATEGORICAL, sizes, strict=True)))
+        self._lines = [open_lines(file) for file in files]
+        super().__init__(schema, files, [lines.count for lines in self._lines], on_bad_row)
+        self.sequential = any(lines.sequential for lines in self._lines)
+        self._sizes = np.array(sizes, dtype=np.uint64)[:, None]
+
+    def read(self, part: Slice) -> Batch:
+        """Parses a slice at once; only if something in it is wrong are its rows looked at one by one."""
+        text = self._lines[part.file].read(part.start, part.start + part.rows)
+        columns = parse(text, part.rows)
+        if columns is None:
+            rows = text.decode("utf-8", errors="replace").removesuffix("\n").split("\n")
+            keep = self.reject(part, problems(rows))
+            good = [row for row, kept in zip(rows, keep, strict=True) if kept]
+            columns = parse("".join(row + "\n" for row in good).encode(), len(good))
+            assert columns is not None, "problems() must find what parse() rejects"
+        labels, dense, categories = columns
+        values = torch.from_numpy(self._hash(categories).ravel())
+        ids = Jagged(values, None, None, len(CATEGORICAL), len(labels))
+        return Batch(torch.from_numpy(labels), torch.from_numpy(dense), ids)
+
+    def _hash(self, categories: NDArray[np.int64]) -> NDArray[np.int64]:
+        missing = categories < 0
+        rows = to_rows(mix(categories.view(np.uint64)), self._sizes)
+        rows[missing] = 0
+        return rows
+
+
+Columns = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]
+
+
+def parse(text: bytes, rows: int) -> Columns | None:
+    """Labels `[B]`, transformed dense columns `[B, 13]` and categories `[26, B]` (−1: missing); None: a row is bad."""
+    if rows == 0:
+        return np.zeros(0, np.float32), np.zeros((0, len(DENSE)), np.float32), np.zeros((len(CATEGORICAL), 0), np.int64)
+    if text.count(b"\t") != rows * (len(_COLUMNS) - 1):
+        return None
+    try:
+        frame = pl.read_csv(text, separator="\t", has_header=False, schema=_TYPES, quote_char=None)
+    except pl.exceptions.PolarsError:
+        return None
+    if len(frame) != rows:
+        return None
+    labels = frame["label"].fill_null(-1).to_numpy()
+    categories = _categories(frame)
+    if categories is None or not np.isin(labels, (0, 1)).all():
+        return None
+    return labels.astype(np.float32), _dense(frame), categories
+
+
+def _dense(frame: pl.DataFrame) -> NDArray[np.float32]:
+    integers = frame.select(pl.col(DENSE).fill_null(0).clip(lower_bound=0).cast(pl.Float32))
+    dense = np.empty((len(frame), len(DENSE)), dtype=np.float32)
+    for column, name in enumerate(DENSE):
+        np.log1p(integers[name].to_numpy(), out=dense[:, column])
+    return dense
+
+
+def _categories(frame: pl.DataFrame) -> NDArray[np.int64] | None:
+    numbers = frame.select(pl.col(CATEGORICAL).str.to_integer(base=16, strict=False).fill_null(-1))
+    categories = np.empty((len(CATEGORICAL), len(frame)), dtype=np.int64)
+    for column, name in enumerate(CATEGORICAL):
+        categories[column] = numbers[name].to_numpy()
+    missing = sum(frame[name].null_count() for name in CATEGORICAL)
+    return categories if np.count_nonzero(categories < 0) == missing else None
+
+
+def problems(rows: Sequence[str]) -> list[Problem]:
+    """What is wrong with each bad row."""
+    found = ((row, _problem(text.removesuffix("\r").split("\t"))) for row, text in enumerate(rows))
+    return [Problem(row, text) for row, text in found if text is not None]
+
+
+def _problem(fields: Sequence[str]) -> str | None:
+    if len(fields) != len(_COLUMNS):
+        return (
+            f"{len(fields)} columns where 40 are needed (label, 13 integers, 26 hexadecimal categories, tab separated)"
+        )
+    label, dense, categories = fields[0], fields[1:14], fields[14:]
+    if label not in ("0", "1"):
+        return f"the label is {label!r}, it must be 0 or 1"
+    for name, value in zip(DENSE, dense, strict=True):
+        if not _INTEGER.fullmatch(value):
+            return f"{name} is {value!r}, it must be an integer or empty"
+    for name, value in zip(CATEGORICAL, categories, strict=True):
+        if not _HEXADECIMAL.fullmatch(value):
+            return f"{name} is {value!r}, it must be a hexadecimal number or empty"
+    return None

@@ -1,0 +1,214 @@
+"""Any parquet table whose columns the configuration names.
+
+`B` samples, `F` categorical features, `N` dense columns, `L` ids.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+import polars as pl
+from pydantic import Field
+
+from shadowsync.data.batch import Batch
+from shadowsync.data.files import File, reading, resolve
+from shadowsync.data.frame import Column, Layout, batch_of, problems
+from shadowsync.data.rows import FileRows
+from shadowsync.data.source import Feature, OpenSource, Schema, Slice, Source
+from shadowsync.errors import ConfigError, DataError
+from shadowsync.registry import nearest
+
+Rows = Annotated[int, Field(ge=1, le=1 << 32)]
+
+
+@dataclass(frozen=True)
+class Parquet(Source):
+    """Parquet files with a label, dense and categorical columns.
+
+    A categorical column holds integers or strings, or lists of either (multi-hot, empty lists allowed). With
+    `hash_size` its values are hashed to `[1, hash_size)` and a missing one takes row 0; without, integers are used as
+    they are and must lie in `[0, rows)`. A missing dense value counts as 0.
+    """
+
+    name: ClassVar[str] = "parquet"
+
+    path: Annotated[
+        str | tuple[str, ...], Field(description="training rows: a file, a glob or a list, any URL of fsspec")
+    ]
+    categorical: Annotated[
+        tuple[str, ...], Field(min_length=1, description="categorical columns, in the model's order")
+    ]
+    test_path: Annotated[str | tuple[str, ...] | None, Field(description="test rows, likewise; None: no test")] = None
+    label: Annotated[str, Field(description="the column that holds 0 or 1")] = "label"
+    dense: Annotated[tuple[str, ...], Field(description="dense columns, in the model's order")] = ()
+    log_dense: Annotated[bool, Field(description="take log(1 + max(x, 0)) of the dense columns, for counts")] = False
+    rows: Annotated[
+        Rows | dict[str, Rows] | None,
+        Field(description="integers used as they are lie in [0, rows): one number, or by column"),
+    ] = None
+    hash_size: Annotated[
+        Rows | dict[str, Rows] | None,
+        Field(description="rows that values are hashed to: one number, or by column; more collides less"),
+    ] = None
+    weights: Annotated[dict[str, str], Field(description="for a list column, the list column of its ids' weights")] = (
+        field(default_factory=dict)
+    )
+    tables: Annotated[dict[str, str], Field(description="by column, the name of a table it shares with others")] = (
+        field(default_factory=dict)
+    )
+    pooling: Annotated[
+        dict[str, Literal["sum", "mean"]], Field(description="how a list column's rows are pooled; sum by default")
+    ] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in ("weights", "tables", "pooling"):
+            self._check_names(key, getattr(self, key))
+        for key in ("rows", "hash_size"):
+            sizes = getattr(self, key)
+            self._check_names(key, sizes if isinstance(sizes, dict) else {})
+        repeated = {name for name in self.categorical if self.categorical.count(name) > 1}
+        if repeated:
+            raise ConfigError(f"data.categorical names {min(repeated)!r} twice")
+
+    def _check_names(self, key: str, named: Mapping[str, object]) -> None:
+        for name in named:
+            if name not in self.categorical:
+                hint = nearest(name, self.categorical)
+                raise ConfigError(f"data.{key} names {name!r}, which is not in data.categorical{hint}")
+
+    def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
+        """Checks the files' columns and types."""
+        paths = self.path if split == "train" else self.test_path
+        if paths is None:
+            return None
+        files = resolve("data.path" if split == "train" else "data.test_path", paths)
+        return OpenParquet(self, files, on_bad_row)
+
+    def size(self, name: str) -> tuple[int, bool]:
+        """Rows of the feature's table, and whether its values are hashed to them."""
+        for hashed, sizes in ((True, self.hash_size), (False, self.rows)):
+            found = sizes.get(name) if isinstance(sizes, dict) else sizes
+            if found is not None:
+                if hashed and found == 1:
+                    raise ConfigError(
+                        f"data.hash_size of {name} is 1; it must be at least 2, as row 0 is for missing values"
+                    )
+                return found, hashed
+        raise ConfigError(
+            f"column {name!r} has no size: give data.hash_size=100000, or data.rows if it holds ids from 0 to rows − 1"
+        )
+
+
+class OpenParquet(FileRows):
+    """Parquet files whose columns have been checked."""
+
+    def __init__(self, options: Parquet, files: Sequence[File], on_bad_row: Literal["error", "skip"]) -> None:
+        paths = [file.local() for file in files]
+        opened = [_Checked(options, file, path) for file, path in zip(files, paths, strict=True)]
+        self._layout = opened[0].layout()
+        for other in opened[1:]:
+            if other.layout() != self._layout:
+                raise DataError(f"{other.file.path}: its columns are of other types than those of {files[0].path}")
+        wanted = [options.label, *options.dense, *options.categorical, *options.weights.values()]
+        self._frames = [pl.scan_parquet(path).select(list(dict.fromkeys(wanted))) for path in paths]
+        super().__init__(_schema(options, self._layout), files, [file.rows() for file in opened], on_bad_row)
+
+    def read(self, part: Slice) -> Batch:
+        """Decodes the pages that hold the slice; rows are looked at one by one only if something is wrong."""
+        frame = self._frame(part)
+        batch = batch_of(frame, self._layout)
+        if batch is None:
+            keep = self.reject(part, problems(frame, self._layout))
+            batch = batch_of(frame.filter(pl.Series(keep)), self._layout)
+            assert batch is not None, "problems() must find what batch_of() rejects"
+        return batch
+
+    def _frame(self, part: Slice) -> pl.DataFrame:
+        path = self.files[part.file].path
+        try:
+            with reading(path):
+                return self._frames[part.file].slice(part.start, part.rows).collect()
+        except pl.exceptions.PolarsError as error:
+            raise DataError(
+                f"{path}: row {part.start + 1} and those after cannot be decoded: {_line(error)}"
+            ) from error
+
+
+class _Checked:
+    """A parquet file held against the options.
+
+    Raises:
+        DataError: it is not a parquet file; `layout` and `rows` find the rest.
+    """
+
+    def __init__(self, options: Parquet, file: File, path: str) -> None:
+        self.options, self.file, self.path = options, file, path
+        try:
+            with reading(file.path):
+                self.types = pl.read_parquet_schema(path)
+        except pl.exceptions.PolarsError as error:
+            raise DataError(f"{file.path}: is not a parquet file, or was cut: {_line(error)}") from error
+
+    def rows(self) -> int:
+        count = int(pl.scan_parquet(self.path).select(pl.len()).collect().item())
+        if count == 0:
+            raise DataError(f"{self.file.path}: has no rows")
+        return count
+
+    def layout(self) -> Layout:
+        options = self.options
+        for key, names in (("label", (options.label,)), ("dense", options.dense)):
+            for name in names:
+                self._need(_is_number(self._type(key, name)), key, name, "one number per row")
+        columns = tuple(self._column(name) for name in options.categorical)
+        return Layout(options.label, options.dense, columns, options.log_dense)
+
+    def _column(self, name: str) -> Column:
+        kind, (rows, hashed) = self._type("categorical", name), self.options.size(name)
+        listed = isinstance(kind, pl.List)
+        value = kind.inner if isinstance(kind, pl.List) else kind
+        text = value in (pl.String, pl.Categorical, pl.Enum)
+        self._need(text or value.is_integer(), "categorical", name, "integers or strings, or lists of them")
+        self._need(hashed or not text, "categorical", name, "integers, unless data.hash_size is given")
+        weights = self.options.weights.get(name)
+        if weights is not None:
+            self._need(listed, "categorical", name, "lists, as data.weights gives their ids weights")
+            kind = self._type("weights", weights)
+            self._need(isinstance(kind, pl.List) and _is_number(kind.inner), "weights", weights, "lists of numbers")
+        return Column(name, rows, hashed, text, listed, weights)
+
+    def _type(self, key: str, name: str) -> pl.DataType:
+        if name not in self.types:
+            has = ", ".join(list(self.types)[:50])
+            hint = nearest(name, self.types)
+            raise DataError(f"{self.file.path}: there is no column {name!r} (data.{key}){hint}; the file has {has}")
+        return self.types[name]
+
+    def _need(self, condition: bool, key: str, name: str, allowed: str) -> None:
+        if not condition:
+            held = self.types[name]
+            raise DataError(f"{self.file.path}: column {name!r} (data.{key}) holds {held}, it must hold {allowed}")
+
+
+def _is_number(kind: object) -> bool:
+    return isinstance(kind, pl.DataType) and (kind.is_numeric() or kind == pl.Boolean)
+
+
+def _schema(options: Parquet, layout: Layout) -> Schema:
+    return Schema(
+        options.dense,
+        tuple(
+            Feature(
+                column.name,
+                column.rows,
+                options.tables.get(column.name),
+                column.listed,
+                options.pooling.get(column.name, "sum"),
+            )
+            for column in layout.columns
+        ),
+    )
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from shadowsync.embedding.table import Rows
 
-__all__ = ["Rows", "Snapshot"]
+__all__ = ["TABLE_WIDE", "Rows", "Snapshot"]
+
+TABLE_WIDE = frozenset({"step"})
+"""Names of tensors of `Rows` that belong to a table as a whole: of a single row their length does not tell."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""Ctrl-C and SIGTERM: the first asks the job to save and stop, the second stops it at once."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether somebody asked the job to stop, and with which signal.
+
+    A plain flag without a lock: a signal's handler runs between two instructions of the main thread, which may hold
+    the lock of a `threading.Event` at that moment and would then wait for itself. So there is nothing to wait on; the
+    main thread looks at it between its other waits.
+
+    Attributes:
+        requested: the job is to stop; set it to stop the job without a signal.
+        signal: the signal that asked; None if none did.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.signal: signal.Signals | None = None
+
+    @property
+    def name(self) -> str:
+        """What asked, for messages: `SIGINT`, `SIGTERM` or `the program`."""
+        return self.signal.name if self.signal is not None else "the program"
+
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
+        """Handler of the signals: takes the first as a request.
+
+        Raises:
+            KeyboardInterrupt: it is the second.
+        """
+        del frame
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        self.requested = True
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Within the block SIGINT and SIGTERM set the request handed out; afterwards the handlers are as before.
+
+    Only the main thread may change handlers, so elsewhere the request is never set by a signal.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = [(number, signal.getsignal(number)) for number in STOPPING]
+    for number in STOPPING:
+        signal.signal(number, request.receive)
+    try:
+        yield request
+    finally:
+        for number, handler in before:
+            # None is a handler that was not installed from Python and that Python cannot put back.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -1,0 +1,108 @@
+"""Tensors as bytes: the safetensors layout, written in one pass from the tensors' own memory, with block checksums.
+
+The safetensors library writes a file only as a whole and to a local path; here the header and then each tensor go out
+in chunks, so that any file system takes them, no copy is made, and the checksums cost no second reading. The files
+are plain safetensors files, which the library opens.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 4 << 20
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor and the position of its first byte in its file."""
+
+    name: str
+    tensor: Tensor
+    offset: int
+
+    @property
+    def dtype(self) -> str:
+        """The dtype as safetensors writes it."""
+        return _CODES[self.tensor.dtype]
+
+
+def place(tensors: Sequence[tuple[str, Tensor]]) -> tuple[bytes, list[Placed]]:
+    """The head of a safetensors file, and where each tensor begins in it.
+
+    Tensors of wider elements come first, so that each stands at a multiple of its element's width.
+
+    Raises:
+        ValueError: two tensors have one name, or a dtype has no code.
+    """
+    if len({name for name, _ in tensors}) < len(tensors):
+        raise ValueError(f"names of tensors are not unique: {', '.join(name for name, _ in tensors)}")
+    for name, tensor in tensors:
+        if tensor.dtype not in _CODES:
+            raise ValueError(f"tensor {name} has dtype {tensor.dtype}, which checkpoints do not hold")
+    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    begins = []
+    for name, tensor in ordered:
+        stop = begin + tensor.nbytes
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, stop]}
+        begins.append(begin)
+        begin = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, [Placed(name, tensor, len(head) + at) for (name, tensor), at in zip(ordered, begins, strict=True)]
+
+
+def chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, in views of at most `CHUNK_BYTES`."""
+    flat = tensor.detach().cpu().contiguous()
+    view = bytes_of(flat)
+    for start in range(0, len(view), CHUNK_BYTES):
+        yield view[start : start + CHUNK_BYTES]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Writable view of the bytes of a contiguous CPU tensor."""
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
+@dataclass
+class BlockSums:
+    """CRC-32 of each block of `block_bytes` of a stream, the last one shorter.
+
+    A checksum per block lets a reader check exactly what it reads, be it one row, in the same pass.
+    """
+
+    block_bytes: int
+    sums: list[int] = field(default_factory=list)
+    total_bytes: int = 0
+
+    def add(self, chunk: bytes | memoryview) -> None:
+        """Goes on with the next bytes of the stream."""
+        view = memoryview(chunk)
+        while view:
+            used = self.total_bytes % self.block_bytes
+            part = view[: self.block_bytes - used]
+            if used == 0:
+                self.sums.append(0)
+            self.sums[-1] = zlib.crc32(part, self.sums[-1])
+            self.total_bytes += len(part)
+            view = view[len(part) :]

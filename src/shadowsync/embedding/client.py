@@ -102,7 +102,7 @@ class EmbeddingClient:
         fan = self._router.apart if apart else self._router.together
         lookups = tuple((route, Lookup(route.slots, local_ids(ids, route))) for route in fan.routes)
         answers = [self._ask(route, lookup) for route, lookup in lookups]
-        return Pulled(self._router.assemble(ids.samples, fan, answers), lookups)
+        return Pulled(self._router.assemble(fan, answers, ids.samples), lookups)
 
     def push(self, pulled: Pulled, gradient: Tensor, lr: float) -> None:
         """Applies the optimizer to every row that was looked up, once per push.

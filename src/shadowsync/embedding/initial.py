@@ -6,6 +6,7 @@ any order and by several threads.
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class _Piece:
 
 def fill(shards: list[tuple[Shard, torch.Tensor]], seed: int) -> None:
     """Writes the initial rows, uniform in ±1/sqrt(rows of the whole table), into each shard's weight `[rows, D]`."""
-    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
         for _ in threads.map(lambda piece: _draw(piece, seed), _pieces(shards)):
             pass
 

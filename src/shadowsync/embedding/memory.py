@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shadowsync.embedding.initial import fill
 from shadowsync.embedding.optimizers import Extent, RowRule
+from shadowsync.embedding.pages import zeros
 from shadowsync.embedding.table import Shard
 
 
@@ -52,7 +53,7 @@ class ShardMemory:
             Extent.ELEMENT: sum(self._elements(index) for index in range(len(self.shards))),
             Extent.SHARD: len(self.shards),
         }
-        return torch.zeros(sizes[extent], dtype=torch.int64 if extent is Extent.SHARD else torch.float32)
+        return zeros(sizes[extent], torch.int64 if extent is Extent.SHARD else torch.float32)
 
     def view(self, index: int, name: str) -> Tensor:
         """The live tensor `name` of shard `index`: `[rows, D]`, `[rows]` or `[1]`."""

@@ -46,10 +46,12 @@ class RowRule(ABC):
 
     Attributes:
         state: the tensors kept beside the weights, and what each of their numbers belongs to.
+        options: the fields of `RowOptimizer` that it uses.
     """
 
     name: ClassVar[str]
     state: ClassVar[Mapping[str, Extent]]
+    options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, settings: RowOptimizer) -> None:
         self.settings = settings

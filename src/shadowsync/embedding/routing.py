@@ -1,7 +1,7 @@
 """Which features go to which server, and how the servers' answers become one tensor in the order of the tables.
 
 `B` samples, `F` features of one route, `U` units of `u` columns: every table is some whole number of units wide, so
-that columns are moved in runs of `u` floats instead of one by one.
+that a gradient's columns are gathered in runs of `u` floats instead of one by one.
 """
 
 import math
@@ -56,16 +56,18 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Units of the answers, side by side in the order of the routes, and where they go in the output.
+class Section:
+    """A run of columns of one answer that stay side by side in the output.
 
     Attributes:
-        source: positions in the answers, int64 `[U]`.
-        target: positions in the output, ascending, int64 `[U]`.
+        layer: k for the k-th parts of their tables; a whole table is its own part 0.
+        start: first column in the output.
+        stop: column after the last.
     """
 
-    source: Tensor
-    target: Tensor
+    layer: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +97,16 @@ class Fan:
 
     Attributes:
         routes: what is asked.
-        layers: layer k holds the k-th parts of their tables, whole tables being their own part 0, so that layer 0
-            covers the output; partial pools are added up layer by layer, in an order that placement does not change.
+        widths: for each route, the widths of the sections of its answer.
+        first: which sections, counted over all answers, make up the output side by side: those of layer 0.
+        added: the sections of later layers and where they are added, layer by layer: an order of summation that the
+            placement does not change.
     """
 
     routes: tuple[Route, ...]
-    layers: tuple[Layer, ...]
+    widths: tuple[tuple[int, ...], ...]
+    first: tuple[int, ...]
+    added: tuple[tuple[int, slice], ...]
 
 
 class Router:
@@ -129,7 +135,10 @@ class Router:
         ]
         asked = [(server, slots) for server, slots in asked if slots]
         routes = tuple(self._route(server, slots, means) for server, slots in asked)
-        return Fan(routes, self._layers([slots_of(self._servers[server])[s] for server, slots in asked for s in slots]))
+        sections = [
+            self._sections([slots_of(self._servers[server])[slot] for slot in slots]) for server, slots in asked
+        ]
+        return _fan(routes, sections)
 
     def _route(self, server: int, slots: Sequence[int], means: set[str]) -> Route:
         shards = self._servers[server]
@@ -155,28 +164,30 @@ class Router:
             torch.tensor([shard.start for shard in shards]),
         )
 
-    def _layers(self, slots: Sequence[Slot]) -> tuple[Layer, ...]:
-        moves: dict[int, list[tuple[int, int]]] = {}
-        done = 0
+    def _sections(self, slots: Sequence[Slot]) -> list[Section]:
+        found: list[Section] = []
         for slot in slots:
             layer = self._starts[slot.shard.table.name].index(slot.shard.start)
-            units = self.columns.units(slot.feature)
-            moves.setdefault(layer, []).extend(zip(units, range(done, done + len(units)), strict=True))
-            done += len(units)
-        return tuple(_layer(sorted(moves[layer])) for layer in sorted(moves))
+            span = self.columns.span[slot.feature]
+            if found and (found[-1].layer, found[-1].stop) == (layer, span.start):
+                found[-1] = Section(layer, found[-1].start, span.stop)
+            else:
+                found.append(Section(layer, span.start, span.stop))
+        return found
 
-    def assemble(self, samples: int, fan: Fan, answers: Sequence[Tensor]) -> Tensor:
-        """The output `[B, Σ D_f]` from the answers `[B, U * u]` to the routes of a fan."""
+    def assemble(self, fan: Fan, answers: Sequence[Tensor], samples: int) -> Tensor:
+        """The output `[B, Σ D_f]` from the answers to the routes of a fan."""
         if not answers:
             return torch.zeros(samples, 0)
         if len(answers) == 1 and fan.routes[0].units is None:
             return answers[0]
-        # one copy side by side and one in order: 20 µs where a copy per answer into its place takes 40
-        beside = torch.cat([answer.view(samples, -1, self.columns.unit) for answer in answers], 1)
-        pooled = beside.index_select(1, fan.layers[0].source)
-        for layer in fan.layers[1:]:
-            pooled.index_add_(1, layer.target, beside.index_select(1, layer.source))
-        return pooled.view(samples, -1)
+        pairs = zip(answers, fan.widths, strict=True)
+        sections = [section for answer, widths in pairs for section in answer.split_with_sizes(widths, 1)]
+        # one copy into one new tensor: a second tensor of this size often costs more in page faults than the copy
+        pooled = torch.cat([sections[index] for index in fan.first], 1)
+        for index, columns in fan.added:
+            pooled[:, columns] += sections[index]
+        return pooled
 
     def gradient_for(self, route: Route, gradient: Tensor) -> Tensor:
         """The part of the output's gradient `[B, Σ D_f]` that belongs to a route's answer, `[B, U * u]`."""
@@ -186,8 +197,16 @@ class Router:
         return units.index_select(1, route.units).view(len(gradient), -1)
 
 
-def _layer(moves: Sequence[tuple[int, int]]) -> Layer:
-    return Layer(torch.tensor([source for _, source in moves]), torch.tensor([target for target, _ in moves]))
+def _fan(routes: tuple[Route, ...], sections: Sequence[Sequence[Section]]) -> Fan:
+    numbered = sorted(
+        enumerate(s for found in sections for s in found), key=lambda pair: (pair[1].layer, pair[1].start)
+    )
+    return Fan(
+        routes,
+        tuple(tuple(section.stop - section.start for section in found) for found in sections),
+        tuple(index for index, section in numbered if section.layer == 0),
+        tuple((index, slice(section.start, section.stop)) for index, section in numbered if section.layer),
+    )
 
 
 def local_ids(ids: Jagged, route: Route) -> Jagged:

@@ -1,0 +1,67 @@
+"""DeepFM: a factorisation machine beside a deep tower. `B` samples, `N` dense columns, `F` features of width `D`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shadowsync.models.mlp import logit_layer, mlp, width
+from shadowsync.models.model import ModelSpec, Widths, common_dim
+from shadowsync.models.pooled import concatenate, stack
+
+
+@dataclass(frozen=True)
+class DeepFm(ModelSpec):
+    """DeepFM (arXiv 1703.04247).
+
+    Ours differs: tables hold vectors only, so a feature's first-order weight is a learned projection of its vector
+    instead of a scalar of its own; every dense column is a field of the factorisation machine, its value times a
+    learned vector; the deep tower sees the dense columns too; there is no dropout.
+
+    Attributes:
+        deep: hidden widths of the deep tower; a last layer to the logit is appended.
+    """
+
+    name: ClassVar[str] = "deepfm"
+    deep: Widths = (400, 400, 400)
+
+    def build(self, dense_columns: int, dims: Mapping[str, int]) -> nn.Module:
+        return DeepFmModule(self, dense_columns, dims)
+
+
+class DeepFmModule(nn.Module):
+    """The model as `DeepFm` describes it: logit = first order + all pairs of fields + deep tower."""
+
+    def __init__(self, spec: DeepFm, dense_columns: int, dims: Mapping[str, int]) -> None:
+        super().__init__()
+        dim = common_dim(spec.name, dims)
+        inputs = dense_columns + dim * len(dims)
+        self.features = tuple(dims)
+        self.first_order = logit_layer(inputs)
+        self.dense_vectors = _dense_vectors(dense_columns, dim) if dense_columns else None
+        self.deep = mlp(inputs, spec.deep).append(logit_layer(width(inputs, spec.deep)))
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        vectors = concatenate(embeddings, self.features)
+        fields = torch.cat([dense, vectors], dim=1)
+        logits: Tensor = (self.first_order(fields) + self.deep(fields)).squeeze(1)
+        return logits + self._pairs(dense, stack(embeddings, self.features))
+
+    def _pairs(self, dense: Tensor, vectors: Tensor) -> Tensor:
+        """`Σ_{i<j} ⟨v_i, v_j⟩ = ½ (‖Σ v_i‖² − Σ ‖v_i‖²)` over the fields, `[B]`; vectors are `[B, F, D]`."""
+        total = vectors.sum(dim=1)
+        squares = vectors.square().sum(dim=(1, 2))
+        if self.dense_vectors is not None:
+            total = total + self.dense_vectors(dense)
+            squares = squares + dense.square() @ self.dense_vectors.weight.square().sum(dim=0)
+        pairs: Tensor = 0.5 * (total.square().sum(dim=1) - squares)
+        return pairs
+
+
+def _dense_vectors(columns: int, dim: int) -> nn.Linear:
+    """Vectors of the dense columns, small at first: pairs grow with the square of what may be a large value."""
+    layer = nn.Linear(columns, dim, bias=False)
+    nn.init.normal_(layer.weight, std=0.01)
+    return layer

@@ -1,0 +1,298 @@
+"""A trainer's replica of the dense part: one flat tensor that its Hogwild workers step without locks.
+
+`P` elements of the flat tensor, `B` samples, `N` dense columns, `F` features, `D_f` width of feature f's vector.
+"""
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shadowsync.errors import CheckpointError, ConfigError
+from shadowsync.models.pooled import Pooled
+from shadowsync.training.fast_linear import accelerate
+from shadowsync.training.optimizers import DenseOptimizer
+
+_ALIGNMENT = 16
+"""Parameters start at multiples of this many float32: 64 bytes, a cache line and a vector register."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies: elements `start … start + numel − 1` of the flat tensor."""
+
+    name: str
+    shape: torch.Size
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.shape.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter's part of a tensor `[P]`, in the parameter's shape."""
+        return flat[self.start : self.start + self.numel].view(self.shape)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How workers compute; parameters and gradients are float32 either way.
+
+    Attributes:
+        autocast: the dtype of products in the forward and backward pass, None for float32.
+    """
+
+    autocast: torch.dtype | None = None
+
+
+PRECISIONS: Mapping[str, Precision] = {"fp32": Precision(), "bf16": Precision(torch.bfloat16)}
+
+
+class Replica:
+    """All trainable parameters of a module in one flat tensor, with the optimizer's state beside it.
+
+    The module given is copied, not touched. Parameters tied to each other take one slot. Frozen parameters
+    (`requires_grad=False`) and buffers are no part of the flat tensor: all workers share them, so the running
+    statistics of a batch normalisation are those of all workers, and each replica keeps its own.
+
+    Attributes:
+        module: the copy; its parameters are views of `flat`, so it is always up to date.
+        dims: the features with their widths, in the order of the columns of pooled vectors.
+        optimizer: the update rule.
+        slots: the layout of `flat`, in the order of `module.named_parameters()`.
+        flat: float32 `[P]`; the gaps between slots stay zero. Whoever writes to it changes every worker.
+        state: the optimizer's tensors by name, `[P]`, or one element per slot.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: DenseOptimizer, dims: Mapping[str, int], device: str = "cpu"
+    ) -> None:
+        """
+        Args:
+            module: called as `module(dense [B, N], {feature: [B, D_f]}) → logits [B]`.
+            optimizer: steps the parameters.
+            dims: the features with their widths.
+            device: where the replica lives and its workers compute.
+
+        Raises:
+            ConfigError: a parameter is not float32 or not initialised, the module cannot be copied, or there is no
+                such device.
+        """
+        self.module = _copy(module).to(_device(device))
+        self.dims = dict(dims)
+        self.optimizer = optimizer
+        self.slots = _layout(self.module)
+        self.flat = torch.zeros(_padded(self.slots), device=device)
+        for slot, parameter in zip(self.slots, _trainable(self.module), strict=True):
+            slot.view(self.flat).copy_(parameter.detach())
+        self._alias(self.module)
+        self.state = optimizer.init(len(self.flat), len(self.slots), self.flat.device)
+
+    def load(self, flat: Tensor, state: Mapping[str, Tensor] | None = None) -> None:
+        """Overwrites the parameters, and the optimizer's state where it is given, in place.
+
+        Args:
+            flat: `[P]`.
+            state: by name, of the shapes of `self.state`.
+
+        Raises:
+            CheckpointError: names or sizes are those of another model or optimizer; nothing was changed.
+        """
+        given = {"weight": flat} | dict(self.state if state is None else state)
+        own = {"weight": self.flat} | self.state
+        if {name: tensor.shape for name, tensor in given.items()} != {name: own[name].shape for name in own}:
+            raise CheckpointError(
+                f"the dense part has {_describe(own)}, but {_describe(given)} were given: "
+                "load it with the model and train.optimizer that it was made with"
+            )
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
+
+    def worker_module(self, precision: str = "fp32", clip_norm: float | None = None) -> "WorkerModule":
+        """A worker's own module over the shared parameters; call it once per worker thread.
+
+        Args:
+            precision: a key of `PRECISIONS`.
+            clip_norm: a dense gradient of a larger L2 norm is scaled down to it; None leaves it alone.
+        """
+        return WorkerModule(self, PRECISIONS[precision], clip_norm)
+
+    def predict(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        """Logits `[B]` in float32 with the parameters as they are, from `[B, N]` and `[B, Σ D_f]`."""
+        self.module.eval()
+        with torch.inference_mode():
+            device = self.flat.device
+            logits: Tensor = self.module(dense.to(device), Pooled(pooled.to(device), self.dims))
+        return logits.float().cpu()
+
+    def private_copy(self) -> nn.Module:
+        """A copy of the module whose parameters, frozen ones and buffers are shared with the replica."""
+        twin = copy.deepcopy(self.module)
+        self._alias(twin)
+        for own, shared in zip(_shared(twin), _shared(self.module), strict=True):
+            own.data = shared.data
+        return twin.train()
+
+    def parts(self, name: str) -> list[Tensor]:
+        """The optimizer's tensor `name` cut into what belongs to each slot, as views."""
+        tensor = self.state[name]
+        if name in self.optimizer.per_parameter:
+            return list(tensor.unbind())
+        return [slot.view(tensor) for slot in self.slots]
+
+    def _alias(self, module: nn.Module) -> None:
+        for slot, parameter in zip(self.slots, _trainable(module), strict=True):
+            parameter.data = slot.view(self.flat)
+
+
+class WorkerModule:
+    """What one Hogwild worker computes with: its own graph and gradients over the replica's parameters.
+
+    Attributes:
+        module: the worker's module.
+        gradients: of the mean loss of the last batch, one for each slot of the replica in its order; None for a
+            parameter the loss did not depend on. They are not accumulated.
+    """
+
+    def __init__(self, replica: Replica, precision: Precision, clip_norm: float | None) -> None:
+        self.module = replica.private_copy()
+        if replica.flat.device.type == "cpu":
+            accelerate(self.module)
+        self.gradients: tuple[Tensor | None, ...] = ()
+        self._replica = replica
+        self._precision = precision
+        self._clip_norm = clip_norm
+        self._parameters = _trainable(self.module)
+        self._views = [slot.view(replica.flat) for slot in replica.slots]
+        self._state = {name: replica.parts(name) for name in replica.state}
+
+    def loss_and_gradients(self, dense: Tensor, pooled: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The forward and the backward pass; `gradients` are there afterwards, and nothing has been stepped.
+
+        Args:
+            dense: float32 `[B, N]`.
+            pooled: float32 `[B, Σ D_f]`, the features in the order of `dims`.
+            labels: float32 `[B]`, 0 or 1.
+
+        Returns:
+            The mean log loss, 0-d; the logits, float32 `[B]`; the loss's gradient by `pooled`, float32
+            `[B, Σ D_f]`. All on the device of `pooled`.
+
+        Raises:
+            ConfigError: the module's output is not `[B]`.
+        """
+        device = self._replica.flat.device
+        leaf = pooled.detach().to(device).requires_grad_()
+        logits = self._forward(dense.to(device), leaf)
+        target = labels.to(device)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, target)
+        by_pooled, *gradients = torch.autograd.grad(loss, [leaf, *self._parameters], allow_unused=True)
+        self.gradients = tuple(gradients)
+        if by_pooled is None:
+            by_pooled = torch.zeros_like(leaf)
+        home = pooled.device
+        return loss.detach().to(home), logits.detach().to(home), by_pooled.to(home)
+
+    def step(self, lr: float) -> None:
+        """Applies the optimizer to the replica in place, without a lock, with `gradients` clipped if so set."""
+        used = [(index, _solid(found)) for index, found in enumerate(self.gradients) if found is not None]
+        if not used:
+            return
+        where = [index for index, _ in used]
+        state = {name: [parts[index] for index in where] for name, parts in self._state.items()}
+        with torch.no_grad():
+            gradients = self._clip([gradient for _, gradient in used])
+            self._replica.optimizer.step([self._views[index] for index in where], gradients, state, lr)
+
+    def flat_gradient(self) -> Tensor:
+        """`gradients` as one tensor `[P]`, zero in the gaps and for parameters without one."""
+        flat = torch.zeros_like(self._replica.flat)
+        for slot, gradient in zip(self._replica.slots, self.gradients, strict=True):
+            if gradient is not None:
+                slot.view(flat).copy_(gradient)
+        return flat
+
+    def _forward(self, dense: Tensor, leaf: Tensor) -> Tensor:
+        embeddings = Pooled(leaf, self._replica.dims)
+        if self._precision.autocast is None:
+            logits = self.module(dense, embeddings)
+        else:
+            with torch.autocast(leaf.device.type, self._precision.autocast):
+                logits = self.module(dense, embeddings)
+        if logits.shape != dense.shape[:1]:
+            raise ConfigError(
+                f"the model {type(self.module).__name__} returns logits of shape {list(logits.shape)} for a batch of "
+                f"{len(dense)} samples; return one logit per sample, for instance with .squeeze(1)"
+            )
+        floats: Tensor = logits.float()
+        return floats
+
+    def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Equal to `torch.nn.utils.clip_grad_norm_`; not in place, since autograd may return one tensor twice."""
+        if self._clip_norm is None:
+            return gradients
+        norm = nn.utils.get_total_norm(gradients)
+        scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+        return list(torch._foreach_mul(gradients, scale))
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _shared(module: nn.Module) -> Iterator[Tensor]:
+    frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)
+    return itertools.chain(frozen, module.buffers())
+
+
+def _layout(module: nn.Module) -> tuple[Slot, ...]:
+    slots, start = [], 0
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            _check(name, parameter)
+            slots.append(Slot(name, parameter.shape, start))
+            start += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+    return tuple(slots)
+
+
+def _padded(slots: tuple[Slot, ...]) -> int:
+    return -(-(slots[-1].start + slots[-1].numel) // _ALIGNMENT) * _ALIGNMENT if slots else 0
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise ConfigError(f"parameter {name} of the model has no shape yet: call the module once before training it")
+    if parameter.dtype != torch.float32:
+        raise ConfigError(
+            f"parameter {name} of the model is {parameter.dtype}, but trained parameters are torch.float32: call "
+            ".float() on the module and set train.precision=bf16 for speed, or freeze it with requires_grad_(False)"
+        )
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(module)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"the model {type(module).__name__} cannot be copied for each worker: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.zeros(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise ConfigError(f"train.device={name} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def _solid(gradient: Tensor) -> Tensor:
+    """The fused kernels read memory in order: sparse and expanded gradients are written out."""
+    return gradient.to_dense().contiguous()
+
+
+def _describe(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())

@@ -1,0 +1,248 @@
+"""Who trains which rows: a book of leases that trains every row of every epoch exactly once.
+
+Pure: no clock, no thread, no file; the caller holds a lock around it. Rows are counted within a slice in the order in
+which they are trained (a permutation of the file's order that depends on seed, epoch and slice only), so what is left
+of a slice stays meaningful for another trainer, another batch size and another process.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shadowsync.errors import CheckpointError
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A trainer's hold on rows of one slice.
+
+    Attributes:
+        number: unique in the book.
+        trainer: who holds it.
+        epoch: from 0.
+        slice: position among the source's slices.
+        spans: the rows to train, as `(start, stop)`; those of a slice that was never opened reach to its end.
+    """
+
+    number: int
+    trainer: int
+    epoch: int
+    slice: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a book hands out.
+
+    Attributes:
+        slices: rows of each slice.
+        epochs: passes over all of them.
+        shuffle: hand slices out in an order drawn anew for each epoch, else in their own.
+        seed: of that order.
+    """
+
+    slices: Sequence[int]
+    epochs: int
+    shuffle: bool
+    seed: int
+
+    def order(self, epoch: int) -> list[int]:
+        """The slices in the order of an epoch."""
+        if not self.shuffle:
+            return list(range(len(self.slices)))
+        order: list[int] = np.random.default_rng((self.seed, epoch)).permutation(len(self.slices)).tolist()
+        return order
+
+
+@dataclass
+class EpochCount:
+    """Rows of one epoch that were trained, and that were skipped because they are bad."""
+
+    trained: int = 0
+    skipped: int = 0
+
+
+@dataclass
+class _Part:
+    """Rows that are still to be trained: of a slice of an epoch, or of a piece that was split off it."""
+
+    epoch: int
+    slice: int
+    spans: list[Span]
+    opened: bool = False
+
+
+@dataclass
+class LeaseBook:
+    """Hands out the slices of each epoch; the next epoch's follow at once.
+
+    `lease` returns None when nothing can be handed out at the moment: `finished` tells whether that is for good, or
+    whether rows held by others may still come back.
+    """
+
+    plan: Plan
+    epochs: list[EpochCount] = field(default_factory=list)
+    _returned: deque[_Part] = field(default_factory=deque)
+    _held: dict[int, tuple[Lease, _Part]] = field(default_factory=dict)
+    _next_number: int = 0
+    _epoch: int = 0
+    _position: int = 0
+
+    def __post_init__(self) -> None:
+        self.epochs = [EpochCount() for _ in range(self.plan.epochs)]
+        self._order = self.plan.order(0)
+
+    @property
+    def finished(self) -> bool:
+        """Every row of every epoch was trained or skipped."""
+        return not self._held and not self._returned and self._exhausted
+
+    @property
+    def trained(self) -> int:
+        """Rows trained, all epochs."""
+        return sum(epoch.trained for epoch in self.epochs)
+
+    @property
+    def skipped(self) -> int:
+        """Bad rows left out, all epochs."""
+        return sum(epoch.skipped for epoch in self.epochs)
+
+    def lease(self, trainer: int) -> Lease | None:
+        """The next rows for a trainer: what came back first, then the next slice; None: see the class."""
+        part = self._returned.popleft() if self._returned else self._next_slice()
+        return None if part is None else self._hold(part, trainer)
+
+    def opened(self, lease: Lease, rows: int) -> bool:
+        """Says that the slice turned out to have `rows` good rows; the rest counts as skipped, once.
+
+        Returns:
+            False if the lease is not held any more, or has nothing (left) to train.
+        """
+        held = self._held.get(lease.number)
+        if held is None:
+            return False
+        part = held[1]
+        if not part.opened:
+            part.opened = True
+            self.epochs[part.epoch].skipped += self.plan.slices[part.slice] - rows
+            part.spans = _without(part.spans, (rows, self.plan.slices[part.slice]))
+        self._drop_if_empty(lease)
+        return lease.number in self._held
+
+    def done(self, lease: Lease, start: int, stop: int) -> bool:
+        """Rows `start … stop − 1` of the lease's slice were trained.
+
+        Returns:
+            False if the lease is not held any more (its trainer was given up, so that others train these rows).
+        """
+        held = self._held.get(lease.number)
+        if held is None:
+            return False
+        part = held[1]
+        if not any(first <= start <= stop <= last for first, last in part.spans):
+            raise ValueError(f"rows {start} … {stop} are not among those to train: {part.spans}")
+        part.spans = _without(part.spans, (start, stop))
+        self.epochs[part.epoch].trained += stop - start
+        self._drop_if_empty(lease)
+        return True
+
+    def abandon(self, trainer: int) -> None:
+        """Puts back what the trainer holds and has not done."""
+        for lease, part in [held for held in self._held.values() if held[0].trainer == trainer]:
+            del self._held[lease.number]
+            self._returned.append(part)
+
+    def split(self, lease: Lease, start: int, trainer: int) -> Lease | None:
+        """Moves the rows from `start` on that are not done of an opened lease to another trainer, as a new lease.
+
+        Returns:
+            None if the lease is not held any more, was not opened, or has no such rows.
+        """
+        held = self._held.get(lease.number)
+        if held is None or not held[1].opened:
+            return None
+        part = held[1]
+        end = self.plan.slices[part.slice]
+        moved = _without(part.spans, (0, start))
+        if not moved:
+            return None
+        part.spans = _without(part.spans, (start, end))
+        self._drop_if_empty(lease)
+        return self._hold(_Part(part.epoch, part.slice, moved, opened=True), trainer)
+
+    def state(self) -> dict[str, Any]:
+        """The position as plain JSON values; rows that are held and not done count as not trained."""
+        parts = [*(part for _, part in self._held.values()), *self._returned]
+        return {
+            "slices": len(self.plan.slices),
+            "rows": sum(self.plan.slices),
+            "epoch": self._epoch,
+            "position": self._position,
+            "parts": [[p.epoch, p.slice, [list(span) for span in p.spans], p.opened] for p in parts],
+            "trained": [epoch.trained for epoch in self.epochs],
+            "skipped": [epoch.skipped for epoch in self.epochs],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state of a book with the same slices and seed; there may be more epochs now, or fewer.
+
+        Raises:
+            CheckpointError: the state is of other data.
+        """
+        if state["slices"] != len(self.plan.slices) or state["rows"] != sum(self.plan.slices):
+            had, have = state["rows"], sum(self.plan.slices)
+            raise CheckpointError(
+                f"the checkpoint was made on data of {had} rows, this data has {have}: give the same data"
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self.epochs = [EpochCount(*pair) for pair in zip(state["trained"], state["skipped"], strict=True)]
+        self.epochs += [EpochCount() for _ in range(self.plan.epochs - len(self.epochs))]
+        parts = [
+            _Part(epoch, part, [(a, b) for a, b in spans], opened) for epoch, part, spans, opened in state["parts"]
+        ]
+        self._returned = deque(sorted(parts, key=lambda part: part.epoch))
+        self._held = {}
+        self._order = self.plan.order(self._epoch)
+
+    @property
+    def _exhausted(self) -> bool:
+        """Every slice of every epoch was handed out at least once."""
+        left_over = self.plan.epochs - self._epoch
+        return left_over <= 0 or (left_over == 1 and self._position == len(self._order))
+
+    def _next_slice(self) -> _Part | None:
+        if self._exhausted:
+            return None
+        if self._position == len(self._order):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self.plan.order(self._epoch)
+        index = self._order[self._position]
+        self._position += 1
+        return _Part(self._epoch, index, [(0, self.plan.slices[index])])
+
+    def _hold(self, part: _Part, trainer: int) -> Lease:
+        lease = Lease(self._next_number, trainer, part.epoch, part.slice, tuple(part.spans))
+        self._next_number += 1
+        self._held[lease.number] = (lease, part)
+        return lease
+
+    def _drop_if_empty(self, lease: Lease) -> None:
+        if not self._held[lease.number][1].spans:
+            del self._held[lease.number]
+
+
+def _without(spans: Sequence[Span], gone: Span) -> list[Span]:
+    """The spans less the rows `gone[0] … gone[1] − 1`."""
+
+    def pieces() -> Iterator[Span]:
+        for start, stop in spans:
+            yield start, min(stop, gone[0])
+            yield max(start, gone[1]), stop
+
+    return [(start, stop) for start, stop in pieces() if start < stop]

@@ -20,7 +20,7 @@ types: $(STAMP)  ## Checks types.
 	@$(BIN)/mypy
 
 docs: $(STAMP)  ## Writes the configuration reference from the schema.
-	@$(BIN)/python -m docs.reference
+	@$(BIN)/python docs/make_configuration.py
 
 clean:  ## Removes the virtual environment and caches; keeps runs/.
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis

@@ -1,1 +1,40 @@
-"""shadowsync: trains recommendation models on the machines people really have, and nobody waits."""
+"""shadowsync: trains recommendation models on the machines people really have, and nobody waits.
+
+Names are loaded when they are first used, so that `import shadowsync` takes no time.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shadowsync.config import Config
+    from shadowsync.embedding.table import Table
+    from shadowsync.errors import ShadowSyncError
+    from shadowsync.inference import Trained
+    from shadowsync.job import Interrupted, Job
+    from shadowsync.report.result import Result
+    from shadowsync.training.worker import TrainerLost
+
+__all__ = ["Config", "Interrupted", "Job", "Result", "ShadowSyncError", "Table", "Trained", "TrainerLost"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "shadowsync.config",
+    "Interrupted": "shadowsync.job",
+    "Job": "shadowsync.job",
+    "Result": "shadowsync.report.result",
+    "ShadowSyncError": "shadowsync.errors",
+    "Table": "shadowsync.embedding.table",
+    "Trained": "shadowsync.inference",
+    "TrainerLost": "shadowsync.training.worker",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shadowsync' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

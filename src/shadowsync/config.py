@@ -83,7 +83,7 @@ class EmbeddingConfig(Section):
     split_rows: int | None = Field(
         None,
         ge=1,
-        description="tables of more rows are cut into parts of at most this many; None cuts only where balance needs it",
+        description="tables of more rows are cut into parts of at most this many; None cuts only if balance needs it",
     )
     tables: tuple[TableConfig, ...] | None = Field(
         None, description="the tables; None makes one for each feature of the source"

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import itertools
 import pkgutil
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -79,8 +80,15 @@ def split_options(section: str, options: Mapping[str, Any], chosen: Mapping[str,
 def explain(error: pydantic.ValidationError, section: str) -> str:
     """The first problem of a pydantic error as one sentence with its key and value."""
     first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in (section, *first["loc"]) if part != "")
+    parts = itertools.takewhile(_is_key, (section, *first["loc"]))  # pydantic adds the branch of a union
+    key = ".".join(str(part) for part in parts if part != "")
     message = first["msg"].removeprefix("Value error, ")
     shown = repr(first["input"])
-    value = f"={first['input']}" if isinstance(first["input"], str | int | float) and len(shown) < 80 else ""
+    value = (
+        f"={first['input']}" if isinstance(first["input"], str | int | float | dict | list) and len(shown) < 80 else ""
+    )
     return f"{key}{value}: {message[:1].lower()}{message[1:]}"
+
+
+def _is_key(part: str | int) -> bool:
+    return isinstance(part, int) or part == "" or (part.isidentifier() and part not in ("int", "str", "float", "bool"))

@@ -5,11 +5,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from shadowsync.compression.codec import Codec
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.catalog import check_tables
 from shadowsync.embedding.requests import check_shape
@@ -17,7 +16,6 @@ from shadowsync.embedding.routing import Route, Router, local_ids
 from shadowsync.embedding.server import Lookup
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError
-from shadowsync.metrics.wire import WireCounter
 
 
 class Server(Protocol):
@@ -32,15 +30,6 @@ class Server(Protocol):
 
     def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> None:
         """As `EmbeddingServer.push`."""
-
-
-@dataclass(frozen=True)
-class Codecs:
-    """How pooled vectors and their gradients look on the wire, and who counts the bytes."""
-
-    pull: Codec
-    push: Codec
-    counter: WireCounter
 
 
 @dataclass(frozen=True)
@@ -59,23 +48,19 @@ class Pulled:
 class EmbeddingClient:
     """Routes look-ups to the servers that hold the rows and puts the answers together.
 
-    Pulls and pushes may come from several threads, in any order and number, as long as the codecs keep no state from
-    one message to the next; with a codec that does, give each worker a client of its own.
+    Pulls and pushes may come from several threads, in any order and number.
 
     Attributes:
         columns: each feature's columns in `Pulled.pooled`, by name, in their order.
         width: all columns, `Σ D_f`.
     """
 
-    def __init__(
-        self, tables: Sequence[Table], features: Sequence[str], servers: Sequence[Server], codecs: Codecs
-    ) -> None:
+    def __init__(self, tables: Sequence[Table], features: Sequence[str], servers: Sequence[Server]) -> None:
         """
         Args:
             tables: all tables of the job, in the order of the configuration.
             features: names of the features of the batches, in the order of the source's schema.
             servers: together they hold every row once.
-            codecs: of pulls and pushes, with the counter of their bytes.
 
         Raises:
             ConfigError: tables and features do not fit each other, or the servers do not hold every row once.
@@ -83,10 +68,8 @@ class EmbeddingClient:
         check_tables(tables, features)
         _check_held_once(tables, [server.shards for server in servers])
         self._servers = tuple(servers)
-        self._codecs = codecs
         self._feature_count = len(features)
         self._router = Router(tables, features, [server.shards for server in servers])
-        self._streams: dict[tuple[str, Route], Any] = {}
         self.columns = self._router.columns.span
         self.width = self._router.columns.width
 
@@ -101,7 +84,7 @@ class EmbeddingClient:
         apart = ids.offsets is not None and ids.weights is None
         fan = self._router.apart if apart else self._router.together
         lookups = tuple((route, Lookup(route.slots, local_ids(ids, route))) for route in fan.routes)
-        answers = [self._ask(route, lookup) for route, lookup in lookups]
+        answers = [self._servers[route.server].pull(lookup) for route, lookup in lookups]
         return Pulled(self._router.assemble(fan, answers, ids.samples), lookups)
 
     def push(self, pulled: Pulled, gradient: Tensor, lr: float) -> None:
@@ -113,29 +96,7 @@ class EmbeddingClient:
             lr: learning rate of this step.
         """
         for route, lookup in pulled.lookups:
-            mine = self._router.gradient_for(route, gradient)
-            decoded, sent = self._through(self._codecs.push, "push", route, mine)
-            self._codecs.counter.add("push", sent, _bytes(mine))
-            self._servers[route.server].push(lookup, decoded, lr)
-
-    def _ask(self, route: Route, lookup: Lookup) -> Tensor:
-        answer = self._servers[route.server].pull(lookup)
-        decoded, sent = self._through(self._codecs.pull, "pull", route, answer)
-        ids = lookup.ids
-        asked = sum(_bytes(part) for part in (ids.values, ids.offsets, ids.weights) if part is not None)
-        self._codecs.counter.add("pull", asked + sent, asked + _bytes(answer))
-        return decoded
-
-    def _through(self, codec: Codec, kind: str, route: Route, tensor: Tensor) -> tuple[Tensor, int]:
-        """The tensor as the other side sees it, and the bytes that took."""
-        encoded = codec.encode(tensor, self._streams.get((kind, route)))
-        if encoded.state is not None:
-            self._streams[kind, route] = encoded.state
-        return codec.decode(encoded.frames, encoded.shape), encoded.byte_count
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+            self._servers[route.server].push(lookup, self._router.gradient_for(route, gradient), lr)
 
 
 def _check_held_once(tables: Sequence[Table], servers: Sequence[Sequence[Shard]]) -> None:

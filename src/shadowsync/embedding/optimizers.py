@@ -74,6 +74,7 @@ class RowwiseAdagrad(RowRule):
     """
 
     name = "rowwise_adagrad"
+    options = ("eps",)
     state: ClassVar[Mapping[str, Extent]] = {"momentum": Extent.ROW}
 
     def apply(self, touched: Touched, lr: float) -> None:
@@ -92,6 +93,7 @@ class Adam(RowRule):
     """
 
     name = "adam"
+    options = ("eps", "beta1", "beta2")
     state: ClassVar[Mapping[str, Extent]] = {
         "exp_avg": Extent.ELEMENT,
         "exp_avg_sq": Extent.ELEMENT,

@@ -69,6 +69,10 @@ class Averaging:
         members = max(1, self._rendezvous.size)
         return self._rendezvous.arrive(rank, self._line.send(weights, 2 * (members - 1) / members))
 
+    def join(self, rank: int) -> None:
+        """Trainer `rank` is waited for again."""
+        self._rendezvous.join(rank)
+
     def leave(self, rank: int) -> None:
         """Trainer `rank` is no longer waited for."""
         self._rendezvous.leave(rank)
@@ -102,6 +106,10 @@ class InProcessGroup:
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential`."""
         return self.servers.sequential(weights, alpha)
+
+    def join(self) -> None:
+        """As `Group.join`."""
+        self.averaging.join(self.rank)
 
     def leave(self) -> None:
         """As `Group.leave`."""

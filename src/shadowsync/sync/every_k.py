@@ -50,10 +50,17 @@ class Foreground(Driver):
         else:
             self._synchronisation.once()
 
-    def worker_left(self, worker_index: int) -> None:
+    def worker_idle(self, worker_index: int) -> None:
         self._workers.leave(worker_index)
         if self._workers.size == 0:
             self._synchronisation.group.leave()
+
+    def worker_back(self, worker_index: int) -> None:
+        self._synchronisation.group.join()
+        self._workers.join(worker_index)
+
+    def worker_left(self, worker_index: int) -> None:
+        self.worker_idle(worker_index)
 
     def stop(self) -> None:
         self._synchronisation.group.leave()

@@ -31,6 +31,10 @@ class Group(Protocol):
         """The new central copy `[P]`, after `w_PS ← (1−α) w_PS + α w_i`."""
         ...
 
+    def join(self) -> None:
+        """This trainer takes part again."""
+        ...
+
     def leave(self) -> None:
         """This trainer takes no further part; nobody waits for it."""
         ...

@@ -49,6 +49,11 @@ class Rendezvous(Generic[Given, Result]):
             raise outcome
         return outcome
 
+    def join(self, member: int) -> None:
+        """`member` is waited for from now on."""
+        with self._condition:
+            self._members.add(member)
+
     def leave(self, member: int) -> None:
         """`member` is no longer waited for."""
         with self._condition:

@@ -74,6 +74,12 @@ class Driver(ABC):
     def after_step(self, worker_index: int, iteration: int) -> None:
         """Called in the worker's thread after each of its iterations, counted from 1."""
 
+    def worker_idle(self, worker_index: int) -> None:  # noqa: B027 (matters only to drivers that wait for workers)
+        """This worker has nothing to train now; nobody may wait for it."""
+
+    def worker_back(self, worker_index: int) -> None:  # noqa: B027
+        """This worker, idle before, has got something to train."""
+
     @abstractmethod
     def worker_left(self, worker_index: int) -> None:
         """This worker will not call again."""

@@ -1,8 +1,6 @@
 """A trainer: one dense replica, its Hogwild workers and its shadow."""
 
 import threading
-from collections.abc import Sequence
-
 from shadowsync.training.gate import Gate
 from shadowsync.training.replica import Replica
 from shadowsync.training.worker import StepListener, TrainerLost, Worker
@@ -14,24 +12,26 @@ class Trainer:
     Args:
         rank: among the trainers.
         replica: the dense part, which the workers' modules alias.
-        workers: the Hogwild workers.
         listener: synchronises the replica.
         gate: where threads stand still for a checkpoint.
     """
 
-    def __init__(
-        self, rank: int, replica: Replica, workers: Sequence[Worker], listener: StepListener, gate: Gate
-    ) -> None:
+    def __init__(self, rank: int, replica: Replica, listener: StepListener, gate: Gate) -> None:
         self.rank = rank
         self.replica = replica
-        self.listener = listener
         self.error: BaseException | None = None
-        self._workers = tuple(workers)
+        self.finished = False
+        self._listener = listener
         self._gate = gate
-        self._threads = [
-            threading.Thread(target=self._run, args=(index, worker), name=f"worker-{rank}.{index}", daemon=True)
-            for index, worker in enumerate(self._workers)
-        ]
+        self._workers: list[Worker] = []
+        self._threads: list[threading.Thread] = []
+
+    def add(self, worker: Worker) -> None:
+        """Adds a Hogwild worker, before the start."""
+        index = len(self._workers)
+        self._workers.append(worker)
+        name = f"worker-{self.rank}.{index}"
+        self._threads.append(threading.Thread(target=self._run, args=(index, worker), name=name, daemon=True))
 
     @property
     def iterations(self) -> int:
@@ -50,7 +50,7 @@ class Trainer:
 
     def start(self) -> None:
         """Starts the shadow and the workers."""
-        self.listener.start()
+        self._listener.start()
         for thread in self._threads:
             self._gate.join()
             thread.start()
@@ -60,11 +60,14 @@ class Trainer:
         return any(thread.is_alive() for thread in self._threads)
 
     def finish(self) -> None:
-        """Waits for the workers and stops the shadow."""
+        """Waits for the workers and stops the shadow; what went wrong is kept in `error`."""
+        if self.finished:
+            return
         for thread in self._threads:
             thread.join()
+        self.finished = True
         try:
-            self.listener.stop()
+            self._listener.stop()
         except BaseException as error:
             self.error = self.error or error
 
@@ -74,5 +77,6 @@ class Trainer:
         except BaseException as error:
             self.error = self.error or error
         finally:
-            self.listener.worker_left(index)
+            self._listener.worker_left(index)
             self._gate.leave()
+            worker.ended()

@@ -20,6 +20,9 @@ from shadowsync.training.rates import Rates
 from shadowsync.training.replica import WorkerModule
 
 
+_Ready = tuple[LeasedBatch, Pulled]
+
+
 class TrainerLost(ShadowSyncError):
     """This trainer died, by script; the others go on with its leases."""
 
@@ -29,6 +32,8 @@ class StepListener(Protocol):
 
     def start(self) -> None: ...
     def after_step(self, worker_index: int, iteration: int) -> None: ...
+    def worker_idle(self, worker_index: int) -> None: ...
+    def worker_back(self, worker_index: int) -> None: ...
     def worker_left(self, worker_index: int) -> None: ...
     def stop(self) -> None: ...
 
@@ -60,6 +65,7 @@ class Hooks:
         stopping: true when workers should end at the next boundary.
         before_step: trainer rank and iteration; raises `TrainerLost` to script a death.
         place: where a leased batch comes from, for messages.
+        ended: a worker has ended.
     """
 
     record: Callable[[int, Tensor, Tensor], None]
@@ -67,6 +73,7 @@ class Hooks:
     stopping: Callable[[], bool]
     before_step: Callable[[int, int], None]
     place: Callable[[LeasedBatch], str]
+    ended: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -101,9 +108,13 @@ class Worker:
             if self._parts.hooks.stopping():
                 return
 
+    def ended(self) -> None:
+        """Tells the job that this worker is done."""
+        self._parts.hooks.ended()
+
     def _step(self, leased: LeasedBatch, pulled: Pulled) -> None:
         parts, batch = self._parts, leased.batch
-        factor = parts.settings.rates.factor(parts.hooks.trained())
+        factor = parts.settings.rates.factor(parts.hooks.trained() + len(batch))
         loss, logits, gradient = parts.module.loss_and_gradients(batch.dense, pulled.pooled, batch.labels)
         if not torch.isfinite(loss):
             raise NonFiniteLoss(
@@ -116,33 +127,51 @@ class Worker:
         self.iterations += 1
         parts.hooks.record(parts.rank, logits, batch.labels)
 
-    def _pulled(self) -> Iterator[tuple[LeasedBatch, Pulled]]:
-        if self._parts.settings.prefetch == 0:
-            while (ready := self._fetch_resting()) is not None:
+    def _pulled(self) -> Iterator[_Ready]:
+        """Batches with their pooled embeddings; when there is none now, waits for what others may give back."""
+        with _Prefetcher(self._fetch, self._parts) as ahead:
+            while (ready := ahead.next() or self._wait_for_more()) is not None:
                 yield ready
-            return
-        with ThreadPoolExecutor(1, f"pull-{self._parts.rank}.{self._parts.index}") as pool:
-            under_way: deque[Future[tuple[LeasedBatch, Pulled] | None]] = deque()
-            try:
-                while (ready := self._next_prefetched(pool, under_way)) is not None:
-                    yield ready
-            finally:
-                for future in under_way:
-                    future.cancel()
 
-    def _next_prefetched(
-        self, pool: ThreadPoolExecutor, under_way: deque[Future[tuple[LeasedBatch, Pulled] | None]]
-    ) -> tuple[LeasedBatch, Pulled] | None:
-        while len(under_way) <= self._parts.settings.prefetch:
-            under_way.append(pool.submit(self._fetch))
-        with self._parts.gate.resting():
-            return under_way.popleft().result()
-
-    def _fetch_resting(self) -> tuple[LeasedBatch, Pulled] | None:
-        with self._parts.gate.resting():
-            leased = self._parts.feed.next()
+    def _fetch(self, wait: bool) -> _Ready | None:
+        leased = self._parts.feed.next(wait)
         return None if leased is None else (leased, self._parts.embeddings.pull(leased.batch.ids))
 
-    def _fetch(self) -> tuple[LeasedBatch, Pulled] | None:
-        leased = self._parts.feed.next()
-        return None if leased is None else (leased, self._parts.embeddings.pull(leased.batch.ids))
+    def _wait_for_more(self) -> _Ready | None:
+        self._parts.listener.worker_idle(self._parts.index)
+        with self._parts.gate.resting():
+            ready = self._fetch(wait=True)
+        if ready is not None:
+            self._parts.listener.worker_back(self._parts.index)
+        return ready
+
+
+class _Prefetcher:
+    """Pulls the next batches of a worker in a thread of its own while the worker trains; with 0, in the worker's."""
+
+    def __init__(self, fetch: Callable[[bool], _Ready | None], parts: WorkerParts) -> None:
+        self._fetch = fetch
+        self._depth = parts.settings.prefetch
+        self._resting = parts.gate.resting
+        self._pool = ThreadPoolExecutor(1, f"pull-{parts.rank}.{parts.index}") if self._depth else None
+        self._under_way: deque[Future[_Ready | None]] = deque()
+
+    def next(self) -> _Ready | None:
+        """The next batch, or None when there is none now."""
+        with self._resting():
+            if self._pool is None:
+                return self._fetch(False)
+            while len(self._under_way) <= self._depth:
+                self._under_way.append(self._pool.submit(self._fetch, False))
+            while self._under_way:
+                ready = self._under_way.popleft().result()
+                if ready is not None:
+                    return ready
+        return None
+
+    def __enter__(self) -> "_Prefetcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,116 @@
+"""Writes docs/configuration.md from the schema and from the options of every member: `make docs`."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from shadowsync.compression.codec import Codec
+from shadowsync.config import Config
+from shadowsync.data.source import Source
+from shadowsync.embedding.storage import Storage
+from shadowsync.models.model import ModelSpec
+from shadowsync.registry import members
+from shadowsync.sync.method import SyncMethod
+from shadowsync.sync.schedule import Schedule
+
+TARGET = Path(__file__).parent / "configuration.md"
+HEAD = """# Configuration
+
+Made from the schema by `make docs`; do not edit. Give keys as YAML sections in a file or as `section.key=value` on the
+command line. Unknown keys are errors. `data.name`, `model.name`, `sync.method` and `sync.schedule` choose a member,
+whose own options stand in the same section.
+"""
+SEAMS: dict[str, list[tuple[str, str, type[Any]]]] = {
+    "data": [("data.name", "shadowsync.data", Source)],
+    "model": [("model.name", "shadowsync.models", ModelSpec)],
+    "sync": [("sync.method", "shadowsync.sync", SyncMethod), ("sync.schedule", "shadowsync.sync", Schedule)],
+    "embedding": [("embedding.storage", "shadowsync.embedding", Storage)],
+    "compression": [("compression.pull|push|dense", "shadowsync.compression", Codec)],
+}
+
+
+def reference() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *(line for name in Config.model_fields for line in _section(name))])
+
+
+def _section(name: str) -> Iterator[str]:
+    section = Config.model_fields[name].annotation
+    assert isinstance(section, type)
+    assert issubclass(section, BaseModel)
+    yield f"## {name}\n\n{_first_paragraph(section)}\n"
+    yield from _table((key, field, field.annotation) for key, field in section.model_fields.items())
+    if name == "embedding":
+        table = typing.get_args(typing.get_args(section.model_fields["tables"].annotation)[0])[0]
+        yield "Keys of an entry of `embedding.tables`:\n"
+        yield from _table((key, field, field.annotation) for key, field in table.model_fields.items())
+    for key, package, seam in SEAMS.get(name, []):
+        for member_name, member in members(package, seam).items():
+            yield from _member(f"{key}={member_name}", member)
+
+
+def _member(title: str, member: type[Any]) -> Iterator[str]:
+    yield f"### {title}\n\n{_first_paragraph(member)}\n"
+    if dataclasses.is_dataclass(member):
+        hints = typing.get_type_hints(member, include_extras=True)
+        fields = [field for field in dataclasses.fields(member) if field.init]
+        rows = [(field.name, _described(hints[field.name], field), _bare(hints[field.name])) for field in fields]
+        yield from _table(iter(rows))
+
+
+def _described(hint: Any, field: dataclasses.Field[Any]) -> FieldInfo:
+    default = PydanticUndefined if field.default is dataclasses.MISSING else field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    described = next((extra for extra in typing.get_args(hint)[1:] if isinstance(extra, FieldInfo)), FieldInfo())
+    return FieldInfo(default=default, description=described.description, annotation=_bare(hint))
+
+
+def _bare(hint: Any) -> Any:
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+
+
+def _table(rows: Iterator[tuple[str, FieldInfo, Any]]) -> Iterator[str]:
+    lines = [f"| `{key}` | {_type(kind)} | {_default(field)} | {field.description or ''} |" for key, field, kind in rows]
+    if lines:
+        yield "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *lines, ""])
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "required"
+    return f"`{'null' if field.default is None else _plain(field.default)}`"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _type(kind: Any) -> str:
+    kind = _bare(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(f"`{value}`" for value in typing.get_args(kind))
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return " or ".join("null" if part is types.NoneType else _type(part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) in (tuple, list):
+        return f"list of {_type(typing.get_args(kind)[0])}"
+    if typing.get_origin(kind) is dict:
+        return f"map to {_type(typing.get_args(kind)[1])}"
+    return getattr(kind, "__name__", str(kind))
+
+
+def _first_paragraph(documented: type[Any]) -> str:
+    return " ".join((documented.__doc__ or "").split("\n\n")[0].split())
+
+
+if __name__ == "__main__":
+    TARGET.write_text(reference(), encoding="utf-8")

@@ -1,0 +1,139 @@
+"""Builds the parts that a job, an evaluation and an export share, from a configuration."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shadowsync.choices import Choices
+from shadowsync.config import Config, EmbeddingConfig
+from shadowsync.data.batch import Jagged
+from shadowsync.data.source import OpenSource, Schema
+from shadowsync.embedding.catalog import check_rows, check_tables, default_tables
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.optimizers import rule_class
+from shadowsync.embedding.placement import Servers, place
+from shadowsync.embedding.profile import Probe, measure_costs
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.storage import RowOptimizer
+from shadowsync.embedding.table import Rows, Shard, Table
+from shadowsync.errors import DataError
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.matching import match_optimizer, match_tables
+from shadowsync.runtime.lines import EmbeddingLine, Line
+from shadowsync.training.replica import Replica
+
+PROFILED_ROWS = 2048
+LOADED_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """The embedding servers with their client and the traffic between them."""
+
+    tables: tuple[Table, ...]
+    servers: tuple[EmbeddingServer, ...]
+    client: EmbeddingClient
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Width of each feature's vector, in the order in which a model receives them."""
+        return {feature: columns.stop - columns.start for feature, columns in self.client.columns.items()}
+
+
+def make_tables(config: Config, schema: Schema, own: Sequence[Table] | None = None) -> tuple[Table, ...]:
+    """The job's tables: the user's, the configuration's, or one for each feature, checked against the source.
+
+    Raises:
+        ConfigError: tables and features do not fit each other.
+    """
+    tables = tuple(own or ()) or _configured(config.embedding) or default_tables(schema, config.model.embedding_dim)
+    check_tables(tables, [feature.name for feature in schema.features])
+    check_rows(tables, schema)
+    return tables
+
+
+def make_embeddings(
+    config: Config, choices: Choices, schema: Schema, tables: tuple[Table, ...], source: OpenSource | None
+) -> Embeddings:
+    """Places the tables and makes their servers and client.
+
+    Args:
+        config: sizes and the optimizer.
+        choices: the storage and the codecs.
+        schema: of the source whose ids are looked up.
+        tables: from `make_tables`.
+        source: whose first rows the costs are profiled on; None where speed does not matter.
+    """
+    names = [feature.name for feature in schema.features]
+    optimizer = row_optimizer(config.embedding)
+    costs = {table.name: 1.0 for table in tables}
+    if source is not None and config.embedding.servers > 1:
+        costs = measure_costs(tables, names, [_first_ids(source)], Probe(choices.storage, optimizer))
+    bins = Servers(config.embedding.servers, split_rows=config.embedding.split_rows)
+    placed: Sequence[Sequence[Shard]] = place(tables, costs, rule_class(optimizer.name), bins)
+    servers = tuple(
+        EmbeddingServer(shards, choices.storage, optimizer, config.train.seed) for shards in placed if shards
+    )
+    return Embeddings(tables, servers, EmbeddingClient(tables, names, servers))
+
+
+def connect(embeddings: Embeddings, schema: Schema, choices: Choices, counter: WireCounter) -> EmbeddingClient:
+    """A client whose traffic passes the codecs and is counted; one for each worker."""
+    pull, push = (Line(kind, choices.codecs[kind], counter) for kind in ("pull", "push"))
+    lines = [EmbeddingLine(server, pull, push) for server in embeddings.servers]
+    return EmbeddingClient(embeddings.tables, [feature.name for feature in schema.features], lines)
+
+
+def restore_tables(embeddings: Embeddings, saved: LoadedCheckpoint) -> None:
+    """Loads every server's rows, a bounded number at a time, from whatever pieces the checkpoint has.
+
+    Raises:
+        CheckpointError: the checkpoint has other tables, another optimizer, or is damaged.
+    """
+    match_tables(saved.tables, embeddings.tables)
+    held = [(server, own) for server in embeddings.servers for own in server.state()]
+    match_optimizer(
+        {t.name: saved.tensor_names(t.name) for t in saved.tables}, {o.table.name: o.tensors for _, o in held}
+    )
+    for server, own in held:
+        stop = own.start + len(own.tensors["weight"])
+        for start in range(own.start, stop, LOADED_ROWS):
+            rows = saved.rows(own.table.name, start, min(start + LOADED_ROWS, stop))
+            server.load([Rows(own.table, start, rows)], partial=True)
+
+
+def make_module(
+    config: Config, choices: Choices, schema: Schema, dims: Mapping[str, int], own: nn.Module | None
+) -> nn.Module:
+    """The dense part with its initial values, which depend on the seed only."""
+    if own is not None:
+        return copy.deepcopy(own)
+    assert choices.model is not None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        return choices.model.build(len(schema.dense), dims)
+
+
+def make_replica(config: Config, choices: Choices, module: nn.Module, dims: Mapping[str, int]) -> Replica:
+    """A replica of its own of the dense part."""
+    return Replica(module, choices.optimizer, dims, config.train.device)
+
+
+def row_optimizer(config: EmbeddingConfig) -> RowOptimizer:
+    """The optimizer of the rows."""
+    return RowOptimizer(config.optimizer, config.eps, config.beta1, config.beta2)
+
+
+def _configured(config: EmbeddingConfig) -> tuple[Table, ...]:
+    return tuple(Table(t.name, t.rows, t.dim, t.features, t.pooling) for t in config.tables or ())
+
+
+def _first_ids(source: OpenSource) -> Jagged:
+    batch = source.read(source.slices(PROFILED_ROWS)[0])
+    if not len(batch):
+        raise DataError("none of the first rows of the data can be used")
+    return batch.ids

@@ -1,0 +1,131 @@
+"""The members that a configuration chooses, built and checked before anything starts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shadowsync.compression.codec import Codec
+from shadowsync.config import Config, EmbeddingConfig, TrainConfig
+from shadowsync.data.source import Source
+from shadowsync.embedding.choose import storage_class
+from shadowsync.embedding.optimizers import RowRule
+from shadowsync.embedding.storage import Storage
+from shadowsync.errors import ConfigError
+from shadowsync.models.model import ModelSpec
+from shadowsync.registry import build, choose, members, option_names, split_options
+from shadowsync.sync.method import SyncMethod
+from shadowsync.sync.schedule import Schedule
+from shadowsync.training.optimizers import DenseOptimizer
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a configuration chose, with defaults resolved.
+
+    Attributes:
+        source: where the data comes from.
+        model: the dense part; None where the user brings a module.
+        storage: what holds the rows of an embedding server.
+        method: how replicas are merged.
+        schedule: when.
+        codecs: by kind of traffic: `pull`, `push`, `dense`.
+        optimizer: of the dense part.
+    """
+
+    source: Source
+    model: ModelSpec | None
+    storage: type[Storage]
+    method: SyncMethod
+    schedule: Schedule
+    codecs: Mapping[str, Codec]
+    optimizer: DenseOptimizer
+
+
+def choose_all(config: Config, own_model: bool) -> Choices:
+    """Builds every chosen member.
+
+    Raises:
+        ConfigError: a name or an option is unknown, or a value is out of range.
+        MissingExtra: a choice needs a package that is not installed.
+    """
+    method, schedule = _choose_sync(config)
+    _check_used(config)
+    return Choices(
+        source=_choose_one("data", config.data.name, config.data.options, "shadowsync.data", Source),
+        model=None if own_model else _choose_model(config),
+        storage=storage_class(config.embedding.storage),
+        method=method,
+        schedule=schedule,
+        codecs={kind: _choose_codec(kind, name) for kind, name in config.compression},
+        optimizer=_dense_optimizer(config.train),
+    )
+
+
+def without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration after overrides chose other members: options that those do not have are left out."""
+    kept = dict(values)
+    for section, keys, chosen in (
+        ("sync", {"method", "schedule"}, _sync_members(values.get("sync", {}))),
+        ("model", {"name", "embedding_dim"}, _named_member(values, "model", "dlrm", "shadowsync.models", ModelSpec)),
+    ):
+        if section in kept and chosen:
+            names = {name for member in chosen for name in option_names(member)} | keys
+            kept[section] = {key: value for key, value in kept[section].items() if key in names}
+    return kept
+
+
+def _sync_members(section: Mapping[str, Any]) -> list[type[Any]]:
+    methods, schedules = members("shadowsync.sync", SyncMethod), members("shadowsync.sync", Schedule)
+    names = (methods.get(section.get("method", "easgd")), schedules.get(section.get("schedule", "background")))
+    return [member for member in names if member is not None]
+
+
+def _named_member(values: dict[str, Any], section: str, default: str, package: str, seam: type[Any]) -> list[type[Any]]:
+    member = members(package, seam).get(values.get(section, {}).get("name", default))
+    return [member] if member is not None else []
+
+
+def _choose_one(section: str, name: str, options: Mapping[str, Any], package: str, seam: type[Any]) -> Any:
+    member = choose(f"{section}.name", name, package, seam)
+    (own,) = split_options(section, options, {f"{section}.name={name}": member})
+    return build(member, own, section)
+
+
+def _choose_model(config: Config) -> ModelSpec:
+    model: ModelSpec = _choose_one("model", config.model.name, config.model.options, "shadowsync.models", ModelSpec)
+    return model
+
+
+def _choose_codec(kind: str, name: str) -> Codec:
+    return build(choose(f"compression.{kind}", name, "shadowsync.compression", Codec), {}, f"compression.{kind}")
+
+
+def _dense_optimizer(train: TrainConfig) -> DenseOptimizer:
+    member = choose("train.optimizer", train.optimizer, "shadowsync.training", DenseOptimizer)
+    return build(member, {option: getattr(train, option) for option in option_names(member)}, "train")
+
+
+def _check_used(config: Config) -> None:
+    """Raises `ConfigError` for an option that was given and that the chosen optimizer or decay has no use for."""
+    rows, dense = members("shadowsync.embedding", RowRule), members("shadowsync.training", DenseOptimizer)
+    _check_optimizer("embedding", config.embedding, rows[config.embedding.optimizer].options)
+    _check_optimizer("train", config.train, option_names(dense[config.train.optimizer]))
+    if config.train.decay == "none" and "final_lr" in config.train.model_fields_set:
+        raise ConfigError("train.final_lr has no effect with train.decay=none: set train.decay=linear or cosine")
+
+
+def _check_optimizer(section: str, given: EmbeddingConfig | TrainConfig, used: tuple[str, ...]) -> None:
+    for option in ("eps", "beta1", "beta2"):
+        if option in given.model_fields_set and option not in used:
+            raise ConfigError(f"{section}.{option} is not an option of {section}.optimizer={given.optimizer}")
+
+
+def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:
+    sync = config.sync
+    method = choose("sync.method", sync.method, "shadowsync.sync", SyncMethod)
+    schedule = choose("sync.schedule", sync.schedule, "shadowsync.sync", Schedule)
+    chosen: dict[str, type[Any]] = {f"sync.method={sync.method}": method, f"sync.schedule={sync.schedule}": schedule}
+    own = split_options("sync", sync.options, chosen)
+    built: SyncMethod = build(method, own[0], "sync")
+    timed: Schedule = build(schedule, own[1], "sync")
+    return built.resolved(config.train.trainers, timed.foreground), timed

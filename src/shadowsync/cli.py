@@ -1,0 +1,136 @@
+"""The command line. A user's mistake is one sentence on stderr and exit status 2, never a traceback."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from shadowsync.errors import ConfigError, ShadowSyncError
+
+app = typer.Typer(
+    help="Trains click models with background synchronisation: nobody waits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG.yaml] [key.path=value …]", help="A configuration file and overrides, in any order."
+    ),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")]
+DataPath = Annotated[
+    str | None, typer.Option("--data", metavar="PATH", help="Rows to use instead of the run's test rows.")
+]
+
+
+@app.command()
+def train(
+    settings: Overrides = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where results go; a new folder in runs/.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on from this run's newest checkpoint.")] = None,
+) -> None:
+    """Train a model; with nothing else, the demo."""
+    from shadowsync.job import Interrupted, train_from_command_line
+
+    path, overrides = _split_settings(settings or [])
+    try:
+        train_from_command_line(path, overrides, out, resume)
+    except Interrupted as interrupted:
+        typer.echo(str(interrupted), err=True)
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def evaluate(folder: RunFolder, data: DataPath = None) -> None:
+    """Measure a trained model on its test rows, or on other rows."""
+    from rich.console import Console
+
+    from shadowsync.inference import Trained
+    from shadowsync.report.quality_table import quality_table
+
+    Console().print(quality_table(Trained(folder).evaluate(data)))
+
+
+@app.command()
+def predict(
+    folder: RunFolder,
+    data: Annotated[str, typer.Option("--data", metavar="PATH", help="Rows to predict.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The parquet file to write.")],
+) -> None:
+    """Write the predicted probability of each row, in the order of the rows."""
+    from shadowsync.inference import Trained
+
+    rows = Trained(folder).predict(data, out)
+    typer.echo(f"{rows} predictions written to {out}")
+
+
+@app.command()
+def export(
+    folder: RunFolder, out: Annotated[Path, typer.Option("--out", metavar="MODEL", help="The file to write.")]
+) -> None:
+    """Write the model with its tables as one file that torch alone loads."""
+    from shadowsync.inference import Trained
+
+    Trained(folder).export(out)
+    typer.echo(f"the model is in {out}: torch.export.load({str(out)!r}).module()")
+
+
+@app.command()
+def report(folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders of runs.")]) -> None:
+    """Make the report page of a run again, or compare several runs."""
+    from rich.console import Console
+
+    from shadowsync.report.compare import comparison_table, read_runs, remake_page, write_comparison
+
+    if len(folders) == 1:
+        typer.echo(f"report: {remake_page(folders[0])}")
+        return
+    runs = read_runs(folders)
+    Console().print(comparison_table(runs))
+    typer.echo(f"comparison: {write_comparison(runs, Path())}")
+
+
+@app.command()
+def data(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The source.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The parquet file to write.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[data.key=value …]", help="Options of the source.")
+    ] = None,
+) -> None:
+    """Write the rows of a source as a parquet file that the parquet source reads."""
+    from shadowsync.inference import export_data
+
+    typer.echo(export_data(name, settings or [], out))
+
+
+def _split_settings(settings: list[str]) -> tuple[Path | None, list[str]]:
+    files = [setting for setting in settings if "=" not in setting]
+    if len(files) > 1:
+        raise ConfigError(f"one configuration file at most, not {' and '.join(files)}; overrides are key.path=value")
+    return (Path(files[0]) if files else None), [setting for setting in settings if "=" in setting]
+
+
+def main() -> None:
+    """Entry point: runs the command and turns every expected error into a sentence and an exit status."""
+    try:
+        status = app(standalone_mode=False)
+    except ShadowSyncError as error:
+        _fail(str(error), error.exit_status)
+    except typer.Abort:
+        _fail("interrupted", 130)
+    except TyperException as error:
+        _fail(error.format_message(), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    sys.exit(status or 0)
+
+
+def _fail(message: str, status: int) -> None:
+    typer.echo(f"shadowsync: {message}", err=True)
+    sys.exit(status)

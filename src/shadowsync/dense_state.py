@@ -1,0 +1,89 @@
+"""Puts the dense part of a checkpoint back, into any number of trainers and under any replica method."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shadowsync.errors import CheckpointError
+from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.sync.method import State, SyncMethod
+from shadowsync.sync.schedule import Synchronisation
+from shadowsync.training.replica import Replica
+
+
+def layout(replica: Replica) -> dict[str, list[int]]:
+    """The parameters with their shapes, in their order."""
+    return {slot.name: list(slot.shape) for slot in replica.slots}
+
+
+def dense_tensors(replica: Replica) -> dict[str, Tensor]:
+    """What a replica holds, live: its parameters as `weight`, and the optimizer's state by name."""
+    return {"weight": replica.flat} | replica.state
+
+
+def check_layout(saved: LoadedCheckpoint, replica: Replica) -> None:
+    """Raises `CheckpointError` naming the first parameter that differs between the checkpoint and this model."""
+    there, here = saved.extra.get("layout", {}), layout(replica)
+    for name in {**there, **here}:
+        if there.get(name) != here.get(name):
+            raise CheckpointError(
+                f"{saved.name}: parameter {name} is {there.get(name, 'absent')} in the checkpoint and "
+                f"{here.get(name, 'absent')} in this model: configure the model that the checkpoint was trained with"
+            )
+
+
+def restore_dense(
+    saved: LoadedCheckpoint, method: SyncMethod, replicas: Sequence[Replica], parts: Sequence[Synchronisation]
+) -> Tensor:
+    """Fills the replicas and the method's states; returns the central copy `[P]`.
+
+    With as many trainers as were saved each goes on with its own replica. With another number, all of them start from
+    one point: the central copy if there was one, else the mean replica, with the mean of the optimizers' states.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or dense optimizer.
+    """
+    check_layout(saved, replicas[0])
+    count, size = int(saved.extra["trainers"]), len(replicas[0].flat)
+    same = count == len(replicas)
+    consensus = saved_weights(saved, size)
+    for rank, replica in enumerate(replicas):
+        for name, tensor in dense_tensors(replica).items():
+            tensor.copy_(_saved_state(saved, name, rank if same else None, tensor.numel()).view_as(tensor))
+        if not same:
+            replica.flat.copy_(consensus)
+    for rank, part in enumerate(parts):
+        part.state = _method_state(saved, rank if same else 0, method.init(consensus))
+    return consensus
+
+
+def saved_weights(saved: LoadedCheckpoint, size: int) -> Tensor:
+    """The central copy of a checkpoint, or the mean of its replicas where it has none, `[P]`."""
+    if "center" in saved.dense:
+        return saved.dense_tensor("center", size).clone()
+    return _mean(saved, "weight", size)
+
+
+def _saved_state(saved: LoadedCheckpoint, name: str, rank: int | None, elements: int) -> Tensor:
+    if rank is None:
+        return _mean(saved, name, elements)
+    key = f"replica.{rank}.{name}"
+    if key not in saved.dense:
+        raise CheckpointError(
+            f"{saved.name} has no {name} of the dense optimizer: set train.optimizer to the one it was trained with"
+        )
+    return saved.dense_tensor(key, elements)
+
+
+def _mean(saved: LoadedCheckpoint, name: str, elements: int) -> Tensor:
+    count = int(saved.extra["trainers"])
+    return torch.stack([_saved_state(saved, name, rank, elements) for rank in range(count)]).mean(0)
+
+
+def _method_state(saved: LoadedCheckpoint, rank: int, fresh: State) -> State:
+    """What the method kept, or its state at the start where another method was used before."""
+    keys = {name: f"sync.{rank}.{name}" for name in fresh}
+    if any(key not in saved.dense for key in keys.values()):
+        return fresh
+    return {name: saved.dense_tensor(key, fresh[name].numel()).clone() for name, key in keys.items()}

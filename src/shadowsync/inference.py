@@ -1,0 +1,158 @@
+"""What a trained model is good for: evaluation, predictions, export."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow
+import pyarrow.parquet
+import torch
+from torch import Tensor, nn
+
+from shadowsync.assembly import Embeddings, make_embeddings, make_module, make_replica, restore_tables
+from shadowsync.choices import Choices, choose_all
+from shadowsync.config import Config, load, parse
+from shadowsync.data.parquet import Parquet
+from shadowsync.data.source import OpenSource, Schema, Source
+from shadowsync.data.writer import replacing, write_parquet
+from shadowsync.dense_state import check_layout
+from shadowsync.errors import ConfigError, DataError
+from shadowsync.export import ExportSpec, export_model
+from shadowsync.metrics.quality import TestMetrics, evaluate_scores
+from shadowsync.prediction import Predictor, predictions, score
+from shadowsync.runs import load_checkpoint
+
+pa: Any = pyarrow  # has no types
+
+
+class Trained:
+    """A trained model, read from the newest checkpoint of a run.
+
+    Args:
+        folder: of the run.
+        model: the module of the user's own that the run trained, if it did.
+
+    Raises:
+        ConfigError: the folder does not exist, or a module of the user's own is missing.
+        CheckpointError: there is no checkpoint, or it is of another model.
+    """
+
+    def __init__(self, folder: Path | str, model: nn.Module | None = None) -> None:
+        saved = load_checkpoint(Path(folder))
+        if saved.extra["own_model"] and model is None:
+            raise ConfigError(
+                f"{folder} trained a module of your own: shadowsync.Trained({str(folder)!r}, model=module)"
+            )
+        self.config: Config = parse(saved.config)
+        self.choices: Choices = choose_all(self.config, own_model=model is not None)
+        self.schema: Schema = msgspec.convert(saved.extra["schema"], Schema)
+        self.embeddings: Embeddings = make_embeddings(self.config, self.choices, self.schema, saved.tables, None)
+        restore_tables(self.embeddings, saved)
+        module = make_module(self.config, self.choices, self.schema, self.embeddings.dims, model)
+        replica = make_replica(self.config, self.choices, module, self.embeddings.dims)
+        check_layout(saved, replica)
+        replica.load(saved.dense_tensor("final", len(replica.flat)))
+        self.module: nn.Module = replica.module
+        self.predictor = Predictor(replica, self.embeddings.client)
+
+    def rows(self, data: str | None) -> OpenSource:
+        """The run's test rows, or those at `data`: a file of the run's own format, or parquet with its columns.
+
+        Raises:
+            DataError: there are none, or they do not fit the model.
+        """
+        source = self.choices.source if data is None else self._source_at(data)
+        opened = source.open("test" if data is None else "train", "error")
+        if opened is None:
+            raise DataError(f"data.name={self.config.data.name} has no test rows: give --data PATH")
+        if not _fits(opened.schema, self.schema):
+            raise DataError(f"{data or self.config.data.name}: the columns are not those the model was trained on")
+        return opened
+
+    def _source_at(self, data: str) -> Source:
+        source: Any = self.choices.source
+        names = {field.name for field in dataclasses.fields(source)}
+        if {"path", "test_path"} <= names:
+            at_data: Source = dataclasses.replace(source, path=data, test_path=None)
+            return at_data
+        return parquet_of(self.schema, data)
+
+    def evaluate(self, data: str | None = None) -> TestMetrics:
+        """Quality on the run's test rows, or on those at `data`."""
+        opened = self.rows(data)
+        try:
+            return evaluate_scores(*score(self.predictor, opened))
+        finally:
+            opened.close()
+
+    def predict(self, data: str, out: Path) -> int:
+        """Writes `probability` and `logit` of each row, in the rows' order, as parquet; returns how many.
+
+        Raises:
+            SaveError: the file cannot be written; nothing is left of it.
+        """
+        opened = self.rows(data)
+        count = 0
+        try:
+            with replacing(out) as temporary, pa.parquet.ParquetWriter(temporary, _PREDICTIONS) as writer:
+                for logits, _ in predictions(self.predictor, opened):
+                    writer.write_table(_prediction_rows(logits))
+                    count += len(logits)
+        finally:
+            opened.close()
+        return count
+
+    def export(self, out: Path) -> None:
+        """Writes one file with tables and module that torch alone loads; see `export.export_model`."""
+        features = [feature.name for feature in self.schema.features]
+        export_model(self.module, ExportSpec(self.embeddings.tables, features, self.schema.dense), self._rows, out)
+
+    def _rows(self, table: str, start: int, stop: int) -> Tensor:
+        """Rows `start … stop − 1` of a table, `[rows, D]`."""
+        parts = [rows for server in self.embeddings.servers for rows in server.state() if rows.table.name == table]
+        ordered = sorted(parts, key=lambda rows: rows.start)
+        return torch.cat([r.tensors["weight"][max(start - r.start, 0) : max(stop - r.start, 0)] for r in ordered])
+
+
+_PREDICTIONS = pa.schema([("probability", pa.float32()), ("logit", pa.float32())])
+
+
+def _prediction_rows(logits: Tensor) -> Any:
+    return pa.table({"probability": logits.sigmoid().numpy(), "logit": logits.numpy()}, schema=_PREDICTIONS)
+
+
+def parquet_of(schema: Schema, path: str) -> Parquet:
+    """The parquet source that reads what `write_parquet` writes for a source of this schema."""
+    features = schema.features
+    return Parquet(
+        path=path,
+        dense=schema.dense,
+        categorical=tuple(feature.name for feature in features),
+        rows={feature.name: feature.rows for feature in features},
+        tables={feature.name: feature.table for feature in features if feature.table is not None},
+        pooling={feature.name: feature.pooling for feature in features if feature.multi_hot},
+    )
+
+
+def _fits(given: Schema, trained: Schema) -> bool:
+    """Same dense columns and features, with no more ids than the model has rows for."""
+    there, here = given.features, trained.features
+    names = [feature.name for feature in there] == [feature.name for feature in here]
+    return given.dense == trained.dense and names and all(g.rows <= t.rows for g, t in zip(there, here, strict=True))
+
+
+def export_data(name: str, overrides: Sequence[str], out: Path) -> str:
+    """`shadowsync data`: writes a source's training rows, and its test rows beside them; says how to read them."""
+    config = load(None, [f"data.name={name}", *overrides])
+    source = choose_all(config, own_model=False).source
+    train, test = (source.open(split, config.data.on_bad_row) for split in ("train", "test"))
+    if train is None:
+        raise DataError(f"data.name={name} has no training rows")
+    lines = write_parquet(train, out)
+    if test is None:
+        return lines
+    beside = out.with_name(f"{out.stem}.test{out.suffix}")
+    write_parquet(test, beside)
+    return f"{lines.rstrip()}\n  test_path: {beside}\n"

@@ -1,0 +1,303 @@
+"""A whole training run: the one place where parts are put together."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from torch import nn
+
+from shadowsync import sections
+from shadowsync.choices import Choices, choose_all, without_foreign_options
+from shadowsync.config import Config, load, merge, parse, read_yaml
+from shadowsync.data.source import OpenSource
+from shadowsync.embedding.table import Table
+from shadowsync.errors import ConfigError, DataError, ShadowSyncError
+from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.quality import TestMetrics, evaluate_scores
+from shadowsync.prediction import Predictor, score
+from shadowsync.recovery.checkpoints import CheckpointStore
+from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.saver import AsyncSaver
+from shadowsync.recovery.signals import StopRequest, stop_on_signals
+from shadowsync.report.history import frames_until, read_frames
+from shadowsync.report.machine import machine, versions
+from shadowsync.report.reporter import Outputs, Reporter
+from shadowsync.report.result import Result
+from shadowsync.runs import check_folder, checkpoint_root, load_checkpoint, make_folder, new_folder
+from shadowsync.session import Own, Session, no_failures
+
+
+class Interrupted(ShadowSyncError):
+    """Ctrl-C or SIGTERM ended the run; a checkpoint was written first."""
+
+    exit_status = 130
+
+
+class Job:
+    """Trains one model.
+
+    Args:
+        config: a `Config`, nested dicts of the same keys, or None for the demo.
+        model: a module of the user's own, `forward(dense [B, N], {feature: [B, D]}) → logits [B]`, instead of
+            `config.model`.
+        tables: embedding tables instead of `config.embedding.tables`.
+        out: folder for results; None makes a new one in `runs/`.
+        resume: folder of a run whose newest checkpoint to go on from.
+        failures: called with a trainer's rank and iteration before each step; raises `TrainerLost` to script a death.
+
+    Raises:
+        ConfigError: something is unknown or out of range; nothing was started.
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | None = None,
+        *,
+        model: nn.Module | None = None,
+        tables: Sequence[Table] | None = None,
+        out: Path | str | None = None,
+        resume: Path | str | None = None,
+        failures: Callable[[int, int], None] = no_failures,
+    ) -> None:
+        self.config = config if isinstance(config, Config) else parse(dict(config or {}))
+        self.choices = choose_all(self.config, own_model=model is not None)
+        self.resume = Path(resume) if resume is not None else None
+        self.out = Path(out) if out is not None else self.resume or new_folder()
+        self.own = Own(model, tables, failures)
+
+    def run(self, console: Console | None = None) -> Result:
+        """Trains to the end, evaluates on the test rows, and writes the results into `out`.
+
+        Args:
+            console: where progress is shown; None shows nothing.
+
+        Raises:
+            UserError: data, configuration or checkpoint cannot be used.
+            RunError: something failed while the run was under way.
+            Interrupted: a signal ended it; the checkpoint is written.
+        """
+        check_folder(self.out, self.resume)
+        with _single_threaded(), contextlib.ExitStack() as stack:
+            run = _Run(self, time.monotonic(), console or Console(quiet=True))
+            stack.callback(run.session.close)
+            return run.to_the_end()
+
+
+def train_from_command_line(path: Path | None, overrides: Sequence[str], out: Path | None, resume: Path | None) -> None:
+    """`shadowsync train`: shows progress and says where the results are."""
+    config = load(path, overrides) if resume is None else _resumed_config(resume, path, overrides)
+    job = Job(config, out=out, resume=resume)
+    console = Console(soft_wrap=True)
+    console.print(_headline(job), highlight=False)
+    job.run(console)
+    page = "report" if job.config.report.html else "result"
+    console.print(f"{page}: {job.out / ('report.html' if job.config.report.html else 'result.json')}", highlight=False)
+
+
+def given(config: Config) -> dict[str, Any]:
+    """The configuration as the user gave it: what goes into a checkpoint, so that defaults stay defaults."""
+    return config.model_dump(mode="json", exclude_unset=True)
+
+
+@dataclass(frozen=True)
+class _Sources:
+    train: OpenSource
+    test: OpenSource | None
+
+
+class _Run:
+    """One run from the first part to the last file."""
+
+    def __init__(self, job: Job, began: float, console: Console) -> None:
+        self.job, self.config, self.choices, self.console = job, job.config, job.choices, console
+        self.began = began
+        store = CheckpointStore(checkpoint_root(job.out, self.config.train.checkpoint_dir), self.config.train.keep)
+        self.saved = self._load(store)
+        sources = open_sources(self.config, self.choices)
+        self.session = Session(self.config, self.choices, job.own, (sources.train, sources.test), self.saved)
+        self.saver = AsyncSaver(store)
+        self.saved_samples = self.saved.samples if self.saved is not None and job.resume == job.out else -1
+
+    def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
+        if self.job.resume is None:
+            return None
+        # The store that saves must know what it goes on from, so that it may drop checkpoints newer than that.
+        saved = store.load() if self.job.resume == self.job.out else load_checkpoint(self.job.resume)
+        for sentence in saved.skipped:
+            self.console.print(sentence, highlight=False)
+        return saved
+
+    def to_the_end(self) -> Result:
+        """Trains, evaluates and writes everything."""
+        make_folder(self.job.out, given(self.config))
+        with self.saver, self._reporter() as reporter:
+            with stop_on_signals() as request, self.session.recorder:
+                started = time.monotonic()
+                self._train(reporter, request)
+            self._save()
+            self.saver.wait()
+            self._raise_if_interrupted(request)
+            reporter.show(self._frame())
+            result = self._result(started - self.began, self._evaluate())
+            reporter.finish(result)
+        return result
+
+    def _reporter(self) -> Reporter:
+        report = self.config.report
+        outputs = Outputs(tensorboard=report.tensorboard, html=report.html)
+        if self.saved is None or self.job.resume is None:
+            return Reporter(self.job.out, self.console, outputs)
+        earlier = frames_until(read_frames(self.job.resume), self.saved.samples)
+        return Reporter(self.job.out, self.console, outputs, earlier, self.saved.samples)
+
+    def _train(self, reporter: Reporter, request: StopRequest) -> None:
+        pace = _Pace(self.config.report.every_s, self.config.train.save_every_s, time.monotonic())
+        self.session.start()
+        try:
+            while self.session.alive():
+                self.session.ended.wait(pace.seconds_left(time.monotonic()))
+                self.session.ended.clear()
+                self.session.reap()
+                if request.requested:
+                    self.session.stop()
+                if pace.frame_due(time.monotonic()):
+                    reporter.show(self._frame())
+                if pace.save_due(time.monotonic()):
+                    with self.session.gate.pause():
+                        self._save()
+        except BaseException:
+            self.session.stop()
+            raise
+        finally:
+            self.session.finish()
+
+    def _frame(self) -> Frame:
+        return self.session.recorder.frame(self.session.counts(self.saver.saves))
+
+    def _save(self) -> None:
+        if self.session.reader.trained != self.saved_samples:
+            self.saver.submit(self.session.snapshot(given(self.config)))
+            self.saved_samples = self.session.reader.trained
+
+    def _raise_if_interrupted(self, request: StopRequest) -> None:
+        if request.requested and not self.session.reader.finished:
+            raise Interrupted(
+                f"stopped by {request.name} after {self.session.reader.trained} samples; a checkpoint is written: "
+                f"go on with shadowsync train --resume {self.job.out}"
+            )
+
+    def _evaluate(self) -> TestMetrics | None:
+        if self.session.test_source is None:
+            return None
+        replica = self.session.evaluation_replica()
+        return evaluate_scores(*score(Predictor(replica, self.session.embeddings.client), self.session.test_source))
+
+    def _result(self, startup_s: float, test: TestMetrics | None) -> Result:
+        session, train = self.session, self.config.train
+        speed = session.recorder.speed()
+        return Result(
+            config=resolved(self.config, self.choices),
+            seed=train.seed,
+            versions=versions(),
+            machine=machine(),
+            data=sections.data(session, test),
+            test=sections.test(session, test),
+            train=sections.train(session),
+            throughput=sections.throughput(train, speed, startup_s),
+            sync=sections.sync(session, speed),
+            wire=sections.wire(session),
+            recovery=sections.recovery(self.saver, train.save_every_s),
+        )
+
+
+@dataclass
+class _Pace:
+    """When the next frame and the next checkpoint are due; pure but for the times handed in."""
+
+    frame_every_s: float
+    save_every_s: float | None
+    now: float
+
+    def __post_init__(self) -> None:
+        self._next_frame = self.now + self.frame_every_s
+        self._next_save = float("inf") if self.save_every_s is None else self.now + self.save_every_s
+
+    def seconds_left(self, now: float) -> float:
+        """Until something is due, at most a quarter of a second, so that signals are seen."""
+        return min(max(0.0, min(self._next_frame, self._next_save) - now), 0.25)
+
+    def frame_due(self, now: float) -> bool:
+        if now < self._next_frame:
+            return False
+        self._next_frame = now + self.frame_every_s
+        return True
+
+    def save_due(self, now: float) -> bool:
+        if self.save_every_s is None or now < self._next_save:
+            return False
+        self._next_save = now + self.save_every_s
+        return True
+
+
+def open_sources(config: Config, choices: Choices) -> _Sources:
+    """The training rows and, where there are any, the test rows.
+
+    Raises:
+        DataError: there is nothing to train on, or the test rows have other columns.
+    """
+    train = choices.source.open("train", config.data.on_bad_row)
+    if train is None:
+        raise DataError(f"data.name={config.data.name} has no training rows")
+    test = choices.source.open("test", config.data.on_bad_row)
+    if test is not None and test.schema != train.schema:
+        raise DataError("the test rows have other columns than the training rows")
+    return _Sources(train, test)
+
+
+def resolved(config: Config, choices: Choices) -> dict[str, Any]:
+    """The whole configuration with every default, those of the chosen members too."""
+    plain = config.model_dump(mode="json")
+    plain["data"] |= _plain_options(choices.source)
+    plain["sync"] |= _plain_options(choices.method) | _plain_options(choices.schedule)
+    if choices.model is not None:
+        plain["model"] |= _plain_options(choices.model)
+    plain["embedding"]["storage"] = choices.storage.name
+    return plain
+
+
+def _plain_options(member: Any) -> dict[str, Any]:
+    builtins: dict[str, Any] = msgspec.to_builtins(dataclasses.asdict(member), str_keys=True)
+    return builtins
+
+
+def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -> Config:
+    saved = load_checkpoint(resume)
+    changed = merge({}, read_yaml(path) if path else {}, overrides)
+    return parse(merge(without_foreign_options(merge(saved.config, changed, [])), changed, []))
+
+
+def _headline(job: Job) -> str:
+    train, sync = job.config.train, job.choices
+    return (
+        f"{job.config.data.name}: {train.trainers} trainer(s) of {train.workers} worker(s), "
+        f"{job.config.embedding.servers} embedding server(s) ({sync.storage.name}), "
+        f"{sync.method.name} {sync.schedule.name}, {train.precision}; results go to {job.out}"
+    )
+
+
+@contextlib.contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Workers are the parallelism: each operator runs in its worker's thread. Put back afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,178 @@
+"""`shadowsync report DIR…`: makes a run's page again, or one page that compares several runs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from shadowsync.metrics.frame import Frame
+from shadowsync.report import words
+from shadowsync.report.charts import SAMPLES, SECONDS, Card, three_digits
+from shadowsync.report.files import write_atomically
+from shadowsync.report.history import read_frames
+from shadowsync.report.page import flat, marked, render, write_page
+from shadowsync.report.plots import SERIES_COLOURS, Axis, Chart, Line, line_chart
+from shadowsync.report.result import Result, read_result
+from shadowsync.report.series import curve
+
+FILE_NAME = "comparison.html"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run as read from its folder; `name` tells it from the others."""
+
+    name: str
+    result: Result
+    frames: Sequence[Frame]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A measure of the comparison; `best` picks the best of several values, None where there is none."""
+
+    name: str
+    value: Callable[[Result], float | None]
+    show: Callable[[float | None], str]
+    best: Callable[[Sequence[float]], float] | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One value of the comparison."""
+
+    text: str
+    best: bool
+
+
+COLUMNS = (
+    Column("test AUC", lambda r: r.test.auc if r.test else None, words.decimal, max),
+    Column("test NE", lambda r: r.test.ne if r.test else None, words.decimal, min),
+    Column("log loss", lambda r: r.test.logloss if r.test else None, words.decimal, min),
+    Column("calibration", lambda r: r.test.calibration if r.test else None, lambda v: words.decimal(v, 3), None),
+    Column("examples/s", lambda r: r.throughput.eps, words.count, max),
+    Column("ELP", lambda r: r.throughput.elp, words.count),
+    Column("sync gap", lambda r: r.sync.average_gap if r.sync else None, lambda v: words.decimal(v, 1)),
+    Column("trained", lambda r: r.data.trained_samples, words.count),
+    Column("time", lambda r: r.throughput.seconds, words.duration),
+)
+
+
+def remake_page(folder: Path) -> Path:
+    """Writes the `report.html` of the run in `folder` again, from its result.json and metrics.jsonl.
+
+    Raises:
+        DataError: there is no result, or a file is broken.
+        SaveError: the page cannot be written.
+    """
+    return write_page(folder, read_result(folder), read_frames(folder))
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in `folders`, called by the folder's name, or by the whole path where names are shared.
+
+    Raises:
+        DataError: as `remake_page`.
+    """
+    names = [folder.resolve().name for folder in folders]
+    return [
+        Run(name if names.count(name) == 1 else str(folder), read_result(folder), read_frames(folder))
+        for name, folder in zip(names, folders, strict=True)
+    ]
+
+
+def write_comparison(runs: Sequence[Run], folder: Path) -> Path:
+    """Writes `folder/comparison.html`.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    path = folder / FILE_NAME
+    write_atomically(path, render_comparison(runs).encode())
+    return path
+
+
+def render_comparison(runs: Sequence[Run]) -> str:
+    """The page that compares the runs, as HTML."""
+    cells = compare(runs)
+    rows = [{"name": run.name, "colour": i % SERIES_COLOURS, "cells": cells[i]} for i, run in enumerate(runs)]
+    return render(
+        "comparison.html.j2",
+        introduction="Each run has one colour; the best value of a column, where there is a best, is set in bold.",
+        columns=[column.name for column in COLUMNS],
+        runs=rows,
+        differences=differences(runs),
+        curve_cards=marked([_card(overlay, runs) for overlay in _OVERLAYS]),
+    )
+
+
+def compare(runs: Sequence[Run]) -> list[list[Cell]]:
+    """One row of cells per run, one cell per column."""
+    values = [[column.value(run.result) for column in COLUMNS] for run in runs]
+    best = [_best(column, [row[i] for row in values]) for i, column in enumerate(COLUMNS)]
+    return [
+        [
+            Cell(column.show(value), value is not None and value == top)
+            for column, value, top in zip(COLUMNS, row, best, strict=True)
+        ]
+        for row in values
+    ]
+
+
+def _best(column: Column, values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return column.best(known) if column.best is not None and len(set(known)) > 1 else None
+
+
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The configuration keys in which the runs differ, with each run's value."""
+    configs = [dict(flat(run.result.config)) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [(key, [config.get(key, words.MISSING) for config in configs]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def comparison_table(runs: Sequence[Run]) -> Table:
+    """The comparison for the terminal."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("run", overflow="fold")
+    for column in COLUMNS:
+        table.add_column(column.name, justify="right", no_wrap=True)
+    for run, cells in zip(runs, compare(runs), strict=True):
+        table.add_row(Text(run.name), *(Text(cell.text, style="bold" if cell.best else "") for cell in cells))
+    return table
+
+
+@dataclass(frozen=True)
+class _Overlay:
+    """What an overlaid chart shows of every run."""
+
+    title: str
+    good: str
+    x: Axis
+    y: Axis
+    at: Callable[[Frame], float]
+    value: Callable[[Frame], float | None]
+
+
+_ENTROPY, _AUC = Axis("NE of the window", three_digits), Axis("AUC so far", three_digits)
+_OVERLAYS = (
+    _Overlay("NE against samples", "low, and soon.", SAMPLES, _ENTROPY, lambda f: f.samples, lambda f: f.ne_window),
+    _Overlay("AUC against samples", "high, and soon.", SAMPLES, _AUC, lambda f: f.samples, lambda f: f.auc),
+    _Overlay("AUC against time", "high, and soon.", SECONDS, _AUC, lambda f: f.seconds, lambda f: f.auc),
+)
+
+
+def _card(overlay: _Overlay, runs: Sequence[Run]) -> Card:
+    curves = [curve(run.frames, overlay.at, overlay.value) for run in runs]
+    lines = [Line(x, y, run.name, colour=i) for i, (run, (x, y)) in enumerate(zip(runs, curves, strict=True)) if x]
+    chart = Chart(overlay.title, overlay.x, overlay.y, lines)
+    return Card(
+        overlay.title,
+        "Measured on samples not yet trained on, one curve per run.",
+        overlay.good,
+        line_chart(chart) if lines else None,
+        "None of the runs wrote metrics.jsonl.",
+    )

@@ -1,0 +1,89 @@
+"""TensorBoard events of a run.
+
+Written synchronously with TensorBoard's own record format: its `EventFileWriter` writes from a thread of its own, in
+which a full disk shows up late; at a few frames a second there is nothing to gain from it. Imports TensorBoard, so
+`reporter` imports this module late.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from shadowsync.metrics.frame import Frame
+from shadowsync.report.files import save_errors
+
+FOLDER_NAME = "tensorboard"
+
+
+class EventLog:
+    """Writes frames as scalars under `folder/tensorboard`; the step is the number of samples trained."""
+
+    def __init__(
+        self, folder: Path, resumed_at: int | None = None, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        """`resumed_at`: samples at which a resumed run goes on; TensorBoard then hides later points of files there.
+
+        Raises:
+            SaveError: the file cannot be written.
+        """
+        self._wall_clock = wall_clock
+        self._path = _new_path(folder / FOLDER_NAME, wall_clock())
+        with save_errors(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("xb")
+        self._writer: Any = RecordWriter(self._file)  # type: ignore[no-untyped-call]
+        self._write(file_version="brain.Event:2")
+        if resumed_at is not None:
+            self._write(step=resumed_at + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def append(self, frame: Frame) -> None:
+        """Writes one frame; TensorBoard sees it at once.
+
+        Raises:
+            SaveError: it cannot be written.
+        """
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(frame)]
+        self._write(step=frame.samples, summary=Summary(value=values))
+
+    def _write(self, **fields: Any) -> None:
+        with save_errors(self._path):
+            self._writer.write(Event(wall_time=self._wall_clock(), **fields).SerializeToString())
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        with save_errors(self._path):
+            self._writer.close()
+
+
+def _new_path(folder: Path, now: float) -> Path:
+    """A name TensorBoard finds and reads in the order of the starts, and that no earlier start took."""
+    stem = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}"
+    number = 0
+    while (path := folder / f"{stem}.{number}").exists():
+        number += 1
+    return path
+
+
+def scalars(frame: Frame) -> Iterator[tuple[str, float]]:
+    """The tags and values of a frame; what is None has none."""
+    single = {
+        "quality/auc": frame.auc,
+        "quality/ne_window": frame.ne_window,
+        "quality/ne_lifetime": frame.ne_lifetime,
+        "quality/loss": frame.loss,
+        "speed/eps": frame.eps,
+        "sync/count": frame.sync_count,
+        "sync/gap": frame.sync_gap,
+        "sync/replica_distance": frame.replica_distance,
+        "recovery/saves": frame.saves,
+    }
+    yield from ((tag, value) for tag, value in single.items() if value is not None)
+    yield from ((f"speed/eps_trainer_{i}", eps) for i, eps in enumerate(frame.eps_per_trainer))
+    yield from ((f"wire/{kind}_bytes", count) for kind, count in frame.wire_bytes.items())

@@ -1,0 +1,52 @@
+"""What a result says about where it was made."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = ("shadowsync", "torch", "fbgemm-gpu-cpu", "numpy", "polars", "pyarrow")
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages a result depends on; those not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, str | int | float]:
+    """System, processor, cores this process may use, and memory in GB (10⁹ bytes); no name or address."""
+    facts: dict[str, str | int | float] = {
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": _processor(),
+        "cores": _cores(),
+    }
+    memory = _memory_bytes()
+    return {**facts, "memory_gb": round(memory / 1e9, 1)} if memory else facts
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,175 @@
+"""`report.html`: one page, complete in itself, that a person can read without knowing the code."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from shadowsync.metrics.frame import Frame
+from shadowsync.report import words
+from shadowsync.report.charts import Card, quality_cards, speed_cards
+from shadowsync.report.files import write_atomically
+from shadowsync.report.result import Result
+from shadowsync.report.summary import key_numbers
+
+FILE_NAME = "report.html"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A figure with its meaning in words."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+TERMS = (
+    ("AUC", "The chance that a random positive sample gets a higher prediction than a random negative one."),
+    (
+        "NE",
+        "Normalized entropy: the mean log loss divided by that of always predicting the mean label. "
+        "1 means nothing was learned beyond the mean, 0 would be certainty.",
+    ),
+    ("Calibration", "Mean prediction divided by mean label. 1 is right, 1.1 predicts ten per cent too many positives."),
+    ("EPS", "Examples trained per second by the whole job, from the first to the last batch."),
+    ("ELP", "Example-level parallelism: batch size × workers per trainer × trainers, the samples in work at once."),
+    (
+        "Trainer, worker",
+        "A trainer holds one replica of the dense part; its workers are threads that update it together.",
+    ),
+    ("Sync gap", "Steps of a trainer between two synchronisations of its replica with the others."),
+    ("Window", "The last samples trained (report.window of them): what the model does now rather than on average."),
+)
+
+
+def write_page(folder: Path, result: Result, frames: Sequence[Frame]) -> Path:
+    """Writes `folder/report.html`.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    path = folder / FILE_NAME
+    write_atomically(path, render_page(result, frames).encode())
+    return path
+
+
+def render_page(result: Result, frames: Sequence[Frame]) -> str:
+    """The page of one run as HTML."""
+    return render(
+        "page.html.j2",
+        title=_title(result.config),
+        introduction=_introduction(result.config),
+        headlines=headlines(result),
+        quality_cards=marked(quality_cards(result, frames)),
+        speed_cards=marked(speed_cards(result, frames)),
+        key_numbers=key_numbers(result),
+        terms=TERMS,
+        configuration=list(flat(result.config)),
+        environment=[*result.versions.items(), *(result.machine or {}).items()],
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """A template filled in; everything but the SVGs is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("shadowsync.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(version=version("shadowsync"), **values)
+
+
+def marked(cards: Sequence[Card]) -> list[dict[str, Any]]:
+    """The cards with their SVG marked as safe: matplotlib has escaped the texts in it."""
+    return [{**vars(card), "svg": None if card.svg is None else Markup(card.svg)} for card in cards]  # noqa: S704
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The configuration as `section.key` and value, as overrides are written on the command line."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", "null" if value is None else str(value)
+
+
+def headlines(result: Result) -> list[Headline]:
+    """The few figures a reader looks for first."""
+    return [*_quality_headlines(result), *_job_headlines(result)]
+
+
+def _quality_headlines(result: Result) -> list[Headline]:
+    test = result.test
+    if test is None:
+        return []
+    return [
+        Headline("Test AUC", words.decimal(test.auc), _auc_words(test.auc, test.best_auc)),
+        Headline("Test NE", words.decimal(test.ne), _entropy_words(test.ne)),
+        Headline("Calibration", words.decimal(test.calibration, 3), _calibration_words(test.calibration)),
+    ]
+
+
+def _auc_words(auc: float | None, best: float | None) -> str:
+    if auc is None:
+        return "Not defined: the test set does not hold both labels."
+    reachable = f" The best reachable here is {best:.4f}." if best is not None else ""
+    return f"A random positive is ranked above a random negative in {words.percent(auc, 1)} of cases.{reachable}"
+
+
+def _entropy_words(ne: float | None) -> str:
+    if ne is None:
+        return "Not defined: the test set does not hold both labels."
+    if ne >= 1:
+        return "Not better than always predicting the mean label."
+    return f"{words.percent(1 - ne, 1)} of the uncertainty of always predicting the mean is gone."
+
+
+def _calibration_words(calibration: float | None) -> str:
+    if calibration is None:
+        return "Not defined: the test set holds no positive."
+    if abs(calibration - 1) < 0.0005:
+        return "As many positives are predicted as there are."
+    more = "more" if calibration > 1 else "fewer"
+    return f"{words.percent(abs(calibration - 1), 1)} {more} positives are predicted than there are."
+
+
+def _job_headlines(result: Result) -> list[Headline]:
+    speed, sync = result.throughput, result.sync
+    trainers = words.plural(len(speed.eps_per_trainer), "trainer")
+    samples = words.count(result.data.trained_samples)
+    done = f"{samples} samples in {words.duration(speed.seconds)}, by {trainers}."
+    found = [Headline("Examples per second", words.count(speed.eps), done)]
+    if sync is not None and sync.average_gap is not None:
+        gap = words.decimal(sync.average_gap, 1)
+        found.append(Headline("Sync gap", gap, "Steps of a trainer between two synchronisations, on average."))
+    return found
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    return f"{_at(config, 'model', 'name', 'a model')} on {_at(config, 'data', 'name', 'data')}"
+
+
+def _introduction(config: Mapping[str, Any]) -> str:
+    trainers, workers = _number(config, "trainers"), _number(config, "workers")
+    method, schedule = _at(config, "sync", "method", "none"), _at(config, "sync", "schedule", "")
+    by = f"{words.plural(trainers, 'trainer')} with {words.plural(workers, 'worker')}{' each' if trainers > 1 else ''}"
+    merged = f", the replicas synchronised by {method} ({schedule})" if trainers > 1 and method != "none" else ""
+    return f"A click model, trained by {by}{merged}."
+
+
+def _number(config: Mapping[str, Any], key: str) -> int:
+    """A count of the section `train`; 1 where an old or foreign result does not say."""
+    value = _at(config, "train", key, "1")
+    return int(value) if value.isdigit() else 1
+
+
+def _at(config: Mapping[str, Any], section: str, key: str, otherwise: str) -> str:
+    values = config.get(section)
+    return str(values[key]) if isinstance(values, Mapping) and key in values else otherwise

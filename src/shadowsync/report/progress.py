@@ -1,0 +1,104 @@
+"""What a person sees in the terminal while a job trains, and the table at its end."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from shadowsync.metrics.frame import Frame
+from shadowsync.report import words
+from shadowsync.report.result import Result
+from shadowsync.report.summary import key_numbers
+
+_PLAIN_EVERY_S = 10.0
+_SPEED_FRAMES = 10
+_BAR_CELLS = 20
+_BAR_NEEDS_COLUMNS = 100
+
+
+class Progress:
+    """One line that is redrawn with every frame; where the output is no terminal, a new line every ten seconds."""
+
+    def __init__(
+        self, console: Console, clock: Callable[[], float] = time.monotonic, plain_every_s: float = _PLAIN_EVERY_S
+    ) -> None:
+        """`console`: where to print; `plain_every_s`: least time between lines where it is no terminal."""
+        self._console = console
+        self._clock = clock
+        self._plain_every_s = plain_every_s
+        self._recent: deque[Frame] = deque(maxlen=_SPEED_FRAMES)
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._printed_at: float | None = None
+        self._printed: Frame | None = None
+
+    def __enter__(self) -> "Progress":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._recent and self._recent[-1] is not self._printed:
+            self._print(self._recent[-1])
+
+    def show(self, frame: Frame) -> None:
+        """Takes one frame; draws it, or prints it when the last line is long enough ago."""
+        self._recent.append(frame)
+        if self._live is not None:
+            self._live.update(Text(self._line(frame), no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._printed_at is None or self._clock() - self._printed_at >= self._plain_every_s:
+            self._print(frame)
+
+    def _print(self, frame: Frame) -> None:
+        self._console.print(self._line(frame), markup=False, highlight=False, soft_wrap=True)
+        self._printed_at, self._printed = self._clock(), frame
+
+    def _line(self, frame: Frame) -> str:
+        room = self._live is not None and self._console.width >= _BAR_NEEDS_COLUMNS
+        return progress_line(frame, _seconds_left(self._recent), bar=room)
+
+
+def _seconds_left(recent: "deque[Frame]") -> float | None:
+    """At the speed of the recent frames; None while there is none."""
+    first, last = recent[0], recent[-1]
+    seconds, samples = last.seconds - first.seconds, last.samples - first.samples
+    if seconds <= 0 or samples <= 0:
+        seconds, samples = last.seconds, last.samples
+    if seconds <= 0 or samples <= 0:
+        return None
+    return max(0, last.total_samples - last.samples) * seconds / samples
+
+
+def progress_line(frame: Frame, seconds_left: float | None, *, bar: bool) -> str:
+    """The line of one frame: share done, examples/s, window NE, AUC so far, sync gap, time left."""
+    share = min(1.0, frame.samples / frame.total_samples) if frame.total_samples else 0.0
+    full = round(share * _BAR_CELLS)
+    parts = [
+        ("━" * full + "╌" * (_BAR_CELLS - full) + " " if bar else "") + f"{100 * share:3.0f} %",
+        f"{words.count(frame.eps)} examples/s",
+        f"NE {words.decimal(frame.ne_window)}",
+        f"AUC {words.decimal(frame.auc)}",
+    ]
+    if frame.sync_gap is not None:
+        parts.append(f"sync gap {words.decimal(frame.sync_gap, 1)}")
+    parts.append(f"{words.clock(seconds_left)} left")
+    return "  ".join(parts)
+
+
+def final_table(result: Result) -> Table:
+    """The key numbers of a finished run, for the terminal."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for row in key_numbers(result):
+        table.add_row(Text(row.name), Text(row.value), Text(row.meaning))
+    return table

@@ -1,0 +1,156 @@
+"""`result.json`: what came out of a run. Its keys are stable from the first release on.
+
+Sections that do not apply are absent; a measure that is not defined (the AUC of a test set of one label) is null.
+Readers ignore keys they do not know, so later versions may add some.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shadowsync.errors import DataError
+from shadowsync.metrics.scores import CurvePoint
+from shadowsync.report.files import read_bytes, write_atomically
+
+FILE_NAME = "result.json"
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A section whose keys without a default are always written."""
+
+
+class Data(_Section, frozen=True):
+    """Samples; `skipped_rows` are the bad rows left out under `data.on_bad_row=skip`."""
+
+    train_samples: int
+    trained_samples: int
+    test_samples: int
+    skipped_rows: int | None = None
+
+
+class Test(_Section, frozen=True):
+    """Quality on the test set.
+
+    Attributes:
+        auc: area under the ROC curve.
+        ne: normalized entropy.
+        logloss: in nats.
+        calibration: mean prediction over mean label.
+        best_auc: the AUC of the probabilities that made the labels, where the source knows them.
+        curve: calibration curve, bins of equal count.
+    """
+
+    __test__ = False  # pytest would take the class for a test
+
+    auc: float | None
+    ne: float | None
+    logloss: float | None
+    calibration: float | None
+    best_auc: float | None = None
+    curve: tuple[CurvePoint, ...] = ()
+
+
+class Train(_Section, frozen=True):
+    """Quality of the predictions made before each sample was trained on: over the window and over all samples."""
+
+    ne_window: float | None
+    ne_lifetime: float | None
+    auc: float | None = None
+
+
+class Throughput(_Section, frozen=True):
+    """Speed; `seconds` from the first to the last trained batch, `startup_seconds` before that."""
+
+    seconds: float
+    eps: float
+    elp: int
+    eps_per_trainer: tuple[float, ...]
+    startup_seconds: float | None = None
+
+
+class Sync(_Section, frozen=True):
+    """Synchronisation of the replicas; `average_gap` in iterations, null where there was none."""
+
+    method: str
+    schedule: str
+    count: int
+    average_gap: float | None
+
+
+class Wire(_Section, frozen=True):
+    """Bytes between roles by kind (`pull`, `push`, `dense`), as sent and as they would be without a codec."""
+
+    bytes: dict[str, int]
+    raw_bytes: dict[str, int]
+
+
+class Aggregation(_Section, frozen=True):
+    """What a gradient method did."""
+
+    global_steps: int
+    dropped: int
+    mean_staleness: float | None
+    max_staleness: int
+
+
+class RecoverySeconds(_Section, frozen=True):
+    """Where recovery's time went."""
+
+    save: float
+    load: float
+    lost: float
+    wait: float
+
+
+class Recovery(_Section, frozen=True):
+    """Failures and what they cost; `pls` is the portion of lost samples."""
+
+    failures: int
+    pls: float
+    saves: int
+    seconds: RecoverySeconds
+    interval_s: float | None
+    mode: str
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything `result.json` holds."""
+
+    config: dict[str, Any]
+    seed: int
+    versions: dict[str, str]
+    data: Data
+    throughput: Throughput
+    train: Train | None = None
+    test: Test | None = None
+    sync: Sync | None = None
+    wire: Wire | None = None
+    aggregation: Aggregation | None = None
+    recovery: Recovery | None = None
+    machine: dict[str, str | int | float] | None = None
+
+
+def write_result(folder: Path, result: Result) -> Path:
+    """Writes `folder/result.json` whole or not at all.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    path = folder / FILE_NAME
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    return path
+
+
+def read_result(folder: Path) -> Result:
+    """The result of the run in `folder`.
+
+    Raises:
+        DataError: there is none, or the file is not what `write_result` writes.
+    """
+    path = folder / FILE_NAME
+    content = read_bytes(path, f"give the --out folder of a finished run, in which training wrote {FILE_NAME}")
+    try:
+        return msgspec.json.decode(content, type=Result)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a result of shadowsync train: {error}") from error

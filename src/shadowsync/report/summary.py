@@ -1,0 +1,88 @@
+"""The key numbers of a result: the same rows in the terminal, on the page and in comparisons."""
+
+from dataclasses import dataclass
+
+from shadowsync.report import words
+from shadowsync.report.result import Result
+
+
+@dataclass(frozen=True)
+class KeyNumber:
+    """One row of the table: what it is, its value, and what the value means."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+def key_numbers(result: Result) -> list[KeyNumber]:
+    """The rows that apply to this result."""
+    return [*_quality(result), *_speed(result), *_synchronisation(result), *_samples(result), *_recovery(result)]
+
+
+def _quality(result: Result) -> list[KeyNumber]:
+    rows = []
+    if (test := result.test) is not None:
+        rows = [
+            KeyNumber("test AUC", words.decimal(test.auc), "1 ranks perfectly, 0.5 guesses"),
+            KeyNumber("test NE", words.decimal(test.ne), "below 1 is better than always predicting the mean"),
+            KeyNumber("test calibration", words.decimal(test.calibration, 3), "1 is right, above 1 predicts too many"),
+            KeyNumber("test log loss", words.decimal(test.logloss), "nats per sample, lower is better"),
+        ]
+        if test.best_auc is not None:
+            rows.insert(1, KeyNumber("best reachable AUC", words.decimal(test.best_auc), "of the true probabilities"))
+    if result.train is not None:
+        window = words.decimal(result.train.ne_window)
+        rows.append(KeyNumber("training NE, last window", window, "predicted before each sample was trained on"))
+    return rows
+
+
+def _speed(result: Result) -> list[KeyNumber]:
+    speed = result.throughput
+    rows = [
+        KeyNumber("examples/s (EPS)", words.count(speed.eps), "first to last batch, start-up left out"),
+        KeyNumber("ELP", words.count(speed.elp), "batch size × workers per trainer × trainers"),
+        KeyNumber("training time", words.duration(speed.seconds), "first to last batch"),
+    ]
+    if speed.startup_seconds is not None:
+        rows.append(KeyNumber("start-up", words.duration(speed.startup_seconds), "before the first batch"))
+    return rows
+
+
+def _synchronisation(result: Result) -> list[KeyNumber]:
+    rows = []
+    if (sync := result.sync) is not None:
+        gap = words.decimal(sync.average_gap, 1)
+        rows += [
+            KeyNumber("average sync gap", gap, f"iterations per synchronisation ({sync.method}, {sync.schedule})"),
+            KeyNumber("synchronisations", words.count(sync.count), "all trainers"),
+        ]
+    if (aggregation := result.aggregation) is not None:
+        staleness = f"{words.decimal(aggregation.mean_staleness, 2)} / {words.count(aggregation.max_staleness)}"
+        rows += [
+            KeyNumber("global steps", words.count(aggregation.global_steps), "committed by the aggregator"),
+            KeyNumber("dropped gradients", words.count(aggregation.dropped), "too stale to be used"),
+            KeyNumber("staleness, mean / largest", staleness, "global steps"),
+        ]
+    return rows
+
+
+def _samples(result: Result) -> list[KeyNumber]:
+    data = result.data
+    rows = [
+        KeyNumber("trained samples", words.count(data.trained_samples), f"of {words.count(data.train_samples)}"),
+        KeyNumber("test samples", words.count(data.test_samples), "never trained on"),
+    ]
+    if data.skipped_rows:
+        rows.append(KeyNumber("bad rows skipped", words.count(data.skipped_rows), "data.on_bad_row=skip"))
+    return rows
+
+
+def _recovery(result: Result) -> list[KeyNumber]:
+    if (recovery := result.recovery) is None:
+        return []
+    rows = [KeyNumber("checkpoints", words.count(recovery.saves), f"recovery mode {recovery.mode}")]
+    if recovery.failures:
+        lost = words.percent(recovery.pls, 3)
+        rows.append(KeyNumber("failures", words.count(recovery.failures), f"{lost} of the samples were lost"))
+    return rows

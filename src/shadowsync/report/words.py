@@ -1,0 +1,70 @@
+"""Numbers as a person reads them."""
+
+import math
+
+MISSING = "—"
+
+
+def count(value: float | None) -> str:
+    """`1,234,567`."""
+    return MISSING if _undefined(value) else f"{value:,.0f}"
+
+
+def decimal(value: float | None, digits: int = 4) -> str:
+    """`0.9312`."""
+    return MISSING if _undefined(value) else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """`93 %` of a share of 0.93."""
+    return MISSING if share is None or _undefined(share) else f"{100 * share:.{digits}f} %"
+
+
+def short(value: float | None) -> str:
+    """`1.2M`, `850k`, `12`: for axes."""
+    if value is None or _undefined(value):
+        return MISSING
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def data_size(amount: float | None) -> str:
+    """`12.3 MB`, in powers of ten."""
+    if amount is None or _undefined(amount):
+        return MISSING
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(amount) >= limit:
+            return f"{amount / limit:.3g} {unit}"
+    return f"{amount:.0f} bytes"
+
+
+def duration(seconds: float | None) -> str:
+    """`45.2 s`, `3 min 05 s`, `2 h 07 min`."""
+    if seconds is None or _undefined(seconds):
+        return MISSING
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def clock(seconds: float | None) -> str:
+    """`0:45`, `12:03`, `2:07:30`: for a line that changes every second."""
+    if seconds is None or _undefined(seconds):
+        return MISSING
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 trainer`, `2 trainers`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _undefined(value: float | None) -> bool:
+    return value is None or not math.isfinite(value)

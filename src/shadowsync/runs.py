@@ -1,0 +1,64 @@
+"""The folder of a run: what is where in it, and which folders may be used."""
+
+import itertools
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from shadowsync.config import read_yaml
+from shadowsync.errors import ConfigError
+from shadowsync.recovery.checkpoints import CheckpointStore
+from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.report.files import save_errors, write_atomically
+
+CONFIG_FILE = "config.yaml"
+_TRACES = ("result.json", "metrics.jsonl", "checkpoints")
+
+
+def new_folder() -> Path:
+    """A folder in `runs/` that is not there yet, named after the time."""
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(folder for name in names if not (folder := Path("runs") / name).exists())
+
+
+def check_folder(out: Path, resume: Path | None) -> None:
+    """Raises `ConfigError` if results cannot go to `out`, or nothing can be resumed from `resume`."""
+    if resume is not None and not resume.is_dir():
+        raise ConfigError(f"--resume {resume}: there is no such folder")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder")
+    if out != resume and any((out / name).exists() for name in _TRACES):
+        raise ConfigError(f"{out} holds a run already: go on with --resume {out}, or give another --out")
+
+
+def make_folder(folder: Path, given: Mapping[str, Any]) -> None:
+    """Makes the run's folder and writes the configuration into it as the user gave it.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    with save_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(dict(given))).encode())
+
+
+def checkpoint_root(folder: Path, checkpoint_dir: str | None) -> str:
+    """Where the checkpoints of the run in `folder` are."""
+    return checkpoint_dir or str(folder / "checkpoints")
+
+
+def load_checkpoint(folder: Path) -> LoadedCheckpoint:
+    """The newest checkpoint of the run in `folder` that is whole.
+
+    Raises:
+        ConfigError: there is no such folder.
+        CheckpointError: it has no checkpoint that can be loaded.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; give the folder of a run")
+    given = read_yaml(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
+    return CheckpointStore(checkpoint_root(folder, given.get("train", {}).get("checkpoint_dir"))).load()

@@ -1,0 +1,74 @@
+"""The sections of result.json, filled from a finished session."""
+
+from shadowsync.config import TrainConfig
+from shadowsync.metrics.quality import TestMetrics
+from shadowsync.metrics.rates import average_sync_gap, example_level_parallelism
+from shadowsync.metrics.recorder import Speed
+from shadowsync.recovery.saver import AsyncSaver
+from shadowsync.report import result
+from shadowsync.session import Session
+
+
+def data(session: Session, test: TestMetrics | None) -> result.Data:
+    """How many samples there were and how many were trained."""
+    skipped = session.train_source.bad_rows.count
+    if session.test_source is not None:
+        skipped += session.test_source.bad_rows.count
+    return result.Data(
+        train_samples=session.train_source.rows,
+        trained_samples=session.reader.trained,
+        test_samples=test.samples if test is not None else 0,
+        skipped_rows=skipped or None,
+    )
+
+
+def test(session: Session, measured: TestMetrics | None) -> result.Test | None:
+    """Quality on the test rows."""
+    if measured is None or session.test_source is None:
+        return None
+    return result.Test(
+        auc=measured.auc,
+        ne=measured.ne,
+        logloss=measured.logloss,
+        calibration=measured.calibration,
+        best_auc=session.test_source.best_auc,
+        curve=measured.curve,
+    )
+
+
+def train(session: Session) -> result.Train:
+    """Quality of the predictions made before each sample was trained on."""
+    quality = session.recorder.quality
+    return result.Train(ne_window=quality.ne_window, ne_lifetime=quality.ne_lifetime, auc=quality.auc)
+
+
+def throughput(config: TrainConfig, speed: Speed, startup_s: float) -> result.Throughput:
+    """Examples per second from the first to the last batch."""
+    return result.Throughput(
+        seconds=speed.seconds,
+        eps=speed.eps,
+        elp=example_level_parallelism(config.batch_size, config.workers, config.trainers),
+        eps_per_trainer=speed.eps_per_trainer,
+        startup_seconds=startup_s,
+    )
+
+
+def sync(session: Session, speed: Speed) -> result.Sync:
+    """How often replicas met."""
+    return result.Sync(
+        method=session.choices.method.name,
+        schedule=session.choices.schedule.name,
+        count=session.sync_count,
+        average_gap=average_sync_gap(speed.iterations, session.sync_count),
+    )
+
+
+def wire(session: Session) -> result.Wire:
+    """Bytes between roles."""
+    return result.Wire(**session.wire_totals())
+
+
+def recovery(saver: AsyncSaver, interval_s: float | None) -> result.Recovery:
+    """Checkpoints written; failures are counted once there is a policy for them."""
+    seconds = result.RecoverySeconds(save=saver.seconds, load=0.0, lost=0.0, wait=0.0)
+    return result.Recovery(failures=0, pls=0.0, saves=saver.saves, seconds=seconds, interval_s=interval_s, mode="none")

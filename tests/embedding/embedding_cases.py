@@ -1,0 +1,121 @@
+"""Tables, ids and jobs that the tests of the embeddings share."""
+
+import importlib.util
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shadowsync.compression.codec import Codec
+from shadowsync.compression.plain import Plain
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.fbgemm_storage import FbgemmStorage
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.storage import RowOptimizer, Storage
+from shadowsync.embedding.table import Shard, Table
+from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.lines import EmbeddingLine, Line
+
+needs_fbgemm = pytest.mark.skipif(
+    importlib.util.find_spec("fbgemm_gpu") is None, reason="needs FBGEMM: pip install 'shadowsync[fbgemm]'"
+)
+STORAGES = [
+    pytest.param(TorchStorage, id="torch"),
+    pytest.param(FbgemmStorage, id="fbgemm", marks=needs_fbgemm),
+]
+OPTIMIZERS = [RowOptimizer(name, 1e-8, 0.9, 0.999) for name in ("rowwise_adagrad", "adam", "sgd")]
+ADAGRAD, ADAM, SGD = OPTIMIZERS
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def whole(tables: Sequence[Table]) -> list[Shard]:
+    """Each table in one piece."""
+    return [Shard(table, 0, table.rows) for table in tables]
+
+
+def table(name: str, rows: int = 7, dim: int = 4, features: tuple[str, ...] = (), pooling: str = "sum") -> Table:
+    """A table with one feature of its own name unless told otherwise."""
+    return Table(name, rows, dim, features or (name,), pooling)
+
+
+def jagged(bags: Sequence[Sequence[Sequence[int]]], samples: int, weights: Tensor | None = None) -> Jagged:
+    """`bags[f][b]` are the ids of feature f in sample b."""
+    flat = [bag for feature in bags for bag in feature]
+    offsets = torch.tensor(np.cumsum([0, *map(len, flat)]), dtype=torch.int64)
+    values = torch.tensor([i for bag in flat for i in bag], dtype=torch.int64)
+    return Jagged(values, offsets, weights, len(bags), samples)
+
+
+def random_ids(rows: Sequence[int], samples: int, seed: int, kind: str = "multi") -> Jagged:
+    """Ids of features with these rows; `kind` is single, multi or weighted. Bags have 0 to 4 ids, many of them equal."""
+    random = np.random.default_rng(seed)
+    if kind == "single":
+        values = np.concatenate([random.integers(0, r, samples) for r in rows] or [np.zeros(0)]).astype(np.int64)
+        return Jagged(torch.from_numpy(values), None, None, len(rows), samples)
+    bags = [[random.integers(0, r, random.integers(0, 5)).tolist() for _ in range(samples)] for r in rows]
+    ids = jagged(bags, samples)
+    if kind == "multi":
+        return ids
+    weights = torch.from_numpy(random.uniform(-2, 2, len(ids.values)).astype(np.float32))
+    return Jagged(ids.values, ids.offsets, weights, len(rows), samples)
+
+
+def dense_gradient(samples: int, width: int, seed: int) -> Tensor:
+    """A gradient with entries of ordinary size."""
+    return torch.randn(samples, width, generator=torch.Generator().manual_seed(seed))
+
+
+def reference_pull(weights: Sequence[Tensor], ids: Jagged) -> Tensor:
+    """Sums of rows bag by bag, `weights[f]` being the rows that feature f looks up; differentiable."""
+    offsets, columns = ids.bag_offsets().tolist(), []
+    for feature, weight in enumerate(weights):
+        rows = []
+        for bag in range(feature * ids.samples, (feature + 1) * ids.samples):
+            span = slice(offsets[bag], offsets[bag + 1])
+            found = weight[ids.values[span]]
+            rows.append((found if ids.weights is None else found * ids.weights[span, None]).sum(0))
+        columns.append(torch.stack(rows) if rows else weight.new_zeros(0, weight.shape[1]))
+    return torch.cat(columns, 1)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[Table], list[int], list[int], int, str]:
+    """Tables of mixed widths, the table of each feature, the features asked for, samples, and a kind of ids."""
+    count = draw(st.integers(1, 4))
+    sizes = st.tuples(st.integers(1, 12), st.sampled_from([1, 3, 4, 8, 16, 17]))
+    tables = [table(f"t{index}", *draw(sizes)) for index in range(count)]
+    features = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=6))
+    asked = draw(st.permutations(range(len(features))))[: draw(st.integers(1, len(features)))]
+    return (
+        tables,
+        features,
+        list(asked),
+        draw(st.integers(0, 5)),
+        draw(st.sampled_from(["single", "multi", "weighted"])),
+    )
+
+
+def client(
+    tables: Sequence[Table],
+    features: Sequence[str],
+    servers: Sequence[Sequence[Shard]],
+    storage: type[Storage] = TorchStorage,
+    optimizer: RowOptimizer = ADAGRAD,
+    codec: Codec | None = None,
+) -> tuple[EmbeddingClient, list[EmbeddingServer], WireCounter]:
+    """A client with its servers and the counter of its bytes."""
+    held = [EmbeddingServer(shards, storage, optimizer, seed=3) for shards in servers]
+    counter = WireCounter()
+    pull, push = (Line(kind, codec or Plain(), counter) for kind in ("pull", "push"))
+    return EmbeddingClient(tables, features, [EmbeddingLine(server, pull, push) for server in held]), held, counter
+
+
+def rows_of(servers: Sequence[EmbeddingServer], name: str, tensor: str = "weight") -> Tensor:
+    """A table's rows from wherever they are held."""
+    found = [rows for server in servers for rows in server.state() if rows.table.name == name]
+    return torch.cat([rows.tensors[tensor] for rows in sorted(found, key=lambda rows: rows.start)])

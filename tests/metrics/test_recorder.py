@@ -1,0 +1,174 @@
+"""The recorder: counts, rates and frames on a hand-driven clock; threads; resumes."""
+
+import json
+import threading
+
+import pytest
+import torch
+
+from shadowsync.metrics.quality import evaluate_scores
+from shadowsync.metrics.rates import average_sync_gap, example_level_parallelism, rate
+from shadowsync.metrics.recorder import JobCounts, Recorder
+
+LOGITS = torch.tensor([-2.0, 0.5, 1.0, -1.0])
+LABELS = torch.tensor([0.0, 1.0, 1.0, 0.0])
+
+
+class HandClock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def steps(recorder: Recorder, clock: HandClock, trainers: list[int], every_s: float = 1.0) -> None:
+    """One step of four samples for each trainer named, the clock moving on after each."""
+    for trainer in trainers:
+        recorder.record(trainer, LOGITS, LABELS)
+        clock.now += every_s
+
+
+def test_frame_before_the_first_step() -> None:
+    frame = Recorder(2, 10, HandClock()).frame(JobCounts(total_samples=80))
+    assert (frame.seconds, frame.samples, frame.eps, frame.eps_per_trainer) == (0.0, 0, 0.0, (0.0, 0.0))
+    assert (frame.auc, frame.ne_window, frame.loss, frame.sync_gap) == (None, None, None, None)
+
+
+def test_frames_rates_are_over_the_interval() -> None:
+    clock = HandClock()
+    recorder = Recorder(2, 10, clock)
+    steps(recorder, clock, [0, 1, 0, 0])  # at 100 … 103, now 104
+    first = recorder.frame(JobCounts(total_samples=80, sync_count=2, wire_bytes={"pull": 7}, saves=1))
+    steps(recorder, clock, [1, 1])
+    second = recorder.frame(JobCounts(total_samples=80, sync_count=3, replica_distance=0.1))
+    assert (first.seconds, first.samples, first.eps, first.eps_per_trainer) == (4.0, 16, 4.0, (3.0, 1.0))
+    assert (first.sync_gap, first.wire_bytes, first.saves, first.total_samples) == (2.0, {"pull": 7}, 1, 80)
+    assert (second.seconds, second.samples, second.eps, second.eps_per_trainer) == (6.0, 24, 4.0, (0.0, 4.0))
+    assert (second.sync_gap, second.sync_count, second.replica_distance) == (2.0, 3, 0.1)
+    assert second.loss == pytest.approx(evaluate_scores(LOGITS, LABELS).logloss)
+    assert second.auc == 1.0
+
+
+def test_gap_is_none_without_a_new_synchronisation() -> None:
+    clock = HandClock()
+    recorder = Recorder(1, 10, clock)
+    steps(recorder, clock, [0])
+    assert recorder.frame(JobCounts(total_samples=8)).sync_gap is None
+
+
+def test_speed_leaves_out_start_up_and_the_step_that_starts_the_clock() -> None:
+    clock = HandClock()
+    clock.now = 5_000.0
+    recorder = Recorder(2, 10, clock)
+    steps(recorder, clock, [0, 1, 0, 1, 0])  # one step a second
+    clock.now += 1_000.0
+    speed = recorder.speed()
+    assert (speed.samples, speed.iterations, speed.seconds) == (20, 5, 4.0)
+    assert speed.eps == 4.0
+    assert speed.eps_per_trainer == (2.0, 2.0)
+    assert list(recorder.iterations()) == [3, 2]
+
+
+def test_speed_of_a_single_step_is_not_infinite() -> None:
+    clock = HandClock()
+    recorder = Recorder(1, 10, clock)
+    steps(recorder, clock, [0])
+    assert (recorder.speed().eps, recorder.speed().samples) == (0.0, 4)
+
+
+def test_every_step_of_many_threads_is_counted() -> None:
+    recorder = Recorder(3, 1_000)
+    logits, labels = torch.zeros(5, dtype=torch.bfloat16), torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])
+
+    def work(trainer: int) -> None:
+        for _ in range(400):
+            recorder.record(trainer, logits, labels)
+
+    with recorder:
+        workers = [threading.Thread(target=work, args=(i % 3,)) for i in range(6)]
+        for worker in workers:
+            worker.start()
+        frames = [recorder.frame(JobCounts(total_samples=12_000)) for _ in range(5)]
+        for worker in workers:
+            worker.join()
+    assert recorder.samples == 6 * 400 * 5
+    assert list(recorder.iterations()) == [800, 800, 800]
+    assert recorder.quality.samples == 12_000
+    assert recorder.unmeasured == 0
+    assert recorder.quality.calibration == pytest.approx(0.5 / 0.4)
+    assert [frame.samples for frame in frames] == sorted(frame.samples for frame in frames)
+
+
+def test_the_thread_drains_while_entered() -> None:
+    recorder = Recorder(1, 10)
+    drained = threading.Event()
+    update = recorder.quality.update
+
+    def watched(logits: torch.Tensor, labels: torch.Tensor) -> None:
+        update(logits, labels)
+        drained.set()
+
+    recorder.quality.update = watched
+    with recorder:
+        recorder.record(0, LOGITS, LABELS)
+        assert drained.wait(timeout=30)
+
+
+def test_a_full_backlog_counts_without_measuring() -> None:
+    recorder = Recorder(1, 10, backlog_samples=8)
+    for _ in range(5):
+        recorder.record(0, LOGITS, LABELS)
+    assert recorder.samples == 20
+    assert recorder.quality.samples == 8
+    assert recorder.unmeasured == 12
+    recorder.record(0, LOGITS, LABELS)
+    assert recorder.quality.samples == 12
+
+
+def test_record_keeps_no_graph() -> None:
+    recorder = Recorder(1, 10)
+    logits = torch.zeros(2, requires_grad=True) * 2
+    recorder.record(0, logits, torch.tensor([0.0, 1.0]))
+    assert recorder.quality.logloss == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_a_resumed_job_goes_on_where_it_was() -> None:
+    clock = HandClock()
+    first = Recorder(2, 10, clock)
+    steps(first, clock, [0, 1, 0])
+    first.frame(JobCounts(total_samples=80, sync_count=2))
+    steps(first, clock, [0])  # trained after the last frame, before the checkpoint
+    state = json.loads(json.dumps(first.state()))
+
+    clock.now = 9_000.0
+    second = Recorder(3, 10, clock)
+    second.restore(state)
+    assert second.frame(JobCounts(total_samples=80, sync_count=2)).samples == 16
+    steps(second, clock, [2, 2, 2])
+    frame = second.frame(JobCounts(total_samples=80, sync_count=4))
+    assert (frame.seconds, frame.samples, frame.eps_per_trainer) == (6.0, 28, (0.0, 0.0, 4.0))
+    assert frame.sync_gap == 1.5
+    speed = second.speed()
+    assert (speed.samples, speed.iterations, speed.seconds) == (28, 7, 5.0)
+    assert speed.eps == (12 + 8) / 5.0  # the first step of each start only starts the clock
+    assert second.quality.samples == 28
+
+
+def test_a_count_that_starts_anew_gives_no_negative_gap() -> None:
+    clock = HandClock()
+    recorder = Recorder(1, 10, clock)
+    steps(recorder, clock, [0])
+    recorder.frame(JobCounts(total_samples=8, sync_count=5))
+    steps(recorder, clock, [0])
+    assert recorder.frame(JobCounts(total_samples=8, sync_count=1)).sync_gap is None
+
+
+def test_rates() -> None:
+    assert example_level_parallelism(batch_size=512, workers=3, trainers=2) == 3072
+    assert average_sync_gap(90, 9) == 10.0
+    assert average_sync_gap(90, 0) is None
+    assert rate(10, 2.0) == 5.0
+    assert rate(10, 0.0) == 0.0

@@ -1,0 +1,78 @@
+"""Runs that never happened but look like it, for the tests of the report."""
+
+import math
+import random
+from typing import Any
+
+import torch
+
+from shadowsync.config import Config
+from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.quality import evaluate_scores
+from shadowsync.report.machine import machine, versions
+from shadowsync.report.result import Data, Result, Sync, Test, Throughput, Train, Wire
+
+TOTAL = 1_270_000
+
+
+def make_frames(count: int = 32, trainers: int = 2, seed: int = 0) -> list[Frame]:
+    """A run of `count` seconds: curves that settle, rates that jitter, a dip in the middle."""
+    dice = random.Random(seed)
+    return [_frame(i, count, trainers, dice) for i in range(1, count + 1)]
+
+
+def _frame(i: int, count: int, trainers: int, dice: random.Random) -> Frame:
+    share = i / count
+    each = tuple(
+        TOTAL / count / trainers * dice.uniform(0.93, 1.07) * (0.7 if i == count // 2 else 1) for _ in range(trainers)
+    )
+    ne = 0.58 + 0.5 * math.exp(-9 * share) + dice.gauss(0, 0.004)
+    return Frame(
+        seconds=i * 1.0,
+        samples=round(TOTAL * share),
+        total_samples=TOTAL,
+        eps=sum(each),
+        eps_per_trainer=each,
+        auc=0.915 - 0.2 * math.exp(-6 * share) / (0.4 + share),
+        ne_window=ne,
+        ne_lifetime=0.62 + 0.4 * math.exp(-3 * share),
+        loss=0.5 * ne,
+        sync_count=i * 140,
+        sync_gap=dice.uniform(9, 12) * trainers / 2 if trainers > 1 else None,
+        replica_distance=0.02 + 0.03 * math.exp(-5 * share) + dice.gauss(0, 0.0005) if trainers > 1 else None,
+        wire_bytes={"pull": i * 40_000_000, "push": i * 40_000_000, "dense": i * 22_000_000},
+        saves=0,
+    )
+
+
+def make_result(trainers: int = 2, **sections: Any) -> Result:
+    """The result of such a run; keyword arguments replace sections."""
+    elp = 512 * trainers
+    known: dict[str, Any] = {
+        "config": Config.model_validate({"train": {"trainers": trainers}}).model_dump(mode="json"),
+        "seed": 0,
+        "versions": versions(),
+        "machine": machine(),
+        "data": Data(train_samples=TOTAL, trained_samples=TOTAL, test_samples=310_000),
+        "train": Train(ne_window=0.5812, ne_lifetime=0.6401),
+        "test": make_test(),
+        "throughput": Throughput(
+            seconds=32.0, eps=39_687.5, elp=elp, eps_per_trainer=(19_800.0,) * trainers, startup_seconds=4.2
+        ),
+        "sync": Sync(method="easgd", schedule="background", count=4480, average_gap=10.4),
+        "wire": Wire(
+            bytes={"pull": 1_280_000_000, "push": 1_280_000_000, "dense": 704_000_000},
+            raw_bytes={"pull": 2_560_000_000, "push": 2_560_000_000, "dense": 704_000_000},
+        ),
+    }
+    return Result(**{**known, **sections})
+
+
+def make_test(samples: int = 20_000, **figures: Any) -> Test:
+    """A test set whose positives have higher logits, slightly overpredicted."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(samples, generator=generator) * 2.2 - 2.4
+    labels = (torch.rand(samples, generator=generator) < (logits - 0.1).sigmoid()).float()
+    metrics = evaluate_scores(logits, labels)
+    known = {name: getattr(metrics, name) for name in ("auc", "ne", "logloss", "calibration", "curve")}
+    return Test(**{**known, **figures})

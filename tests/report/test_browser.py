@@ -1,0 +1,186 @@
+"""The pages in a real browser: nothing fails, nothing is loaded, nothing runs over the edge."""
+
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_runs import make_frames, make_result, make_test
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+from shadowsync.report.compare import Run, render_comparison
+from shadowsync.report.page import render_page
+
+CHROMIUM = shutil.which("chromium")
+CHROMEDRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+SIZES = [(320, 640), (390, 844), (768, 1024), (1280, 900), (2200, 1200)]
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or CHROMEDRIVER is None, reason="needs a browser: apt-get install chromium chromium-driver"
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    assert CHROMIUM is not None
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, Service(CHROMEDRIVER))
+    yield driver
+    driver.quit()
+
+
+@cache
+def full_page() -> str:
+    return render_page(make_result(test=make_test(best_auc=0.95)), make_frames())
+
+
+@cache
+def bare_page() -> str:
+    return render_page(make_result(1, test=None, train=None, sync=None, wire=None, machine=None), [])
+
+
+@cache
+def unruly_page() -> str:
+    long = "unbroken" * 60
+    config = {"data": {"path": long, "name": long}, "model": {"name": "<script>throw 1</script>"}}
+    return render_page(make_result(9, config=config, machine={"system": long}), make_frames(400, 9))
+
+
+@cache
+def comparison_page() -> str:
+    runs = [Run(f"run-{i}", make_result(i), make_frames(20, i, seed=i)) for i in range(1, 11)]
+    return render_comparison([*runs, Run("with-a-rather-long-name-of-its-own", make_result(2), make_frames(1))])
+
+
+PAGES = {"full": full_page, "bare": bare_page, "unruly": unruly_page, "comparison": comparison_page}
+SECTIONS = ("headlines", "quality", "speed", "numbers", "terms", "setup")
+
+
+@pytest.fixture(params=PAGES)
+def page(request: pytest.FixtureRequest, browser: webdriver.Chrome, tmp_path: Path) -> webdriver.Chrome:
+    """The browser with one of the pages open, its logs of earlier pages read."""
+    path = tmp_path / "page.html"
+    path.write_text(PAGES[request.param]())
+    browser.get_log("browser")
+    browser.get_log("performance")
+    browser.get(path.as_uri())
+    return browser
+
+
+def resize(browser: webdriver.Chrome, width: int, height: int) -> None:
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def run(browser: webdriver.Chrome, script: str) -> Any:
+    return browser.execute_script(script)
+
+
+def test_no_errors_and_nothing_loaded(page: webdriver.Chrome) -> None:
+    assert page.get_log("browser") == []
+    requests = [entry for entry in page.get_log("performance") if "Network.requestWillBeSent" in entry["message"]]
+    assert len([entry for entry in requests if '"url":"file:' in entry["message"]]) == 1
+    assert [entry for entry in requests if '"url":"http' in entry["message"]] == []
+    assert run(page, "return performance.getEntriesByType('resource').length") == 0
+    assert run(page, "return document.scripts.length") == 0
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_no_page_is_wider_than_its_window(page: webdriver.Chrome, width: int, height: int) -> None:
+    resize(page, width, height)
+    run(page, "document.querySelectorAll('details').forEach(details => details.open = true)")
+    assert run(page, "return document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 900)])
+def test_plots_are_drawn_and_fill_their_cards(page: webdriver.Chrome, width: int, height: int) -> None:
+    resize(page, width, height)
+    boxes = run(
+        page,
+        "return [...document.querySelectorAll('figure svg')].map(svg => {const box = svg.getBoundingClientRect();"
+        "return [box.width, box.height, svg.querySelectorAll('text').length]})",
+    )
+    for box_width, box_height, texts in boxes:
+        assert box_width > 250
+        assert box_height > 80
+        assert texts > 3
+
+
+def test_texts_of_plots_stay_inside_them(page: webdriver.Chrome) -> None:
+    resize(page, 1280, 900)
+    outside = run(
+        page,
+        "return [...document.querySelectorAll('figure svg')].flatMap(svg => {const frame = svg.getBoundingClientRect();"
+        "return [...svg.querySelectorAll('text')].filter(text => {const box = text.getBoundingClientRect();"
+        "return box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1})"
+        ".map(text => text.textContent)})",
+    )
+    assert outside == []
+
+
+def open_page(browser: webdriver.Chrome, folder: Path, html: str) -> None:
+    (folder / "page.html").write_text(html)
+    browser.get((folder / "page.html").as_uri())
+
+
+def test_every_section_of_a_run_is_there_and_the_configuration_unfolds(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    resize(browser, 1280, 900)
+    open_page(browser, tmp_path, full_page())
+    for section in SECTIONS:
+        assert browser.find_element("id", section).is_displayed()
+    assert len(browser.find_elements("css selector", "figure svg")) == 7
+    configuration = browser.find_element("id", "configuration")
+    assert not configuration.find_element("tag name", "table").is_displayed()
+    configuration.find_element("tag name", "summary").click()
+    assert configuration.find_element("tag name", "table").is_displayed()
+    assert "train.batch_size" in configuration.text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_curves_stand_out_in_light_and_dark(browser: webdriver.Chrome, tmp_path: Path, scheme: str) -> None:
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    open_page(browser, tmp_path, full_page())
+    card = colour(browser, "figure.card", "backgroundColor")
+    assert (luminance(card) > 0.5) == (scheme == "light")
+    for selector, what, least in [("h3", "color", 7), ("figcaption", "color", 4.5), ("svg text", "fill", 4.5)]:
+        assert contrast(colour(browser, selector, what), card) > least, selector
+    for number in range(8):
+        series = run(browser, f"return getComputedStyle(document.body).getPropertyValue('--series-{number}')")
+        assert contrast([int(series.strip()[i : i + 2], 16) for i in (1, 3, 5)], card) > 3
+
+
+def colour(browser: webdriver.Chrome, selector: str, what: str) -> list[int]:
+    found = run(browser, f"return getComputedStyle(document.querySelector('{selector}')).{what}")
+    return [int(part) for part in found.removeprefix("rgb(").removesuffix(")").split(",")]
+
+
+def luminance(rgb: list[int]) -> float:
+    """Relative luminance as the web's accessibility guidelines define it."""
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: list[int], other: list[int]) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)

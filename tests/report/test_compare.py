@@ -1,0 +1,121 @@
+"""Making pages again from what a run wrote, and comparing runs."""
+
+import io
+from pathlib import Path
+
+import pytest
+from fake_runs import make_frames, make_result, make_test
+from rich.console import Console
+
+from shadowsync.errors import DataError
+from shadowsync.metrics.frame import Frame
+from shadowsync.report.compare import (
+    COLUMNS,
+    Run,
+    compare,
+    comparison_table,
+    differences,
+    read_runs,
+    remake_page,
+    render_comparison,
+    write_comparison,
+)
+from shadowsync.report.history import History
+from shadowsync.report.page import render_page
+from shadowsync.report.result import Result, write_result
+
+
+def save(folder: Path, result: Result, frames: list[Frame]) -> Path:
+    folder.mkdir(parents=True)
+    write_result(folder, result)
+    with History(folder) as history:
+        for frame in frames:
+            history.append(frame)
+    return folder
+
+
+def test_a_page_is_made_again_as_it_was(tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", make_result(), make_frames(6))
+    assert remake_page(folder).read_text() == render_page(make_result(), make_frames(6))
+
+
+def test_a_page_is_made_without_metrics(tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", make_result(), make_frames(6))
+    (folder / "metrics.jsonl").unlink()
+    assert "ended before the first report" in remake_page(folder).read_text()
+
+
+def test_a_folder_without_a_result(tmp_path: Path) -> None:
+    save(tmp_path / "a", make_result(), [])
+    with pytest.raises(DataError, match=r"b/result\.json: there is no such file"):
+        read_runs([tmp_path / "a", tmp_path / "b"])
+
+
+def test_runs_are_told_apart_by_name_or_path(tmp_path: Path) -> None:
+    folders = [tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "other"]
+    for folder in folders:
+        save(folder, make_result(), make_frames(2))
+    assert [run.name for run in read_runs(folders)] == [str(folders[0]), str(folders[1]), "other"]
+
+
+def runs() -> list[Run]:
+    return [
+        Run("one", make_result(1, test=make_test(auc=0.91, ne=0.62)), make_frames(5, 1)),
+        Run("two", make_result(2, test=make_test(auc=0.93, ne=0.61)), make_frames(5, 2)),
+        Run("bare", make_result(4, test=None, sync=None), []),
+    ]
+
+
+def test_the_best_of_each_column_is_marked() -> None:
+    names = [column.name for column in COLUMNS]
+    cells = compare(runs())
+    auc, ne, eps = (names.index(name) for name in ("test AUC", "test NE", "examples/s"))
+    assert [row[auc].best for row in cells] == [False, True, False]
+    assert [row[ne].best for row in cells] == [False, True, False]
+    assert [row[eps].best for row in cells] == [False, False, False]  # all equal
+    assert cells[2][auc].text == "—"
+
+
+def test_only_what_differs_is_listed() -> None:
+    assert differences(runs()) == [("train.trainers", ["1", "2", "4"])]
+    assert differences([runs()[0], runs()[0]]) == []
+
+
+def test_a_key_one_run_lacks_is_a_difference() -> None:
+    pair = [Run("a", make_result(config={"x": 1}), []), Run("b", make_result(config={"y": 1}), [])]
+    assert differences(pair) == [("x", ["1", "—"]), ("y", ["—", "1"])]
+
+
+def test_the_page_overlays_the_runs(tmp_path: Path) -> None:
+    html = write_comparison(runs(), tmp_path).read_text()
+    assert html.count("<svg") == 3
+    assert "Comparison of 3 runs" in html
+    assert "train.trainers" in html
+    assert len(html) < 200_000
+
+
+def test_runs_without_frames_and_equal_configurations() -> None:
+    html = render_comparison([Run("a", make_result(), []), Run("b", make_result(), [])])
+    assert "None of the runs wrote" in html
+    assert "all runs have the same configuration" in html
+
+
+def test_more_runs_than_colours() -> None:
+    html = render_comparison([Run(f"run {i}", make_result(i + 1), make_frames(3)) for i in range(11)])
+    assert "var(--series-7)" in html
+    assert "var(--series-8)" not in html
+
+
+def test_names_are_escaped() -> None:
+    html = render_comparison([Run("<script>$a$", make_result(1), make_frames(3)), *runs()])
+    assert "<script" not in html
+    assert "&lt;script&gt;$a$" in html
+
+
+def test_the_terminal_shows_the_same_cells() -> None:
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    console.print(comparison_table(runs()))
+    shown = console.file.getvalue()
+    for cells in compare(runs()):
+        for cell in cells:
+            assert cell.text in shown

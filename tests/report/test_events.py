@@ -1,0 +1,75 @@
+"""TensorBoard events, read back with TensorBoard's own loader."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fake_runs import make_frames
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+from shadowsync.errors import SaveError
+from shadowsync.report.events import EventLog, scalars
+
+
+def read(folder: Path) -> list[list[Any]]:
+    """The events of each file, in the order of the names."""
+    return [list(LegacyEventFileLoader(str(path)).Load()) for path in sorted((folder / "tensorboard").iterdir())]
+
+
+def test_every_frame_comes_back_at_its_number_of_samples(tmp_path: Path) -> None:
+    frames = make_frames(3)
+    log = EventLog(tmp_path, wall_clock=lambda: 1_700_000_000.0)
+    for frame in frames:
+        log.append(frame)
+    log.close()
+    ((version, *events),) = read(tmp_path)
+    assert version.file_version == "brain.Event:2"
+    assert [event.step for event in events] == [frame.samples for frame in frames]
+    for event, frame in zip(events, frames, strict=True):
+        found = {value.tag: value.simple_value for value in event.summary.value}
+        assert found == pytest.approx(dict(scalars(frame)))
+        assert event.wall_time == 1_700_000_000.0
+
+
+def test_tags_cover_the_frame_and_leave_out_what_is_none() -> None:
+    frame = make_frames(2)[0]
+    tags = dict(scalars(frame))
+    assert {"quality/auc", "quality/ne_window", "speed/eps", "speed/eps_trainer_1", "wire/pull_bytes"} < set(tags)
+    assert "quality/auc" not in dict(scalars(msgspec.structs.replace(frame, auc=None)))
+
+
+def test_a_resumed_run_writes_a_new_file_that_hides_what_was_lost(tmp_path: Path) -> None:
+    frames = make_frames(4)
+    first = EventLog(tmp_path, wall_clock=lambda: 1_700_000_000.0)
+    for frame in frames:
+        first.append(frame)
+    first.close()
+    second = EventLog(tmp_path, resumed_at=frames[1].samples, wall_clock=lambda: 1_700_000_000.0)
+    second.append(frames[3])
+    second.close()
+    assert len(read(tmp_path)) == 2
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    assert [event.step for event in accumulator.Scalars("quality/auc")] == [
+        *(frame.samples for frame in frames[:2]),
+        frames[3].samples,
+    ]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    with pytest.raises(SaveError, match="tensorboard"):
+        EventLog(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file of Linux that is always full")
+def test_a_full_disk_is_a_save_error(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log._writer.close()
+    log._writer._writer = Path("/dev/full").open("wb")  # noqa: SIM115 the log's from now on
+    with pytest.raises(SaveError, match="No space left"):
+        log.append(make_frames(1)[0])
+    with pytest.raises(SaveError):
+        log.close()

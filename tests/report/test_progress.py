@@ -1,0 +1,111 @@
+"""The progress line on a terminal and elsewhere, and the final table."""
+
+import io
+
+import msgspec
+import pytest
+from fake_runs import make_frames, make_result, make_test
+from rich.console import Console
+
+from shadowsync.report.progress import Progress, final_table, progress_line
+from shadowsync.report.result import Data, Recovery, RecoverySeconds
+
+
+def console(*, terminal: bool, width: int = 120) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, legacy_windows=False)
+
+
+def printed(shown_on: Console) -> str:
+    assert isinstance(shown_on.file, io.StringIO)
+    return shown_on.file.getvalue()
+
+
+def test_the_line_holds_what_a_person_watches() -> None:
+    frame = msgspec.structs.replace(
+        make_frames(4)[1], eps=41_250.4, ne_window=0.61234, auc=0.90127, sync_gap=11.26, samples=500, total_samples=1000
+    )
+    line = progress_line(frame, seconds_left=75, bar=False)
+    assert line == " 50 %  41,250 examples/s  NE 0.6123  AUC 0.9013  sync gap 11.3  1:15 left"
+    assert progress_line(frame, 75, bar=True).startswith("━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌  50 %")
+
+
+def test_the_line_without_anything_defined() -> None:
+    frame = msgspec.structs.replace(make_frames(1)[0], ne_window=None, auc=None, sync_gap=None, total_samples=0)
+    assert "NE —  AUC —  — left" in progress_line(frame, None, bar=False)
+
+
+def test_elsewhere_lines_come_every_ten_seconds_and_the_last_one_always() -> None:
+    screen, now = console(terminal=False), [0.0]
+    frames = make_frames(25)
+    with Progress(screen, clock=lambda: now[0]) as progress:
+        for frame in frames:
+            now[0] += 1.0
+            progress.show(frame)
+    lines = printed(screen).splitlines()
+    assert [line.split()[0] for line in lines] == ["4", "44", "84", "100"]
+    assert lines[-1].endswith("0:00 left")
+
+
+def test_the_last_line_is_not_printed_twice() -> None:
+    screen = console(terminal=False)
+    with Progress(screen, clock=lambda: 0.0) as progress:
+        progress.show(make_frames(1)[0])
+    assert len(printed(screen).splitlines()) == 1
+
+
+def test_without_frames_nothing_is_printed() -> None:
+    screen = console(terminal=False)
+    with Progress(screen):
+        pass
+    assert printed(screen) == ""
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_on_a_terminal_one_line_is_redrawn(width: int) -> None:
+    screen = console(terminal=True, width=width)
+    with Progress(screen) as progress:
+        for frame in make_frames(3):
+            progress.show(frame)
+    shown = printed(screen)
+    assert shown.count("\n") == 1
+    assert "100 %" in shown
+    assert ("━" in shown) == (width == 120)
+
+
+def test_time_left_follows_the_recent_speed() -> None:
+    screen = console(terminal=False)
+    frames = [
+        msgspec.structs.replace(frame, seconds=seconds, samples=samples, total_samples=2_000)
+        for frame, seconds, samples in zip(make_frames(3), [100.0, 101.0, 102.0], [1_000, 1_100, 1_200], strict=True)
+    ]
+    with Progress(screen, plain_every_s=0.0) as progress:
+        for frame in frames:
+            progress.show(frame)
+    assert [line.rsplit("  ", 1)[1] for line in printed(screen).splitlines()] == ["1:40 left", "0:09 left", "0:08 left"]
+
+
+def test_final_table() -> None:
+    screen = console(terminal=False)
+    recovery = Recovery(
+        failures=2,
+        pls=0.001,
+        saves=3,
+        seconds=RecoverySeconds(save=0.0, load=0.0, lost=0.0, wait=0.0),
+        interval_s=None,
+        mode="full",
+    )
+    data = Data(train_samples=10, trained_samples=9, test_samples=2, skipped_rows=1)
+    screen.print(final_table(make_result(test=make_test(best_auc=0.95), recovery=recovery, data=data)))
+    shown = printed(screen)
+    for name in ("test AUC", "best reachable AUC", "test NE", "test calibration", "test log loss", "examples/s (EPS)"):
+        assert name in shown
+    for value in ("0.9500", "39,688", "1,024", "10.4", "bad rows skipped", "failures"):
+        assert value in shown
+
+
+def test_final_table_of_a_run_without_test_set_or_synchronisation() -> None:
+    screen = console(terminal=False)
+    screen.print(final_table(make_result(test=None, sync=None, train=None, wire=None)))
+    assert "AUC" not in printed(screen)
+    assert "sync" not in printed(screen)
+    assert "examples/s (EPS)" in printed(screen)

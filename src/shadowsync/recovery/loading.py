@@ -3,7 +3,7 @@
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -138,11 +138,17 @@ class LoadedCheckpoint:
         first = self._pieces(table)[0]
         return tuple(tensor.name for tensor in first.tensors + first.wide)
 
-    def rows(self, table: str, start: int, stop: int) -> dict[str, Tensor]:
+    def rows(self, table: str, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Rows `start … stop − 1` of a table with their optimizer state, whatever pieces hold them.
 
         A tensor of the table as a whole (Adam's `step`) is the largest of the pieces that hold these rows, element by
         element: pieces of one table may have been stepped a different number of times.
+
+        Args:
+            table: its name.
+            start: the first row.
+            stop: one beyond the last.
+            names: read only these tensors (`{"weight"}` to predict); None reads all.
 
         Raises:
             CheckpointError: no such table or rows, or the files are not what was written.
@@ -152,12 +158,14 @@ class LoadedCheckpoint:
         if not 0 <= start < stop <= total:
             raise CheckpointError(f"{self.name} has no rows {start} to {stop} of table {table}: it has {total} rows")
         touched = [piece for piece in pieces if piece.start < stop and start < piece.start + piece.rows]
-        found = {tensor.name: _empty(tensor, stop - start) for tensor in touched[0].tensors}
+        asked = self.tensor_names(table) if names is None else names
+        found = {tensor.name: _empty(tensor, stop - start) for tensor in touched[0].tensors if tensor.name in asked}
         for piece in touched:
             self._read_rows(piece, start, stop, found)
         for tensor in touched[0].wide:
-            states = [_read_tensor(self.reader, piece.file, _named(piece.wide, tensor.name)) for piece in touched]
-            found[tensor.name] = torch.stack(states).amax(0)
+            if tensor.name in asked:
+                states = [_read_tensor(self.reader, piece.file, _named(piece.wide, tensor.name)) for piece in touched]
+                found[tensor.name] = torch.stack(states).amax(0)
         return found
 
     def dense_tensor(self, name: str, elements: int) -> Tensor:
@@ -193,7 +201,7 @@ class LoadedCheckpoint:
 
     def _read_rows(self, piece: Piece, start: int, stop: int, found: Mapping[str, Tensor]) -> None:
         first, last = max(start, piece.start), min(stop, piece.start + piece.rows)
-        for tensor in piece.tensors:
+        for tensor in (one for one in piece.tensors if one.name in found):
             row_bytes = tensor.byte_count // piece.rows
             target = bytes_of(found[tensor.name][first - start : last - start])
             self.reader.read_into(piece.file, tensor.offset + (first - piece.start) * row_bytes, target)

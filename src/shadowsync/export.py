@@ -1,0 +1,371 @@
+"""Writes a model with its tables as one file that torch alone loads and predicts with.
+
+    model = torch.export.load("model.pt2").module()
+    answer = model(dense, values, offsets)          # a model trained with weights also takes weights
+    answer["probabilities"], answer["logits"]       # float32 [B] each
+
+Inputs are those of a batch: `dense` float32 `[B, N]`; `values` int64 `[L]`, the ids of all samples of feature 0, then
+of feature 1 …; `offsets` int64 `[F * B + 1]`, where bag `f * B + b` begins in `values`, and `L` at the end; `weights`
+float32 `[L]`. `B ≥ 1` and `L ≥ 0` are free, bags may be empty. The names in their order are in the file beside the
+program: `torch.export.load(file, extra_files=(found := {"metadata.json": ""}))`.
+
+`B` samples, `N` dense columns, `F` features, `L` ids, `D` width of a table.
+"""
+
+import copy
+import importlib.metadata
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shadowsync.embedding.table import Table
+from shadowsync.errors import ConfigError, SaveError
+from shadowsync.training.fast_linear import FastLinear, FastTower
+
+FORMAT = 1
+CHUNK_BYTES = 256 << 20
+SUFFIX = ".pt2"
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {FastLinear: nn.Linear, FastTower: nn.Sequential}
+"""What training's layers are without the operators that torch has on some machines only."""
+_SAMPLES_TO_TRACE = 5
+_SAMPLES_TO_CHECK = (1, 2, 7)
+
+
+@dataclass(frozen=True)
+class ExportSpec:
+    """What the model is fed with.
+
+    Attributes:
+        tables: the embedding tables.
+        features: names of the features in the order of the ids.
+        dense: names of the dense columns in their order.
+        weighted: ids come with weights.
+        chunk_bytes: rows are kept in tensors of at most this size, because torch copies a tensor to write it: more
+            costs memory while the file is written, less costs time when it is used.
+    """
+
+    tables: Sequence[Table]
+    features: Sequence[str]
+    dense: Sequence[str]
+    weighted: bool = False
+    chunk_bytes: int = CHUNK_BYTES
+
+    def table_of(self, feature: str) -> Table:
+        """The table that a feature looks rows up in.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for table in self.tables:
+            if feature in table.features:
+                return table
+        raise ConfigError(f"feature {feature} has no table to export: add it to a table of embedding.tables")
+
+    def metadata(self) -> dict[str, Any]:
+        """What a program that uses the file has to know, as plain JSON values."""
+        tables = [(feature, self.table_of(feature)) for feature in self.features]
+        return {
+            "format": FORMAT,
+            "shadowsync": importlib.metadata.version("shadowsync"),
+            "dense": list(self.dense),
+            "features": [
+                {"name": name, "table": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling}
+                for name, table in tables
+            ],
+            "weighted": self.weighted,
+        }
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows `start … stop − 1` of the tables of one width, numbered through; `name` is its parameter's."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class PooledTables(nn.Module):
+    """All tables, looked up together: `(B, values, offsets, weights) → {feature: [B, D]}`.
+
+    Tables of one width are numbered through as one, and cut into chunks of bounded size. A sum over several chunks
+    adds partial sums, so it may differ from the job's own by rounding.
+    """
+
+    def __init__(self, spec: ExportSpec, rows: Callable[[str, int, int], Tensor]) -> None:
+        super().__init__()
+        self.features = tuple(spec.features)
+        tables = [spec.table_of(feature) for feature in spec.features]
+        self.dims = tuple(dict.fromkeys(table.dim for table in tables))
+        self.feature_dims = tuple(table.dim for table in tables)
+        self.any_mean = any(table.pooling == "mean" for table in tables)
+        self.chunks: dict[int, list[_Chunk]] = {}
+        first_rows: dict[str, int] = {}
+        for dim in self.dims:
+            first_rows |= self._add_tables(spec, dim, rows)
+        self.first_row: Tensor
+        self.row_count: Tensor
+        self.width: Tensor
+        self.mean: Tensor
+        self.register_buffer("first_row", torch.tensor([first_rows[table.name] for table in tables]).long())
+        self.register_buffer("row_count", torch.tensor([table.rows for table in tables]).long())
+        self.register_buffer("width", torch.tensor(self.feature_dims).long())
+        self.register_buffer("mean", torch.tensor([table.pooling == "mean" for table in tables]).bool())
+
+    def _add_tables(self, spec: ExportSpec, dim: int, rows: Callable[[str, int, int], Tensor]) -> dict[str, int]:
+        """Copies the tables of one width into parameters; returns each one's first row in the common numbering."""
+        tables = [table for table in spec.tables if table.dim == dim and set(table.features) & set(spec.features)]
+        starts = [0, *accumulate(table.rows for table in tables)]
+        step = max(1, spec.chunk_bytes // (4 * dim))
+        self.chunks[dim] = []
+        for number, start in enumerate(range(0, starts[-1], step)):
+            chunk = _Chunk(f"rows_{dim}_{number}", start, min(start + step, starts[-1]))
+            weight = torch.empty(chunk.stop - chunk.start, dim)
+            for table, begin in zip(tables, starts[:-1], strict=True):
+                first, last = max(begin, chunk.start), min(begin + table.rows, chunk.stop)
+                if first < last:
+                    weight[first - chunk.start : last - chunk.start] = rows(table.name, first - begin, last - begin)
+            self.register_parameter(chunk.name, nn.Parameter(weight, requires_grad=False))
+            self.chunks[dim].append(chunk)
+        return {table.name: start for table, start in zip(tables, starts[:-1], strict=True)}
+
+    def forward(self, samples: int, values: Tensor, offsets: Tensor, weights: Tensor | None) -> dict[str, Tensor]:
+        """Vectors of all features, float32 `[B, D]` each."""
+        if not self.features:
+            return {}
+        bag = torch.searchsorted(offsets[1:].contiguous(), torch.arange(values.shape[0]), right=True)
+        # offsets that end early leave values without a bag; the check below refuses them, this keeps it reachable
+        feature = torch.div(bag, samples, rounding_mode="floor").clamp(max=len(self.features) - 1)
+        self._check(values, offsets, feature)
+        if self.any_mean:
+            weights = self._mean_weights(bag, feature, offsets, weights)
+        numbered = values + self.first_row[feature]
+        pooled = {dim: self._pool(dim, feature, (numbered, offsets, weights)) for dim in self.dims}
+        bags = {dim: vectors.view(len(self.features), samples, dim) for dim, vectors in pooled.items()}
+        return {name: bags[self.feature_dims[index]][index] for index, name in enumerate(self.features)}
+
+    def _check(self, values: Tensor, offsets: Tensor, feature: Tensor) -> None:
+        """Ids of other tables' rows would go unnoticed otherwise."""
+        fits = (offsets[0] == 0) & (offsets[-1] == values.shape[0]) & (offsets[1:] >= offsets[:-1]).all()
+        torch._assert_async(fits, "offsets must begin with 0, never fall, and end with the number of values")
+        inside = ((values >= 0) & (values < self.row_count[feature])).all()
+        torch._assert_async(inside, "an id is not a row of its feature's table")
+
+    def _mean_weights(self, bag: Tensor, feature: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """Weights that turn a sum into a mean: 1 over the number of ids, whatever their weights, as in training."""
+        per_bag = offsets.diff().clamp(min=1).to(torch.float32).reciprocal()
+        scale = torch.where(self.mean[feature], per_bag[bag.clamp(max=per_bag.shape[0] - 1)], 1.0)
+        return scale if weights is None else scale * weights
+
+    def _pool(self, dim: int, feature: Tensor, ids: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
+        """Sums over the rows of width `D`, `[F * B, D]`; bags of other features stay zero."""
+        numbered, offsets, weights = ids
+        chunks = self.chunks[dim]
+        if len(self.dims) == 1 and len(chunks) == 1:
+            return _sums(self.get_parameter(chunks[0].name), numbered, offsets, weights)
+        parts = []
+        for chunk in chunks:
+            keep = (self.width[feature] == dim) & (numbered >= chunk.start) & (numbered < chunk.stop)
+            index = keep.nonzero().squeeze(1)
+            kept_before = F.pad(keep.long().cumsum(0), (1, 0))
+            here = None if weights is None else weights[index]
+            parts.append(
+                _sums(self.get_parameter(chunk.name), numbered[index] - chunk.start, kept_before[offsets], here)
+            )
+        return torch.stack(parts).sum(0)
+
+
+def _sums(rows: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    # the operator itself: torch.nn.functional's wrapper compares sizes that are not known while tracing
+    pooled: Tensor = torch.ops.aten.embedding_bag.padding_idx(rows, ids, offsets, False, 0, False, weights, True, None)[
+        0
+    ]
+    return pooled
+
+
+class Predictor(nn.Module):
+    """Tables and dense part as one module, in the form that is written."""
+
+    def __init__(self, tables: PooledTables, module: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+        self.module = module
+
+    def forward(
+        self, dense: Tensor, values: Tensor, offsets: Tensor, weights: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Float32 `[B]` each: `probabilities` and `logits`."""
+        embeddings = self.tables(dense.shape[0], values, offsets, weights)
+        logits = self.module(dense, embeddings).to(torch.float32)
+        return {"probabilities": torch.sigmoid(logits), "logits": logits}
+
+
+def export_model(module: nn.Module, spec: ExportSpec, rows: Callable[[str, int, int], Tensor], out: Path | str) -> None:
+    """Writes `module` with its tables to `out`; a file that is there is replaced when the new one is complete.
+
+    Memory: the tables once, and once more `spec.chunk_bytes`.
+
+    Args:
+        module: `forward(dense [B, N], {feature: [B, D]}) → logits [B]`; it is copied, not changed, and exported for
+            the CPU, in float32 and evaluation mode.
+        spec: what it is fed with.
+        rows: `(table, start, stop)` → those rows' weights, float32 `[stop − start, D]`.
+        out: a file name that ends in `.pt2`.
+
+    Raises:
+        ConfigError: torch cannot export the module, or the exported one does not compute the same.
+        SaveError: the file cannot be written.
+    """
+    path = Path(out)
+    if path.suffix != SUFFIX:
+        raise ConfigError(
+            f"{path}: torch reads exported models from files that end in {SUFFIX}: write to {path}{SUFFIX}"
+        )
+    with torch.no_grad():
+        predictor = Predictor(PooledTables(spec, rows), _plain_copy(module)).eval()
+        program = _trace(predictor, spec)
+        _check_same(predictor, program, spec)
+    _write(program, spec, path)
+
+
+def _plain_copy(module: nn.Module) -> nn.Module:
+    """A copy whose parameters share memory with nothing: a trained module's are views of one long tensor."""
+    duplicate = copy.deepcopy(module).to("cpu", torch.float32)
+    for parameter in duplicate.parameters():
+        parameter.data = parameter.detach().clone()
+    for child in duplicate.modules():
+        if type(child) in _PLAIN:
+            child.__class__ = _PLAIN[type(child)]
+    return duplicate.requires_grad_(False)
+
+
+def _example(spec: ExportSpec, samples: int) -> tuple[Tensor, ...]:
+    """Inputs with empty bags, single ids and several ids, the first and the last row of each table among them."""
+    generator = torch.Generator().manual_seed(samples)
+    lengths = torch.arange(len(spec.features) * samples).remainder(3)
+    counts = lengths.view(-1, samples).sum(1).tolist() if len(lengths) else []
+    ids = [torch.zeros(0, dtype=torch.int64)]
+    for feature, count in zip(spec.features, counts, strict=True):
+        drawn = torch.randint(spec.table_of(feature).rows, (count,), generator=generator)
+        drawn[:1], drawn[1:2] = spec.table_of(feature).rows - 1, 0
+        ids.append(drawn)
+    values, offsets = torch.cat(ids), F.pad(lengths.cumsum(0), (1, 0))
+    dense = torch.randn(samples, len(spec.dense), generator=generator)
+    weights = torch.rand(len(values), generator=generator)
+    return (dense, values, offsets, weights) if spec.weighted else (dense, values, offsets)
+
+
+def _trace(predictor: Predictor, spec: ExportSpec) -> torch.export.ExportedProgram:
+    batch, ids = torch.export.Dim("batch", min=1), torch.export.Dim("ids", min=0)
+    shapes: tuple[Any, ...] = ({0: batch}, None, None, None)
+    if spec.features:
+        shapes = ({0: batch}, {0: ids}, {0: len(spec.features) * batch + 1}, {0: ids})
+    inputs = _example(spec, _SAMPLES_TO_TRACE)
+    try:
+        return torch.export.export(predictor, inputs, dynamic_shapes=shapes[: len(inputs)])
+    except Exception as error:  # whatever the user's module or torch's tracer raises
+        raise ConfigError(
+            f"torch.export cannot trace the model ({_reason(error)}): its forward must take any batch size and may not "
+            "branch on the values of tensors"
+        ) from error
+
+
+def _check_same(predictor: Predictor, program: torch.export.ExportedProgram, spec: ExportSpec) -> None:
+    """A module may look at its inputs' shapes in ways that tracing freezes: better found now than when it is used."""
+    exported = program.module()
+    for samples in _SAMPLES_TO_CHECK:
+        inputs = _example(spec, samples)
+        wanted = predictor(*inputs)["logits"]
+        try:
+            same = wanted.shape == (samples,) and torch.allclose(exported(*inputs)["logits"], wanted, 1e-5, 1e-6)
+        except Exception as error:  # as above
+            raise ConfigError(
+                f"the exported model fails for a batch of {samples} ({_reason(error)}): its forward must take any "
+                "batch size"
+            ) from error
+        if not same:
+            raise ConfigError(
+                f"the exported model does not compute what the model does for a batch of {samples}: its forward must "
+                "return logits [B], depend on nothing but its inputs, and take any batch size"
+            )
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(":.") if lines else type(error).__name__
+
+
+def _write(program: torch.export.ExportedProgram, spec: ExportSpec, path: Path) -> None:
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            sink = _Sink(file)
+            _save(program, spec, sink)
+            if sink.error is not None:
+                raise sink.error
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise SaveError(
+            f"{path} could not be written ({error.strerror or error}): make room, or write it somewhere else"
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _save(program: torch.export.ExportedProgram, spec: ExportSpec, sink: "_Sink") -> None:
+    try:
+        torch.export.save(program, cast("IO[bytes]", sink), extra_files={"metadata.json": json.dumps(spec.metadata())})
+    except Exception as error:  # an operator that torch traces but cannot write down
+        raise ConfigError(f"torch.export cannot write the model down ({_reason(error)})") from error
+
+
+class _Sink(io.RawIOBase):
+    """A file whose `write` never fails: torch's writer ends the whole process when a disk is full.
+
+    Attributes:
+        error: the first error; nothing was written after it.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.error: OSError | None = None
+        self._file = file
+        self._position = 0
+
+    def write(self, data: Any) -> int:
+        """Takes everything, and passes it on while that works."""
+        count = memoryview(data).nbytes
+        self._position += count
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return count
+
+    def tell(self) -> int:
+        """Bytes taken so far."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Torch goes back to the start when it is done; there is nothing to do."""
+        return offset
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """So torch asks."""
+        return True

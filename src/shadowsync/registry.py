@@ -82,6 +82,8 @@ def explain(error: pydantic.ValidationError, section: str) -> str:
     first = error.errors(include_url=False)[0]
     parts = itertools.takewhile(_is_key, (section, *first["loc"]))  # pydantic adds the branch of a union
     key = ".".join(str(part) for part in parts if part != "")
+    if first["type"] == "missing":
+        return f"{key} is required"
     message = first["msg"].removeprefix("Value error, ")
     shown = repr(first["input"])
     value = (

@@ -84,12 +84,12 @@ def cut(tables: Sequence[Table], costs: Mapping[str, float], rule: type[RowRule]
 
 def _most_rows(table: Table, row_bytes: int, share: float, servers: Servers) -> int:
     """The most rows of a table that stay together."""
+    limit = max(share, WORTH_CUTTING_BYTES) if servers.count > 1 else table.rows * row_bytes
     if servers.split_rows is not None:
-        return servers.split_rows
-    limit = max(share, WORTH_CUTTING_BYTES) if servers.count > 1 else float("inf")
+        limit = servers.split_rows * row_bytes
     if servers.capacity_bytes is not None:
         limit = min(limit, servers.capacity_bytes)
-    return max(1, int(min(limit, table.rows * row_bytes) // row_bytes))
+    return max(1, int(limit // row_bytes))
 
 
 def _pack(items: Sequence[Item], servers: Servers) -> list[list[Item]] | None:

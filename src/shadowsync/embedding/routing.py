@@ -193,8 +193,9 @@ class Router:
         """The part of the output's gradient `[B, Σ D_f]` that belongs to a route's answer, `[B, U * u]`."""
         if route.units is None:
             return gradient
-        units = gradient.reshape(len(gradient), -1, self.columns.unit)
-        return units.index_select(1, route.units).view(len(gradient), -1)
+        unit = self.columns.unit
+        units = gradient.reshape(len(gradient), self.columns.width // unit, unit)
+        return units.index_select(1, route.units).flatten(1)
 
 
 def _fan(routes: tuple[Route, ...], sections: Sequence[Sequence[Section]]) -> Fan:

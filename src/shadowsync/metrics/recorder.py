@@ -206,19 +206,23 @@ class Recorder:
         self.drain()
         return self._base.samples + self._all.samples - self._quality.samples
 
-    def frame(self, counts: JobCounts) -> Frame:
-        """The state of the job now; its rates are over the time since the frame before."""
+    def frame(self, counts: JobCounts, *, ended: bool = False) -> Frame:
+        """The state of the job now; its rates are over the time since the frame before.
+
+        `ended`: no worker trains any more, so the frame ends with the last step; what came after it (a checkpoint,
+        the test set) is not taken for slow training.
+        """
         with self._lock:
             self._drain()
-            mark = self._now(counts.sync_count)
+            mark = self._now(counts.sync_count, self._all.last if ended else self._clock())
             frame = self._frame(counts, mark)
             self._mark = mark
             self._marked_samples = [tally.samples for tally in self._each]
         return frame
 
-    def _now(self, sync_count: int) -> _Mark:
+    def _now(self, sync_count: int, at: float) -> _Mark:
         return _Mark(
-            seconds=self._seconds(),
+            seconds=self._seconds(at),
             samples=self._base.samples + self._all.samples,
             iterations=self._base.iterations + self._all.iterations,
             sync_count=sync_count,
@@ -226,10 +230,10 @@ class Recorder:
             loss_sum=self._quality.loss_sum,
         )
 
-    def _seconds(self) -> float:
-        """Since the first batch, without the pause before a resume."""
-        since = 0.0 if self._all.first is None else max(self._clock(), self._all.last) - self._all.first
-        return self._base.seconds + since
+    def _seconds(self, at: float) -> float:
+        """From the first batch, without the pause before a resume; never less than in the frame before."""
+        since = 0.0 if self._all.first is None else max(at, self._all.last) - self._all.first
+        return max(self._base.seconds + since, self._mark.seconds)
 
     def _frame(self, counts: JobCounts, now: _Mark) -> Frame:
         before, quality = self._mark, self._quality

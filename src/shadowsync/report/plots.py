@@ -105,8 +105,8 @@ def line_chart(chart: Chart) -> str:
             _draw_line(axes, line)
         _set_limits(axes, chart)
         if chart.reference is not None:
-            _draw_reference(axes, chart.reference)
-        _label_ends(axes, [line for line in chart.lines if line.label][:_LABELLED])
+            axes.axhline(chart.reference.y, color=_INK, linewidth=1.1, dashes=(4, 3), zorder=2)
+        _label_ends(axes, _ends(chart))
         return _svg(figure, chart.name)
 
 
@@ -187,7 +187,7 @@ def _draw_line(axes: Axes, line: Line) -> None:
     axes.plot(
         line.x,
         line.y,
-        color=_MUTED if line.colour is None else _series(line.colour),
+        color=_colour(line),
         linewidth=1.0 if background else 2.0,
         linestyle="--" if line.colour is not None and line.colour >= SERIES_COLOURS else "-",
         alpha=0.55 if background else 1.0,
@@ -218,27 +218,24 @@ def _range(curves: Sequence[Sequence[float]], further: Sequence[float]) -> tuple
     return min(values), max(values)
 
 
-def _draw_reference(axes: Axes, reference: Reference) -> None:
-    axes.axhline(reference.y, color=_INK, linewidth=1.1, dashes=(4, 3), zorder=2)
-    axes.annotate(
-        reference.label,
-        (0.01, reference.y),
-        (0, 3),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        color=_INK,
-    )
+def _ends(chart: Chart) -> list[tuple[float, str, str]]:
+    """Height, label and colour of what is labelled at its end."""
+    labelled = [line for line in chart.lines if line.label and line.y][:_LABELLED]
+    ends = [(line.y[-1], line.label, _colour(line)) for line in labelled]
+    return [*ends, (chart.reference.y, chart.reference.label, _INK)] if chart.reference is not None else ends
 
 
-def _label_ends(axes: Axes, lines: Sequence[Line]) -> None:
-    """Writes each label right of its curve's end, moved apart where curves end close together."""
+def _colour(line: Line) -> str:
+    return _MUTED if line.colour is None else _series(line.colour)
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Writes each label, in its colour, right of the height its curve ends at; moved apart where ends are close."""
     low, high = axes.get_ylim()
-    ends = [((line.y[-1] - low) / (high - low), line) for line in lines if line.y]
-    ends.sort(key=lambda end: end[0])
-    heights = spread([height for height, _ in ends], _LABEL_GAP)
-    for height, (_, line) in zip(heights, ends, strict=True):
-        colour = _MUTED if line.colour is None else _series(line.colour)
-        axes.text(1.015, height, line.label, color=colour, va="center", transform=axes.transAxes)
+    ends = sorted(ends, key=lambda end: end[0])
+    heights = spread([(y - low) / (high - low) for y, _, _ in ends], _LABEL_GAP)
+    for height, (_, label, colour) in zip(heights, ends, strict=True):
+        axes.text(1.015, height, label, color=colour, va="center", transform=axes.transAxes)
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:

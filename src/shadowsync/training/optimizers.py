@@ -66,11 +66,12 @@ class Adagrad(DenseOptimizer):
     eps: Annotated[float, Field(gt=0)] = 1e-8
 
     def step(self, parameters: list[Tensor], gradients: list[Tensor], state: State, lr: float) -> None:
-        if parameters[0].device.type == "cpu":
-            self._step_fused(parameters, gradients, state, lr)
-            return
+        on_cpu = parameters[0].device.type == "cpu"
+        (self._step_fused if on_cpu else self._step_plain)(parameters, gradients, state, lr)
+
+    def _step_plain(self, parameters: list[Tensor], gradients: list[Tensor], state: State, lr: float) -> None:
         torch._foreach_addcmul_(state["sum"], gradients, gradients, value=1)
-        roots = torch._foreach_sqrt(state["sum"])
+        roots = list(torch._foreach_sqrt(state["sum"]))
         torch._foreach_add_(roots, self.eps)
         torch._foreach_addcdiv_(parameters, gradients, roots, value=-lr)
 

@@ -113,10 +113,10 @@ class TrainConfig(Section):
     final_lr: float = Field(0.0, ge=0, le=1, description="share of the learning rate left at the end of the decay")
     seed: int = Field(0, ge=0, description="of initial values and of the order of the data")
     prefetch: int = Field(
-        1,
+        0,
         ge=0,
         le=64,
-        description="pulls under way per worker; more hides a slower network and makes embeddings staler",
+        description="pulls under way per worker; more hides a network and makes embeddings staler (none in one process)",
     )
     save_every_s: float | None = Field(
         None, gt=0, description="seconds between checkpoints; None saves at the end only"

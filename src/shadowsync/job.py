@@ -18,7 +18,7 @@ from shadowsync.choices import Choices, choose_all, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.table import Table
-from shadowsync.errors import ConfigError, DataError, ShadowSyncError
+from shadowsync.errors import DataError, RunError, ShadowSyncError
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.prediction import Predictor, score
@@ -177,6 +177,11 @@ class _Run:
             raise
         finally:
             self.session.finish()
+        if not self.session.stopping and not self.session.reader.finished:
+            raise RunError(
+                f"every trainer died, after {self.session.reader.trained} of {self.session.total_samples} samples: "
+                f"go on with shadowsync train --resume {self.job.out}"
+            )
 
     def _frame(self) -> Frame:
         return self.session.recorder.frame(self.session.counts(self.saver.saves))

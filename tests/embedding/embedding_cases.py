@@ -52,7 +52,7 @@ def jagged(bags: Sequence[Sequence[Sequence[int]]], samples: int, weights: Tenso
 
 
 def random_ids(rows: Sequence[int], samples: int, seed: int, kind: str = "multi") -> Jagged:
-    """Ids of features with these rows; `kind` is single, multi or weighted. Bags have 0 to 4 ids, many of them equal."""
+    """Ids of features with these rows; `kind` is single, multi or weighted; bags have up to 4 ids, many equal."""
     random = np.random.default_rng(seed)
     if kind == "single":
         values = np.concatenate([random.integers(0, r, samples) for r in rows] or [np.zeros(0)]).astype(np.int64)

@@ -52,6 +52,19 @@ def test_frames_rates_are_over_the_interval() -> None:
     assert second.auc == 1.0
 
 
+def test_the_last_frame_ends_with_the_last_step() -> None:
+    clock = HandClock()
+    recorder = Recorder(1, 10, clock)
+    steps(recorder, clock, [0, 0])
+    recorder.frame(JobCounts(total_samples=16))  # at 2 s
+    steps(recorder, clock, [0, 0])  # at 2 and 3 s
+    clock.now += 50.0
+    frame = recorder.frame(JobCounts(total_samples=16), ended=True)
+    assert (frame.seconds, frame.eps) == (3.0, 8.0)
+    again = recorder.frame(JobCounts(total_samples=16), ended=True)
+    assert (again.seconds, again.eps, again.samples) == (3.0, 0.0, 16)
+
+
 def test_gap_is_none_without_a_new_synchronisation() -> None:
     clock = HandClock()
     recorder = Recorder(1, 10, clock)

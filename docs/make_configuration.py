@@ -1,6 +1,8 @@
 """Writes docs/configuration.md from the schema and from the options of every member: `make docs`."""
 
 import dataclasses
+import inspect
+import itertools
 import types
 import typing
 from collections.abc import Iterator
@@ -61,16 +63,31 @@ def _member(title: str, member: type[Any]) -> Iterator[str]:
     if dataclasses.is_dataclass(member):
         hints = typing.get_type_hints(member, include_extras=True)
         fields = [field for field in dataclasses.fields(member) if field.init]
-        rows = [(field.name, _described(hints[field.name], field), _bare(hints[field.name])) for field in fields]
+        known = _attributes(member)
+        rows = [(field.name, _described(hints[field.name], field, known), _bare(hints[field.name])) for field in fields]
         yield from _table(iter(rows))
 
 
-def _described(hint: Any, field: dataclasses.Field[Any]) -> FieldInfo:
+def _described(hint: Any, field: dataclasses.Field[Any], attributes: dict[str, str]) -> FieldInfo:
     default = PydanticUndefined if field.default is dataclasses.MISSING else field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     described = next((extra for extra in typing.get_args(hint)[1:] if isinstance(extra, FieldInfo)), FieldInfo())
-    return FieldInfo(default=default, description=described.description, annotation=_bare(hint))
+    description = described.description or attributes.get(field.name)
+    return FieldInfo(default=default, description=description, annotation=_bare(hint))
+
+
+def _attributes(member: type[Any]) -> dict[str, str]:
+    """The entries of `Attributes:` in a docstring, by name."""
+    lines = inspect.cleandoc(member.__doc__ or "").partition("Attributes:\n")[2].splitlines()
+    found: dict[str, str] = {}
+    for line in itertools.takewhile(lambda line: line.startswith("    "), lines):
+        if not line.startswith("     "):
+            name, _, text = line.strip().partition(": ")
+            found[name] = text
+        else:
+            found[name] += f" {line.strip()}"
+    return found
 
 
 def _bare(hint: Any) -> Any:
@@ -78,7 +95,10 @@ def _bare(hint: Any) -> Any:
 
 
 def _table(rows: Iterator[tuple[str, FieldInfo, Any]]) -> Iterator[str]:
-    lines = [f"| `{key}` | {_type(kind)} | {_default(field)} | {field.description or ''} |" for key, field, kind in rows]
+    lines = [
+        f"| `{key}` | {_type(kind)} | {_default(field)} | {(field.description or '').rstrip('.')} |"
+        for key, field, kind in rows
+    ]
     if lines:
         yield "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *lines, ""])
 

@@ -61,11 +61,11 @@ class ModelConfig(Choice):
 class TableConfig(Section):
     """One embedding table."""
 
-    name: str
-    rows: int = Field(ge=1)
-    dim: int = Field(ge=1, le=4096)
-    features: tuple[str, ...] = Field(min_length=1)
-    pooling: Literal["sum", "mean"] = "sum"
+    name: str = Field(description="unique among the tables")
+    rows: int = Field(ge=1, description="ids lie in [0, rows); more costs memory")
+    dim: int = Field(ge=1, le=4096, description="width of a row; more costs memory and time")
+    features: tuple[str, ...] = Field(min_length=1, description="names of the features that look rows up in it")
+    pooling: Literal["sum", "mean"] = Field("sum", description="how the rows of one sample become one vector")
 
 
 class EmbeddingConfig(Section):
@@ -116,7 +116,7 @@ class TrainConfig(Section):
         0,
         ge=0,
         le=64,
-        description="pulls under way per worker; more hides a network and makes embeddings staler (none in one process)",
+        description="pulls under way per worker; more hides a network (none in one process) and makes embeddings staler",
     )
     save_every_s: float | None = Field(
         None, gt=0, description="seconds between checkpoints; None saves at the end only"

@@ -1,0 +1,127 @@
+"""Fast layers compute what torch's own do. `B` samples."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shadowsync.training.fast_linear import FastLinear, FastTower, accelerate
+
+needs_one_dnn = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="install a torch built with oneDNN to test these layers"
+)
+pytestmark = needs_one_dnn
+
+
+def tower(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for left, right in itertools.pairwise(widths):
+        layers += [nn.Linear(left, right), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def fast_copy(module: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(module)
+    accelerate(twin)
+    return twin
+
+
+def outputs_and_gradients(module: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
+    leaf = inputs.clone().requires_grad_()
+    output = module(leaf)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return output, *torch.autograd.grad(output.float().square().sum(), [leaf, *trained])
+
+
+@given(samples=st.integers(1, 70), widths=st.lists(st.integers(1, 90), min_size=2, max_size=4), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=30, derandomize=True)
+def test_equal_in_fp32(samples: int, widths: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    plain = tower(*widths)
+    fast = fast_copy(plain)
+    inputs = torch.randn(samples, widths[0])
+
+    assert type(fast) is FastTower
+    torch.testing.assert_close(
+        outputs_and_gradients(fast, inputs), outputs_and_gradients(plain, inputs), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_large_products_are_equal_too() -> None:
+    """Above the threshold below which MKL is used, in both shapes of the product for the weights."""
+    plain = tower(13, 512, 64)
+    inputs = torch.randn(128, 13)
+
+    torch.testing.assert_close(
+        outputs_and_gradients(fast_copy(plain), inputs), outputs_and_gradients(plain, inputs), rtol=1e-4, atol=1e-3
+    )
+
+
+def test_bf16_is_what_autocast_gives() -> None:
+    plain = tower(16, 64, 32)
+    inputs = torch.randn(64, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        fast, expected = outputs_and_gradients(fast_copy(plain), inputs), outputs_and_gradients(plain, inputs)
+
+    assert fast[0].dtype == expected[0].dtype == torch.bfloat16
+    assert {gradient.dtype for gradient in fast[1:]} == {torch.float32}
+    for one, other in zip(fast, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.02 * other.abs().max().item())
+
+
+def test_frozen_layers_and_layers_without_bias() -> None:
+    plain = nn.Sequential(nn.Linear(5, 6, bias=False), nn.ReLU(), nn.Linear(6, 7), nn.Linear(7, 1))
+    plain[2].requires_grad_(False)
+    inputs = torch.randn(9, 5)
+
+    torch.testing.assert_close(outputs_and_gradients(fast_copy(plain), inputs), outputs_and_gradients(plain, inputs))
+
+
+def test_single_layers_are_replaced_and_others_left_alone() -> None:
+    class MyLinear(nn.Linear):
+        pass
+
+    module = nn.ModuleDict(
+        {
+            "single": nn.Linear(4, 4),
+            "mixed": nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU()),
+            "mine": MyLinear(4, 4),
+            "hooked": nn.Linear(4, 4),
+            "relu_twice": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.ReLU()),
+            "empty": nn.Sequential(),
+        }
+    )
+    module["hooked"].register_forward_hook(lambda layer, inputs, output: output + 1)
+    kinds = {name: type(child) for name, child in fast_copy(module).items()}
+
+    assert kinds["single"] is FastLinear
+    assert kinds["mine"] is MyLinear
+    assert kinds["hooked"] is nn.Linear
+    assert {kinds[name] for name in ("mixed", "relu_twice", "empty")} == {nn.Sequential}
+    inputs = torch.randn(3, 4)
+    for name, child in fast_copy(module).items():
+        torch.testing.assert_close(child(inputs), module[name](inputs))
+
+
+def test_a_hook_on_a_layer_inside_a_sequence_still_runs() -> None:
+    module = tower(4, 4, 4)
+    module[0].register_forward_hook(lambda layer, inputs, output: output + 1)
+    inputs = torch.randn(3, 4)
+
+    torch.testing.assert_close(fast_copy(module)(inputs), module(inputs))
+
+
+@pytest.mark.parametrize("inputs", [torch.randn(4), torch.randn(2, 3, 4)], ids=["1-d", "3-d"])
+def test_inputs_of_other_shapes_take_the_plain_way(inputs: Tensor) -> None:
+    for module in (tower(4, 5), nn.Linear(4, 5)):
+        torch.testing.assert_close(fast_copy(module)(inputs), module(inputs))
+
+
+def test_names_of_parameters_stay() -> None:
+    module = nn.ModuleDict({"tower": tower(4, 5, 6), "single": nn.Linear(2, 3)})
+
+    assert fast_copy(module).state_dict().keys() == module.state_dict().keys()

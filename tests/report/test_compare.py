@@ -112,10 +112,12 @@ def test_names_are_escaped() -> None:
     assert "&lt;script&gt;$a$" in html
 
 
-def test_the_terminal_shows_the_same_cells() -> None:
-    console = Console(file=io.StringIO(), width=160, color_system=None)
-    console.print(comparison_table(runs()))
+@pytest.mark.parametrize(("repeated", "width"), [(1, 60), (2, 80), (3, 120)])
+def test_the_terminal_shows_the_same_cells(repeated: int, width: int) -> None:
+    console, several = Console(file=io.StringIO(), width=width, color_system=None), runs() * repeated
+    console.print(comparison_table(several))
     shown = console.file.getvalue()
-    for cells in compare(runs()):
+    for run, cells in zip(several, compare(several), strict=True):
+        assert run.name in shown
         for cell in cells:
             assert cell.text in shown

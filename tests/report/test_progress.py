@@ -9,6 +9,7 @@ from rich.console import Console
 
 from shadowsync.report.progress import Progress, final_table, progress_line
 from shadowsync.report.result import Data, Recovery, RecoverySeconds
+from shadowsync.report.summary import key_numbers
 
 
 def console(*, terminal: bool, width: int = 120) -> Console:
@@ -101,6 +102,15 @@ def test_final_table() -> None:
         assert name in shown
     for value in ("0.9500", "39,688", "1,024", "10.4", "bad rows skipped", "failures"):
         assert value in shown
+
+
+def test_final_table_has_one_line_per_row_in_80_columns() -> None:
+    screen = console(terminal=False, width=80)
+    result = make_result(test=make_test(best_auc=0.95))
+    screen.print(final_table(result))
+    lines = printed(screen).splitlines()
+    assert len(lines) == len(key_numbers(result))
+    assert "…" not in printed(screen)
 
 
 def test_final_table_of_a_run_without_test_set_or_synchronisation() -> None:

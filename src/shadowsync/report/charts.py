@@ -56,7 +56,8 @@ def _entropy_card(result: Result, frames: Sequence[Frame]) -> Card:
     chart = Chart("entropy", SAMPLES, Axis("normalized entropy (NE)", three_digits), lines, reference=_test_line(test))
     return Card(
         "Learning curve: normalized entropy",
-        "How much uncertainty about the label is left, on samples the model had not yet been trained on.",
+        "How much uncertainty about the label is left in predictions made just before each sample was trained on "
+        "(after the first epoch the model has met it before).",
         "falls fast, then flattens well below 1, and ends near the test's line.",
         line_chart(chart) if window[0] else None,
     )

@@ -18,6 +18,7 @@ from shadowsync.report.result import Result, read_result
 from shadowsync.report.series import curve
 
 FILE_NAME = "comparison.html"
+_RUNS_ABREAST = 6
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,21 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def comparison_table(runs: Sequence[Run]) -> Table:
-    """The comparison for the terminal."""
+    """The comparison for the terminal: a column per run while a few fit beside each other, else a row per run."""
+    rows = [[Text(cell.text, style="bold" if cell.best else "") for cell in cells] for cells in compare(runs)]
+    names, measures = [run.name for run in runs], [column.name for column in COLUMNS]
+    if len(runs) > _RUNS_ABREAST:
+        return _table("run", measures, names, rows)
+    return _table("", names, measures, list(zip(*rows, strict=True)))
+
+
+def _table(corner: str, across: Sequence[str], down: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("run", overflow="fold")
-    for column in COLUMNS:
-        table.add_column(column.name, justify="right", no_wrap=True)
-    for run, cells in zip(runs, compare(runs), strict=True):
-        table.add_row(Text(run.name), *(Text(cell.text, style="bold" if cell.best else "") for cell in cells))
+    table.add_column(corner, overflow="fold", min_width=12)
+    for name in across:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for name, row in zip(down, rows, strict=True):
+        table.add_row(Text(name), *row)
     return table
 
 
@@ -171,7 +180,7 @@ def _card(overlay: _Overlay, runs: Sequence[Run]) -> Card:
     chart = Chart(overlay.title, overlay.x, overlay.y, lines)
     return Card(
         overlay.title,
-        "Measured on samples not yet trained on, one curve per run.",
+        "Predictions made just before each sample was trained on, one curve per run.",
         overlay.good,
         line_chart(chart) if lines else None,
         "None of the runs wrote metrics.jsonl.",

@@ -98,7 +98,7 @@ def final_table(result: Result) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
+    table.add_column(style="dim", no_wrap=True, overflow="ellipsis")
     for row in key_numbers(result):
         table.add_row(Text(row.name), Text(row.value), Text(row.meaning))
     return table

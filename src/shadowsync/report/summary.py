@@ -25,15 +25,15 @@ def _quality(result: Result) -> list[KeyNumber]:
     if (test := result.test) is not None:
         rows = [
             KeyNumber("test AUC", words.decimal(test.auc), "1 ranks perfectly, 0.5 guesses"),
-            KeyNumber("test NE", words.decimal(test.ne), "below 1 is better than always predicting the mean"),
-            KeyNumber("test calibration", words.decimal(test.calibration, 3), "1 is right, above 1 predicts too many"),
+            KeyNumber("test NE", words.decimal(test.ne), "under 1 beats predicting the mean label"),
+            KeyNumber("test calibration", words.decimal(test.calibration, 3), "above 1 it predicts too many positives"),
             KeyNumber("test log loss", words.decimal(test.logloss), "nats per sample, lower is better"),
         ]
         if test.best_auc is not None:
             rows.insert(1, KeyNumber("best reachable AUC", words.decimal(test.best_auc), "of the true probabilities"))
     if result.train is not None:
         window = words.decimal(result.train.ne_window)
-        rows.append(KeyNumber("training NE, last window", window, "predicted before each sample was trained on"))
+        rows.append(KeyNumber("training NE, last window", window, "predictions made before training on them"))
     return rows
 
 
@@ -41,7 +41,7 @@ def _speed(result: Result) -> list[KeyNumber]:
     speed = result.throughput
     rows = [
         KeyNumber("examples/s (EPS)", words.count(speed.eps), "first to last batch, start-up left out"),
-        KeyNumber("ELP", words.count(speed.elp), "batch size × workers per trainer × trainers"),
+        KeyNumber("ELP", words.count(speed.elp), "batch size × workers × trainers"),
         KeyNumber("training time", words.duration(speed.seconds), "first to last batch"),
     ]
     if speed.startup_seconds is not None:
@@ -54,7 +54,7 @@ def _synchronisation(result: Result) -> list[KeyNumber]:
     if (sync := result.sync) is not None:
         gap = words.decimal(sync.average_gap, 1)
         rows += [
-            KeyNumber("average sync gap", gap, f"iterations per synchronisation ({sync.method}, {sync.schedule})"),
+            KeyNumber("average sync gap", gap, f"iterations ({sync.method}, {sync.schedule})"),
             KeyNumber("synchronisations", words.count(sync.count), "all trainers"),
         ]
     if (aggregation := result.aggregation) is not None:
@@ -70,7 +70,9 @@ def _synchronisation(result: Result) -> list[KeyNumber]:
 def _samples(result: Result) -> list[KeyNumber]:
     data = result.data
     rows = [
-        KeyNumber("trained samples", words.count(data.trained_samples), f"of {words.count(data.train_samples)}"),
+        KeyNumber(
+            "trained samples", words.count(data.trained_samples), f"{words.count(data.train_samples)} in an epoch"
+        ),
         KeyNumber("test samples", words.count(data.test_samples), "never trained on"),
     ]
     if data.skipped_rows:

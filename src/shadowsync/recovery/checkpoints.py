@@ -142,8 +142,9 @@ class CheckpointStore:
             manifest = SnapshotWriter(self._files, staged, self._piece_bytes).write(snapshot)
             self._files.publish(name, MANIFEST, encode(manifest))
         except BaseException:
-            with contextlib.suppress(OSError):
-                self._files.remove(staged, MANIFEST)
+            for folder in {staged, name}:  # it may already have its name and not be durable
+                with contextlib.suppress(OSError):
+                    self._files.remove(folder, MANIFEST)
             raise
 
     def _prune(self) -> None:

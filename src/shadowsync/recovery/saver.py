@@ -50,12 +50,14 @@ class AsyncSaver:
             SaveError: (or whatever else was raised) an earlier save failed; this snapshot is saved none the less.
         """
         with self._lock:
+            earlier = self._next_error()
             self.replaced += self._waiting is not None
             self._waiting = snapshot
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-saver", daemon=True)
                 self._thread.start()
-        self._raise()
+        if earlier is not None:
+            raise earlier
 
     def wait(self) -> None:
         """Returns when everything submitted has been saved.
@@ -67,7 +69,10 @@ class AsyncSaver:
             thread = self._thread
         if thread is not None:
             thread.join()
-        self._raise()
+        with self._lock:
+            error = self._next_error()
+        if error is not None:
+            raise error
 
     @property
     def busy(self) -> bool:
@@ -114,8 +119,5 @@ class AsyncSaver:
             else:
                 self._errors.append(error)
 
-    def _raise(self) -> None:
-        with self._lock:
-            error = self._errors.pop(0) if self._errors else None
-        if error is not None:
-            raise error
+    def _next_error(self) -> BaseException | None:
+        return self._errors.pop(0) if self._errors else None

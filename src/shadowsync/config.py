@@ -116,7 +116,7 @@ class TrainConfig(Section):
         0,
         ge=0,
         le=64,
-        description="pulls under way per worker; more hides a network (none in one process) and makes embeddings staler",
+        description="pulls under way per worker; more hides a network (in process there is none), adds staleness",
     )
     save_every_s: float | None = Field(
         None, gt=0, description="seconds between checkpoints; None saves at the end only"

@@ -34,7 +34,7 @@ class Background(Schedule):
         """The earliest time for the next synchronisation after one from `started` to `ended` that used `cpu_s`."""
         return max(started + self.every_s, started + cpu_s / self.max_share, ended)
 
-    def drive(self, synchronisation: Synchronisation) -> Driver:
+    def _drive(self, synchronisation: Synchronisation) -> Driver:
         return Shadow(self, synchronisation)
 
 

@@ -25,7 +25,7 @@ class EveryK(Schedule):
         int, Field(ge=1, description="iterations of a worker between synchronisations; more costs less time")
     ] = 30
 
-    def drive(self, synchronisation: Synchronisation) -> Driver:
+    def _drive(self, synchronisation: Synchronisation) -> Driver:
         return Foreground(self, synchronisation)
 
 

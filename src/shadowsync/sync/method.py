@@ -46,9 +46,11 @@ class SyncMethod(ABC):
     Attributes:
         collective: all trainers of the group take part in a synchronisation at the same time.
         centralised: there is a central copy, held by the dense servers.
+        active: there is something to do at all.
     """
 
     name: ClassVar[str]
+    active: ClassVar[bool] = True
     collective: ClassVar[bool] = False
     centralised: ClassVar[bool] = False
 

@@ -14,6 +14,7 @@ class NoSync(SyncMethod):
     """Replicas never meet, apart from sharing the embeddings. The first replica is the one evaluated."""
 
     name: ClassVar[str] = "none"
+    active: ClassVar[bool] = False
 
     def init(self, weights: Tensor) -> State:
         return {}

@@ -89,6 +89,22 @@ class Driver(ABC):
         """All workers have left: leaves the group and raises what went wrong, if anything did."""
 
 
+class Unsynchronised(Driver):
+    """The driver of a method that has nothing to do: no thread, no calls."""
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def after_step(self, worker_index: int, iteration: int) -> None:
+        """Nothing to do."""
+
+    def worker_left(self, worker_index: int) -> None:
+        """Nobody waits."""
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+
 class Schedule(ABC):
     """When a replica method runs: hyper-parameters only.
 
@@ -99,6 +115,10 @@ class Schedule(ABC):
     name: ClassVar[str]
     foreground: ClassVar[bool]
 
-    @abstractmethod
     def drive(self, synchronisation: Synchronisation) -> Driver:
         """A driver for one trainer."""
+        return self._drive(synchronisation) if synchronisation.method.active else Unsynchronised()
+
+    @abstractmethod
+    def _drive(self, synchronisation: Synchronisation) -> Driver:
+        """The schedule's own driver, for a method that is active."""

@@ -1,4 +1,4 @@
-"""Memory for large tables.
+"""How the process uses the pages of its memory.
 
 Look-ups hit random rows, so with pages of 4 KiB nearly each one also misses the processor's page table cache. On
 2.2 GB of rows (33.8 M × 16 floats, two cores) huge pages took a random row from 110 ns to 24 ns, and the first filling
@@ -6,12 +6,14 @@ from 2.7 s to 0.9 s.
 """
 
 import contextlib
+import ctypes
 import mmap
 
 import torch
 from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 def zeros(count: int, dtype: torch.dtype) -> Tensor:
@@ -25,3 +27,17 @@ def zeros(count: int, dtype: torch.dtype) -> Tensor:
     everything = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping as long as any view of it lives
     start = -everything.data_ptr() % HUGE_PAGE_BYTES
     return everything[start : start + size].view(dtype)
+
+
+def keep_freed_memory() -> bool:
+    """Tells the C library to keep freed memory for the next allocation; True if it does (glibc).
+
+    By default glibc hands the top of its heap back to the system as soon as a tensor there is freed, and the next step
+    pays for the same pages again: a pull of 1,024 × 26 vectors of 16 floats from two servers took 0.86 ms so, and
+    0.24 ms with the memory kept. It concerns the whole process, so a job calls it once, before it starts.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    return bool(mallopt(M_TRIM_THRESHOLD, 512 << 20)) and bool(mallopt(M_MMAP_THRESHOLD, 32 << 20))

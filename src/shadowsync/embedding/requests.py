@@ -71,8 +71,9 @@ def check_range(ids: Jagged, bounds: Bounds) -> None:
     sign = ids.values | (spread(bounds.last, ids) - ids.values)
     if int(sign.amin()) >= 0:
         return
-    where = int((sign < 0).int().argmax())
-    feature = int(torch.searchsorted(ids.bag_offsets()[:: ids.samples], where, right=True)) - 1
+    where = int((sign < 0).nonzero()[0])
+    starts = ids.bag_offsets()[:: ids.samples].contiguous()
+    feature = int(torch.searchsorted(starts, where, right=True)) - 1
     slot = bounds.slots[feature]
     table = slot.shard.table
     raise DataError(

@@ -1,0 +1,304 @@
+"""The client: any placement gives the same, and bytes are counted as on a wire."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from embedding_cases import (
+    ADAGRAD,
+    ADAM,
+    CLOSE,
+    OPTIMIZERS,
+    SGD,
+    STORAGES,
+    client,
+    dense_gradient,
+    jagged,
+    random_ids,
+    rows_of,
+    table,
+    whole,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowsync.compression.bf16 import Bf16
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.routing import mean_weighted
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.table import Shard
+from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.errors import ConfigError, DataError
+
+EACH = pytest.mark.parametrize("storage", STORAGES)
+BY_NAME = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+KINDS = ("single", "multi", "weighted")
+
+TABLES = [
+    table("user", 40, 8),
+    table("item", 30, 4, ("viewed", "bought"), "mean"),
+    table("day", 3, 6),
+    table("shop", 25, 8, ("here", "there")),
+    table("tag", 12, 4, pooling="mean"),
+]
+SOURCE = ["bought", "user", "tag", "there", "viewed", "here", "day"]
+ROWS = [30, 40, 12, 25, 30, 25, 3]
+
+
+def placements():
+    """Every row on one of up to four servers, tables in up to four parts."""
+    return st.integers(1, 4).flatmap(
+        lambda count: st.tuples(*(_cuts(t, count) for t in TABLES)).map(lambda cuts: _gather(cuts, count))
+    )
+
+
+def _cuts(found, count):
+    edges = st.sets(st.integers(1, found.rows - 1), max_size=3).map(lambda inner: [0, *sorted(inner), found.rows])
+    return edges.flatmap(
+        lambda edges: st.tuples(
+            st.just([Shard(found, *edge) for edge in pairwise(edges)]),
+            st.lists(st.integers(0, count - 1), min_size=len(edges) - 1, max_size=len(edges) - 1),
+        )
+    )
+
+
+def _gather(cuts, count):
+    servers = [[] for _ in range(count)]
+    for shards, homes in cuts:
+        for shard, home in zip(shards, homes, strict=True):
+            servers[home].append(shard)
+    return servers
+
+
+def _train(job, steps, kind):
+    """The pooled vectors of each step."""
+    seen = []
+    for step in range(steps):
+        pulled = job.pull(random_ids(ROWS, 6, step, kind))
+        seen.append(pulled.pooled.clone())
+        job.push(pulled, dense_gradient(6, job.width, step), 0.1)
+    return seen
+
+
+@EACH
+@BY_NAME
+@settings(deadline=None, max_examples=10, derandomize=True)
+@given(servers=placements(), kind=st.sampled_from(KINDS))
+def test_any_placement_gives_the_same_outputs_and_rows(storage, optimizer, servers, kind):
+    one, held_by_one, _ = client(TABLES, SOURCE, [whole(TABLES)], storage, optimizer)
+    many, held_by_many, _ = client(TABLES, SOURCE, servers, storage, optimizer)
+    torch.testing.assert_close(_train(many, 3, kind), _train(one, 3, kind), **CLOSE)
+    for found in TABLES:
+        torch.testing.assert_close(rows_of(held_by_many, found.name), rows_of(held_by_one, found.name), **CLOSE)
+
+
+@EACH
+@pytest.mark.parametrize("cut", [1, 10, 39])
+def test_a_table_of_two_parts_is_exactly_one_of_one_part(storage, cut):
+    user = TABLES[0]
+    one, whole_table, _ = client([user], ["user"], [whole([user])], storage)
+    two, parts, _ = client([user], ["user"], [[Shard(user, cut, 40)], [Shard(user, 0, cut)]], storage)
+    for step in range(4):
+        ids, gradient = random_ids([40], 30, step, "single"), dense_gradient(30, 8, step)
+        pulled = [job.pull(ids) for job in (one, two)]
+        assert torch.equal(pulled[0].pooled, pulled[1].pooled)
+        one.push(pulled[0], gradient, 0.1)
+        two.push(pulled[1], gradient, 0.1)
+    for name in ("weight", "momentum"):
+        assert torch.equal(rows_of(whole_table, "user", name), rows_of(parts, "user", name))
+
+
+def test_three_parts_are_added_up_in_one_order_whatever_the_placement():
+    wide = table("t", 3, 4)
+    ids = jagged([[[0, 1, 2]] * 5], 5)
+    parts = [Shard(wide, row, row + 1) for row in range(3)]
+    answers = []
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        job, servers, _ = client([wide], ["t"], [[parts[index]] for index in order])
+        for server in servers:  # three numbers whose float32 sum depends on the order
+            server.state()[0].tensors["weight"].fill_((1e8, -1e8, 1.0)[server.shards[0].start])
+        answers.append(job.pull(ids).pooled)
+    assert all(torch.equal(answer, torch.ones(5, 4)) for answer in answers)
+
+
+@EACH
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_is_in_the_order_of_the_tables_and_means_divide_by_the_number_of_ids(storage, kind):
+    job, servers, _ = client(TABLES, SOURCE, [whole(TABLES[3:]), whole(TABLES[:3])], storage)
+    ids = random_ids(ROWS, 6, 0, kind)
+    pooled = job.pull(ids).pooled
+    assert list(job.columns) == ["user", "viewed", "bought", "day", "here", "there", "tag"]
+    for found in TABLES:
+        for feature in found.features:
+            alone = ids.select([SOURCE.index(feature)])
+            bag = torch.nn.functional.embedding_bag(
+                alone.values,
+                rows_of(servers, found.name),
+                alone.bag_offsets(),
+                mode="sum",
+                per_sample_weights=alone.weights,
+                include_last_offset=True,
+            )
+            if found.pooling == "mean":
+                bag /= alone.lengths().clamp(min=1)[:, None]
+            torch.testing.assert_close(pooled[:, job.columns[feature]], bag, **CLOSE)
+
+
+@EACH
+def test_mean_equals_embedding_bag_mean_with_its_gradient(storage):
+    tags = table("tags", 9, 4, pooling="mean")
+    job, servers, _ = client([tags], ["tags"], [whole([tags])], storage, SGD)
+    bag = torch.nn.EmbeddingBag.from_pretrained(rows_of(servers, "tags").clone(), False, mode="mean")
+    for step in range(3):
+        ids, gradient = random_ids([9], 12, step), dense_gradient(12, 4, step)
+        expected = bag(ids.values, ids.bag_offsets()[:-1])
+        pulled = job.pull(ids)
+        torch.testing.assert_close(pulled.pooled, expected.detach(), **CLOSE)
+        bag.weight.grad = None
+        expected.backward(gradient)
+        bag.weight.data -= 0.1 * bag.weight.grad
+        job.push(pulled, gradient, 0.1)
+    torch.testing.assert_close(rows_of(servers, "tags"), bag.weight.data, **CLOSE)
+
+
+def test_mean_weights_divide_explicit_weights_too():
+    ids = jagged([[[1, 2], []], [[3, 4], [5]]], 2, torch.tensor([2.0, 4.0, 6.0, 8.0, 10.0]))
+    weighted = mean_weighted(ids, torch.tensor([True, False]))
+    assert weighted.weights.tolist() == [1.0, 2.0, 6.0, 8.0, 10.0]
+
+
+def test_one_server_with_all_features_in_order_copies_nothing():
+    tables = [table("a"), table("b")]
+    _, servers, _ = client(tables, ["a", "b"], [whole(tables)])
+    seen = []
+    servers[0].pull = lambda lookup: seen.append(lookup.ids) or answer
+    servers[0].push = lambda lookup, gradient, lr: seen.append(gradient)
+    job = EmbeddingClient(tables, ["a", "b"], servers)
+    answer, ids, gradient = torch.zeros(3, 8), random_ids([7, 7], 3, 0, "single"), torch.ones(3, 8)
+    pulled = job.pull(ids)
+    job.push(pulled, gradient, 0.1)
+    assert seen[0] is ids
+    assert pulled.pooled.data_ptr() == answer.data_ptr()
+    assert seen[1].data_ptr() == gradient.data_ptr()
+
+
+def test_look_ups_carry_weights_only_where_there_is_a_mean_of_several():
+    job, _, _ = client(TABLES, SOURCE, [whole(TABLES)])
+    kinds = {kind: [lookup.ids.weights is not None for _, lookup in job.pull(_ids(kind)).lookups] for kind in KINDS}
+    assert kinds == {"single": [False], "multi": [False, True], "weighted": [True]}
+
+
+def _ids(kind):
+    return random_ids(ROWS, 6, 0, kind)
+
+
+def test_pushes_may_come_later_and_in_another_order():
+    job, servers, _ = client(TABLES, SOURCE, [whole(TABLES)], optimizer=SGD)
+    again, servers_again, _ = client(TABLES, SOURCE, [whole(TABLES)], optimizer=SGD)
+    for each, order in ((job, (0, 1)), (again, (1, 0))):
+        pulled = [each.pull(random_ids(ROWS, 6, step)) for step in (0, 1)]
+        for step in order:
+            each.push(pulled[step], dense_gradient(6, each.width, step), 0.1)
+    for found in TABLES:
+        torch.testing.assert_close(rows_of(servers, found.name), rows_of(servers_again, found.name), **CLOSE)
+
+
+def test_empty_batches_and_a_job_without_features():
+    job, servers, counter = client(TABLES, SOURCE, [whole(TABLES[:2]), whole(TABLES[2:])])
+    before = rows_of(servers, "user").clone()
+    for kind in KINDS:
+        pulled = job.pull(random_ids(ROWS, 0, 0, kind))
+        assert pulled.pooled.shape == (0, job.width)
+        job.push(pulled, torch.zeros(0, job.width), 0.1)
+    assert torch.equal(rows_of(servers, "user"), before)
+    bare, _, counter = client([], [], [[]])
+    pulled = bare.pull(random_ids([], 5, 0, "single"))
+    assert pulled.pooled.shape == (5, 0)
+    bare.push(pulled, torch.zeros(5, 0), 0.1)
+    assert counter.totals().bytes == {}
+
+
+def test_bytes_are_those_of_the_wire():
+    tables = [table("a", dim=4), table("b", dim=8)]
+    for codec, size in ((None, 4), (Bf16(), 2)):
+        job, _, counter = client(tables, ["a", "b"], [whole(tables[:1]), whole(tables[1:])], codec=codec)
+        pulled = job.pull(random_ids([7, 7], 5, 0, "single"))
+        ids, floats = 2 * 5 * 8, 5 * 12
+        assert counter.totals().bytes == {"pull": ids + floats * size}
+        assert counter.totals().raw_bytes == {"pull": ids + floats * 4}
+        job.push(pulled, torch.ones(5, 12), 0.1)
+        assert counter.totals().bytes["push"] == floats * size
+        assert counter.totals().raw_bytes["push"] == floats * 4
+    job, _, counter = client(tables, ["a", "b"], [whole(tables)])
+    ids = random_ids([7, 7], 5, 0, "weighted")
+    job.pull(ids)
+    assert counter.totals().bytes == {"pull": len(ids.values) * 12 + 11 * 8 + 5 * 12 * 4}
+
+
+def test_codecs_are_applied_both_ways():
+    user = TABLES[0]
+    job, servers, _ = client([user], ["user"], [whole([user])], optimizer=SGD, codec=Bf16())
+    before, ids = rows_of(servers, "user").clone(), Jagged(torch.tensor([5]), None, None, 1, 1)
+    pulled = job.pull(ids)
+    assert torch.equal(pulled.pooled, before[5:6].bfloat16().float())
+    gradient = torch.full((1, 8), 1.001)  # rounds to 1 in bfloat16
+    job.push(pulled, gradient, 0.5)
+    assert torch.equal(rows_of(servers, "user")[5], before[5] - 0.5)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("bad", [-1, 40, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("kind", ["single", "multi"])
+def test_an_id_outside_its_table_is_refused_wherever_the_table_is(bad, kind, cut):
+    user, day = TABLES[0], TABLES[2]
+    parts = [[Shard(user, 0, 15)], [Shard(user, 15, 40), Shard(day, 0, 3)]] if cut else [whole([user, day])]
+    job, _, _ = client([user, day], ["user", "day"], parts)
+    ids = random_ids([40, 3], 6, 0, kind)
+    ids.values[0] = bad
+    shown = "" if abs(bad) > 40 else f"{bad} "
+    with pytest.raises(
+        DataError, match=rf"^feature user: id .*{shown}.*is not a row of table user, which has rows 0 to 39"
+    ):
+        job.pull(ids)
+
+
+def test_ids_of_other_features_are_refused():
+    job, _, _ = client(TABLES, SOURCE, [whole(TABLES)])
+    with pytest.raises(DataError, match="ids of 2 features for 3 samples do not fit a look-up of 7 features"):
+        job.pull(random_ids([5, 5], 3, 0))
+
+
+def test_a_gradient_of_another_shape_is_refused():
+    user = TABLES[0]
+    job, _, _ = client([user], ["user"], [whole([user])])
+    pulled = job.pull(random_ids([40], 3, 0))
+    with pytest.raises(DataError, match=r"a gradient of torch.float32 \[3, 7\] does not fit .*\[3, 8\]"):
+        job.push(pulled, torch.zeros(3, 7), 0.1)
+    with pytest.raises(DataError, match=r"a gradient of torch.float64"):
+        job.push(pulled, torch.zeros(3, 8, dtype=torch.float64), 0.1)
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        [],
+        [Shard(TABLES[0], 0, 39)],
+        [Shard(TABLES[0], 1, 40)],
+        [Shard(TABLES[0], 0, 21), Shard(TABLES[0], 20, 40)],
+        [Shard(TABLES[0], 0, 40), Shard(TABLES[0], 0, 40)],
+    ],
+)
+def test_servers_must_hold_each_row_once(shards):
+    servers = [EmbeddingServer(shards, TorchStorage, ADAGRAD, 0)]
+    with pytest.raises(ConfigError, match="table user: the servers do not hold each of its 40 rows exactly once"):
+        EmbeddingClient([TABLES[0]], ["user"], servers)
+
+
+def test_adam_counts_pushes_alike_in_every_part():
+    user = TABLES[0]
+    job, servers, _ = client([user], ["user"], [[Shard(user, 0, 20)], [Shard(user, 20, 40)]], optimizer=ADAM)
+    low = random_ids([20], 4, 0, "single")
+    for _ in range(3):
+        job.push(job.pull(low), torch.ones(4, 8), 0.1)
+    assert [int(server.state()[0].tensors["step"]) for server in servers] == [3, 3]

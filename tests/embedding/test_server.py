@@ -1,0 +1,154 @@
+"""The server: what it refuses, and rows in and out."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from embedding_cases import ADAGRAD, ADAM, OPTIMIZERS, SGD, STORAGES, dense_gradient, jagged, random_ids, table, whole
+
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.server import EmbeddingServer, Lookup
+from shadowsync.embedding.table import Rows, Shard, Table
+from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.errors import CheckpointError, DataError
+
+EACH = pytest.mark.parametrize("storage", STORAGES)
+TABLES = [table("a", 9, 4), table("b", 20, 6)]
+GOOD = jagged([[[0, 8], []], [[19], [3]]], 2)
+
+
+def server(shards=None, optimizer=ADAGRAD, seed=0, storage=TorchStorage):
+    return EmbeddingServer(whole(TABLES) if shards is None else shards, storage, optimizer, seed)
+
+
+def trained(optimizer=ADAGRAD):
+    made = server(optimizer=optimizer, seed=1)
+    for step in range(3):
+        lookup = Lookup((0, 1), random_ids([9, 20], 8, step))
+        made.push(lookup, dense_gradient(8, 10, step), 0.1)
+    return made
+
+
+def copied(state):
+    return [Rows(rows.table, rows.start, {name: t.clone() for name, t in rows.tensors.items()}) for rows in state]
+
+
+@EACH
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"values": GOOD.values.int()},
+        {"values": GOOD.values[:-1]},
+        {"values": GOOD.values.view(2, 2)},
+        {"offsets": GOOD.offsets[:-1]},
+        {"offsets": GOOD.offsets.int()},
+        {"offsets": GOOD.offsets + 1},
+        {"offsets": torch.tensor([0, 3, 2, 3, 4])},
+        {"offsets": torch.tensor([0, 2, 2, 3, 5])},
+        {"offsets": None, "values": GOOD.values[:-1]},
+        {"weights": torch.ones(3)},
+        {"weights": torch.ones(4, dtype=torch.float64)},
+        {"feature_count": 1},
+        {"samples": 3},
+    ],
+)
+def test_tensors_that_do_not_fit_each_other_reach_no_operator(storage, wrong):
+    made = server(storage=storage)
+    lookup = Lookup((0, 1), replace(GOOD, **wrong))
+    for call in (lambda: made.pull(lookup), lambda: made.push(lookup, torch.zeros(2, 10), 0.1)):
+        with pytest.raises(DataError, match=r"do not fit a look-up of 2 features: values int"):
+            call()
+    assert made.pull(Lookup((0, 1), GOOD)).shape == (2, 10)
+
+
+@EACH
+def test_ids_are_checked_at_the_push_too(storage):
+    made = server(storage=storage)
+    ids = jagged([[[0, 9], []], [[19], [3]]], 2)
+    with pytest.raises(DataError, match=r"^feature a: id 9 is not a row of table a, which has rows 0 to 8; give"):
+        made.push(Lookup((0, 1), ids), torch.zeros(2, 10), 0.1)
+
+
+def test_an_id_of_a_part_is_named_as_the_user_knows_it():
+    made = server([Shard(TABLES[1], 15, 20)])
+    with pytest.raises(DataError, match=r"^feature b: id 20 is not a row of table b, which has rows 0 to 19"):
+        made.pull(Lookup((0,), Jagged(torch.tensor([4, 5]), None, None, 1, 2)))
+
+
+@pytest.mark.parametrize("slots", [(2,), (-1,)])
+def test_an_unknown_slot_is_refused(slots):
+    with pytest.raises(DataError, match=rf"slot {slots[0]} is asked for and this server has 2 slots"):
+        server().pull(Lookup(slots, random_ids([3], 2, 0)))
+
+
+def test_slots_are_looked_up_in_the_order_asked_for():
+    made, ids = server(), random_ids([20, 9], 5, 0)
+    both = made.pull(Lookup((1, 0), ids))
+    assert torch.equal(both[:, :6], made.pull(Lookup((1,), ids.select([0]))))
+    assert torch.equal(both[:, 6:], made.pull(Lookup((0,), ids.select([1]))))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+@pytest.mark.parametrize("edges", [[0, 20], [0, 1, 20], [0, 7, 13, 20]])
+def test_state_loads_into_any_cut_and_training_goes_on_alike(optimizer, edges):
+    source = trained(optimizer)
+    parts = [Shard(TABLES[1], start, stop) for start, stop in itertools.pairwise(edges)]
+    cut = server([*parts, *whole(TABLES[:1])], optimizer)
+    cut.load(copied(source.state()))
+    again = server(optimizer=optimizer, seed=2)
+    again.load(copied(cut.state()))
+    torch.testing.assert_close(*({r.table.name: dict(r.tensors) for r in s.state()} for s in (again, source)))
+    lookup, gradient = Lookup((0, 1), random_ids([9, 20], 8, 9)), dense_gradient(8, 10, 9)
+    for made in (source, again):
+        made.push(lookup, gradient, 0.1)
+    torch.testing.assert_close(*({r.table.name: dict(r.tensors) for r in s.state()} for s in (again, source)))
+
+
+def test_one_row_tables_and_one_row_pieces_keep_their_step():
+    single, lone = Table("a", 1, 4, ("a",)), Lookup((0,), Jagged(torch.tensor([0]), None, None, 1, 1))
+    source = server([Shard(single, 0, 1)], ADAM)
+    source.push(lone, torch.ones(1, 4), 0.1)
+    target = server([Shard(single, 0, 1)], ADAM, seed=5)
+    target.load(source.state())
+    assert int(target.state()[0].tensors["step"]) == 1
+    assert torch.equal(target.state()[0].tensors["weight"], source.state()[0].tensors["weight"])
+    long = trained(ADAM)
+    (_, rows) = long.state()
+    pieces = [_row(rows, row) for row in range(20)]
+    target = server(whole(TABLES[1:]), ADAM, seed=5)
+    target.load(pieces)
+    torch.testing.assert_close(dict(target.state()[0].tensors), dict(rows.tensors))
+
+
+def _row(rows, row):
+    return Rows(rows.table, row, {n: t if n == "step" else t[row : row + 1] for n, t in rows.tensors.items()})
+
+
+def test_missing_rows_are_named_and_nothing_is_written():
+    made, saved = server(), copied(trained().state())
+    before = copied(made.state())
+    lacking = [saved[0], Rows(TABLES[1], 0, {n: t[:12] for n, t in saved[1].tensors.items()})]
+    with pytest.raises(CheckpointError, match="row 12 of table b is not in the checkpoint"):
+        made.load(lacking)
+    torch.testing.assert_close([dict(r.tensors) for r in made.state()], [r.tensors for r in before], rtol=0, atol=0)
+    made.load(lacking, partial=True)
+    assert torch.equal(made.state()[1].tensors["weight"][:12], saved[1].tensors["weight"][:12])
+    assert torch.equal(made.state()[1].tensors["weight"][12:], before[1].tensors["weight"][12:])
+
+
+def test_rows_of_another_shape_or_optimizer_are_refused():
+    wide = server([Shard(replace(TABLES[0], dim=8), 0, 9)])
+    with pytest.raises(CheckpointError, match="table a has 9 rows of 8 in the checkpoint and 9 of 4 in this job"):
+        server().load(wide.state())
+    with pytest.raises(
+        CheckpointError,
+        match=r"table a was saved with momentum, weight, and embedding.optimizer=sgd needs weight: resume with",
+    ):
+        server(optimizer=SGD).load(trained().state())
+
+
+def test_tables_of_other_servers_are_passed_over():
+    made = server(whole(TABLES[:1]))
+    made.load(trained().state())
+    assert torch.equal(made.state()[0].tensors["weight"], trained().state()[0].tensors["weight"])

@@ -141,10 +141,10 @@ class _Run:
             with stop_on_signals() as request, self.session.recorder:
                 started = time.monotonic()
                 self._train(reporter, request)
+            reporter.show(self.session.recorder.frame(self.session.counts(self.saver.saves), ended=True))
             self._save()
             self.saver.wait()
             self._raise_if_interrupted(request)
-            reporter.show(self._frame())
             result = self._result(started - self.began, self._evaluate())
             reporter.finish(result)
         return result

@@ -40,8 +40,7 @@ class Dlrm(ModelSpec):
 class DlrmModule(nn.Module):
     """The model as `Dlrm` describes it. Without dense columns there is no bottom tower and the features interact alone.
 
-    Ours differs from the reference in that the tower's last layer towards `D` has a ReLU as there, and no vector
-    interacts with itself.
+    As in the reference, the bottom tower ends in a ReLU and no vector interacts with itself.
     """
 
     def __init__(self, spec: Dlrm, dense_columns: int, dims: Mapping[str, int]) -> None:

@@ -38,18 +38,8 @@ class Slot:
         return flat[self.start : self.start + self.numel].view(self.shape)
 
 
-@dataclass(frozen=True)
-class Precision:
-    """How workers compute; parameters and gradients are float32 either way.
-
-    Attributes:
-        autocast: the dtype of products in the forward and backward pass, None for float32.
-    """
-
-    autocast: torch.dtype | None = None
-
-
-PRECISIONS: Mapping[str, Precision] = {"fp32": Precision(), "bf16": Precision(torch.bfloat16)}
+PRECISIONS: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+"""The dtype of the autocast in which workers compute; parameters and gradients are float32 either way."""
 
 
 class Replica:
@@ -158,13 +148,13 @@ class WorkerModule:
             parameter the loss did not depend on. They are not accumulated.
     """
 
-    def __init__(self, replica: Replica, precision: Precision, clip_norm: float | None) -> None:
+    def __init__(self, replica: Replica, autocast: torch.dtype | None, clip_norm: float | None) -> None:
         self.module = replica.private_copy()
         if replica.flat.device.type == "cpu":
             accelerate(self.module)
         self.gradients: tuple[Tensor | None, ...] = ()
         self._replica = replica
-        self._precision = precision
+        self._autocast = autocast
         self._clip_norm = clip_norm
         self._parameters = _trainable(self.module)
         self._views = [slot.view(replica.flat) for slot in replica.slots]
@@ -218,10 +208,10 @@ class WorkerModule:
 
     def _forward(self, dense: Tensor, leaf: Tensor) -> Tensor:
         embeddings = Pooled(leaf, self._replica.dims)
-        if self._precision.autocast is None:
+        if self._autocast is None:
             logits = self.module(dense, embeddings)
         else:
-            with torch.autocast(leaf.device.type, self._precision.autocast):
+            with torch.autocast(leaf.device.type, self._autocast):
                 logits = self.module(dense, embeddings)
         if logits.shape != dense.shape[:1]:
             raise ConfigError(

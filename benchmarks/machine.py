@@ -1,0 +1,113 @@
+"""What every benchmark needs: which machine it ran on, how fast that is, alternating runs, and a plain table.
+
+python benchmarks/machine.py      prints the machine and the speed of its matrix products
+"""
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shadowsync.report.machine import machine, versions
+from shadowsync.training.fast_linear import accelerate
+
+
+def describe() -> list[str]:
+    """The machine, the versions and the commit, a line each."""
+    facts = {**machine(), **versions(), "commit": commit()}
+    return [f"{name}: {value}" for name, value in facts.items()]
+
+
+def commit() -> str:
+    """The commit that is checked out, with `+` behind it if files differ from it, or `unknown`."""
+    here = Path(__file__).parent
+    try:
+        found = [
+            subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+            for arguments in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found[0] + ("+" if found[1] else "")
+
+
+def alternate(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Runs every job once per round, in turn, so that whatever else the machine does hits all of them alike.
+
+    Returns:
+        Seconds of each run by job.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each."""
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def ratios(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, float]:
+    """The median, over the rounds, of each job's value over that of `base` in the same round."""
+    pairs = {name: zip(values, samples[base], strict=True) for name, values in samples.items()}
+    return {name: statistics.median(value / other for value, other in pair) for name, pair in pairs.items()}
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as they need be: the first to the left, the others to the right; floats with 4 digits."""
+    cells = [list(header), *([f"{c:,.4g}" if isinstance(c, float) else str(c) for c in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def product_speed(dtype: torch.dtype, threads: int, fast: bool = True, rows: int = 1024) -> float:
+    """GFLOP/s of `[rows, 512] @ [512, 512]`, the best of many runs.
+
+    Args:
+        dtype: of both factors.
+        threads: torch's threads inside the product.
+        fast: by the layers that workers use, or by torch's own.
+        rows: rows of the left factor.
+    """
+    layer = torch.nn.Linear(512, 512, bias=False).to(dtype)
+    if fast:
+        accelerate(holder := torch.nn.ModuleList([layer]))
+        layer = holder[0]  # type: ignore[assignment]
+    inputs = torch.randn(rows, 512).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            return 2e-9 * rows * 512 * 512 / _best_seconds(lambda: layer(inputs))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _best_seconds(job: Callable[[], Tensor], runs: int = 100) -> float:
+    return min(alternate({"job": job}, runs)["job"])
+
+
+def product_table() -> str:
+    """Matrix-product speeds of this machine with one and two threads."""
+    rows = [
+        (name, *(product_speed(dtype, threads, fast) for threads in (1, 2)))
+        for name, dtype, fast in (
+            ("fp32, torch", torch.float32, False),
+            ("fp32, oneDNN", torch.float32, True),
+            ("bf16", torch.bfloat16, True),
+        )
+    ]
+    return table(["matrix products, GFLOP/s", "1 thread", "2 threads"], rows)
+
+
+if __name__ == "__main__":
+    print("\n".join(describe()), product_table(), sep="\n\n")

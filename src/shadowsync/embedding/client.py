@@ -14,7 +14,7 @@ from shadowsync.embedding.catalog import check_tables
 from shadowsync.embedding.requests import check_shape
 from shadowsync.embedding.routing import Route, Router, local_ids
 from shadowsync.embedding.server import Lookup
-from shadowsync.embedding.table import Shard, Table
+from shadowsync.embedding.table import Shard, Table, group_by_table
 from shadowsync.errors import ConfigError
 
 
@@ -100,12 +100,9 @@ class EmbeddingClient:
 
 
 def _check_held_once(tables: Sequence[Table], servers: Sequence[Sequence[Shard]]) -> None:
-    held = [shard for shards in servers for shard in shards]
+    held = group_by_table(shard for shards in servers for shard in shards)
     for table in tables:
-        reached = 0
-        for shard in sorted((shard for shard in held if shard.table == table), key=lambda shard: shard.start):
-            if shard.start != reached:
-                break
-            reached = shard.stop
-        if reached != table.rows or sum(s.rows for s in held if s.table == table) != table.rows:
+        spans = [(shard.start, shard.stop) for shard in held.get(table.name, ()) if shard.table == table]
+        edges = [0, *(stop for _, stop in spans)]
+        if [start for start, _ in spans] != edges[:-1] or edges[-1] != table.rows:
             raise ConfigError(f"table {table.name}: the servers do not hold each of its {table.rows} rows exactly once")

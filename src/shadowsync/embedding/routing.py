@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.requests import spread
-from shadowsync.embedding.table import Shard, Slot, Table, slots_of
+from shadowsync.embedding.table import Shard, Slot, Table, group_by_table, slots_of
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -121,28 +121,26 @@ class Router:
     def __init__(self, tables: Sequence[Table], features: Sequence[str], servers: Sequence[Sequence[Shard]]) -> None:
         self.columns = Columns(tables)
         self._position = {feature: index for index, feature in enumerate(features)}
-        self._servers = servers
-        self._starts = {t.name: sorted(s.start for shards in servers for s in shards if s.table == t) for t in tables}
+        self._slots = [slots_of(shards) for shards in servers]
+        parts = group_by_table(shard for shards in servers for shard in shards)
+        self._part = {shard: index for shards in parts.values() for index, shard in enumerate(shards)}
         means = {feature for table in tables if table.pooling == "mean" for feature in table.features}
         self.together = self._fan(means, [set(features)])
         self.apart = self._fan(means, [set(features) - means, means])
 
     def _fan(self, means: set[str], groups: Sequence[set[str]]) -> Fan:
         asked = [
-            (server, [slot for slot, found in enumerate(slots_of(shards)) if found.feature in group])
+            (server, [slot for slot, found in enumerate(slots) if found.feature in group])
             for group in groups
-            for server, shards in enumerate(self._servers)
+            for server, slots in enumerate(self._slots)
         ]
         asked = [(server, slots) for server, slots in asked if slots]
         routes = tuple(self._route(server, slots, means) for server, slots in asked)
-        sections = [
-            self._sections([slots_of(self._servers[server])[slot] for slot in slots]) for server, slots in asked
-        ]
+        sections = [self._sections([self._slots[server][slot] for slot in slots]) for server, slots in asked]
         return _fan(routes, sections)
 
     def _route(self, server: int, slots: Sequence[int], means: set[str]) -> Route:
-        shards = self._servers[server]
-        chosen = [slots_of(shards)[slot] for slot in slots]
+        chosen = [self._slots[server][slot] for slot in slots]
         positions = tuple(self._position[slot.feature] for slot in chosen)
         mean = torch.tensor([slot.feature in means for slot in chosen])
         units = [unit for slot in chosen for unit in self.columns.units(slot.feature)]
@@ -167,7 +165,7 @@ class Router:
     def _sections(self, slots: Sequence[Slot]) -> list[Section]:
         found: list[Section] = []
         for slot in slots:
-            layer = self._starts[slot.shard.table.name].index(slot.shard.start)
+            layer = self._part[slot.shard]
             span = self.columns.span[slot.feature]
             if found and (found[-1].layer, found[-1].stop) == (layer, span.start):
                 found[-1] = Section(layer, found[-1].start, span.stop)

@@ -1,6 +1,6 @@
 """What an embedding table is, and which rows of it a server holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -74,3 +74,11 @@ class Slot:
 def slots_of(shards: Sequence[Shard]) -> tuple[Slot, ...]:
     """What a server that holds `shards` can be asked for: every feature of every shard, in their order."""
     return tuple(Slot(shard, feature) for shard in shards for feature in shard.table.features)
+
+
+def group_by_table(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
+    """The shards of each table, by the table's name, in the order of their rows."""
+    found: dict[str, list[Shard]] = {}
+    for shard in sorted(shards, key=lambda shard: shard.start):
+        found.setdefault(shard.table.name, []).append(shard)
+    return found

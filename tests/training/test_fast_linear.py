@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,3 +127,25 @@ def test_names_of_parameters_stay() -> None:
     module = nn.ModuleDict({"tower": tower(4, 5, 6), "single": nn.Linear(2, 3)})
 
     assert fast_copy(module).state_dict().keys() == module.state_dict().keys()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="run on Linux to count the threads of this process")
+def test_a_new_thread_keeps_to_torchs_number_of_threads() -> None:
+    """oneDNN asked first in a new thread would start one thread per core beside every worker."""
+    layer, inputs = fast_copy(nn.Linear(256, 256)), torch.randn(256, 256)
+    counts: list[int] = []
+
+    def work() -> None:
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+        with torch.no_grad():
+            layer(inputs)
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(before)
+
+    assert counts[0] == counts[1]

@@ -88,6 +88,7 @@ class _Tower(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, relus: Sequence[bool], *parameters: Tensor | None) -> Tensor:
+        torch.get_num_threads()  # a new thread takes over torch's setting when asked; oneDNN alone takes every core
         cast = [None if parameter is None else parameter.to(inputs.dtype) for parameter in parameters]
         weights, biases = cast[: len(relus)], cast[len(relus) :]
         values = [inputs]

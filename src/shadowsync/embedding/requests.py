@@ -67,11 +67,16 @@ def check_range(ids: Jagged, bounds: Bounds) -> None:
     """Raises `DataError` naming the first of the local `ids` that lies outside its shard."""
     if not len(ids.values):
         return
+    values, last = ids.values, bounds.last
+    if ids.offsets is None:
+        values, last = values.view(ids.feature_count, ids.samples), last[:, None]
+    else:
+        last = spread(last, ids)
     # negative where either the id or its distance to the last row is: one pass finds both
-    sign = ids.values | (spread(bounds.last, ids) - ids.values)
+    sign = values | (last - values)
     if int(sign.amin()) >= 0:
         return
-    where = int((sign < 0).nonzero()[0])
+    where = int((sign.flatten() < 0).nonzero()[0])
     starts = ids.bag_offsets()[:: ids.samples].contiguous()
     feature = int(torch.searchsorted(starts, where, right=True)) - 1
     slot = bounds.slots[feature]

@@ -77,7 +77,7 @@ class Route:
     Attributes:
         server: its position.
         slots: as in `Lookup`.
-        features: positions in the source's order; None for all in order.
+        features: positions in the source's order, int64 `[F]`; None for all in order.
         mean: whether each feature is pooled by mean, bool `[F]`; None if none is.
         parts: None if all tables are whole.
         units: every unit of the answer in the output, int64 `[U]`; None if the answer is the output.
@@ -85,7 +85,7 @@ class Route:
 
     server: int
     slots: tuple[int, ...]
-    features: tuple[int, ...] | None
+    features: Tensor | None
     mean: Tensor | None
     parts: Parts | None
     units: Tensor | None
@@ -141,13 +141,13 @@ class Router:
 
     def _route(self, server: int, slots: Sequence[int], means: set[str]) -> Route:
         chosen = [self._slots[server][slot] for slot in slots]
-        positions = tuple(self._position[slot.feature] for slot in chosen)
+        positions = [self._position[slot.feature] for slot in chosen]
         mean = torch.tensor([slot.feature in means for slot in chosen])
         units = [unit for slot in chosen for unit in self.columns.units(slot.feature)]
         return Route(
             server=server,
             slots=tuple(slots),
-            features=None if positions == tuple(range(len(self._position))) else positions,
+            features=None if positions == list(range(len(self._position))) else torch.tensor(positions),
             mean=mean if bool(mean.any()) else None,
             parts=self._parts([slot.shard for slot in chosen]),
             units=None if units == list(range(self.columns.width // self.columns.unit)) else torch.tensor(units),
@@ -211,10 +211,17 @@ def _fan(routes: tuple[Route, ...], sections: Sequence[Sequence[Section]]) -> Fa
 def local_ids(ids: Jagged, route: Route) -> Jagged:
     """What a route asks its server for, from the ids of all features."""
     if route.features is not None:
-        ids = ids.select(route.features)
+        ids = _select(ids, route.features)
     if route.mean is not None and ids.offsets is not None:
         ids = mean_weighted(ids, route.mean)
     return ids if route.parts is None else _narrow(ids, route.parts)
+
+
+def _select(ids: Jagged, features: Tensor) -> Jagged:
+    if ids.offsets is not None or ids.weights is not None:
+        return ids.select(features.tolist())
+    values = ids.values.view(ids.feature_count, ids.samples).index_select(0, features).flatten()
+    return Jagged(values, None, None, len(features), ids.samples)
 
 
 def mean_weighted(ids: Jagged, mean: Tensor) -> Jagged:

@@ -101,7 +101,7 @@ def guarded(files: Files, path: str, read: Callable[[str], T]) -> T:
         raise CheckpointError(f"{files.place(path)} cannot be read: {error.strerror or error}") from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoadedCheckpoint:
     """A checkpoint that was opened: small parts are in memory, rows are read when asked for.
 

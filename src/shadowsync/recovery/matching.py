@@ -35,8 +35,9 @@ def match_optimizer(saved: Mapping[str, Collection[str]], wanted: Mapping[str, C
         CheckpointError: names the first table whose optimizer state is another one's.
     """
     for table, names in wanted.items():
-        if set(names) != set(saved.get(table, ())):
-            has, needs = (", ".join(sorted(set(kept) - {"weight"})) or "nothing" for kept in (saved[table], names))
+        kept = saved.get(table, ())
+        if set(names) != set(kept):
+            has, needs = (", ".join(sorted(set(state) - {"weight"})) or "nothing" for state in (kept, names))
             raise CheckpointError(
                 f"the optimizer of table {table} kept {has} in the checkpoint and needs {needs} in this job: set "
                 "embedding.optimizer to the one it was trained with"

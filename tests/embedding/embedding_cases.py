@@ -28,7 +28,8 @@ STORAGES = [
     pytest.param(TorchStorage, id="torch"),
     pytest.param(FbgemmStorage, id="fbgemm", marks=needs_fbgemm),
 ]
-OPTIMIZERS = [RowOptimizer(name, 1e-8, 0.9, 0.999) for name in ("rowwise_adagrad", "adam", "sgd")]
+# an eps large enough to be seen
+OPTIMIZERS = [RowOptimizer(name, 0.01, 0.9, 0.999) for name in ("rowwise_adagrad", "adam", "sgd")]
 ADAGRAD, ADAM, SGD = OPTIMIZERS
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 

@@ -126,7 +126,7 @@ def test_fbgemm_equals_torch(optimizer, request):
 @EACH
 @pytest.mark.parametrize(
     ("optimizer", "torch_optimizer"),
-    [(SGD, lambda p: torch.optim.SGD(p, 0.1)), (ADAM, lambda p: torch.optim.Adam(p, 0.1, (0.9, 0.999), 1e-8))],
+    [(SGD, lambda p: torch.optim.SGD(p, 0.1)), (ADAM, lambda p: torch.optim.Adam(p, 0.1, (0.9, 0.999), ADAM.eps))],
     ids=["sgd", "adam"],
 )
 def test_equals_embedding_bag_with_torch_optim_where_every_row_is_used(storage, optimizer, torch_optimizer):

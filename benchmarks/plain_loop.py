@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shadowsync.data.batch import Batch, Jagged
+from shadowsync.metrics.quality import evaluate_scores
 from shadowsync.models.dlrm import Dlrm
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -65,12 +66,16 @@ class PlainModel(nn.Module):
         return self.dense_part(dense, pooled)
 
 
-def train(batches: Iterable[Batch], shape: Shape = Shape(), threads: int = 2, warmup: int = 5) -> float:
-    """Trains on all batches.
+@dataclass(frozen=True)
+class Trained:
+    """Examples per second after the warm-up, and the AUC of the predictions made before each sample was trained on."""
 
-    Returns:
-        Examples per second of the batches after the first `warmup` ones.
-    """
+    eps: float
+    auc: float
+
+
+def train(batches: Iterable[Batch], shape: Shape = Shape(), threads: int = 2, warmup: int = 5) -> Trained:
+    """Trains on all batches; the first `warmup` of them are not timed."""
     torch.set_num_threads(threads)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, said aloud: else it warns
     model = PlainModel(shape)
@@ -81,20 +86,24 @@ def train(batches: Iterable[Batch], shape: Shape = Shape(), threads: int = 2, wa
     remaining = iter(batches)
     for batch in itertools.islice(remaining, warmup):
         _step(model, optimizers, batch)
-    start, samples = time.perf_counter(), 0
+    start, logits, labels = time.perf_counter(), [], []
     for batch in remaining:
-        _step(model, optimizers, batch)
-        samples += len(batch)
-    return samples / (time.perf_counter() - start)
+        logits.append(_step(model, optimizers, batch))
+        labels.append(batch.labels)
+    seconds = time.perf_counter() - start
+    auc = evaluate_scores(torch.cat(logits), torch.cat(labels)).auc
+    return Trained(sum(map(len, labels)) / seconds, auc if auc is not None else float("nan"))
 
 
-def _step(model: PlainModel, optimizers: Sequence[torch.optim.Optimizer], batch: Batch) -> None:
-    loss = F.binary_cross_entropy_with_logits(model(batch.dense, batch.ids), batch.labels)
+def _step(model: PlainModel, optimizers: Sequence[torch.optim.Optimizer], batch: Batch) -> Tensor:
+    logits = model(batch.dense, batch.ids)
+    loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()
+    return logits.detach()
 
 
 def random_batches(count: int, batch_size: int, shape: Shape, zipf: float = 1.2, seed: int = 0) -> list[Batch]:
@@ -119,7 +128,7 @@ def main() -> None:
     speeds: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(3):
         for size, batches in sizes.items():
-            speeds[size].append(train(batches, shape))
+            speeds[size].append(train(batches, shape).eps)
     rows = [(size, statistics.median(speeds[size]), min(speeds[size]), max(speeds[size])) for size in sizes]
     print("\n".join(describe()), table(["batch", "examples/s", "least", "most"], rows), sep="\n\n")
 

@@ -19,9 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import describe, print_table
+from matplotlib.figure import Figure
 
 from shadowsync import Job
+
+sys.path.insert(0, str(Path(__file__).parent))
+from machine import describe, table
 
 TASKS: dict[str, dict[str, Any]] = {
     "demo": {"data": {"name": "completejourney"}},
@@ -108,7 +111,7 @@ def spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.4f} ±{deviation:.4f}"
 
 
-def table(task: str, rows: list[dict[str, Any]]) -> list[list[str]]:
+def lines(task: str, rows: list[dict[str, Any]]) -> list[list[str]]:
     """A line for each combination, seeds together."""
     mine = [row for row in rows if row["task"] == task]
     single = statistics.mean(row["auc"] for row in mine if row["trainers"] == 1)
@@ -132,8 +135,6 @@ def table(task: str, rows: list[dict[str, Any]]) -> list[list[str]]:
 
 def picture(tasks: list[str], rows: list[dict[str, Any]], path: Path) -> None:
     """AUC against the number of trainers, one panel per task, one line per method and schedule."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(6.5 * len(tasks), 5), layout="constrained")
     colours = {"none": "#777777", "easgd": "#0b6bcb", "ma": "#c8552b", "bmuf": "#2e8b57"}
     styles = {"-": ":", "background": "-", "every_k 5": "--", "every_k 30": "-.", "matched": (0, (1, 1))}
@@ -141,14 +142,18 @@ def picture(tasks: list[str], rows: list[dict[str, Any]], path: Path) -> None:
         lines: dict[tuple[str, str], dict[int, list[float]]] = {}
         for row in rows:
             if row["task"] == task:
-                lines.setdefault((row["method"], row["schedule"]), {}).setdefault(row["trainers"], []).append(row["auc"])
+                lines.setdefault((row["method"], row["schedule"]), {}).setdefault(row["trainers"], []).append(
+                    row["auc"]
+                )
         for (method, schedule), points in lines.items():
             counts = sorted(points)
             means = [statistics.mean(points[count]) for count in counts]
             label = method if schedule == "-" else f"{method}, {schedule}"
             axes.plot(counts, means, color=colours[method], linestyle=styles[schedule], marker="o", ms=4, label=label)
         axes.set(title=f"{task}: test AUC, mean over seeds", xlabel="trainers", xscale="log")
-        axes.set_xticks(sorted({row["trainers"] for row in rows}), [str(n) for n in sorted({r["trainers"] for r in rows})])
+        axes.set_xticks(
+            sorted({row["trainers"] for row in rows}), [str(n) for n in sorted({r["trainers"] for r in rows})]
+        )
         axes.grid(alpha=0.3)
     figure.axes[-1].legend(fontsize=7, loc="lower left")
     figure.savefig(path, dpi=130)
@@ -164,12 +169,12 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = run_all(list(grid(arguments.tasks, arguments.trainers, arguments.seeds)), arguments.out / "runs.jsonl")
-    print(describe())
+    print("\n".join(describe()))
     for task in arguments.tasks:
         best = next((row["best_auc"] for row in rows if row["task"] == task and row["best_auc"]), None)
         print(f"\n{task}: {arguments.seeds} seeds" + (f"; best reachable AUC {best:.4f}" if best else ""))
         head = ["trainers", "method", "schedule", "gap", "AUC", "to one replica", "NE", "examples/s"]
-        print_table(head, table(task, rows))
+        print(table(head, lines(task, rows)))
     picture(arguments.tasks, rows, arguments.out / "quality.png")
 
 

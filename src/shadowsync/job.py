@@ -17,6 +17,7 @@ from shadowsync import sections
 from shadowsync.choices import Choices, choose_all, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
+from shadowsync.embedding.pages import keep_freed_memory
 from shadowsync.embedding.table import Table
 from shadowsync.errors import DataError, RunError, ShadowSyncError
 from shadowsync.metrics.frame import Frame
@@ -84,6 +85,7 @@ class Job:
             Interrupted: a signal ended it; the checkpoint is written.
         """
         check_folder(self.out, self.resume)
+        keep_freed_memory()
         with _single_threaded(), contextlib.ExitStack() as stack:
             run = _Run(self, time.monotonic(), console or Console(quiet=True))
             stack.callback(run.session.close)

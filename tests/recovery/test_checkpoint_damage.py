@@ -164,11 +164,12 @@ def replaced_file(change: Callable[[FileEntry], FileEntry]) -> Callable[[Manifes
     return lambda m: msgspec.structs.replace(m, files=(change(m.files[0]), *m.files[1:]))
 
 
-def replaced_tensor(**changes: object) -> Callable[[Manifest], Manifest]:
+def replaced_tensor(index: int = 0, **changes: object) -> Callable[[Manifest], Manifest]:
     def change(m: Manifest) -> Manifest:
         first = m.pieces[0]
-        tensor: TensorEntry = msgspec.structs.replace(first.tensors[0], **changes)
-        piece = msgspec.structs.replace(first, tensors=(tensor, *first.tensors[1:]))
+        tensors: list[TensorEntry] = list(first.tensors)
+        tensors[index] = msgspec.structs.replace(tensors[index], **changes)
+        piece = msgspec.structs.replace(first, tensors=tuple(tensors))
         return msgspec.structs.replace(m, pieces=(piece, *m.pieces[1:]))
 
     return change
@@ -205,7 +206,7 @@ HOSTILE: dict[str, Callable[[Manifest], Manifest]] = {
     "negative offset": replaced_tensor(offset=-8),
     "inside the header's length": replaced_tensor(offset=4),
     "beyond the file": replaced_tensor(offset=HUGE),
-    "over its neighbour": lambda m: replaced_tensor(offset=m.pieces[0].tensors[1].offset)(m),
+    "over its neighbour": lambda m: replaced_tensor(1, offset=m.pieces[0].tensors[0].offset)(m),
     "name twice": lambda m: replaced_tensor(name=m.pieces[0].tensors[1].name)(m),
     "no weight": replaced_tensor(name="weigth"),
     "rows of nobody": replaced_piece(table="nobody"),

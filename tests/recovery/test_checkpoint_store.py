@@ -23,6 +23,7 @@ from shadowsync.errors import CheckpointError, SaveError
 from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.files import open_files
 from shadowsync.recovery.snapshot import TABLE_WIDE, Snapshot
+from shadowsync.recovery.tensors import place
 
 ROOTS: dict[str, Callable[[Path], str]] = {
     "local": lambda path: str(path / "checkpoints"),
@@ -166,6 +167,20 @@ def test_tensors_may_be_views_of_any_dtype(tmp_path: Path) -> None:
     for name, tensor in dense.items():
         assert loaded.dense[name].dtype == tensor.dtype
         assert torch.equal(loaded.dense[name], tensor)
+
+
+def test_every_tensor_stands_at_a_multiple_of_its_width(tmp_path: Path) -> None:
+    dtypes = [torch.uint8, torch.float64, torch.bfloat16, torch.float32, torch.bool, torch.int64, torch.int16]
+    for lengths in ((1, 1, 1, 1, 1, 1, 1), (3, 2, 5, 1, 7, 2, 9)):
+        tensors = [(str(i), torch.zeros(n, dtype=d)) for i, (n, d) in enumerate(zip(lengths, dtypes, strict=True))]
+        head, placed = place(tensors)
+        assert len(head) % 8 == 0
+        assert all(one.offset % one.tensor.element_size() == 0 for one in placed)
+
+
+def test_tensors_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="names of tensors are not unique: a, a"):
+        place([("a", torch.ones(1)), ("a", torch.ones(2))])
 
 
 BROKEN = {

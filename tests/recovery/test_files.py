@@ -1,10 +1,12 @@
 """The conformance test of `Files`: what a checkpoint needs of any file system."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from recovery_helpers import memory_root
 
 from shadowsync.errors import ConfigError
@@ -95,6 +97,33 @@ def test_removing_takes_only_the_folder(files: Files) -> None:
     files.remove("x", "first")
     files.remove("x", "first")
     assert files.names() == ["z"]
+
+
+@pytest.mark.parametrize("member", ["local", "memory"])
+def test_a_half_removed_folder_is_not_complete(member: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = MEMBERS[member](tmp_path)
+    for path in ("x/a", "x/first", "x/z"):
+        files.write(path, [b"1"])
+
+    def cut_off(*args: object, **options: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(shutil, "rmtree", cut_off)
+    monkeypatch.setattr(MemoryFileSystem, "expand_path", only_a_single_file(MemoryFileSystem.expand_path))
+    with pytest.raises(OSError, match="Input/output error"):
+        files.remove("x", "first")
+    assert sorted(files.names("x")) == ["a", "z"]
+
+
+def only_a_single_file(expand: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Removing a folder fails before its first file, removing a file does not."""
+
+    def expanded(self: MemoryFileSystem, path: str, **options: object) -> list[str]:
+        if options.get("recursive"):
+            raise OSError(5, "Input/output error")
+        return expand(self, path, **options)
+
+    return expanded
 
 
 def test_reading_what_is_not_there_is_file_not_found(files: Files) -> None:

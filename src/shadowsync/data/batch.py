@@ -80,6 +80,28 @@ class Jagged:
         weights = self.weights[where] if self.weights is not None else None
         return Jagged(self.values[where], offsets, weights, self.feature_count, len(index))
 
+    @staticmethod
+    def join(parts: Sequence["Jagged"]) -> "Jagged":
+        """The samples of all parts, one part after the other; all of the same features, weighted all or none."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        count, samples = first.feature_count, sum(part.samples for part in parts)
+        if all(part.offsets is None and part.weights is None for part in parts):
+            values = torch.cat([part.values.view(count, part.samples) for part in parts], dim=1)
+            return Jagged(values.flatten(), None, None, count, samples)
+        singles = [part.select([feature]) for feature in range(count) for part in parts]
+        offsets = torch.zeros(count * samples + 1, dtype=torch.int64)
+        torch.cumsum(torch.cat([single.lengths() for single in singles]), 0, out=offsets[1:])
+        weights = [single.weights for single in singles if single.weights is not None]
+        return Jagged(
+            torch.cat([single.values for single in singles]),
+            offsets,
+            torch.cat(weights) if weights else None,
+            count,
+            samples,
+        )
+
     def _gather(self, spans: list[tuple[int, int]], feature_count: int, samples: int) -> "Jagged":
         assert self.offsets is not None
         if not spans:
@@ -119,3 +141,11 @@ class Batch:
     def take(self, index: Tensor) -> "Batch":
         """The samples at `index` (int64 `[K]`), in that order."""
         return Batch(self.labels[index], self.dense[index], self.ids.take(index))
+
+    @staticmethod
+    def join(parts: Sequence["Batch"]) -> "Batch":
+        """The samples of all parts, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        labels = torch.cat([part.labels for part in parts])
+        return Batch(labels, torch.cat([part.dense for part in parts]), Jagged.join([part.ids for part in parts]))

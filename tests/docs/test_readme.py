@@ -1,0 +1,184 @@
+"""What the documentation shows works: code, configurations, commands, links and the drawing."""
+
+import importlib
+import re
+import shlex
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from typer.testing import CliRunner
+
+import shadowsync.sync
+from shadowsync import Job
+from shadowsync.choices import choose_all
+from shadowsync.cli import app
+from shadowsync.config import load, parse
+from shadowsync.registry import members
+from shadowsync.sync.method import SyncMethod
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"^    (shadowsync .*)$", re.MULTILINE)
+
+
+def blocks(language: str, *pages: Path) -> list[str]:
+    return [text for page in pages for kind, text in _FENCE.findall(page.read_text("utf-8")) if kind == language]
+
+
+def commands(*pages: Path) -> list[str]:
+    return [line for page in pages for line in _COMMAND.findall(page.read_text("utf-8"))]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_first_python_of_the_readme_prints_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    own_config, _ = blocks("python", ROOT / "README.md")
+    assert len([line for line in own_config.splitlines() if line]) <= 12
+    exec(compile(own_config, "README.md", "exec"), {})
+    auc = re.fullmatch(r"AUC (0\.\d{4}), [\d,]+ examples/s, sync gap \d+\.\d\n", capsys.readouterr().out)
+    assert auc is not None
+    assert float(auc[1]) > 0.6
+    assert all(
+        (Path("runs/bmuf") / name).exists()
+        for name in ("result.json", "metrics.jsonl", "config.yaml", "report.html", "checkpoints", "tensorboard")
+    )
+
+
+def test_the_readmes_own_module_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    _, own_module = blocks("python", ROOT / "README.md")
+    exec(compile(own_module, "README.md", "exec"), {})
+    assert float(capsys.readouterr().out) > 0.6
+
+
+@pytest.mark.parametrize("text", blocks("yaml", *PAGES))
+def test_every_configuration_shown_is_accepted(text: str) -> None:
+    values: Any = OmegaConf.to_container(OmegaConf.create(text))
+    choose_all(parse(values), own_model=False)
+
+
+@pytest.mark.parametrize("name", ["criteo", "parquet"])
+def test_the_data_page_shows_the_data_section_of_the_example(name: str) -> None:
+    example = (ROOT / f"examples/{name}.yaml").read_text("utf-8")
+    section = example[example.index("data:\n") : example.index("train:\n")].split("\nmodel:")[0].rstrip("\n")
+    assert section in (ROOT / "docs/data.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("line", commands(*PAGES))
+def test_every_command_shown_exists_with_its_options(line: str) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    known = CliRunner().invoke(app, [words[0], "--help"])
+    assert known.exit_code == 0
+    help_text = re.sub(r"\x1b\[[0-9;]*m", "", known.output)
+    for option in (word for word in words if word.startswith("--")):
+        assert option in help_text
+
+
+@pytest.mark.parametrize("line", [c for c in commands(ROOT / "README.md") if c.startswith("shadowsync train")])
+def test_the_settings_of_every_training_command_are_accepted(line: str) -> None:
+    settings = [word for word in shlex.split(line, comments=True) if "=" in word]
+    files = [ROOT / word for word in shlex.split(line, comments=True) if word.endswith(".yaml")]
+    choose_all(load(files[0] if files else None, settings), own_model=False)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith("https://"):
+            assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_named_in_the_text_exist(page: Path) -> None:
+    reference = (ROOT / "docs/configuration.md").read_text("utf-8")
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", reference, re.M | re.S))
+    names = "|".join(sections)
+    for section, key in re.findall(rf"`(?:[^`\n]* )?({names})\.([a-z_]+)(?:=[^`\n]*)?`", page.read_text("utf-8")):
+        assert key == "py" or f"`{key}`" in sections[section], f"{page.name} names {section}.{key}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_the_text_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|md|yaml))`", page.read_text("utf-8")):
+        places = (ROOT / name, ROOT / "src/shadowsync" / name)
+        assert name == FEDADAM_FILE or any(place.exists() for place in places), f"{page.name} names {name}"
+
+
+def test_the_map_has_every_folder_of_the_package() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for package in (ROOT / "src/shadowsync").glob("*/__init__.py"):
+        assert f"`{package.parent.name}/`" in readme
+
+
+def test_the_make_targets_that_are_described_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\bmake ([a-z]+)\b", page.read_text("utf-8")):
+            assert re.search(rf"^{target}:", makefile, re.M), f"{page.name} names make {target}"
+
+
+def test_the_drawing_is_sound() -> None:
+    drawing = ET.parse(ROOT / "docs/img/how-it-works.svg").getroot()
+    width, height = (float(edge) for edge in drawing.attrib["viewBox"].split()[2:])
+    assert drawing.find("{*}title") is not None
+    for element in drawing.iter():
+        assert not any("href" in key for key in element.attrib), "it must load nothing"
+        if element.tag.endswith("}rect"):
+            x, y, w, h = (float(element.attrib[key]) for key in ("x", "y", "width", "height"))
+            assert 0 <= x <= x + w <= width
+            assert 0 <= y <= y + h <= height
+
+
+# --- the method of CONTRIBUTING --------------------------------------------------------------------------------------
+
+FEDADAM_FILE = "src/shadowsync/sync/fedadam.py"
+
+
+@pytest.fixture
+def new_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SyncMethod]]:
+    (code,) = blocks("python", ROOT / "CONTRIBUTING.md")
+    folder = tmp_path / "more"
+    folder.mkdir()
+    (folder / "fedadam.py").write_text(code, encoding="utf-8")
+    monkeypatch.setattr(shadowsync.sync, "__path__", [*shadowsync.sync.__path__, str(folder)])
+    importlib.invalidate_caches()
+    yield members("shadowsync.sync", SyncMethod)["fedadam"]
+    del sys.modules["shadowsync.sync.fedadam"]
+
+
+def test_the_new_method_trains_and_resumes(new_method: Callable[..., SyncMethod]) -> None:
+    data = {"name": "synthetic", "rows": 4000, "test_rows": 500, "features": 3, "table_rows": 100, "dense": 4}
+    sync = {"method": "fedadam", "schedule": "every_k", "k": 5, "eta": 0.003}
+    model = {"bottom": [16], "top": [16]}
+    train = {"trainers": 2, "batch_size": 100}
+    config: dict[str, Any] = {"data": data, "sync": sync, "model": model, "train": train}
+    first = Job(config, out="first").run()
+    assert first.sync is not None
+    assert first.sync.method == "fedadam"
+    assert first.sync.count >= 6
+    again = Job(config | {"data": data | {"epochs": 2}}, resume="first", out="second").run()
+    assert again.data.trained_samples == 8000
+    assert again.config["sync"]["tau"] == 1e-3
+
+
+def test_the_new_method_follows_a_constant_difference(new_method: Callable[..., SyncMethod]) -> None:
+    class Group:
+        def mean(self, weights: torch.Tensor) -> torch.Tensor:
+            return weights
+
+    method = new_method(eta=0.5, tau=1e-12)
+    weights = torch.tensor([1.0, -2.0])
+    state = method.init(torch.zeros(2))
+    after = method.sync(weights, Group(), state)  # type: ignore[arg-type]
+    assert torch.allclose(weights, torch.tensor([0.5, -0.5]))  # m / √v = 0.1 Δ / √(0.01 Δ²) = ±1
+    assert torch.equal(after["global"], weights)

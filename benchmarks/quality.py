@@ -29,7 +29,15 @@ from machine import describe, table
 TASKS: dict[str, dict[str, Any]] = {
     "demo": {"data": {"name": "completejourney"}},
     "dense": {
-        "data": {"name": "synthetic", "rows": 400_000, "test_rows": 100_000, "features": 8, "table_rows": 2_000},
+        "data": {
+            "name": "synthetic",
+            "rows": 400_000,
+            "test_rows": 100_000,
+            "features": 8,
+            "table_rows": 2_000,
+            "dense_share": 0.9,
+            "scale": 3.0,
+        },
         "model": {"bottom": [256, 128], "top": [256, 128]},
         "train": {"batch_size": 128},
     },

@@ -209,9 +209,9 @@ class Session:
     def reap(self) -> None:
         """Gives the leases of trainers that died to the others, and stops everybody if something failed."""
         for trainer in self.trainers:
-            if trainer.error is not None and not trainer.alive() and not trainer.finished:
+            if trainer.error is not None and not trainer.stepping() and not trainer.finished:
+                self.reader.abandon(trainer.rank)  # first: its other workers may be waiting for these very rows
                 trainer.finish()
-                self.reader.abandon(trainer.rank)
         if any(trainer.failed for trainer in self.trainers):
             self.stop()
 

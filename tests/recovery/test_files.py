@@ -109,21 +109,21 @@ def test_a_half_removed_folder_is_not_complete(member: str, tmp_path: Path, monk
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(shutil, "rmtree", cut_off)
-    monkeypatch.setattr(MemoryFileSystem, "expand_path", only_a_single_file(MemoryFileSystem.expand_path))
+    monkeypatch.setattr(MemoryFileSystem, "rm", only_single_files(MemoryFileSystem.rm))
     with pytest.raises(OSError, match="Input/output error"):
         files.remove("x", "first")
     assert sorted(files.names("x")) == ["a", "z"]
 
 
-def only_a_single_file(expand: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Removing a folder fails before its first file, removing a file does not."""
+def only_single_files(remove: Callable[..., None]) -> Callable[..., None]:
+    """Removing a file works, removing a folder fails before its first file."""
 
-    def expanded(self: MemoryFileSystem, path: str, **options: object) -> list[str]:
-        if options.get("recursive"):
+    def removed(self: MemoryFileSystem, path: str, recursive: bool = False) -> None:
+        if recursive:
             raise OSError(5, "Input/output error")
-        return expand(self, path, **options)
+        remove(self, path)
 
-    return expanded
+    return removed
 
 
 def test_reading_what_is_not_there_is_file_not_found(files: Files) -> None:

@@ -1,6 +1,7 @@
 """A trainer: one dense replica, its Hogwild workers and its shadow."""
 
 import threading
+
 from shadowsync.training.gate import Gate
 from shadowsync.training.replica import Replica
 from shadowsync.training.worker import StepListener, TrainerLost, Worker
@@ -25,6 +26,7 @@ class Trainer:
         self._gate = gate
         self._workers: list[Worker] = []
         self._threads: list[threading.Thread] = []
+        self._left: list[int] = []
 
     def add(self, worker: Worker) -> None:
         """Adds a Hogwild worker, before the start."""
@@ -56,8 +58,12 @@ class Trainer:
             thread.start()
 
     def alive(self) -> bool:
-        """Workers are still at work."""
-        return any(thread.is_alive() for thread in self._threads)
+        """Workers are still at work, or wait for something to do."""
+        return len(self._left) < len(self._threads)
+
+    def stepping(self) -> bool:
+        """Some worker is at a step, or about to be: what the trainer holds cannot be given to others yet."""
+        return any(not worker.idle for index, worker in enumerate(self._workers) if index not in self._left)
 
     def finish(self) -> None:
         """Waits for the workers and stops the shadow; what went wrong is kept in `error`."""
@@ -79,4 +85,5 @@ class Trainer:
         finally:
             self._listener.worker_left(index)
             self._gate.leave()
+            self._left.append(index)
             worker.ended()

@@ -92,11 +92,17 @@ class WorkerParts:
 
 
 class Worker:
-    """A Hogwild worker (Recht et al. 2011, arXiv 1106.5730): steps its trainer's replica without locks."""
+    """A Hogwild worker (Recht et al. 2011, arXiv 1106.5730): steps its trainer's replica without locks.
+
+    Attributes:
+        iterations: steps so far.
+        idle: it waits for what others may give back and holds nothing itself.
+    """
 
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
         self.iterations = 0
+        self.idle = False
 
     def run(self) -> None:
         """Trains until the feed ends or the job stops."""
@@ -139,10 +145,13 @@ class Worker:
 
     def _wait_for_more(self) -> _Ready | None:
         self._parts.listener.worker_idle(self._parts.index)
+        self.idle = True
         with self._parts.gate.resting():
             ready = self._fetch(wait=True)
-        if ready is not None:
-            self._parts.listener.worker_back(self._parts.index)
+        self.idle = False  # before the question below, so that whoever saw it idle after asking it to stop can rely on it
+        if ready is None or self._parts.hooks.stopping():
+            return None
+        self._parts.listener.worker_back(self._parts.index)
         return ready
 
 

@@ -19,7 +19,7 @@ from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory
 from shadowsync.embedding.table import Table
-from shadowsync.errors import DataError, RunError, ShadowSyncError
+from shadowsync.errors import ConfigError, DataError, RunError, ShadowSyncError
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.prediction import Predictor, score
@@ -128,10 +128,18 @@ class _Run:
         self.saved_samples = self.saved.samples if self.saved is not None and job.resume == job.out else -1
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
-        if self.job.resume is None:
+        if self.job.resume == self.job.out:
+            # The store that saves must know what it goes on from, so that it may drop checkpoints newer than that.
+            saved = store.load()
+        elif (other := store.newest()) is not None:
+            raise ConfigError(
+                f"train.checkpoint_dir={self.config.train.checkpoint_dir} holds {other} of another run: go on with "
+                "--resume and no --out, or set train.checkpoint_dir to another place"
+            )
+        elif self.job.resume is None:
             return None
-        # The store that saves must know what it goes on from, so that it may drop checkpoints newer than that.
-        saved = store.load() if self.job.resume == self.job.out else load_checkpoint(self.job.resume)
+        else:
+            saved = load_checkpoint(self.job.resume)
         for sentence in saved.skipped:
             self.console.print(sentence, highlight=False)
         return saved
@@ -140,13 +148,14 @@ class _Run:
         """Trains, evaluates and writes everything."""
         make_folder(self.job.out, given(self.config))
         with self.saver, self._reporter() as reporter:
-            with stop_on_signals() as request, self.session.recorder:
-                started = time.monotonic()
-                self._train(reporter, request)
-            reporter.show(self.session.recorder.frame(self.session.counts(self.saver.saves), ended=True))
-            self._save()
-            self.saver.wait()
-            self._raise_if_interrupted(request)
+            with stop_on_signals() as request:
+                with self.session.recorder:
+                    started = time.monotonic()
+                    self._train(reporter, request)
+                reporter.show(self.session.recorder.frame(self.session.counts(self.saver.saves), ended=True))
+                self._save()
+                self.saver.wait()
+            self._raise_if_unfinished(request)
             result = self._result(started - self.began, self._evaluate())
             reporter.finish(result)
         return result
@@ -179,11 +188,6 @@ class _Run:
             raise
         finally:
             self.session.finish()
-        if not self.session.stopping and not self.session.reader.finished:
-            raise RunError(
-                f"every trainer died, after {self.session.reader.trained} of {self.session.total_samples} samples: "
-                f"go on with shadowsync train --resume {self.job.out}"
-            )
 
     def _frame(self) -> Frame:
         return self.session.recorder.frame(self.session.counts(self.saver.saves))
@@ -193,12 +197,14 @@ class _Run:
             self.saver.submit(self.session.snapshot(given(self.config)))
             self.saved_samples = self.session.reader.trained
 
-    def _raise_if_interrupted(self, request: StopRequest) -> None:
-        if request.requested and not self.session.reader.finished:
-            raise Interrupted(
-                f"stopped by {request.name} after {self.session.reader.trained} samples; a checkpoint is written: "
-                f"go on with shadowsync train --resume {self.job.out}"
-            )
+    def _raise_if_unfinished(self, request: StopRequest) -> None:
+        reader = self.session.reader
+        if reader.finished:
+            return
+        saved = f"a checkpoint is written: go on with shadowsync train --resume {self.job.out}"
+        if request.requested:
+            raise Interrupted(f"stopped by {request.name} after {reader.trained} samples; {saved}")
+        raise RunError(f"every trainer died, after {reader.trained} of {self.session.total_samples} samples; {saved}")
 
     def _evaluate(self) -> TestMetrics | None:
         if self.session.test_source is None:
@@ -286,6 +292,11 @@ def _plain_options(member: Any) -> dict[str, Any]:
 
 def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -> Config:
     saved = load_checkpoint(resume)
+    if saved.extra["own_model"]:
+        raise ConfigError(
+            f"{resume} trained a module of your own: go on from Python with "
+            f"shadowsync.Job(config, model=module, resume={str(resume)!r})"
+        )
     changed = merge({}, read_yaml(path) if path else {}, overrides)
     return parse(merge(without_foreign_options(merge(saved.config, changed, [])), changed, []))
 

@@ -32,7 +32,9 @@ def check_folder(out: Path, resume: Path | None) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
     if out != resume and any((out / name).exists() for name in _TRACES):
-        raise ConfigError(f"{out} holds a run already: go on with --resume {out}, or give another --out")
+        begun = any((out / "checkpoints").glob("samples-*"))
+        advice = f"go on with --resume {out}" if begun else "remove it, as it has no checkpoint to go on from"
+        raise ConfigError(f"{out} holds a run already: {advice}, or give another --out")
 
 
 def make_folder(folder: Path, given: Mapping[str, Any]) -> None:

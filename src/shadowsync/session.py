@@ -182,10 +182,11 @@ class Session:
         return float((stacked - mean).norm(dim=1).mean() / mean.norm().clamp_min(1e-12))
 
     def final_weights(self) -> Tensor:
-        """The dense parameters that the method would evaluate now, `[P]`."""
+        """The dense parameters that the method would evaluate now, `[P]`; replicas of dead trainers do not count."""
         center = self.dense_servers.read() if self.choices.method.centralised else None
-        states = [part.state for part in self.synchronisations]
-        return self.choices.method.final([replica.flat for replica in self.replicas], center, states)
+        ranks = [trainer.rank for trainer in self.trainers if not trainer.lost] or range(len(self.trainers))
+        weights = [self.replicas[rank].flat for rank in ranks]
+        return self.choices.method.final(weights, center, [self.synchronisations[rank].state for rank in ranks])
 
     def evaluation_replica(self) -> Replica:
         """A replica with the final weights, apart from those that train."""

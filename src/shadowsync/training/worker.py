@@ -19,7 +19,6 @@ from shadowsync.training.gate import Gate
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import WorkerModule
 
-
 _Ready = tuple[LeasedBatch, Pulled]
 
 
@@ -148,7 +147,9 @@ class Worker:
         self.idle = True
         with self._parts.gate.resting():
             ready = self._fetch(wait=True)
-        self.idle = False  # before the question below, so that whoever saw it idle after asking it to stop can rely on it
+        self.idle = (
+            False  # before the question below, so that whoever saw it idle after asking it to stop can rely on it
+        )
         if ready is None or self._parts.hooks.stopping():
             return None
         self._parts.listener.worker_back(self._parts.index)

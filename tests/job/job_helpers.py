@@ -1,0 +1,136 @@
+"""Small data, small jobs and a model that writes down which rows it was trained on, shared by the tests of whole jobs."""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor, nn
+
+from shadowsync import Job, Result
+from shadowsync.errors import ShadowSyncError
+
+ROWS = 40
+"""Rows of each embedding table."""
+
+METHODS = [
+    {"method": "none", "schedule": "background"},
+    {"method": "none", "schedule": "every_k", "k": 1},
+    {"method": "easgd", "schedule": "background"},
+    {"method": "easgd", "schedule": "every_k", "k": 1},
+    {"method": "easgd", "schedule": "every_k", "k": 2, "form": "sequential"},
+    {"method": "ma", "schedule": "background"},
+    {"method": "ma", "schedule": "every_k", "k": 1},
+    {"method": "bmuf", "schedule": "background", "max_share": 1.0},
+    {"method": "bmuf", "schedule": "every_k", "k": 2, "nesterov": True},
+]
+"""Every method under every schedule."""
+
+
+def name_of(sync: Mapping[str, Any]) -> str:
+    """A test's id."""
+    return "-".join(str(value) for value in sync.values())
+
+
+def write_rows(path: Path, rows: int, seed: int = 0) -> Path:
+    """A parquet file with a label that can be learnt, row numbers, a dense column and three categorical ones."""
+    draw = np.random.default_rng(seed)
+    ids = {f"c{f}": draw.integers(0, ROWS, rows) for f in range(2)}
+    many = [draw.integers(0, ROWS, draw.integers(0, 4)).tolist() for _ in range(rows)]
+    dense = draw.normal(size=rows).astype(np.float32)
+    label = (dense + (ids["c0"] % 2) + draw.normal(size=rows) > 0.5).astype(np.int64)
+    columns = {"label": label, "row": np.arange(rows, dtype=np.float32) / 1024, "x": dense, **ids}
+    pl.DataFrame(columns).with_columns(pl.Series("many", many, dtype=pl.List(pl.Int64))).write_parquet(path)
+    return path
+
+
+def settings(path: Path, test_path: Path | None = None, **sections: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that trains a small model on such a file in fp32, with `sections` laid over it."""
+    base: dict[str, dict[str, Any]] = {
+        "data": {
+            "name": "parquet",
+            "path": str(path),
+            "dense": ["row", "x"],
+            "categorical": ["c0", "c1", "many"],
+            "rows": ROWS,
+            "slice_rows": 4,
+        },
+        "model": {"name": "dlrm", "embedding_dim": 4, "bottom": [8], "top": [8]},
+        "embedding": {"servers": 1, "storage": "torch"},
+        "train": {"trainers": 1, "workers": 1, "batch_size": 2, "precision": "fp32"},
+        "sync": {"method": "none"},
+        "report": {"html": False, "tensorboard": False, "every_s": 0.05},
+    }
+    if test_path is not None:
+        base["data"]["test_path"] = str(test_path)
+    return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in {**base, **sections}}
+
+
+class Ledger:
+    """Counts rows by their number; a model that is copied for each worker keeps writing to the same one."""
+
+    def __init__(self) -> None:
+        self.rows: Counter[int] = Counter()
+        self._changed = threading.Condition()
+
+    def write(self, numbers: Tensor) -> None:
+        with self._changed:
+            self.rows.update((numbers * 1024).round().int().tolist())
+            self._changed.notify_all()
+
+    def wait_for(self, count: int) -> bool:
+        """Waits until so many rows were written down; False if that does not happen."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.rows.total() >= count, timeout=20)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class Witness(nn.Module):
+    """A small model of a user's own that writes down the rows it is trained on."""
+
+    def __init__(self, ledger: Ledger, dim: int = 4) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.tower = nn.Linear(2 + 3 * dim, 1)
+        with torch.no_grad():
+            self.tower.weight.fill_(0.1)
+            self.tower.bias.zero_()
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        if self.training:
+            self.ledger.write(dense[:, 0])
+        return self.tower(torch.cat([dense, *(embeddings[name] for name in ("c0", "c1", "many"))], dim=1)).squeeze(1)
+
+
+def train_counted(config: dict[str, Any], out: Path, **own: Any) -> tuple[Result, Counter[int]]:
+    """Trains the witness; returns the result and how often each row was trained."""
+    ledger = Ledger()
+    result = Job(config, model=Witness(ledger), out=out, **own).run()
+    return result, ledger.rows
+
+
+def error_of(run: Callable[[], Any]) -> ShadowSyncError:
+    """What a job ends with."""
+    try:
+        run()
+    except ShadowSyncError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The folders of complete checkpoints, oldest first."""
+    return sorted(manifest.parent for manifest in out.glob("checkpoints/samples-*/manifest.json"))
+
+
+def result_of(out: Path) -> dict[str, Any]:
+    """The content of result.json."""
+    values: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return values

@@ -1,0 +1,226 @@
+"""Every row is trained exactly once per epoch, whoever trains it and whoever dies; every job ends."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from job_helpers import METHODS, Ledger, Witness, checkpoints, error_of, name_of, settings, train_counted, write_rows
+from torch import Tensor, nn
+
+from shadowsync import Job, TrainerLost
+from shadowsync.errors import DataError, NonFiniteLoss, RunError
+
+pytestmark = pytest.mark.timeout(60)
+DEADLINE_S = 20.0
+
+
+@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+@pytest.mark.parametrize(("trainers", "workers"), [(1, 1), (1, 2), (2, 1), (2, 2), (8, 1), (8, 2)])
+def test_every_row_is_trained_once_per_epoch(tmp_path: Path, sync: dict[str, Any], trainers: int, workers: int) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 23)
+    config = settings(data, sync=sync, data={"epochs": 2}, train={"trainers": trainers, "workers": workers})
+    result, counts = train_counted(config, tmp_path / "out")
+    assert result.data.trained_samples == 46
+    assert counts == dict.fromkeys(range(23), 2)
+
+
+@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+@pytest.mark.parametrize("rows", [1, 10])
+def test_fewer_slices_than_trainers(tmp_path: Path, sync: dict[str, Any], rows: int) -> None:
+    data = write_rows(tmp_path / "rows.parquet", rows)
+    result, counts = train_counted(settings(data, sync=sync, train={"trainers": 8}), tmp_path / "out")
+    assert result.data.trained_samples == rows
+    assert counts == dict.fromkeys(range(rows), 1)
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_prefetched_pulls_are_trained_once(tmp_path: Path, prefetch: int, batch_size: int) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 23)
+    train = {"trainers": 2, "workers": 2, "prefetch": prefetch, "batch_size": batch_size}
+    _, counts = train_counted(settings(data, train=train, sync={"method": "ma"}), tmp_path / "out")
+    assert counts == dict.fromkeys(range(23), 1)
+
+
+class Death:
+    """Kills one trainer before the given iteration of one of its workers; the others cannot finish before that."""
+
+    def __init__(self, rank: int, iteration: int) -> None:
+        self.rank, self.iteration = rank, iteration
+        self.died = threading.Event()
+
+    def __call__(self, rank: int, iteration: int) -> None:
+        if rank != self.rank and iteration > self.iteration:
+            assert self.died.wait(DEADLINE_S), "the trainer that should die did not get so far"
+        if rank == self.rank and iteration == self.iteration:
+            self.died.set()
+            raise TrainerLost(f"trainer {rank} dies before iteration {iteration}")
+
+
+@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+@pytest.mark.parametrize(("workers", "iteration"), [(1, 1), (1, 3), (2, 3)])
+def test_the_others_train_what_a_dead_trainer_held(
+    tmp_path: Path, sync: dict[str, Any], workers: int, iteration: int
+) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 61)
+    config = settings(data, sync=sync, train={"trainers": 3, "workers": workers}, data={"epochs": 2})
+    death = Death(1, iteration)
+    result, counts = train_counted(config, tmp_path / "out", failures=death)
+    assert death.died.is_set()
+    assert result.data.trained_samples == 122
+    assert counts == dict.fromkeys(range(61), 2)
+
+
+class LastBatch:
+    """Trainer 1 dies with rows in hand, once everybody else, its own other worker too, has nothing else to train."""
+
+    def __init__(self, ledger: Ledger, rows_trained_by_then: int) -> None:
+        self.ledger, self.rows_trained_by_then = ledger, rows_trained_by_then
+        self.holds = threading.Event()
+        self.died = False
+        self._lock = threading.Lock()
+
+    def __call__(self, rank: int, iteration: int) -> None:
+        if rank != 1:
+            assert self.holds.wait(DEADLINE_S), "trainer 1 got nothing to train"
+            return
+        with self._lock:
+            first, self.died = not self.died, True
+        if first:
+            self.holds.set()
+            assert self.ledger.wait_for(self.rows_trained_by_then), "the others did not train the rest"
+            raise TrainerLost("trainer 1 dies last")
+
+
+@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_trainer_that_dies_with_the_last_rows(tmp_path: Path, sync: dict[str, Any], workers: int) -> None:
+    """All others are idle by then; they must come back for its rows."""
+    rows, batch = 24, 2
+    data, ledger = write_rows(tmp_path / "rows.parquet", rows), Ledger()
+    if sync["schedule"] == "every_k":
+        sync = sync | {"k": 100}  # a trainer that stands still for good holds up the averaging of the others
+    ahead = batch if workers == 1 else 0  # what waits behind the rows in hand; another worker takes it
+    script = LastBatch(ledger, rows - batch - ahead)
+    train = {"trainers": 2, "workers": workers, "batch_size": batch}
+    config = settings(data, sync=sync, train=train, data={"slice_rows": batch, "prefetch": 1})
+    result = Job(config, model=Witness(ledger), out=tmp_path / "out", failures=script).run()
+    assert script.died
+    assert result.data.trained_samples == rows
+    assert ledger.rows == dict.fromkeys(range(rows), 1)
+
+
+def _everybody_dies(rank: int, iteration: int) -> None:
+    if iteration == 3:
+        raise TrainerLost(f"trainer {rank} dies")
+
+
+def test_when_all_trainers_die_the_run_fails_and_can_be_resumed(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 40), tmp_path / "out"
+    config = settings(data, train={"trainers": 2, "workers": 2}, sync={"method": "ma"})
+    error = error_of(lambda: train_counted(config, out, failures=_everybody_dies))
+    assert isinstance(error, RunError)
+    assert error.exit_status == 1
+    assert "every trainer died" in str(error)
+    assert f"--resume {out}" in str(error)
+    assert not (out / "result.json").exists()
+    result, _ = train_counted(config, out, resume=out)
+    assert result.data.trained_samples == 40
+
+
+class Broken(Witness):
+    """Fails in the given way after some rows."""
+
+    def __init__(self, ledger: Ledger, fault: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(ledger)
+        self.fault = fault
+
+    def forward(self, dense: Tensor, embeddings: Any) -> Tensor:
+        logits = super().forward(dense, embeddings)
+        return self.fault(logits) if sum(self.ledger.rows.values()) > 12 else logits
+
+
+def _raise(logits: Tensor) -> Tensor:
+    raise ZeroDivisionError("the user's own mistake")
+
+
+@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+def test_an_exception_in_a_worker_ends_the_job_with_it(tmp_path: Path, sync: dict[str, Any]) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
+    config = settings(data, sync=sync, train={"trainers": 3, "workers": 2})
+    with pytest.raises(ZeroDivisionError, match="own mistake"):
+        Job(config, model=Broken(Ledger(), _raise), out=out).run()
+    assert not (out / "result.json").exists()
+    assert checkpoints(out) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_names_its_place(tmp_path: Path, value: float) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
+    config = settings(data, train={"trainers": 2, "workers": 2})
+    error = error_of(lambda: Job(config, model=Broken(Ledger(), lambda x: x * value), out=out).run())
+    assert isinstance(error, NonFiniteLoss)
+    assert error.exit_status == 1
+    assert f"{data}, row " in str(error)
+    assert "train.lr" in str(error)
+    assert not (out / "result.json").exists()
+
+
+def test_a_row_that_cannot_be_read_ends_the_job(tmp_path: Path) -> None:
+    import polars as pl
+
+    data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
+    frame = pl.read_parquet(data)
+    frame.with_columns(pl.when(pl.int_range(pl.len()) == 46).then(2).otherwise("label").alias("label")).write_parquet(
+        data
+    )
+    config = settings(data, train={"trainers": 2, "workers": 2}, sync={"method": "ma", "schedule": "every_k", "k": 1})
+    error = error_of(lambda: train_counted(config, out))
+    assert isinstance(error, DataError)
+    assert f"{data}, row 47" in str(error)
+    assert not (out / "result.json").exists()
+
+
+def test_skipped_rows_are_counted_and_the_others_trained_once(tmp_path: Path) -> None:
+    import polars as pl
+
+    data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
+    bad = [0, 17, 18, 59]
+    frame = pl.read_parquet(data)
+    label = pl.when(pl.int_range(pl.len()).is_in(bad)).then(7).otherwise("label").alias("label")
+    frame.with_columns(label).write_parquet(data)
+    result, counts = train_counted(settings(data, data={"on_bad_row": "skip"}, train={"trainers": 3}), out)
+    assert counts == dict.fromkeys(set(range(60)) - set(bad), 1)
+    assert (result.data.trained_samples, result.data.skipped_rows) == (56, 4)
+
+
+def test_a_model_that_returns_two_logits_is_an_error_in_one_sentence(tmp_path: Path) -> None:
+    class TwoLogits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Linear(2, 2)
+
+        def forward(self, dense: Tensor, embeddings: Any) -> Tensor:
+            return self.tower(dense)
+
+    data = write_rows(tmp_path / "rows.parquet", 8)
+    error = error_of(lambda: Job(settings(data), model=TwoLogits(), out=tmp_path / "out").run())
+    assert "[2, 2]" in str(error)
+    assert error.exit_status == 2
+
+
+def test_the_job_leaves_torchs_threads_as_they_were(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    train_counted(settings(write_rows(tmp_path / "rows.parquet", 8)), tmp_path / "out")
+    assert torch.get_num_threads() == before
+
+
+def test_no_thread_is_left_behind(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    config = settings(write_rows(tmp_path / "rows.parquet", 30), sync={"method": "ma"}, train={"trainers": 3})
+    train_counted(config, tmp_path / "one")
+    error_of(lambda: Job(config, model=Broken(Ledger(), lambda x: x * float("nan")), out=tmp_path / "two").run())
+    assert [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()] == []

@@ -34,6 +34,12 @@ class FileRows(OpenSource):
         self.on_bad_row = on_bad_row
         self._dropped: dict[tuple[int, int], set[int]] = {}
 
+    def limit(self, rows: int) -> None:
+        """Only the first `rows` rows are read."""
+        before = np.cumsum([0, *self.file_rows[:-1]])
+        self.file_rows = tuple(int(max(min(n, rows - b), 0)) for n, b in zip(self.file_rows, before, strict=True))
+        self.rows = sum(self.file_rows)
+
     def slices(self, rows_per_slice: int) -> Sequence[Slice]:
         """Slices of `rows_per_slice` rows, the last one of each file shorter."""
         cuts = [

@@ -1,13 +1,12 @@
 """The examples run as they are, on data made here."""
 
-import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import polars as pl
 import pytest
+from made_rows import criteo_rows, write_shop
 from typer.testing import CliRunner
 
 from shadowsync.cli import app
@@ -18,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def train(example: str, *settings: str) -> Result:
     """`shadowsync train examples/EXAMPLE SETTINGS` in the current folder."""
-    small = ("report.tensorboard=false", "train.batch_size=256")
+    small = ("report.tensorboard=false", "train.batch_size=64")
     words = ["train", str(EXAMPLES / example), *settings, *small, "--out", "out"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0
@@ -47,21 +46,6 @@ def test_own_model(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def criteo_rows(count: int, seed: int) -> str:
-    """Rows in Criteo's raw format, with missing values, whose first integer and first category tell the label."""
-    dice = random.Random(seed)
-    return "".join(_criteo_row(dice) for _ in range(count))
-
-
-def _criteo_row(dice: random.Random) -> str:
-    label = dice.random() < 0.25
-    integers = [dice.randrange(50) + 200 * label, *(dice.randrange(-2, 1000) for _ in range(12))]
-    categories = [0xA0 + label, *(dice.randrange(1 << 32) for _ in range(25))]
-    fields = [*map(str, integers), *(f"{category:08x}" for category in categories)]
-    missing = ("" if position and dice.random() < 0.1 else field for position, field in enumerate(fields))
-    return "\t".join([str(int(label)), *missing]) + "\n"
-
-
 def test_criteo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = criteo_rows(6000, 0)
@@ -74,30 +58,9 @@ def test_criteo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.test.auc or 0) > 0.95
 
 
-def shop(count: int, seed: int) -> pl.DataFrame:
-    """Rows of the columns that parquet.yaml names; a low price tells a click."""
-    dice = random.Random(seed)
-    clicked = [dice.random() < 0.3 for _ in range(count)]
-    return pl.DataFrame(
-        {
-            "clicked": [int(click) for click in clicked],
-            "price": [dice.expovariate(1 / 3 if click else 1 / 30) for click in clicked],
-            "age": [dice.choice((None, 20.0, 40.0, 60.0)) for _ in range(count)],
-            "user": [f"user {dice.randrange(300)}" for _ in range(count)],
-            "item": [dice.randrange(5000) for _ in range(count)],
-            "brand": [dice.choice(("a", "b", None)) for _ in range(count)],
-            "recent": [[dice.randrange(5000) for _ in range(dice.randrange(4))] for _ in range(count)],
-        },
-        schema_overrides={"recent": pl.List(pl.Int64)},
-    )
-
-
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data/train").mkdir(parents=True)
-    for part in range(2):
-        shop(3000, part).write_parquet(tmp_path / f"data/train/{part}.parquet")
-    shop(1000, 9).write_parquet(tmp_path / "data/test.parquet")
+    write_shop(tmp_path)
     result = train("parquet.yaml")
     assert result.data.trained_samples == 6000
     assert result.test is not None

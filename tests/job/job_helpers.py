@@ -1,4 +1,4 @@
-"""Small data, small jobs and a model that writes down which rows it was trained on, shared by the tests of whole jobs."""
+"""Small data, small jobs and a model that writes down its rows, shared by the tests of whole jobs."""
 
 import json
 import threading
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shadowsync import Job, Result
 from shadowsync.errors import ShadowSyncError
 
+FEATURES = ("c0", "c1", "many")
 ROWS = 40
 """Rows of each embedding table."""
 

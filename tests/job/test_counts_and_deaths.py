@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 from job_helpers import METHODS, Ledger, Witness, checkpoints, error_of, name_of, settings, train_counted, write_rows
@@ -170,8 +171,6 @@ def test_a_loss_that_is_not_finite_names_its_place(tmp_path: Path, value: float)
 
 
 def test_a_row_that_cannot_be_read_ends_the_job(tmp_path: Path) -> None:
-    import polars as pl
-
     data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
     frame = pl.read_parquet(data)
     frame.with_columns(pl.when(pl.int_range(pl.len()) == 46).then(2).otherwise("label").alias("label")).write_parquet(
@@ -185,8 +184,6 @@ def test_a_row_that_cannot_be_read_ends_the_job(tmp_path: Path) -> None:
 
 
 def test_skipped_rows_are_counted_and_the_others_trained_once(tmp_path: Path) -> None:
-    import polars as pl
-
     data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
     bad = [0, 17, 18, 59]
     frame = pl.read_parquet(data)

@@ -168,7 +168,8 @@ class _Numbering:
         return _Numbering(np.flatnonzero(seen), table)
 
     def __call__(self, column: pl.Series) -> Integers:
-        return self.table[column.to_numpy()].astype(np.int64)
+        numbers: Integers = self.table[column.to_numpy()].astype(np.int64)
+        return numbers
 
 
 def _letters(codes: pl.Series) -> NDArray[np.int64]:

@@ -18,8 +18,9 @@ def layout(replica: Replica) -> dict[str, list[int]]:
 
 
 def dense_tensors(replica: Replica) -> dict[str, Tensor]:
-    """What a replica holds, live: its parameters as `weight`, and the optimizer's state by name."""
-    return {"weight": replica.flat} | replica.state
+    """What a replica holds, live: its parameters as `weight`, the optimizer's state, the module's buffers by name."""
+    buffers = {f"buffer.{name}": buffer for name, buffer in replica.module.named_buffers()}
+    return {"weight": replica.flat} | replica.state | buffers
 
 
 def check_layout(saved: LoadedCheckpoint, replica: Replica) -> None:
@@ -58,6 +59,18 @@ def restore_dense(
     return consensus
 
 
+def restore_final(saved: LoadedCheckpoint, replica: Replica) -> None:
+    """Fills a replica with the parameters a finished job is evaluated with, and the buffers of the first trainer.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    check_layout(saved, replica)
+    replica.load(saved.dense_tensor("final", len(replica.flat)))
+    for name, buffer in replica.module.named_buffers():
+        buffer.copy_(saved.dense_tensor(f"replica.0.buffer.{name}", buffer.numel()).view_as(buffer))
+
+
 def saved_weights(saved: LoadedCheckpoint, size: int) -> Tensor:
     """The central copy of a checkpoint, or the mean of its replicas where it has none, `[P]`."""
     if "center" in saved.dense:
@@ -78,7 +91,7 @@ def _saved_state(saved: LoadedCheckpoint, name: str, rank: int | None, elements:
 
 def _mean(saved: LoadedCheckpoint, name: str, elements: int) -> Tensor:
     count = int(saved.extra["trainers"])
-    return torch.stack([_saved_state(saved, name, rank, elements) for rank in range(count)]).mean(0)
+    return torch.stack([_saved_state(saved, name, rank, elements) for rank in range(count)]).double().mean(0)
 
 
 def _method_state(saved: LoadedCheckpoint, rank: int, fresh: State) -> State:

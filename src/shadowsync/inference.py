@@ -17,7 +17,7 @@ from shadowsync.config import Config, load, parse
 from shadowsync.data.parquet import Parquet
 from shadowsync.data.source import OpenSource, Schema, Source
 from shadowsync.data.writer import replacing, write_parquet
-from shadowsync.dense_state import check_layout
+from shadowsync.dense_state import restore_final
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
@@ -48,12 +48,13 @@ class Trained:
         self.config: Config = parse(saved.config)
         self.choices: Choices = choose_all(self.config, own_model=model is not None)
         self.schema: Schema = msgspec.convert(saved.extra["schema"], Schema)
-        self.embeddings: Embeddings = make_embeddings(self.config, self.choices, self.schema, saved.tables, None)
+        # A model's columns follow the order of the tables, which the servers' files do not keep.
+        tables = tuple(sorted(saved.tables, key=lambda table: saved.extra["tables"].index(table.name)))
+        self.embeddings: Embeddings = make_embeddings(self.config, self.choices, self.schema, tables, None)
         restore_tables(self.embeddings, saved)
         module = make_module(self.config, self.choices, self.schema, self.embeddings.dims, model)
         replica = make_replica(self.config, self.choices, module, self.embeddings.dims)
-        check_layout(saved, replica)
-        replica.load(saved.dense_tensor("final", len(replica.flat)))
+        restore_final(saved, replica)
         self.module: nn.Module = replica.module
         self.predictor = Predictor(replica, self.embeddings.client)
 
@@ -107,7 +108,9 @@ class Trained:
     def export(self, out: Path) -> None:
         """Writes one file with tables and module that torch alone loads; see `export.export_model`."""
         features = [feature.name for feature in self.schema.features]
-        export_model(self.module, ExportSpec(self.embeddings.tables, features, self.schema.dense), self._rows, out)
+        weighted = bool(getattr(self.choices.source, "weights", None))
+        spec = ExportSpec(self.embeddings.tables, features, self.schema.dense, weighted)
+        export_model(self.module, spec, self._rows, out)
 
     def _rows(self, table: str, start: int, stop: int) -> Tensor:
         """Rows `start … stop − 1` of a table, `[rows, D]`."""

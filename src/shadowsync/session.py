@@ -266,6 +266,7 @@ class Session:
             "syncs": self.sync_count,
             "wire": self.wire_totals(),
             "schema": msgspec.to_builtins(self.schema),
+            "tables": [table.name for table in self.embeddings.tables],
             "trainers": len(self.replicas),
             "layout": layout(self.replicas[0]),
             "own_model": self.choices.model is None,

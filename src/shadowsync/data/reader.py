@@ -204,12 +204,12 @@ class Reader:
             self._pool.submit(self._parse, feed, block)
 
     def _take_over(self, feed: Feed) -> LeasedBatch | None:
-        """Half of the batches that are left in the fullest block of the others."""
+        """At least half of the batches that wait in the fullest block of the others."""
         blocks = [block for other in self._feeds.values() for block in other.blocks if block.batches]
         fullest = max(blocks, key=lambda block: len(block.batches or ()), default=None)
-        if fullest is None or fullest.batches is None or len(fullest.batches) < 2:
+        if fullest is None or fullest.batches is None:
             return None
-        keep = -(-len(fullest.batches) // 2)
+        keep = len(fullest.batches) // 2
         moved = [fullest.batches.pop() for _ in range(len(fullest.batches) - keep)][::-1]
         lease = self._book.split(fullest.lease, moved[0].start, feed.trainer)
         assert lease is not None, "batches that wait in a block are not done"

@@ -147,9 +147,7 @@ class Worker:
         self.idle = True
         with self._parts.gate.resting():
             ready = self._fetch(wait=True)
-        self.idle = (
-            False  # before the question below, so that whoever saw it idle after asking it to stop can rely on it
-        )
+        self.idle = False  # before the question below: whoever saw it idle after asking it to stop relies on it
         if ready is None or self._parts.hooks.stopping():
             return None
         self._parts.listener.worker_back(self._parts.index)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.errors import CheckpointError
+from shadowsync.job_state import job_state
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.sync.method import State, SyncMethod
 from shadowsync.sync.schedule import Synchronisation
@@ -25,7 +26,7 @@ def dense_tensors(replica: Replica) -> dict[str, Tensor]:
 
 def check_layout(saved: LoadedCheckpoint, replica: Replica) -> None:
     """Raises `CheckpointError` naming the first parameter that differs between the checkpoint and this model."""
-    there, here = saved.extra.get("layout", {}), layout(replica)
+    there, here = job_state(saved).layout, layout(replica)
     for name in {**there, **here}:
         if there.get(name) != here.get(name):
             raise CheckpointError(
@@ -46,7 +47,7 @@ def restore_dense(
         CheckpointError: the checkpoint is of another model or dense optimizer.
     """
     check_layout(saved, replicas[0])
-    count, size = int(saved.extra["trainers"]), len(replicas[0].flat)
+    count, size = job_state(saved).trainers, len(replicas[0].flat)
     same = count == len(replicas)
     consensus = saved_weights(saved, size)
     for rank, replica in enumerate(replicas):
@@ -90,7 +91,7 @@ def _saved_state(saved: LoadedCheckpoint, name: str, rank: int | None, elements:
 
 
 def _mean(saved: LoadedCheckpoint, name: str, elements: int) -> Tensor:
-    count = int(saved.extra["trainers"])
+    count = job_state(saved).trainers
     return torch.stack([_saved_state(saved, name, rank, elements) for rank in range(count)]).double().mean(0)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow
 import pyarrow.parquet
 import torch
@@ -20,6 +19,7 @@ from shadowsync.data.writer import replacing, write_parquet
 from shadowsync.dense_state import restore_final
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
+from shadowsync.job_state import job_state
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.prediction import Predictor, predictions, score
 from shadowsync.runs import load_checkpoint
@@ -41,15 +41,16 @@ class Trained:
 
     def __init__(self, folder: Path | str, model: nn.Module | None = None) -> None:
         saved = load_checkpoint(Path(folder))
-        if saved.extra["own_model"] and model is None:
+        state = job_state(saved)
+        if state.own_model and model is None:
             raise ConfigError(
                 f"{folder} trained a module of your own: shadowsync.Trained({str(folder)!r}, model=module)"
             )
         self.config: Config = parse(saved.config)
         self.choices: Choices = choose_all(self.config, own_model=model is not None)
-        self.schema: Schema = msgspec.convert(saved.extra["schema"], Schema)
+        self.schema: Schema = state.schema
         # A model's columns follow the order of the tables, which the servers' files do not keep.
-        tables = tuple(sorted(saved.tables, key=lambda table: saved.extra["tables"].index(table.name)))
+        tables = tuple(sorted(saved.tables, key=lambda table: state.tables.index(table.name)))
         self.embeddings: Embeddings = make_embeddings(self.config, self.choices, self.schema, tables, None)
         restore_tables(self.embeddings, saved)
         module = make_module(self.config, self.choices, self.schema, self.embeddings.dims, model)

@@ -20,6 +20,7 @@ from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, DataError, RunError, ShadowSyncError
+from shadowsync.job_state import job_state
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.prediction import Predictor, score
@@ -292,7 +293,7 @@ def _plain_options(member: Any) -> dict[str, Any]:
 
 def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -> Config:
     saved = load_checkpoint(resume)
-    if saved.extra["own_model"]:
+    if job_state(saved).own_model:
         raise ConfigError(
             f"{resume} trained a module of your own: go on from Python with "
             f"shadowsync.Job(config, model=module, resume={str(resume)!r})"

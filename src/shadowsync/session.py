@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +23,8 @@ from shadowsync.data.reader import LeasedBatch, Reader, ReaderOptions
 from shadowsync.data.source import OpenSource
 from shadowsync.dense_state import dense_tensors, layout, restore_dense
 from shadowsync.embedding.table import Rows, Table
+from shadowsync.errors import CheckpointError
+from shadowsync.job_state import JobState, job_state
 from shadowsync.metrics.recorder import JobCounts, Recorder
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.checkpoints import LoadedCheckpoint
@@ -257,20 +258,20 @@ class Session:
             dense=dense,
             position=self.reader.state(),
             random={"torch": torch.get_rng_state()},
-            extra=self._extra(),
+            extra=self._state().builtins(),
         )
 
-    def _extra(self) -> dict[str, Any]:
-        return {
-            "recorder": self.recorder.state(),
-            "syncs": self.sync_count,
-            "wire": self.wire_totals(),
-            "schema": msgspec.to_builtins(self.schema),
-            "tables": [table.name for table in self.embeddings.tables],
-            "trainers": len(self.replicas),
-            "layout": layout(self.replicas[0]),
-            "own_model": self.choices.model is None,
-        }
+    def _state(self) -> JobState:
+        return JobState(
+            recorder=self.recorder.state(),
+            syncs=self.sync_count,
+            wire=self.wire_totals(),
+            schema=self.schema,
+            tables=[table.name for table in self.embeddings.tables],
+            trainers=len(self.replicas),
+            layout=layout(self.replicas[0]),
+            own_model=self.choices.model is None,
+        )
 
     def _restore(self, saved: LoadedCheckpoint) -> None:
         """Puts a checkpoint back: rows, replicas, the reader's position, counts.
@@ -278,13 +279,18 @@ class Session:
         Raises:
             CheckpointError: it is of another model, other tables, another optimizer or other data.
         """
+        state = job_state(saved)
         restore_tables(self.embeddings, saved)
         center = restore_dense(saved, self.choices.method, self.replicas, self.synchronisations)
         self.dense_servers.write(center)
-        torch.set_rng_state(saved.random["torch"])
-        self.recorder.restore(saved.extra["recorder"])
-        self._syncs_before = int(saved.extra["syncs"])
-        self._wire_before = saved.extra["wire"]
+        self._syncs_before, self._wire_before = state.syncs, state.wire
+        try:
+            torch.set_rng_state(saved.random["torch"])
+            self.recorder.restore(state.recorder)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{saved.name}: its counts or random state are not those of a job: {error}"
+            ) from error
 
 
 def _make_reader(config: Config, source: OpenSource, position: Mapping[str, Any] | None) -> Reader:

@@ -88,7 +88,7 @@ def test_the_readmes_commands_run_in_their_order(tmp_path: Path) -> None:
     for line in lines:
         run(line)
     assert len(pl.read_parquet("predictions.parquet")) == 700
-    assert len(pl.read_parquet("rows.parquet")) == 100_000
+    assert len(pl.read_parquet("rows.parquet")) == 20_000
     trained = [read_result(Path(f"runs/{name}")).data.trained_samples for name in ("easgd", "ma", "ma8")]
     assert trained == [6000, 6000, 12_000]
 

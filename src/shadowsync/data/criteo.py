@@ -31,7 +31,7 @@ _TYPES: dict[str, type[pl.DataType]] = {
     **dict.fromkeys(CATEGORICAL, pl.String),
 }
 _INTEGER = re.compile(r" *[+-]?[0-9]{1,18}|")
-_HEXADECIMAL = re.compile(r"[0-9a-fA-F]{1,15}|")
+_HEXADECIMAL = re.compile(r"\+?[0-9a-fA-F]{1,15}|")
 
 HashSize = Annotated[int, Field(ge=2, le=1 << 32)]
 

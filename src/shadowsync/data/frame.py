@@ -43,7 +43,7 @@ class Column:
 class Layout:
     """The columns of a batch, in its order; `log_dense` asks for log(1 + max(x, 0)) of the dense ones."""
 
-    label: str
+    label: str | None
     dense: tuple[str, ...]
     columns: tuple[Column, ...]
     log_dense: bool
@@ -69,6 +69,8 @@ def problems(frame: pl.DataFrame, layout: Layout) -> list[Problem]:
 
 
 def _labels(frame: pl.DataFrame, layout: Layout) -> NDArray[np.float32] | None:
+    if layout.label is None:
+        return np.zeros(len(frame), dtype=np.float32)
     labels = frame[layout.label].cast(pl.Float32).fill_null(-1).to_numpy()
     return labels.copy() if ((labels == 0) | (labels == 1)).all() else None
 
@@ -149,12 +151,16 @@ def _ids(values: pl.Series, column: Column) -> NDArray[np.int64] | None:
     return rows
 
 
-def _findings(frame: pl.DataFrame, layout: Layout) -> Iterator[Finding]:
-    """One finding for each kind of problem, whether any row has it or not."""
-    label = frame[layout.label]
+def _label_finding(label: pl.Series) -> Finding:
     numbers = label.cast(pl.Float32).fill_null(-1).to_numpy()
     wrong = (numbers != 0) & (numbers != 1)
-    yield wrong, lambda row: f"the label ({layout.label}) is {_show(label[row])}, it must be 0 or 1"
+    return wrong, lambda row: f"the label ({label.name}) is {_show(label[row])}, it must be 0 or 1"
+
+
+def _findings(frame: pl.DataFrame, layout: Layout) -> Iterator[Finding]:
+    """One finding for each kind of problem, whether any row has it or not."""
+    if layout.label is not None:
+        yield _label_finding(frame[layout.label])
     for name in layout.dense:
         yield _dense_finding(frame[name])
     for column in layout.columns:

@@ -39,7 +39,9 @@ class Parquet(Source):
         tuple[str, ...], Field(min_length=1, description="categorical columns, in the model's order")
     ]
     test_path: Annotated[str | tuple[str, ...] | None, Field(description="test rows, likewise; None: no test")] = None
-    label: Annotated[str, Field(description="the column that holds 0 or 1")] = "label"
+    label: Annotated[
+        str | None, Field(description="the column that holds 0 or 1; null: rows without labels, for predictions only")
+    ] = "label"
     dense: Annotated[tuple[str, ...], Field(description="dense columns, in the model's order")] = ()
     log_dense: Annotated[bool, Field(description="take log(1 + max(x, 0)) of the dense columns, for counts")] = False
     rows: Annotated[
@@ -69,6 +71,11 @@ class Parquet(Source):
         repeated = {name for name in self.categorical if self.categorical.count(name) > 1}
         if repeated:
             raise ConfigError(f"data.categorical names {min(repeated)!r} twice")
+
+    @property
+    def label_columns(self) -> tuple[str, ...]:
+        """The label's column, if there is one."""
+        return () if self.label is None else (self.label,)
 
     def _check_names(self, key: str, named: Mapping[str, object]) -> None:
         for name in named:
@@ -109,7 +116,8 @@ class OpenParquet(FileRows):
         for other in opened[1:]:
             if other.layout() != self._layout:
                 raise DataError(f"{other.file.path}: its columns are of other types than those of {files[0].path}")
-        wanted = [options.label, *options.dense, *options.categorical, *options.weights.values()]
+        self.labelled = options.label is not None
+        wanted = [*options.label_columns, *options.dense, *options.categorical, *options.weights.values()]
         self._frames = [pl.scan_parquet(path).select(list(dict.fromkeys(wanted))) for path in paths]
         super().__init__(_schema(options, self._layout), files, [file.rows() for file in opened], on_bad_row)
 
@@ -157,7 +165,7 @@ class _Checked:
 
     def layout(self) -> Layout:
         options = self.options
-        for key, names in (("label", (options.label,)), ("dense", options.dense)):
+        for key, names in (("label", options.label_columns), ("dense", options.dense)):
             for name in names:
                 self._need(_is_number(self._type(key, name)), key, name, "one number per row")
         columns = tuple(self._column(name) for name in options.categorical)

@@ -77,6 +77,7 @@ class OpenSource(ABC):
         rows: rows in one pass, bad ones included.
         bad_rows: rows skipped so far.
         sequential: reading slices out of order is slow (compressed text), so the reader keeps the file's order.
+        labelled: the rows have labels; else `read` gives zeros, which are good for predictions only.
         best_auc: the highest AUC any model can reach on this data, where that is known (synthetic), else None.
     """
 
@@ -84,6 +85,7 @@ class OpenSource(ABC):
     rows: int
     bad_rows: BadRows
     sequential: bool = False
+    labelled: bool = True
     best_auc: float | None = None
 
     @abstractmethod

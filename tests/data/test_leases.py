@@ -1,0 +1,187 @@
+"""The lease book trains every row of every epoch exactly once, whatever happens in between."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowsync.data.leases import Lease, LeaseBook, Plan
+from shadowsync.errors import CheckpointError
+
+TRAINERS = 3
+
+
+class World:
+    """Trainers that lease, train in pieces, die and are resumed, driven by drawn numbers."""
+
+    def __init__(self, slices: list[int], epochs: int, bad: list[int], seed: int) -> None:
+        self.slices, self.bad = slices, bad
+        self.plan = Plan(slices, epochs, shuffle=True, seed=seed)
+        self.book = LeaseBook(self.plan)
+        self.held: dict[int, tuple[Lease, list[tuple[int, int]]]] = {}
+        self.trained: Counter[tuple[int, int, int]] = Counter()
+
+    def good(self, part: int) -> int:
+        return max(self.slices[part] - self.bad[part], 0)
+
+    def lease(self, trainer: int) -> bool:
+        lease = self.book.lease(trainer)
+        if lease is None:
+            return False
+        rows = self.good(lease.slice)
+        spans = [(a, min(b, rows)) for a, b in lease.spans if a < rows]
+        assert self.book.opened(lease, rows) == bool(spans)
+        if spans:
+            self.held[lease.number] = (lease, spans)
+        return True
+
+    def train(self, choice: int, size: int) -> None:
+        if not self.held:
+            return
+        number = sorted(self.held)[choice % len(self.held)]
+        lease, spans = self.held[number]
+        start, stop = spans.pop(0)
+        cut = min(start + size, stop)
+        assert self.book.done(lease, start, cut)
+        self.trained.update((lease.epoch, lease.slice, row) for row in range(start, cut))
+        if cut < stop:
+            spans.insert(0, (cut, stop))
+        if not spans:
+            del self.held[number]
+
+    def split(self, choice: int, trainer: int) -> None:
+        if not self.held:
+            return
+        number = sorted(self.held)[choice % len(self.held)]
+        lease, spans = self.held[number]
+        start = (spans[0][0] + spans[-1][1]) // 2
+        moved = self.book.split(lease, start, trainer)
+        assert moved is not None
+        kept = [(a, min(b, start)) for a, b in spans if a < start]
+        self.held[moved.number] = (moved, [(max(a, start), b) for a, b in spans if b > start])
+        if kept:
+            self.held[number] = (lease, kept)
+        else:
+            del self.held[number]
+
+    def abandon(self, trainer: int) -> None:
+        self.book.abandon(trainer)
+        dead = [lease for lease, _ in self.held.values() if lease.trainer == trainer]
+        for lease in dead:
+            _, spans = self.held.pop(lease.number)
+            assert not self.book.done(lease, *spans[0]), "a lease that was given up must not count"
+
+    def restore(self) -> None:
+        state = json.loads(json.dumps(self.book.state()))
+        self.book = LeaseBook(self.plan)
+        self.book.restore(state)
+        self.held = {}
+
+    def finish(self) -> None:
+        while not self.book.finished:
+            assert self.lease(0) or self.held
+            while self.held:
+                self.train(0, 5)
+
+    def check(self) -> None:
+        expected = {
+            (epoch, part, row): 1
+            for epoch in range(self.plan.epochs)
+            for part in range(len(self.slices))
+            for row in range(self.good(part))
+        }
+        assert self.trained == expected
+        assert self.book.trained == len(expected)
+        per_epoch = sum(self.slices) - sum(self.good(part) for part in range(len(self.slices)))
+        assert [count.skipped for count in self.book.epochs] == [per_epoch] * self.plan.epochs
+        assert self.book.lease(0) is None
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["lease", "lease", "train", "train", "split", "abandon", "restore"]), st.integers(0, 20)),
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(
+    slices=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    epochs=st.integers(1, 3),
+    bad=st.lists(st.integers(0, 12), min_size=6, max_size=6),
+    seed=st.integers(0, 5),
+    events=EVENTS,
+)
+def test_any_interleaving_trains_every_row_of_every_epoch_once(slices, epochs, bad, seed, events):
+    world = World(slices, epochs, bad, seed)
+    for event, number in events:
+        match event:
+            case "lease":
+                world.lease(number % TRAINERS)
+            case "train":
+                world.train(number, 1 + number % 4)
+            case "split":
+                world.split(number, number % TRAINERS)
+            case "abandon":
+                world.abandon(number % TRAINERS)
+            case "restore":
+                world.restore()
+    world.finish()
+    world.check()
+
+
+def test_nothing_to_lease_is_not_the_end_while_others_hold_rows():
+    book = LeaseBook(Plan([4], 1, shuffle=False, seed=0))
+    lease = book.lease(0)
+    assert book.lease(1) is None
+    assert not book.finished
+    book.done(lease, 0, 4)
+    assert book.finished
+
+
+def test_the_next_epoch_follows_at_once():
+    book = LeaseBook(Plan([4, 4], 2, shuffle=False, seed=0))
+    assert [book.lease(trainer).epoch for trainer in range(4)] == [0, 0, 1, 1]
+
+
+def test_order_is_drawn_anew_for_each_epoch_and_again_for_the_same_seed():
+    plan = Plan([1] * 50, 2, shuffle=True, seed=7)
+    assert sorted(plan.order(0)) == list(range(50))
+    assert plan.order(0) != plan.order(1)
+    assert plan.order(0) == Plan([1] * 50, 2, shuffle=True, seed=7).order(0)
+    assert plan.order(0) != Plan([1] * 50, 2, shuffle=True, seed=8).order(0)
+    assert Plan([1] * 50, 2, shuffle=False, seed=7).order(1) == list(range(50))
+
+
+def test_only_what_was_not_done_is_trained_again():
+    book = LeaseBook(Plan([10], 1, shuffle=False, seed=0))
+    lease = book.lease(0)
+    book.opened(lease, 10)
+    book.done(lease, 2, 4)
+    book.abandon(0)
+    assert book.lease(1).spans == ((0, 2), (4, 10))
+
+
+def test_rows_that_are_not_leased_cannot_be_done():
+    book = LeaseBook(Plan([10], 1, shuffle=False, seed=0))
+    lease = book.lease(0)
+    book.done(lease, 0, 4)
+    with pytest.raises(ValueError, match="not among those to train"):
+        book.done(lease, 2, 6)
+
+
+def test_a_restored_book_may_have_more_epochs():
+    book = LeaseBook(Plan([3], 1, shuffle=False, seed=0))
+    book.done(book.lease(0), 0, 3)
+    longer = LeaseBook(Plan([3], 2, shuffle=False, seed=0))
+    longer.restore(book.state())
+    assert not longer.finished
+    longer.done(longer.lease(0), 0, 3)
+    assert longer.finished
+    assert [count.trained for count in longer.epochs] == [3, 3]
+
+
+def test_a_state_of_other_data_is_refused():
+    with pytest.raises(CheckpointError, match="data of 3 rows, this data has 4"):
+        LeaseBook(Plan([4], 1, shuffle=False, seed=0)).restore(LeaseBook(Plan([3], 1, shuffle=False, seed=0)).state())

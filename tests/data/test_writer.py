@@ -1,0 +1,95 @@
+"""What write_parquet writes reads back equal, and nothing is left behind when it fails."""
+
+import errno
+
+import pytest
+import torch
+import yaml
+from data_samples import CountedRows, same
+
+from shadowsync import registry
+from shadowsync.data import writer
+from shadowsync.data.batch import Batch, Jagged
+from shadowsync.data.parquet import Parquet
+from shadowsync.data.source import Feature, Schema
+from shadowsync.data.synthetic import Synthetic
+from shadowsync.errors import DataError, SaveError
+
+
+def read_back(lines: str):
+    section = yaml.safe_load(lines)["data"]
+    assert section.pop("name") == "parquet"
+    return registry.build(Parquet, section, "data").open("train", "error")
+
+
+@pytest.mark.parametrize("multi_hot", [1.0, 2.5])
+def test_any_source_reads_back_equal(tmp_path, multi_hot, monkeypatch):
+    monkeypatch.setattr(writer, "ROW_GROUP", 3000)
+    opened = Synthetic(rows=7000, features=3, table_rows=50, multi_hot=multi_hot).open("train", "error")
+    back = read_back(writer.write_parquet(opened, tmp_path / "sub folder" / "rows: all.parquet"))
+    assert back.schema == opened.schema
+    assert back.rows == 7000
+    for part in back.slices(2000):
+        assert same(back.read(part), opened.read(part))
+
+
+class Weighted(CountedRows):
+    """Features with awkward names that share a table, with weights."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        features = (Feature("item: id", rows, "items"), Feature("it's seen", rows, "items", True, "mean"))
+        self.schema = Schema(("a number",), features)
+
+    def read(self, part):
+        batch = super().read(part)
+        count = len(batch)
+        lengths = torch.cat([torch.ones(count, dtype=torch.int64), torch.arange(count) % 3])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        values = torch.cat([batch.ids.values, torch.arange(int(lengths[count:].sum()))])
+        weights = torch.cat(
+            [torch.ones(count), torch.rand(len(values) - count, generator=torch.Generator().manual_seed(0))]
+        )
+        return Batch(batch.labels, batch.dense, Jagged(values, offsets, weights, 2, count))
+
+
+def test_weights_tables_and_names_read_back_equal(tmp_path):
+    opened = Weighted(30)
+    back = read_back(writer.write_parquet(opened, tmp_path / "rows.parquet"))
+    assert back.schema == opened.schema
+    part = opened.slices(30)[0]
+    assert same(back.read(part), opened.read(part))
+    assert torch.equal(back.read(part).ids.weights, opened.read(part).ids.weights)
+
+
+class Broken(CountedRows):
+    def read(self, part):
+        if part.index == 1:
+            raise DataError("rows, row 5: bad")
+        return super().read(part)
+
+
+def test_a_source_that_fails_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "ROW_GROUP", 4)
+    path = tmp_path / "rows.parquet"
+    path.write_text("before")
+    with pytest.raises(DataError, match="rows, row 5: bad"):
+        writer.write_parquet(Broken(10), path)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_args, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer.pa.parquet.ParquetWriter, "write_table", full)
+    with pytest.raises(SaveError, match=r"rows\.parquet: cannot be written: No space left on device"):
+        writer.write_parquet(CountedRows(10), tmp_path / "rows.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match="cannot be written"):
+        writer.write_parquet(CountedRows(10), tmp_path / "file" / "rows.parquet")

@@ -59,13 +59,17 @@ class Trained:
         self.module: nn.Module = replica.module
         self.predictor = Predictor(replica, self.embeddings.client)
 
-    def rows(self, data: str | None) -> OpenSource:
+    def rows(self, data: str | None, labelled: bool = True) -> OpenSource:
         """The run's test rows, or those at `data`: a file of the run's own format, or parquet with its columns.
+
+        Args:
+            data: a path as the source takes it, or None.
+            labelled: labels are needed; without, a parquet file need not have any.
 
         Raises:
             DataError: there are none, or they do not fit the model.
         """
-        source = self.choices.source if data is None else self._source_at(data)
+        source = self.choices.source if data is None else self._source_at(data, labelled)
         opened = source.open("test" if data is None else "train", "error")
         if opened is None:
             raise DataError(f"data.name={self.config.data.name} has no test rows: give --data PATH")
@@ -73,17 +77,22 @@ class Trained:
             raise DataError(f"{data or self.config.data.name}: the columns are not those the model was trained on")
         return opened
 
-    def _source_at(self, data: str) -> Source:
+    def _source_at(self, data: str, labelled: bool) -> Source:
         source: Any = self.choices.source
-        names = {field.name for field in dataclasses.fields(source)}
-        if {"path", "test_path"} <= names:
-            at_data: Source = dataclasses.replace(source, path=data, test_path=None)
-            return at_data
-        return parquet_of(self.schema, data)
+        if {"path", "test_path"} <= {field.name for field in dataclasses.fields(source)}:
+            source = dataclasses.replace(source, path=data, test_path=None)
+        else:
+            source = parquet_of(self.schema, data)
+        found: Source = (
+            dataclasses.replace(source, label=None) if isinstance(source, Parquet) and not labelled else source
+        )
+        return found
 
     def evaluate(self, data: str | None = None) -> TestMetrics:
         """Quality on the run's test rows, or on those at `data`."""
         opened = self.rows(data)
+        if not opened.labelled:
+            raise DataError(f"{data or 'the test rows'}: there are no labels to evaluate with (data.label is null)")
         try:
             return evaluate_scores(*score(self.predictor, opened))
         finally:
@@ -95,7 +104,7 @@ class Trained:
         Raises:
             SaveError: the file cannot be written; nothing is left of it.
         """
-        opened = self.rows(data)
+        opened = self.rows(data, labelled=False)
         count = 0
         try:
             with replacing(out) as temporary, pa.parquet.ParquetWriter(temporary, _PREDICTIONS) as writer:

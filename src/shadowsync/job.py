@@ -269,6 +269,8 @@ def open_sources(config: Config, choices: Choices) -> _Sources:
     train = choices.source.open("train", config.data.on_bad_row)
     if train is None:
         raise DataError(f"data.name={config.data.name} has no training rows")
+    if not train.labelled:
+        raise ConfigError("data.label is null: there is nothing to learn from rows without labels")
     test = choices.source.open("test", config.data.on_bad_row)
     if test is not None and test.schema != train.schema:
         raise DataError("the test rows have other columns than the training rows")

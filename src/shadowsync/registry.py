@@ -89,7 +89,9 @@ def explain(error: pydantic.ValidationError, section: str) -> str:
     value = (
         f"={first['input']}" if isinstance(first["input"], str | int | float | dict | list) and len(shown) < 80 else ""
     )
-    return f"{key}{value}: {message[:1].lower()}{message[1:]}"
+    flow = isinstance(first["input"], dict) and first["input"] and all(v is None for v in first["input"].values())
+    hint = "; YAML wants a space behind each colon of a map: {a: 1, b: 2}" if flow else ""
+    return f"{key}{value}: {message[:1].lower()}{message[1:]}{hint}"
 
 
 def _is_key(part: str | int) -> bool:

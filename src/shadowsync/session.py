@@ -20,7 +20,7 @@ from shadowsync.assembly import (
 from shadowsync.choices import Choices
 from shadowsync.config import Config
 from shadowsync.data.reader import LeasedBatch, Reader, ReaderOptions
-from shadowsync.data.source import OpenSource
+from shadowsync.data.source import OpenSource, Schema
 from shadowsync.dense_state import dense_tensors, layout, restore_dense
 from shadowsync.embedding.table import Rows, Table
 from shadowsync.errors import CheckpointError
@@ -280,6 +280,7 @@ class Session:
             CheckpointError: it is of another model, other tables, another optimizer or other data.
         """
         state = job_state(saved)
+        _check_columns(saved.name, state.schema, self.schema)
         restore_tables(self.embeddings, saved)
         center = restore_dense(saved, self.choices.method, self.replicas, self.synchronisations)
         self.dense_servers.write(center)
@@ -305,6 +306,21 @@ def _make_reader(config: Config, source: OpenSource, position: Mapping[str, Any]
         prefetch=data.prefetch,
     )
     return Reader(source, options, position)
+
+
+def _check_columns(checkpoint: str, there: Schema, here: Schema) -> None:
+    """Raises `CheckpointError` for data whose columns have other names, or another order, than those trained on."""
+    kinds = {"dense": (there.dense, here.dense), "categorical": (_names(there), _names(here))}
+    for kind, (trained, given) in kinds.items():
+        if trained != given:
+            raise CheckpointError(
+                f"{checkpoint} was trained on the {kind} columns {', '.join(trained) or 'none'}, this data has "
+                f"{', '.join(given) or 'none'}: give the same ones in the same order"
+            )
+
+
+def _names(schema: Schema) -> tuple[str, ...]:
+    return tuple(feature.name for feature in schema.features)
 
 
 def _added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

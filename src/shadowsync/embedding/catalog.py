@@ -25,7 +25,7 @@ def _shared(name: str, features: Sequence[Feature], dim: int) -> Table:
     if other:
         raise ConfigError(
             f"table {name}: feature {features[0].name} pools by {features[0].pooling} and {other[0].name} by "
-            f"{other[0].pooling}; give them tables of their own"
+            f"{other[0].pooling}; give them the same data.pooling, or tables of their own"
         )
     rows = max(feature.rows for feature in features)
     return Table(name, rows, dim, tuple(feature.name for feature in features), features[0].pooling)

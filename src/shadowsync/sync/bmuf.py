@@ -16,8 +16,8 @@ class Bmuf(SyncMethod):
 
     With Nesterov momentum the replicas move towards `w_g + μ Δ`, where the next block would start. `η = 1, μ = 0` is
     model averaging exactly. Every trainer keeps `w_g` and `Δ`; they agree because all see the same averages.
-    The BMUF paper ties `μ` to the number of trainers (1 − 1/n) for blocks of many steps; the default of 0 suits the
-    frequent synchronisation of the background. Default `α` as in model averaging.
+    The BMUF paper ties `μ` to the number of trainers (1 − 1/n) for blocks of many steps; our default of 0.5 is milder,
+    for the frequent synchronisation of the background. Default `α` as in model averaging.
     """
 
     name: ClassVar[str] = "bmuf"

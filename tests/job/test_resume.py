@@ -1,0 +1,340 @@
+"""Interrupted and resumed jobs: nothing trained twice, nothing lost, whatever changes on the way."""
+
+import errno
+import hashlib
+import os
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from job_helpers import (
+    METHODS,
+    Ledger,
+    Witness,
+    checkpoints,
+    error_of,
+    name_of,
+    result_of,
+    settings,
+    train_counted,
+    write_rows,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from shadowsync import Interrupted, Job, Trained
+from shadowsync.config import merge
+from shadowsync.errors import CheckpointError, ConfigError, SaveError
+from shadowsync.recovery.files import LocalFiles
+from shadowsync.session import Session
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class SignalAt:
+    """Sends a signal to this process before an iteration of a worker, and holds everybody until it was seen."""
+
+    def __init__(self, iteration: int, number: signal.Signals = signal.SIGTERM) -> None:
+        self.iteration, self.number = iteration, number
+        self.sent, self.seen = threading.Event(), threading.Event()
+
+    def __call__(self, rank: int, iteration: int) -> None:
+        if rank == 0 and iteration == self.iteration and not self.sent.is_set():
+            self.sent.set()
+            signal.raise_signal(self.number)
+        if self.sent.is_set():
+            assert self.seen.wait(20), "nobody asked the workers to stop"
+
+    def run(self, job: Job) -> str:
+        """Runs a job of which this is the script until the signal; returns what was said."""
+
+        def stop(session: Session) -> None:
+            original(session)
+            self.seen.set()
+
+        original = Session.stop
+        with mock.patch.object(Session, "stop", stop):
+            error = error_of(job.run)
+        assert isinstance(error, Interrupted)
+        return str(error)
+
+
+def interrupt(config: dict[str, Any], out: Path, iteration: int = 4, **own: Any) -> tuple[Counter[int], str]:
+    """Trains the witness until a signal; returns what was trained and what was said."""
+    ledger, script = Ledger(), SignalAt(iteration)
+    said = script.run(Job(config, model=Witness(ledger), out=out, failures=script, **own))
+    assert not (out / "result.json").exists()
+    return ledger.rows, said
+
+
+@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+def test_an_interrupted_job_is_resumed_where_it_was(tmp_path: Path, sync: dict[str, Any]) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+    config = settings(data, data, sync=sync, train={"trainers": 2, "workers": 2}, data={"epochs": 2})
+    before, said = interrupt(config, out)
+    assert f"stopped by SIGTERM after {before.total()} samples" in said
+    assert f"--resume {out}" in said
+    assert [folder.name for folder in checkpoints(out)] == [f"samples-{before.total():012d}"]
+    result, after = train_counted(config, out, resume=out)
+    assert before + after == dict.fromkeys(range(101), 2)
+    assert result.data.trained_samples == result_of(out)["data"]["trained_samples"] == 202
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "fewer trainers": {"train": {"trainers": 1}},
+    "more trainers": {"train": {"trainers": 5}},
+    "more workers": {"train": {"workers": 3}},
+    "another batch size": {"train": {"batch_size": 3}},
+    "bf16": {"train": {"precision": "bf16"}},
+    "another seed": {"train": {"seed": 5}},
+    "more servers": {"embedding": {"servers": 5}},
+    "split tables": {"embedding": {"servers": 2, "split_rows": 7}},
+    "another slice size": {"data": {"slice_rows": 64}},
+    "no shuffling": {"data": {"shuffle": False}},
+    "no method": {"sync": {"method": "none"}},
+    "averaging": {"sync": {"method": "ma", "schedule": "every_k", "k": 2}},
+    "momentum": {"sync": {"method": "bmuf"}},
+    "elastic": {"sync": {"method": "easgd", "form": "sequential"}},
+    "dense servers": {"cluster": {"dense_servers": 3}},
+    "rates": {"train": {"decay": "cosine", "warmup_samples": 20, "lr": 0.1}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("sync", [{"method": "easgd"}, {"method": "bmuf"}], ids=name_of)
+def test_a_job_goes_on_in_another_shape(tmp_path: Path, sync: dict[str, Any], change: dict[str, Any]) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+    config = settings(data, data, sync=sync, train={"trainers": 2, "workers": 2})
+    before, _ = interrupt(config, out)
+    changed = merge(config, {name: section for name, section in change.items() if name != "sync"}, [])
+    result, after = train_counted(changed | {"sync": change.get("sync", config["sync"])}, out, resume=out)
+    assert before + after == dict.fromkeys(range(101), 1)
+    assert result.data.trained_samples == 101
+    assert result.test is not None
+    assert result.test.logloss is not None
+    assert result.test.logloss < 5
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+def test_epochs_may_be_added(tmp_path: Path, epochs: int) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 31), tmp_path / "out"
+    config = settings(data, data, train={"trainers": 2})
+    first, _ = train_counted(config, out)
+    result, after = train_counted(merge(config, {"data": {"epochs": epochs}}, []), out, resume=out)
+    assert after == ({} if epochs == 1 else dict.fromkeys(range(31), epochs - 1))
+    assert result.data.trained_samples == 31 * epochs
+    if epochs == 1:
+        assert result.test == first.test
+        assert len(checkpoints(out)) == 1
+
+
+def test_a_job_is_resumed_again_and_again(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+    config = settings(data, train={"trainers": 2, "keep": 3}, sync={"method": "ma"})
+    trained, resume = Counter[int](), None
+    for _ in range(4):
+        rows, _ = interrupt(config, out, 6, resume=resume)
+        trained, resume = trained + rows, out
+    _, rows = train_counted(config, out, resume=out)
+    assert trained + rows == dict.fromkeys(range(101), 1)
+    assert len(checkpoints(out)) == 3
+
+
+def test_a_signal_at_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
+    script = SignalAt(10)
+    script.seen.set()
+    result, rows = train_counted(settings(data, data), out, failures=script)
+    assert script.sent.is_set()
+    assert rows == dict.fromkeys(range(20), 1)
+    assert result.test is not None
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file of a folder with its digest."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_a_new_folder_leaves_the_old_one_untouched(tmp_path: Path) -> None:
+    data, out, new = write_rows(tmp_path / "rows.parquet", 61), tmp_path / "out", tmp_path / "new"
+    config = settings(data, data, train={"trainers": 2})
+    before, _ = interrupt(config, out)
+    untouched = contents(out)
+    _, after = train_counted(config, new, resume=out)
+    assert before + after == dict.fromkeys(range(61), 1)
+    assert contents(out) == untouched
+    assert result_of(new)["data"]["trained_samples"] == 61
+    assert (new / "metrics.jsonl").read_text().startswith((out / "metrics.jsonl").read_text())
+
+
+def test_checkpoints_of_another_run_are_not_touched(tmp_path: Path) -> None:
+    data, shared = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "shared"
+    config = settings(data, train={"checkpoint_dir": str(shared)})
+    train_counted(config, tmp_path / "one")
+    untouched = contents(shared)
+    for own in ({}, {"resume": tmp_path / "one"}):
+        error = error_of(lambda own=own: train_counted(config, tmp_path / "two", **own))
+        assert isinstance(error, ConfigError)
+        assert f"train.checkpoint_dir={shared}" in str(error)
+        assert not (tmp_path / "two").exists()
+    assert contents(shared) == untouched
+    _, rows = train_counted(merge(config, {"data": {"epochs": 2}}, []), tmp_path / "one", resume=tmp_path / "one")
+    assert rows.total() == 20
+
+
+class Dropping(nn.Module):
+    """A model with random numbers of its own in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(14, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        return self.tower(torch.cat([dense, *embeddings.values()], dim=1)).squeeze(1)
+
+
+def everything(out: Path) -> dict[str, Tensor]:
+    """Every number of the newest checkpoint of a run, optimizer state included."""
+    trained = Trained(out, model=Dropping())
+    rows = {
+        f"{part.table.name}.{name}": tensor
+        for server in trained.embeddings.servers
+        for part in server.state()
+        for name, tensor in part.tensors.items()
+    }
+    return rows | load_file(checkpoints(out)[-1] / "dense.safetensors")
+
+
+@pytest.mark.parametrize("iteration", [1, 2, 9, 25, 37])
+@pytest.mark.parametrize(
+    ("storage", "optimizer"), [("torch", "adagrad"), ("torch", "adam"), ("fbgemm", "adagrad"), ("fbgemm", "adam")]
+)
+def test_a_resumed_job_equals_an_undisturbed_one_bit_by_bit(
+    tmp_path: Path, storage: str, optimizer: str, iteration: int
+) -> None:
+    if storage == "fbgemm":
+        pytest.importorskip("fbgemm_gpu", reason="install the extra to test it: pip install 'shadowsync[fbgemm]'")
+    data = write_rows(tmp_path / "rows.parquet", 75)
+    config = settings(
+        data,
+        data,
+        data={"epochs": 2, "slice_rows": 12},
+        embedding={"storage": storage, "optimizer": "adam" if optimizer == "adam" else "rowwise_adagrad"},
+        train={"batch_size": 4, "optimizer": optimizer, "warmup_samples": 30, "decay": "linear"},
+    )
+    torch.manual_seed(17)
+    whole = Job(config, model=Dropping(), out=tmp_path / "whole").run()
+    torch.manual_seed(17)
+    out = tmp_path / "out"
+    script = SignalAt(iteration)
+    script.run(Job(config, model=Dropping(), out=out, failures=script))
+    torch.manual_seed(99)
+    resumed = Job(config, model=Dropping(), out=out, resume=out).run()
+    expected, found = everything(tmp_path / "whole"), everything(out)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert resumed.test == whole.test
+    assert resumed.train.ne_lifetime == pytest.approx(whole.train.ne_lifetime, rel=1e-9)
+    assert resumed.train.ne_window == pytest.approx(whole.train.ne_window, rel=1e-5)
+
+
+@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+def test_checkpoints_while_training_are_whole(tmp_path: Path, sync: dict[str, Any]) -> None:
+    """Saves as often as it can, and goes on from a checkpoint in the middle as `kill -9` would leave it."""
+    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+    train = {"trainers": 2, "workers": 2, "save_every_s": 0.005, "keep": 1000}
+    config = settings(data, data, sync=sync, train=train, data={"epochs": 8})
+    result, _ = train_counted(config, out)
+    found = checkpoints(out)
+    assert len(found) == result.recovery.saves >= 2
+    assert [folder.name for folder in found][-1] == "samples-000000000808"
+    middle = found[len(found) // 2 - 1]
+    for other in found[len(found) // 2 :]:
+        shutil.rmtree(other)
+    resumed, rows = train_counted(config, out, resume=out)
+    assert resumed.data.trained_samples == 808
+    assert rows.total() == 808 - int(middle.name.removeprefix("samples-"))
+    assert max(rows.values()) <= 8
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_pauses_meet_prefetched_pulls(tmp_path: Path, prefetch: int) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+    train = {"trainers": 3, "workers": 2, "save_every_s": 0.002, "prefetch": prefetch}
+    result, rows = train_counted(settings(data, sync={"method": "ma"}, train=train, data={"epochs": 4}), out)
+    assert rows == dict.fromkeys(range(101), 4)
+    assert len(checkpoints(out)) == 2
+    assert result.recovery.saves >= 2
+
+
+def test_another_model_is_refused_by_its_parameter(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
+    train_counted(settings(data), out)
+    error = error_of(Job(settings(data), model=Dropping(), out=out, resume=out).run)
+    assert isinstance(error, CheckpointError)
+    assert "tower." in str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": {"embedding_dim": 8}}, "c0"),
+        ({"embedding": {"optimizer": "adam"}}, "embedding.optimizer"),
+        ({"train": {"optimizer": "adam"}}, "train.optimizer"),
+        ({"data": {"rows": 80}}, "80"),
+        ({"data": {"categorical": ["c1", "c0", "many"]}}, "c1, c0, many"),
+        ({"data": {"dense": ["x", "row"]}}, "x, row"),
+        ({"data": {"dense": []}}, "none"),
+    ],
+)
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
+    Job(settings(data), out=out).run()
+    untouched = contents(out / "checkpoints")
+    error = error_of(lambda: Job(merge(settings(data), change, []), out=out, resume=out).run())
+    assert isinstance(error, CheckpointError)
+    assert named in str(error)
+    assert contents(out / "checkpoints") == untouched
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
+    train_counted(settings(data), out)
+    write_rows(data, 21)
+    error = error_of(lambda: train_counted(settings(data), out, resume=out))
+    assert isinstance(error, CheckpointError)
+    assert "20 rows" in str(error)
+
+
+def test_a_full_disk_while_training_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first checkpoint fits, the next does not: the first stays, and the error says so."""
+    data, out = write_rows(tmp_path / "rows.parquet", 40), tmp_path / "out"
+    config = settings(data, data, train={"trainers": 2})
+    interrupt(config, out, 3)
+    untouched = contents(out / "checkpoints")
+    _fill_the_disk(monkeypatch)
+    error = error_of(lambda: train_counted(config, out, resume=out))
+    assert isinstance(error, SaveError)
+    assert error.exit_status == 1
+    assert "No space left on device" in str(error)
+    assert not (out / "result.json").exists()
+    assert contents(out / "checkpoints") == untouched
+
+
+def _fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(self: LocalFiles, path: str, chunks: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr(LocalFiles, "write", write)

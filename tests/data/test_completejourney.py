@@ -55,7 +55,7 @@ def test_a_promotion_listed_twice_counts_once_and_keeps_its_places():
     for k in range(len(rows.offer)):
         key = (PRODUCTS[rows.product[k]], STORES[rows.store[k]], int(rows.week[k]))
         letters = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-        assert (letters[found.display[rows.offer[k]]], letters[found.mailer[rows.offer[k]]]) == listed[key]
+        assert (letters[found.codes[rows.offer[k]] // 64], letters[found.codes[rows.offer[k]] % 64]) == listed[key]
 
 
 def test_a_household_that_bought_everything_adds_no_negatives():

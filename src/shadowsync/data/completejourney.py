@@ -152,7 +152,8 @@ def make_task(tables: Mapping[str, pl.DataFrame], options: CompleteJourney) -> T
     rows = draw_exposures(market, options.negatives, options.seed)
     ids = {"household": rows.household, "product": rows.product, "store": rows.store}
     ids |= {name: attribute.codes[rows.product] for name, attribute in attributes.items()}
-    ids |= {"display": market.display[rows.offer], "mailer": market.mailer[rows.offer]}
+    display, mailer = np.divmod(market.codes[rows.offer].astype(np.int64), 64)
+    ids |= {"display": display, "mailer": mailer}
     sizes = {"household": market.households, "product": market.products, "store": market.stores}
     sizes |= {name: attribute.count for name, attribute in attributes.items()}
     sizes |= {"display": LETTERS, "mailer": LETTERS, "recent_categories": attributes["category"].count}

@@ -19,6 +19,7 @@ from shadowsync.data.writer import replacing, write_parquet
 from shadowsync.dense_state import restore_final
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
+from shadowsync.imaging import column_difference
 from shadowsync.job_state import job_state
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.prediction import Predictor, predictions, score
@@ -70,11 +71,15 @@ class Trained:
             DataError: there are none, or they do not fit the model.
         """
         source = self.choices.source if data is None else self._source_at(data, labelled)
-        opened = source.open("test" if data is None else "train", "error")
+        # Predictions have one row for each row given, so none may be left out of them.
+        on_bad_row = self.config.data.on_bad_row if labelled else "error"
+        opened = source.open("test" if data is None else "train", on_bad_row)
         if opened is None:
             raise DataError(f"data.name={self.config.data.name} has no test rows: give --data PATH")
-        if not _fits(opened.schema, self.schema):
-            raise DataError(f"{data or self.config.data.name}: the columns are not those the model was trained on")
+        place = data or f"the test rows of data.name={self.config.data.name}"
+        if (difference := column_difference(self.schema, opened.schema)) is not None:
+            raise DataError(f"{place}: the model was trained on {difference}")
+        _check_ids(place, opened.schema, self.schema)
         return opened
 
     def _source_at(self, data: str, labelled: bool) -> Source:
@@ -94,7 +99,10 @@ class Trained:
         if not opened.labelled:
             raise DataError(f"{data or 'the test rows'}: there are no labels to evaluate with (data.label is null)")
         try:
-            return evaluate_scores(*score(self.predictor, opened))
+            measured = evaluate_scores(*score(self.predictor, opened))
+            if not measured.samples:
+                raise DataError(f"{data or 'the test rows'}: none of the rows can be used")
+            return measured
         finally:
             opened.close()
 
@@ -149,11 +157,13 @@ def parquet_of(schema: Schema, path: str) -> Parquet:
     )
 
 
-def _fits(given: Schema, trained: Schema) -> bool:
-    """Same dense columns and features, with no more ids than the model has rows for."""
-    there, here = given.features, trained.features
-    names = [feature.name for feature in there] == [feature.name for feature in here]
-    return given.dense == trained.dense and names and all(g.rows <= t.rows for g, t in zip(there, here, strict=True))
+def _check_ids(place: str, given: Schema, trained: Schema) -> None:
+    """Raises `DataError` for a feature with more ids than the model has rows for."""
+    for there, here in zip(given.features, trained.features, strict=True):
+        if there.rows > here.rows:
+            raise DataError(
+                f"{place}: feature {there.name} has ids up to {there.rows - 1}, the model has {here.rows} rows for them"
+            )
 
 
 def export_data(name: str, overrides: Sequence[str], out: Path) -> str:

@@ -1,0 +1,171 @@
+"""What was trained is what is evaluated, predicts and is exported."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from job_helpers import FEATURES, METHODS, ROWS, Ledger, Witness, error_of, name_of, settings, train_counted, write_rows
+from torch import Tensor, nn
+
+from shadowsync import Job, Table, Trained
+from shadowsync.errors import CheckpointError, ConfigError, DataError
+from shadowsync.metrics.quality import evaluate_scores
+
+MODELS: list[dict[str, Any]] = [
+    {"name": "dlrm", "bottom": [8], "top": [8]},
+    {"name": "deepfm"},
+    {"name": "dcn"},
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> tuple[Path, Path]:
+    return write_rows(tmp_path / "train.parquet", 300, 0), write_rows(tmp_path / "test.parquet", 120, 1)
+
+
+def model_section(model: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` lays a section over DLRM's."""
+    return {"embedding_dim": 4, **model}
+
+
+def run(files: tuple[Path, Path], out: Path, /, **sections: Mapping[str, Any]) -> Any:
+    config = settings(*files, **{name: section for name, section in sections.items() if name != "model"})
+    config["model"] = dict(sections.get("model", config["model"]))
+    return Job(config, out=out).run()
+
+
+@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+def test_evaluation_repeats_the_result(tmp_path: Path, data: tuple[Path, Path], sync: dict[str, Any]) -> None:
+    result = run(data, tmp_path / "out", sync=sync, train={"trainers": 2, "workers": 2}, embedding={"servers": 3})
+    measured = Trained(tmp_path / "out").evaluate()
+    assert result.test is not None
+    found = (measured.auc, measured.ne, measured.logloss, measured.calibration, measured.samples)
+    assert found == (result.test.auc, result.test.ne, result.test.logloss, result.test.calibration, 120)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model["name"])
+def test_predictions_in_the_order_of_rows_are_those_evaluated(
+    tmp_path: Path, data: tuple[Path, Path], model: dict[str, Any]
+) -> None:
+    result = run(data, tmp_path / "out", model=model_section(model))
+    trained, file = Trained(tmp_path / "out"), tmp_path / "predictions.parquet"
+    assert trained.predict(str(data[1]), file) == 120
+    predicted = pl.read_parquet(file)
+    logits = predicted["logit"].to_torch()
+    labels = pl.read_parquet(data[1])["label"].to_torch()
+    assert evaluate_scores(logits, labels).auc == result.test.auc
+    assert torch.equal(predicted["probability"].to_torch(), logits.sigmoid())
+
+
+def test_the_exported_model_predicts_the_same(tmp_path: Path, data: tuple[Path, Path]) -> None:
+    run(data, tmp_path / "out", data={"pooling": {"many": "mean"}})
+    trained, file = Trained(tmp_path / "out"), tmp_path / "predictions.parquet"
+    trained.export(tmp_path / "model.pt2")
+    trained.predict(str(data[1]), file)
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    answer = loaded(*exported_inputs(pl.read_parquet(data[1])))
+    expected = pl.read_parquet(file)
+    for key, column in (("logits", "logit"), ("probabilities", "probability")):
+        torch.testing.assert_close(answer[key].detach(), expected[column].to_torch(), rtol=1e-6, atol=1e-6)
+
+
+def exported_inputs(rows: pl.DataFrame) -> tuple[Tensor, Tensor, Tensor]:
+    """Dense columns `[B, N]`, ids `[L]` and offsets `[F · B + 1]`, made without this package."""
+    dense = torch.stack([rows[name].to_torch().float() for name in ("row", "x")], dim=1)
+    bags = [value if isinstance(value, list) else [value] for name in FEATURES for value in rows[name].to_list()]
+    values = torch.tensor([one for bag in bags for one in bag])
+    return dense, values, torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0)
+
+
+def test_bad_test_rows_that_the_run_skipped_are_skipped_again(tmp_path: Path, data: tuple[Path, Path]) -> None:
+    frame = pl.read_parquet(data[1])
+    label = pl.when(pl.int_range(pl.len()).is_in([3, 70])).then(7).otherwise("label").alias("label")
+    frame.with_columns(label).write_parquet(data[1])
+    result = run(data, tmp_path / "out", data={"on_bad_row": "skip"})
+    measured = Trained(tmp_path / "out").evaluate()
+    assert (measured.samples, measured.auc) == (118, result.test.auc)
+
+
+def test_a_bad_row_is_never_left_out_of_predictions(tmp_path: Path, data: tuple[Path, Path]) -> None:
+    run(data, tmp_path / "out", data={"on_bad_row": "skip"})
+    bad = tmp_path / "bad.parquet"
+    frame = pl.read_parquet(data[1])
+    frame.with_columns(pl.when(pl.int_range(pl.len()) == 5).then(ROWS).otherwise("c1").alias("c1")).write_parquet(bad)
+    file = tmp_path / "predictions.parquet"
+    error = error_of(lambda: Trained(tmp_path / "out").predict(str(bad), file))
+    assert isinstance(error, DataError)
+    assert f"{bad}, row 6" in str(error)
+    assert list(tmp_path.glob("*predictions*")) == []
+
+
+def test_rows_without_labels_can_be_predicted(tmp_path: Path, data: tuple[Path, Path]) -> None:
+    run(data, tmp_path / "out")
+    bare, trained = tmp_path / "bare.parquet", Trained(tmp_path / "out")
+    pl.read_parquet(data[1]).drop("label").write_parquet(bare)
+    for source, file in ((bare, "bare_predictions"), (data[1], "predictions")):
+        trained.predict(str(source), tmp_path / file)
+    assert pl.read_parquet(tmp_path / "bare_predictions").equals(pl.read_parquet(tmp_path / "predictions"))
+    error = error_of(lambda: trained.evaluate(str(bare)))
+    assert isinstance(error, DataError)
+
+
+class OwnModel(nn.Module):
+    """A user's own module, which knows nothing of this package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = nn.Linear(6, 8)
+        self.all = nn.Linear(2 + 8 + 4 + 4, 1)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        item = self.norm(self.item(embeddings["c0"])).relu()
+        return self.all(torch.cat([dense, item, embeddings["c1"], embeddings["many"]], dim=1)).squeeze(1)
+
+
+OWN_TABLES = (Table("items", ROWS, 6, ("c0",)), Table("shared", ROWS, 4, ("many", "c1"), "mean"))
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_module_of_ones_own_trains_and_is_evaluated(tmp_path: Path, data: tuple[Path, Path], trainers: int) -> None:
+    out, model = tmp_path / "out", OwnModel()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    config = settings(*data, train={"trainers": trainers, "batch_size": 10}, sync={"method": "easgd"})
+    result = Job(config, model=model, tables=OWN_TABLES, out=out).run()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    trained = Trained(out, model=OwnModel())
+    assert trained.evaluate().auc == result.test.auc
+    assert any(not torch.equal(parameter, before[name]) for name, parameter in trained.module.named_parameters())
+
+
+def test_a_module_of_ones_own_is_asked_for(tmp_path: Path, data: tuple[Path, Path]) -> None:
+    out = tmp_path / "out"
+    train_counted(settings(*data), out)
+    error = error_of(lambda: Trained(out))
+    assert isinstance(error, ConfigError)
+    assert f"shadowsync.Trained({str(out)!r}, model=module)" in str(error)
+    assert isinstance(error_of(lambda: Trained(out, model=OwnModel())), CheckpointError)
+    assert Trained(out, model=Witness(Ledger())).evaluate().samples == 120
+
+
+def test_a_run_cannot_be_evaluated_without_rows(tmp_path: Path, data: tuple[Path, Path]) -> None:
+    out = tmp_path / "out"
+    result = Job(settings(data[0]), out=out).run()
+    assert result.test is None
+    error = error_of(lambda: Trained(out).evaluate())
+    assert isinstance(error, DataError)
+    assert "--data PATH" in str(error)
+    assert Trained(out).evaluate(str(data[1])).samples == 120
+
+
+def test_rows_of_other_columns_are_refused(tmp_path: Path, data: tuple[Path, Path]) -> None:
+    run(data, tmp_path / "out")
+    other = tmp_path / "other.parquet"
+    pl.read_parquet(data[1]).rename({"c1": "c_1"}).write_parquet(other)
+    error = error_of(lambda: Trained(tmp_path / "out").evaluate(str(other)))
+    assert isinstance(error, DataError)
+    assert "'c1'" in str(error)
+    assert "did you mean c_1" in str(error)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Generic, TypeVar
 
 Given = TypeVar("Given")
@@ -15,7 +15,7 @@ class Rendezvous(Generic[Given, Result]):
     Args:
         members: who takes part.
         combine: called with the values by member, in the members' order, in the thread of whoever came or left last.
-        waiting: entered while a member waits for others.
+        waiting: entered while a member waits for others, left as soon as the last of them is there.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class Rendezvous(Generic[Given, Result]):
         self._members = set(members)
         self._combine = combine
         self._waiting = waiting
+        self._waits = ExitStack()
         self._given: dict[int, Given] = {}
         self._outcomes: dict[int, Result | BaseException] = {}
         self._condition = threading.Condition()
@@ -42,8 +43,8 @@ class Rendezvous(Generic[Given, Result]):
             self._given[member] = value
             self._complete_if_all_here()
             if member not in self._outcomes:
-                with self._waiting():
-                    self._condition.wait_for(lambda: member in self._outcomes)
+                self._waits.enter_context(self._waiting())
+                self._condition.wait_for(lambda: member in self._outcomes)
             outcome = self._outcomes.pop(member)
         if isinstance(outcome, BaseException):
             raise outcome
@@ -71,4 +72,5 @@ class Rendezvous(Generic[Given, Result]):
         except BaseException as error:
             outcome = error
         self._outcomes.update(dict.fromkeys(given, outcome))
+        self._waits.close()  # here and not where they wake up: until then the first could arrive again, and so for ever
         self._condition.notify_all()

@@ -1,6 +1,7 @@
 """When synchronisation happens, and that trainers that end early hold up nobody."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
 from shadowsync.runtime.lines import Line
 from shadowsync.sync.background import Background
 from shadowsync.sync.every_k import EveryK
+from shadowsync.sync.ma import ModelAveraging
 from shadowsync.sync.method import Group, State, SyncMethod
 from shadowsync.sync.schedule import Driver, Schedule, Synchronisation
 from shadowsync.training.gate import Gate
@@ -103,3 +105,67 @@ def test_a_shadow_that_fails_says_so_and_hangs_nobody() -> None:
     for driver in drivers:
         with pytest.raises(RuntimeError, match="on purpose"):
             driver.stop()
+
+
+class Membership:
+    """A group that knows whether the trainer is in it; `before_leaving` is called on the way out."""
+
+    def __init__(self) -> None:
+        self.inside = True
+        self.before_leaving: Callable[[], None] = lambda: None
+
+    def join(self) -> None:
+        self.inside = True
+
+    def leave(self) -> None:
+        self.before_leaving()
+        self.inside = False
+
+    def mean(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights.clone()
+
+    def elastic(self, weights: torch.Tensor, alpha: float) -> torch.Tensor:
+        return torch.zeros_like(weights)
+
+    def sequential(self, weights: torch.Tensor, alpha: float) -> torch.Tensor:
+        return weights.clone()
+
+
+def foreground(group: Group, workers: int) -> Driver:
+    method = ModelAveraging().resolved(2, foreground=True)
+    return EveryK(k=1).drive(Synchronisation(method, torch.zeros(5), group, workers, Gate()))
+
+
+def test_a_worker_that_comes_back_while_the_last_one_goes_trains_inside_the_group() -> None:
+    """The last worker is on its way out of the group when the other gets a batch."""
+    group = Membership()
+    driver = foreground(group, workers=2)
+    driver.worker_idle(1)
+    back = threading.Thread(target=driver.worker_back, args=(1,), daemon=True)
+
+    def comes_back() -> None:
+        back.start()
+        back.join(0.1)  # all the time that it needs, unless it is held until the other is out
+
+    group.before_leaving = comes_back
+    driver.worker_idle(0)
+    back.join(TIMEOUT_S)
+    assert not back.is_alive()
+    assert group.inside
+
+
+@given(calls=st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=15))
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_a_trainer_is_in_the_group_as_long_as_a_worker_trains(calls: list[tuple[int, bool]]) -> None:
+    group, present = Membership(), {0, 1, 2}
+    driver = foreground(group, workers=3)
+    for worker, comes in calls:
+        if comes and worker not in present:
+            driver.worker_back(worker)
+            present.add(worker)
+        elif not comes and worker in present:
+            driver.worker_idle(worker)
+            present.discard(worker)
+        assert group.inside == bool(present)
+    driver.stop()
+    assert not group.inside

@@ -1,5 +1,6 @@
 """Synchronisation in the workers' own loop, the yardstick of the background schedule."""
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -30,11 +31,17 @@ class EveryK(Schedule):
 
 
 class Foreground(Driver):
-    """One trainer's part in synchronisation inside the loop."""
+    """One trainer's part in synchronisation inside the loop.
+
+    The trainer is a member of its group exactly as long as one of its workers has something to train; both change
+    together, under one lock.
+    """
 
     def __init__(self, schedule: EveryK, synchronisation: Synchronisation) -> None:
         self._k = schedule.k
         self._synchronisation = synchronisation
+        self._membership = threading.Lock()
+        self._present = set(range(synchronisation.workers))
         self._workers: Rendezvous[None, None] = Rendezvous(
             range(synchronisation.workers), self._once_for_all, synchronisation.gate.waiting
         )
@@ -51,19 +58,26 @@ class Foreground(Driver):
             self._synchronisation.once()
 
     def worker_idle(self, worker_index: int) -> None:
+        # The workers' meeting is left outside the lock: whoever leaves last may average there for those who wait.
+        with self._membership:
+            self._present.discard(worker_index)
+            if not self._present:
+                self._synchronisation.group.leave()
         self._workers.leave(worker_index)
-        if self._workers.size == 0:
-            self._synchronisation.group.leave()
 
     def worker_back(self, worker_index: int) -> None:
-        self._synchronisation.group.join()
+        with self._membership:
+            if not self._present:
+                self._synchronisation.group.join()
+            self._present.add(worker_index)
         self._workers.join(worker_index)
 
     def worker_left(self, worker_index: int) -> None:
         self.worker_idle(worker_index)
 
     def stop(self) -> None:
-        self._synchronisation.group.leave()
+        with self._membership:
+            self._synchronisation.group.leave()
 
     def _once_for_all(self, _: Mapping[int, None]) -> None:
         self._synchronisation.once()

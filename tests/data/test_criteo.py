@@ -189,3 +189,12 @@ def test_several_files_and_globs(tmp_path: Path):
     assert opened.rows == 15
     assert [part.rows for part in opened.slices(4)] == [4, 1] * 3
     assert opened.place(opened.slices(4)[5], 0) == f"{tmp_path}/day_2.tsv, row 5"
+
+
+def test_bad_rows_far_into_a_slice_are_found(tmp_path):
+    rows = [criteo_row(n) for n in range(600)]
+    rows[10], rows[300], rows[301] = "x", rows[300] + "\t", rows[301][:-1] + "g"
+    path = write_criteo(tmp_path / "rows.tsv", rows)
+    opened = Criteo(path=str(path)).open("train", "skip")
+    assert len(opened.read(opened.slices(1000)[0])) == 597
+    assert [text.split(":")[0][-8:] for text in opened.bad_rows.examples] == [", row 11", " row 301", " row 302"]

@@ -33,6 +33,8 @@ _TYPES: dict[str, type[pl.DataType]] = {
 _INTEGER = re.compile(r" *[+-]?[0-9]{1,18}|")
 _HEXADECIMAL = re.compile(r"\+?[0-9a-fA-F]{1,15}|")
 
+_PIECE = 256  # rows that are parsed again to find a bad one
+
 HashSize = Annotated[int, Field(ge=2, le=1 << 32)]
 
 
@@ -93,14 +95,14 @@ class OpenCriteo(FileRows):
         self._sizes = np.array(sizes, dtype=np.uint64)
 
     def read(self, part: Slice) -> Batch:
-        """Parses a slice at once; only if something in it is wrong are its rows looked at one by one."""
+        """Parses a slice at once; only near a row that is wrong are rows looked at one by one."""
         text = self._lines[part.file].read(part.start, part.start + part.rows)
         columns = parse(text, part.rows)
         if columns is None:
             rows = text.decode("utf-8", errors="replace").removesuffix("\n").split("\n")
-            keep = self.reject(part, problems(rows))
+            keep = self.reject(part, find_problems(rows))
             good = [row for row, kept in zip(rows, keep, strict=True) if kept]
-            columns = parse("".join(row + "\n" for row in good).encode(), len(good))
+            columns = parse(_joined(good), len(good))
             assert columns is not None, "problems() must find what parse() rejects"
         labels, dense, categories = columns
         values = torch.from_numpy(self._hash(categories).ravel())
@@ -138,6 +140,10 @@ def parse(text: bytes, rows: int) -> Columns | None:
     return labels.astype(np.float32), _dense(frame), categories
 
 
+def _joined(rows: Sequence[str]) -> bytes:
+    return "".join(row + "\n" for row in rows).encode()
+
+
 def _dense(frame: pl.DataFrame) -> NDArray[np.float32]:
     integers = frame.select(pl.col(DENSE).fill_null(0).clip(lower_bound=0).cast(pl.Float32))
     dense = np.empty((len(frame), len(DENSE)), dtype=np.float32)
@@ -153,6 +159,16 @@ def _categories(frame: pl.DataFrame) -> NDArray[np.int64] | None:
         categories[column] = numbers[name].to_numpy()
     missing = sum(frame[name].null_count() for name in CATEGORICAL)
     return categories if np.count_nonzero(categories < 0) == missing else None
+
+
+def find_problems(rows: Sequence[str]) -> list[Problem]:
+    """What is wrong with each bad row, looking only into those pieces that cannot be parsed at once."""
+    found = []
+    for start in range(0, len(rows), _PIECE):
+        piece = rows[start : start + _PIECE]
+        if parse(_joined(piece), len(piece)) is None:
+            found += [Problem(start + problem.row, problem.text) for problem in problems(piece)]
+    return found
 
 
 def problems(rows: Sequence[str]) -> list[Problem]:

@@ -1,13 +1,14 @@
 """The barrier whose members may leave, alone and together with a pause for a checkpoint."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.sync.rendezvous import Rendezvous
+from shadowsync.sync.rendezvous import Left, Rendezvous
 from shadowsync.training.gate import Gate
 
 TIMEOUT_S = 20
@@ -61,22 +62,45 @@ def test_an_error_in_combine_reaches_every_member() -> None:
     assert raised == ["no", "no"]
 
 
-def test_the_last_to_leave_frees_one_that_waits_after_leaving() -> None:
-    meeting: Rendezvous[int, int] = Rendezvous([0, 1], total)
-    results: list[int] = []
-    arrived = threading.Event()
+def test_who_leaves_while_waiting_is_released_and_its_value_withdrawn() -> None:
+    gate, arrived = Gate(), threading.Event()
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        with gate.waiting():
+            arrived.set()
+            yield
+
+    meeting: Rendezvous[int, int] = Rendezvous([0, 1, 2], total, waiting)
 
     def waits() -> None:
-        arrived.set()
-        results.append(meeting.arrive(0, 5))
+        with pytest.raises(Left):
+            meeting.arrive(0, 5)
+        with pytest.raises(Left):
+            meeting.arrive(0, 6)
 
     thread = threading.Thread(target=waits, daemon=True)
     thread.start()
     assert arrived.wait(TIMEOUT_S)
     meeting.leave(0)
-    meeting.leave(1)
     join_all([thread])
-    assert results == [5]
+    with gate.pause():  # the one that was released depends on nobody any more
+        pass
+    results: list[int] = []
+    last = threading.Thread(target=lambda: results.append(meeting.arrive(1, 10)), daemon=True)
+    last.start()
+    results.append(meeting.arrive(2, 20))
+    join_all([last])
+    assert results == [30, 30]
+
+
+def test_who_left_may_join_again() -> None:
+    meeting: Rendezvous[int, int] = Rendezvous([0, 1], total)
+    meeting.leave(1)
+    assert meeting.arrive(0, 5) == 5
+    meeting.join(1)
+    meeting.leave(0)
+    assert meeting.arrive(1, 7) == 7
 
 
 @pytest.mark.parametrize("steps", [[40, 40], [40, 13], [7, 0, 25], [30] * 8])
@@ -110,6 +134,38 @@ def test_a_pause_never_deadlocks_with_a_barrier(steps: list[int]) -> None:
     assert images
 
 
+def test_a_pause_waits_for_one_meeting_and_not_for_many() -> None:
+    """Shadows that meet back to back: those that wake up first must not meet again before the last one woke up."""
+    gate, stop, met = Gate(), threading.Event(), [0]
+
+    def count(values: Mapping[int, int]) -> int:
+        met[0] += 1
+        return total(values)
+
+    meeting: Rendezvous[int, int] = Rendezvous(range(8), count, gate.waiting)
+
+    def shadow(index: int) -> None:
+        while not stop.is_set():
+            gate.step()
+            meeting.arrive(index, 1)
+            gate.rest(0.01, stop.is_set)
+        meeting.leave(index)
+        gate.leave()
+
+    threads = [threading.Thread(target=shadow, args=(i,), daemon=True) for i in range(8)]
+    for thread in threads:
+        gate.join()
+        thread.start()
+    meetings = []
+    for _ in range(20):
+        before = met[0]
+        with gate.pause():
+            meetings.append(met[0] - before)
+    stop.set()
+    join_all(threads)
+    assert max(meetings) <= 5
+
+
 def test_nothing_moves_during_a_pause() -> None:
     gate, counts, stop = Gate(), [0, 0, 0], threading.Event()
 
@@ -136,6 +192,7 @@ def test_nothing_moves_during_a_pause() -> None:
             for _ in range(1000):
                 assert counts == before
     stop.set()
+    gate.wake()
     join_all(threads)
     assert counts[0] > 0
     assert counts[1] > 0

@@ -1,5 +1,6 @@
 """When synchronisation happens, and that trainers that end early hold up nobody."""
 
+import sys
 import threading
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from shadowsync.registry import members
 from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
 from shadowsync.runtime.lines import Line
 from shadowsync.sync.background import Background
+from shadowsync.sync.easgd import Easgd
 from shadowsync.sync.every_k import EveryK
 from shadowsync.sync.ma import ModelAveraging
 from shadowsync.sync.method import Group, State, SyncMethod
@@ -169,3 +171,69 @@ def test_a_trainer_is_in_the_group_as_long_as_a_worker_trains(calls: list[tuple[
         assert group.inside == bool(present)
     driver.stop()
     assert not group.inside
+
+
+class Announced:
+    """A group that says when it has been called."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.called = threading.Event()
+
+    def mean(self, weights: torch.Tensor) -> torch.Tensor:
+        self.called.set()
+        return self._group.mean(weights)
+
+    def elastic(self, weights: torch.Tensor, alpha: float) -> torch.Tensor:
+        self.called.set()
+        return self._group.elastic(weights, alpha)
+
+    def sequential(self, weights: torch.Tensor, alpha: float) -> torch.Tensor:
+        self.called.set()
+        return self._group.sequential(weights, alpha)
+
+    def join(self) -> None:
+        self._group.join()
+
+    def leave(self) -> None:
+        self._group.leave()
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS.values() if m.collective])
+def test_a_shadow_stops_although_the_others_never_come(method: type[SyncMethod]) -> None:
+    drivers, parts = make_drivers(method, Background(), 3, 1)
+    group = Announced(parts[1].group)
+    parts[1].group = group
+    drivers[1].start()
+    assert group.called.wait(TIMEOUT_S)
+    run_all([threading.Thread(target=drivers[1].stop, daemon=True)])
+    assert parts[1].count == 0
+    assert torch.equal(parts[1].weights, torch.ones(5)), "the replica is as it was"
+
+
+def test_a_shadow_that_sleeps_is_woken_to_stop() -> None:
+    drivers, parts = make_drivers(Easgd, Background(every_s=3600.0), 1, 1)
+    group = Announced(parts[0].group)
+    parts[0].group = group
+    drivers[0].start()
+    drivers[0].after_step(0, 1)
+    assert group.called.wait(TIMEOUT_S)
+    run_all([threading.Thread(target=drivers[0].stop, daemon=True)])
+    assert parts[0].count == 1
+
+
+def test_no_exchange_of_workers_at_the_same_time_goes_uncounted() -> None:
+    workers, rounds = 4, 200
+    (driver,), (part,) = make_drivers(Easgd, EveryK(k=1), 1, workers)
+
+    def worker(index: int) -> None:
+        for iteration in range(1, rounds + 1):
+            driver.after_step(index, iteration)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        run_all([threading.Thread(target=worker, args=(i,), daemon=True) for i in range(workers)])
+    finally:
+        sys.setswitchinterval(interval)
+    assert part.count == workers * rounds

@@ -63,6 +63,7 @@ class Shadow(Driver):
 
     def stop(self) -> None:
         self._stopping = True
+        self._synchronisation.gate.wake()
         self._synchronisation.group.leave()
         self._thread.join()
         if self._error is not None:

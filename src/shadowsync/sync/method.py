@@ -20,6 +20,10 @@ class Group(Protocol):
         """The average of the `[P]` vectors of all trainers still in the group; not to be changed.
 
         Returns when all of them have called it; those that leave meanwhile are not waited for.
+
+        Raises:
+            Left: this trainer left before (`sync.rendezvous`). A method lets it pass, with replica and state as they
+                were.
         """
         ...
 
@@ -64,7 +68,11 @@ class SyncMethod(ABC):
 
     @abstractmethod
     def sync(self, weights: Tensor, group: Group, state: State) -> State:
-        """Synchronises `weights` `[P]` in place, while workers may be writing to it, and returns the new state."""
+        """Synchronises `weights` `[P]` in place, while workers may be writing to it, and returns the new state.
+
+        Raises:
+            Left: the trainer left its group meanwhile; `weights` is as it was.
+        """
 
     def final(self, replicas: Sequence[Tensor], center: Tensor | None, states: Sequence[State]) -> Tensor:
         """The dense parameters `[P]` that the finished job is evaluated with; the mean replica unless overridden."""

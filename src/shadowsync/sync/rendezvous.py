@@ -1,4 +1,4 @@
-"""A barrier whose members may leave for good, with a result that all of them get."""
+"""A barrier whose members may leave at any time, with a result that all who stay get."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -7,6 +7,10 @@ from typing import Generic, TypeVar
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
+
+
+class Left(Exception):
+    """This member left, so that there is no result for it; nobody waited for it, and its value was not used."""
 
 
 class Rendezvous(Generic[Given, Result]):
@@ -27,7 +31,7 @@ class Rendezvous(Generic[Given, Result]):
         self._members = set(members)
         self._combine = combine
         self._waiting = waiting
-        self._waits = ExitStack()
+        self._waits: dict[int, ExitStack] = {}
         self._given: dict[int, Given] = {}
         self._outcomes: dict[int, Result | BaseException] = {}
         self._condition = threading.Condition()
@@ -38,12 +42,19 @@ class Rendezvous(Generic[Given, Result]):
         return len(self._members)
 
     def arrive(self, member: int, value: Given) -> Result:
-        """Waits for all present members and returns the combined result; what `combine` raises, all of them raise."""
+        """Waits for all present members and returns the combined result; what `combine` raises, all of them raise.
+
+        Raises:
+            Left: the member is not present, or left (called by another thread) before all were there.
+        """
         with self._condition:
+            if member not in self._members:
+                raise Left
             self._given[member] = value
             self._complete_if_all_here()
             if member not in self._outcomes:
-                self._waits.enter_context(self._waiting())
+                self._waits[member] = ExitStack()
+                self._waits[member].enter_context(self._waiting())
                 self._condition.wait_for(lambda: member in self._outcomes)
             outcome = self._outcomes.pop(member)
         if isinstance(outcome, BaseException):
@@ -56,9 +67,12 @@ class Rendezvous(Generic[Given, Result]):
             self._members.add(member)
 
     def leave(self, member: int) -> None:
-        """`member` is no longer waited for."""
+        """`member` is no longer waited for; if it waits itself, it is released and its value withdrawn."""
         with self._condition:
             self._members.discard(member)
+            if member in self._given:
+                del self._given[member]
+                self._release(member, Left())
             self._complete_if_all_here()
 
     def _complete_if_all_here(self) -> None:
@@ -71,6 +85,12 @@ class Rendezvous(Generic[Given, Result]):
             outcome = self._combine(given)
         except BaseException as error:
             outcome = error
-        self._outcomes.update(dict.fromkeys(given, outcome))
-        self._waits.close()  # here and not where they wake up: until then the first could arrive again, and so for ever
+        for member in given:
+            self._release(member, outcome)
+
+    def _release(self, member: int, outcome: Result | BaseException) -> None:
+        self._outcomes[member] = outcome
+        if member in self._waits:
+            # Here and not where it wakes up: until then others could arrive again, and so for ever.
+            self._waits.pop(member).close()
         self._condition.notify_all()

@@ -1,5 +1,6 @@
 """The seam of the schedules: when a replica method runs, and in whose thread."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,6 +10,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from shadowsync.sync.method import Group, State, SyncMethod
+from shadowsync.sync.rendezvous import Left
 
 
 class Rest(Protocol):
@@ -27,7 +29,11 @@ class Rest(Protocol):
         ...
 
     def rest(self, seconds: float, until: Callable[[], bool]) -> None:
-        """Sleeps; a pause need not wait for the sleeper."""
+        """Sleeps; a pause need not wait for the sleeper. `until` is asked again after `wake` only."""
+        ...
+
+    def wake(self) -> None:
+        """Lets every sleeper ask its `until` again."""
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -45,7 +51,8 @@ class Synchronisation:
         group: the way to the others.
         workers: Hogwild workers of the trainer.
         gate: where threads stand still for a checkpoint.
-        state: the method's.
+        state: the method's. Workers that exchange by themselves (a centralised method in the foreground) all start
+            from the last state; of those at the same time the last to end is kept.
         count: synchronisations so far.
     """
 
@@ -56,11 +63,17 @@ class Synchronisation:
     gate: Rest
     state: State = field(default_factory=dict)
     count: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def once(self) -> None:
-        """Synchronises the replica."""
-        self.state = self.method.sync(self.weights, self.group, self.state)
-        self.count += 1
+        """Synchronises the replica; of a trainer that leaves meanwhile, nothing is changed or counted."""
+        try:
+            state = self.method.sync(self.weights, self.group, self.state)
+        except Left:
+            return
+        with self._lock:  # not around the exchange: workers of one trainer do not wait for each other
+            self.state = state
+            self.count += 1
 
 
 class Driver(ABC):

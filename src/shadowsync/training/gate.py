@@ -54,16 +54,24 @@ class Gate:
                 self._stand_still()
 
     def rest(self, seconds: float, until: Callable[[], bool]) -> None:
-        """Sleeps until `until()` or for `seconds`, less if a pause is held up by a thread that waits for others."""
+        """Sleeps until `until()` or for `seconds`, less if a pause is held up by a thread that waits for others.
+
+        `until` is asked at the start and after `wake`.
+        """
         deadline = time.monotonic() + seconds
         with self._condition:
             self._still += 1
             if self._paused:
                 self._condition.notify_all()
             while not until() and not (self._paused and self._waiting) and (left := deadline - time.monotonic()) > 0:
-                self._condition.wait(min(left, 0.1))
+                self._condition.wait(left)
             self._still -= 1
             self._stand_still()
+
+    def wake(self) -> None:
+        """Lets every thread in `rest` ask its `until` again."""
+        with self._condition:
+            self._condition.notify_all()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -30,6 +30,21 @@ def test_output_and_gradient_equal_the_naive_formula(samples: int, vectors: int,
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_autocast_the_gradient_has_the_dtype_of_the_input(dtype: torch.dtype) -> None:
+    flat = torch.randn(4, 12).to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = DotInteraction(3)(flat)
+    expected = naive(flat, 3)
+    upstream = torch.randn(4, 3)
+
+    (gradient,) = torch.autograd.grad(output, flat, upstream.to(output.dtype))
+
+    assert gradient.dtype == dtype
+    (wanted,) = torch.autograd.grad(expected, flat, upstream.to(dtype))
+    torch.testing.assert_close(gradient.float(), wanted.float(), rtol=0.05, atol=0.1)
+
+
 def test_gradcheck() -> None:
     flat = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
 

@@ -69,5 +69,6 @@ class _PairProducts(torch.autograd.Function):
         samples, columns = flat.shape
         both = gradient.gather(1, pair_of.expand(samples, -1)).view(samples, ctx.vectors, ctx.vectors)
         both.diagonal(dim1=1, dim2=2).zero_()
-        stacked = flat.view(samples, ctx.vectors, columns // ctx.vectors)
-        return torch.bmm(both, stacked).flatten(1), None, None, None
+        # in autocast the products are of its dtype, also where `flat` is not
+        stacked = flat.to(both.dtype).view(samples, ctx.vectors, columns // ctx.vectors)
+        return torch.bmm(both, stacked).flatten(1).to(flat.dtype), None, None, None

@@ -77,7 +77,7 @@ def configuration(cell: Cell, matched_k: int) -> dict[str, Any]:
         sync |= {"schedule": "background"}
     elif cell.schedule != "-":
         sync |= {"schedule": "every_k", "k": matched_k if cell.schedule == "matched" else int(cell.schedule.split()[1])}
-    train = {**task.get("train", {}), "trainers": cell.trainers, "seed": cell.seed}
+    train = {"warmup_samples": 0, **task.get("train", {}), "trainers": cell.trainers, "seed": cell.seed}
     report = {"tensorboard": False, "html": False, "every_s": 5.0}
     return {**task, "train": train, "sync": sync, "report": report}
 

@@ -19,7 +19,6 @@ from shadowsync.embedding.profile import Probe, measure_costs
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Rows, Shard, Table
-from shadowsync.errors import DataError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
@@ -27,6 +26,7 @@ from shadowsync.runtime.lines import EmbeddingLine, Line
 from shadowsync.training.replica import Replica
 
 PROFILED_ROWS = 2048
+PROFILED_SLICES = 4
 LOADED_ROWS = 1 << 20
 
 
@@ -71,8 +71,8 @@ def make_embeddings(
     names = [feature.name for feature in schema.features]
     optimizer = row_optimizer(config.embedding)
     costs = {table.name: 1.0 for table in tables}
-    if source is not None and config.embedding.servers > 1:
-        costs = measure_costs(tables, names, [_first_ids(source)], Probe(choices.storage, optimizer))
+    if config.embedding.servers > 1 and source is not None and (ids := _first_ids(source)) is not None:
+        costs = measure_costs(tables, names, [ids], Probe(choices.storage, optimizer))
     bins = Servers(config.embedding.servers, split_rows=config.embedding.split_rows)
     placed: Sequence[Sequence[Shard]] = place(tables, costs, rule_class(optimizer.name), bins)
     servers = tuple(
@@ -84,7 +84,7 @@ def make_embeddings(
 def connect(embeddings: Embeddings, schema: Schema, choices: Choices, counter: WireCounter) -> EmbeddingClient:
     """A client whose traffic passes the codecs and is counted; one for each worker."""
     pull, push = (Line(kind, choices.codecs[kind], counter) for kind in ("pull", "push"))
-    lines = [EmbeddingLine(server, pull, push) for server in embeddings.servers]
+    lines = [EmbeddingLine(server, position, pull, push) for position, server in enumerate(embeddings.servers)]
     return EmbeddingClient(embeddings.tables, [feature.name for feature in schema.features], lines)
 
 
@@ -132,8 +132,7 @@ def _configured(config: EmbeddingConfig) -> tuple[Table, ...]:
     return tuple(Table(t.name, t.rows, t.dim, t.features, t.pooling) for t in config.tables or ())
 
 
-def _first_ids(source: OpenSource) -> Jagged:
-    batch = source.read(source.slices(PROFILED_ROWS)[0])
-    if not len(batch):
-        raise DataError("none of the first rows of the data can be used")
-    return batch.ids
+def _first_ids(source: OpenSource) -> Jagged | None:
+    """Ids of the first rows that can be used; None if there are none among the first few thousand."""
+    batches = (source.read(part) for part in source.slices(PROFILED_ROWS)[:PROFILED_SLICES])
+    return next((batch.ids for batch in batches if len(batch)), None)

@@ -1,11 +1,11 @@
 """The members that a configuration chooses, built and checked before anything starts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shadowsync.compression.codec import Codec
-from shadowsync.config import Config, EmbeddingConfig, TrainConfig
+from shadowsync.config import Config, EmbeddingConfig, SyncConfig, TrainConfig, parse
 from shadowsync.data.source import Source
 from shadowsync.embedding.choose import storage_class
 from shadowsync.embedding.optimizers import RowRule
@@ -50,6 +50,8 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     """
     method, schedule = _choose_sync(config)
     _check_used(config)
+    if own_model and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
+        raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
     return Choices(
         source=_choose_one("data", config.data.name, config.data.options, "shadowsync.data", Source),
         model=None if own_model else _choose_model(config),
@@ -63,31 +65,45 @@ def choose_all(config: Config, own_model: bool) -> Choices:
 
 def without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
     """A stored configuration after overrides chose other members: options that those do not have are left out."""
+    config = parse({name: _selectors(name, section) for name, section in values.items() if name in _CHOSEN})
     kept = dict(values)
-    for section, keys, chosen in (
-        ("sync", {"method", "schedule"}, _sync_members(values.get("sync", {}))),
-        ("model", {"name", "embedding_dim"}, _named_member(values, "model", "dlrm", "shadowsync.models", ModelSpec)),
-    ):
-        if section in kept and chosen:
-            names = {name for member in chosen for name in option_names(member)} | keys
-            kept[section] = {key: value for key, value in kept[section].items() if key in names}
+    for name, find in _CHOSEN.items():
+        if name in values:
+            known = {*Config.model_fields[name].annotation.model_fields, *find(config)}  # type: ignore[union-attr]
+            kept[name] = {key: value for key, value in values[name].items() if key in known}
     return kept
 
 
-def _sync_members(section: Mapping[str, Any]) -> list[type[Any]]:
-    methods, schedules = members("shadowsync.sync", SyncMethod), members("shadowsync.sync", Schedule)
-    names = (methods.get(section.get("method", "easgd")), schedules.get(section.get("schedule", "background")))
-    return [member for member in names if member is not None]
+def _selectors(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    fields = Config.model_fields[name].annotation.model_fields  # type: ignore[union-attr]
+    return {key: value for key, value in section.items() if key in fields}
 
 
-def _named_member(values: dict[str, Any], section: str, default: str, package: str, seam: type[Any]) -> list[type[Any]]:
-    member = members(package, seam).get(values.get(section, {}).get("name", default))
-    return [member] if member is not None else []
+def _data_options(config: Config) -> set[str]:
+    return set(option_names(choose("data.name", config.data.name, "shadowsync.data", Source)))
+
+
+def _model_options(config: Config) -> set[str]:
+    return set(option_names(choose("model.name", config.model.name, "shadowsync.models", ModelSpec)))
+
+
+def _sync_options(config: Config) -> set[str]:
+    method = choose("sync.method", config.sync.method, "shadowsync.sync", SyncMethod)
+    schedule = choose("sync.schedule", config.sync.schedule, "shadowsync.sync", Schedule)
+    return {*option_names(method), *(option_names(schedule) if method.active else ())}
+
+
+_CHOSEN: Mapping[str, Callable[[Config], set[str]]] = {
+    "data": _data_options,
+    "model": _model_options,
+    "sync": _sync_options,
+}
 
 
 def _choose_one(section: str, name: str, options: Mapping[str, Any], package: str, seam: type[Any]) -> Any:
     member = choose(f"{section}.name", name, package, seam)
-    (own,) = split_options(section, options, {f"{section}.name={name}": member})
+    keys = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+    (own,) = split_options(section, options, {f"{section}.name={name}": member}, keys)
     return build(member, own, section)
 
 
@@ -125,7 +141,14 @@ def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:
     method = choose("sync.method", sync.method, "shadowsync.sync", SyncMethod)
     schedule = choose("sync.schedule", sync.schedule, "shadowsync.sync", Schedule)
     chosen: dict[str, type[Any]] = {f"sync.method={sync.method}": method, f"sync.schedule={sync.schedule}": schedule}
-    own = split_options("sync", sync.options, chosen)
+    own = split_options("sync", sync.options, chosen, SyncConfig.model_fields)
+    if own[1] and not method.active:
+        raise ConfigError(f"sync.{next(iter(own[1]))} has no effect with sync.method={sync.method}: leave it out")
+    if config.cluster.dense_servers > 1 and not method.centralised:
+        raise ConfigError(
+            f"cluster.dense_servers={config.cluster.dense_servers} has no effect with sync.method={sync.method}, which "
+            "keeps no central copy: set it to 1"
+        )
     built: SyncMethod = build(method, own[0], "sync")
     timed: Schedule = build(schedule, own[1], "sync")
     return built.resolved(config.train.trainers, timed.foreground), timed

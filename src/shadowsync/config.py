@@ -1,7 +1,7 @@
 """The configuration: a pydantic schema, read from YAML and dot-list overrides through OmegaConf.
 
 A section that chooses among the members of a seam (`data.name`, `model.name`, `sync.method` …) keeps the chosen
-member's own options beside the keys below; `job` hands them to that member, which checks them (see `registry`).
+member's own options beside the keys below; `choices` hands them to that member, which checks them (see `registry`).
 Comments say what raising a value does.
 """
 
@@ -15,6 +15,7 @@ import pydantic
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field
+from yaml import YAMLError
 
 from shadowsync.errors import ConfigError
 from shadowsync.registry import explain, nearest
@@ -106,7 +107,12 @@ class TrainConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam: decay of the second moment")
     clip_norm: float | None = Field(None, gt=0, description="a dense gradient of a larger L2 norm is scaled down to it")
-    warmup_samples: int = Field(0, ge=0, description="samples of the job over which both learning rates rise from 0")
+    warmup_samples: int | None = Field(
+        None,
+        ge=0,
+        description="samples of the job over which both learning rates rise from 0; more starts more gently; "
+        "null is a twentieth of the run, 50,000 at most",
+    )
     decay: Literal["none", "linear", "cosine"] = Field(
         "none", description="how both learning rates fall after the warm-up, to final_lr at the end"
     )
@@ -202,7 +208,7 @@ def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]
             OmegaConf.create(base), OmegaConf.create(values), OmegaConf.from_dotlist(list(overrides))
         )
         plain = OmegaConf.to_container(merged, resolve=True)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"the configuration cannot be read: {str(error).splitlines()[0]}") from error
     return typing.cast("dict[str, Any]", plain)
 

@@ -47,9 +47,10 @@ def restore_dense(
         CheckpointError: the checkpoint is of another model or dense optimizer.
     """
     check_layout(saved, replicas[0])
+    _check_optimizer(saved, replicas[0])
     count, size = job_state(saved).trainers, len(replicas[0].flat)
     same = count == len(replicas)
-    consensus = saved_weights(saved, size)
+    consensus = saved_weights(saved, size).to(replicas[0].flat)
     for rank, replica in enumerate(replicas):
         for name, tensor in dense_tensors(replica).items():
             tensor.copy_(_saved_state(saved, name, rank if same else None, tensor.numel()).view_as(tensor))
@@ -58,6 +59,18 @@ def restore_dense(
     for rank, part in enumerate(parts):
         part.state = _method_state(saved, rank if same else 0, method.init(consensus))
     return consensus
+
+
+def _check_optimizer(saved: LoadedCheckpoint, replica: Replica) -> None:
+    """Raises `CheckpointError` if the checkpoint keeps other tensors for a replica than this job."""
+    start = "replica.0."
+    there = {name.removeprefix(start) for name in saved.dense if name.startswith(start)}
+    here = set(dense_tensors(replica))
+    if there != here:
+        raise CheckpointError(
+            f"{saved.name} keeps {', '.join(sorted(there)) or 'nothing'} for each replica and this job needs "
+            f"{', '.join(sorted(here))}: set train.optimizer to the one it was trained with"
+        )
 
 
 def restore_final(saved: LoadedCheckpoint, replica: Replica) -> None:
@@ -100,4 +113,4 @@ def _method_state(saved: LoadedCheckpoint, rank: int, fresh: State) -> State:
     keys = {name: f"sync.{rank}.{name}" for name in fresh}
     if any(key not in saved.dense for key in keys.values()):
         return fresh
-    return {name: saved.dense_tensor(key, fresh[name].numel()).clone() for name, key in keys.items()}
+    return {n: saved.dense_tensor(k, fresh[n].numel()).clone().to(fresh[n].device) for n, k in keys.items()}

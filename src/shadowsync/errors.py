@@ -22,7 +22,7 @@ class ShadowSyncError(Exception):
 
 
 class UserError(ShadowSyncError):
-    """What the user gave is wrong; nothing was started or changed."""
+    """What the user gave is wrong: the configuration, the data (which may show in mid-run) or a checkpoint."""
 
     exit_status = 2
 

@@ -19,7 +19,8 @@ from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory
 from shadowsync.embedding.table import Table
-from shadowsync.errors import ConfigError, DataError, RunError, ShadowSyncError
+from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, ShadowSyncError
+from shadowsync.imaging import column_difference, put_back, take
 from shadowsync.job_state import job_state
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
@@ -88,9 +89,7 @@ class Job:
         check_folder(self.out, self.resume)
         keep_freed_memory()
         with _single_threaded(), contextlib.ExitStack() as stack:
-            run = _Run(self, time.monotonic(), console or Console(quiet=True))
-            stack.callback(run.session.close)
-            return run.to_the_end()
+            return _Run(self, time.monotonic(), console or Console(quiet=True), stack).to_the_end()
 
 
 def train_from_command_line(path: Path | None, overrides: Sequence[str], out: Path | None, resume: Path | None) -> None:
@@ -114,22 +113,32 @@ class _Sources:
     train: OpenSource
     test: OpenSource | None
 
+    def close(self) -> None:
+        """Lets go of open files."""
+        for source in (self.train, self.test):
+            if source is not None:
+                source.close()
+
 
 class _Run:
     """One run from the first part to the last file."""
 
-    def __init__(self, job: Job, began: float, console: Console) -> None:
+    def __init__(self, job: Job, began: float, console: Console, stack: contextlib.ExitStack) -> None:
         self.job, self.config, self.choices, self.console = job, job.config, job.choices, console
         self.began = began
         store = CheckpointStore(checkpoint_root(job.out, self.config.train.checkpoint_dir), self.config.train.keep)
         self.saved = self._load(store)
         sources = open_sources(self.config, self.choices)
-        self.session = Session(self.config, self.choices, job.own, (sources.train, sources.test), self.saved)
+        stack.callback(sources.close)
+        position = None if self.saved is None else self.saved.position
+        self.session = Session(self.config, self.choices, job.own, (sources.train, sources.test), position)
+        stack.callback(self.session.close)
+        self.load_s = self._restore()
         self.saver = AsyncSaver(store)
         self.saved_samples = self.saved.samples if self.saved is not None and job.resume == job.out else -1
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
-        if self.job.resume == self.job.out:
+        if self.job.resume == self.job.out and store.newest() is not None:
             # The store that saves must know what it goes on from, so that it may drop checkpoints newer than that.
             saved = store.load()
         elif (other := store.newest()) is not None:
@@ -144,6 +153,14 @@ class _Run:
         for sentence in saved.skipped:
             self.console.print(sentence, highlight=False)
         return saved
+
+    def _restore(self) -> float:
+        """Puts the checkpoint back, if there is one; the seconds that took."""
+        started = time.monotonic()
+        if self.saved is not None:
+            _check_order(self.saved, self.config)
+            put_back(self.session, self.saved)
+        return time.monotonic() - started
 
     def to_the_end(self) -> Result:
         """Trains, evaluates and writes everything."""
@@ -181,7 +198,8 @@ class _Run:
                     self.session.stop()
                 if pace.frame_due(time.monotonic()):
                     reporter.show(self._frame())
-                if pace.save_due(time.monotonic()):
+                # A disk slower than the interval costs checkpoints, neither training time nor memory.
+                if pace.save_due(time.monotonic()) and not self.saver.busy:
                     with self.session.gate.pause():
                         self._save()
         except BaseException:
@@ -195,12 +213,14 @@ class _Run:
 
     def _save(self) -> None:
         if self.session.reader.trained != self.saved_samples:
-            self.saver.submit(self.session.snapshot(given(self.config)))
+            self.saver.submit(take(self.session, given(self.config)))
             self.saved_samples = self.session.reader.trained
 
     def _raise_if_unfinished(self, request: StopRequest) -> None:
         reader = self.session.reader
         if reader.finished:
+            if not reader.trained:
+                raise DataError(f"none of the {self.session.train_source.rows} training rows can be used")
             return
         saved = f"a checkpoint is written: go on with shadowsync train --resume {self.job.out}"
         if request.requested:
@@ -210,14 +230,19 @@ class _Run:
     def _evaluate(self) -> TestMetrics | None:
         if self.session.test_source is None:
             return None
-        replica = self.session.evaluation_replica()
-        return evaluate_scores(*score(Predictor(replica, self.session.embeddings.client), self.session.test_source))
+        predictor = Predictor(self.session.evaluation_replica(), self.session.embeddings.client)
+        logits, labels = score(predictor, self.session.test_source)
+        if not torch.isfinite(logits).all():
+            raise NonFiniteLoss(
+                "a test prediction is not finite: lower train.lr or embedding.lr, or set train.clip_norm=1"
+            )
+        return evaluate_scores(logits, labels) if len(logits) else None
 
     def _result(self, startup_s: float, test: TestMetrics | None) -> Result:
         session, train = self.session, self.config.train
         speed = session.recorder.speed()
         return Result(
-            config=resolved(self.config, self.choices),
+            config=resolved(self.config, self.choices, session.warmup_samples),
             seed=train.seed,
             versions=versions(),
             machine=machine(),
@@ -227,7 +252,7 @@ class _Run:
             throughput=sections.throughput(train, speed, startup_s),
             sync=sections.sync(session, speed),
             wire=sections.wire(session),
-            recovery=sections.recovery(self.saver, train.save_every_s),
+            recovery=sections.recovery(session, self.saver, self.load_s),
         )
 
 
@@ -272,14 +297,15 @@ def open_sources(config: Config, choices: Choices) -> _Sources:
     if not train.labelled:
         raise ConfigError("data.label is null: there is nothing to learn from rows without labels")
     test = choices.source.open("test", config.data.on_bad_row)
-    if test is not None and test.schema != train.schema:
-        raise DataError("the test rows have other columns than the training rows")
+    if test is not None and (difference := column_difference(test.schema, train.schema)) is not None:
+        raise DataError(f"the test rows have {difference} (the training rows): give both the same columns")
     return _Sources(train, test)
 
 
-def resolved(config: Config, choices: Choices) -> dict[str, Any]:
+def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str, Any]:
     """The whole configuration with every default, those of the chosen members too."""
     plain = config.model_dump(mode="json")
+    plain["train"]["warmup_samples"] = warmup_samples
     plain["data"] |= _plain_options(choices.source)
     plain["sync"] |= _plain_options(choices.method) | _plain_options(choices.schedule)
     if choices.model is not None:
@@ -293,8 +319,20 @@ def _plain_options(member: Any) -> dict[str, Any]:
     return builtins
 
 
+def _check_order(saved: LoadedCheckpoint, config: Config) -> None:
+    """Raises `ConfigError` if the order of the data would not be that of the checkpoint."""
+    there = parse(saved.config)
+    for key, was, now in (
+        ("train.seed", there.train.seed, config.train.seed),
+        ("data.shuffle", there.data.shuffle, config.data.shuffle),
+        ("data.slice_rows", there.data.slice_rows, config.data.slice_rows),
+    ):
+        if was != now:
+            raise ConfigError(f"{key}={now}: {saved.name} was trained with {was}, which decides what is left to train")
+
+
 def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -> Config:
-    saved = load_checkpoint(resume)
+    saved = load_checkpoint(resume, verify=False)
     if job_state(saved).own_model:
         raise ConfigError(
             f"{resume} trained a module of your own: go on from Python with "

@@ -41,6 +41,6 @@ def predictions(predictor: Predictor, source: OpenSource) -> Iterator[tuple[Tens
 
 
 def score(predictor: Predictor, source: OpenSource) -> tuple[Tensor, Tensor]:
-    """Logits and labels of all rows, `[T]` each, in their order."""
-    pairs = list(predictions(predictor, source))
+    """Logits and labels of all rows that can be used, `[T]` each, in their order."""
+    pairs = list(predictions(predictor, source)) or [(torch.empty(0), torch.empty(0))]
     return torch.cat([logits for logits, _ in pairs]), torch.cat([labels for _, labels in pairs])

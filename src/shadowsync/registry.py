@@ -60,20 +60,23 @@ def build(member: type[T], options: Mapping[str, Any], section: str) -> T:
         raise ConfigError(explain(error, section)) from error
 
 
-def split_options(section: str, options: Mapping[str, Any], chosen: Mapping[str, type[Any]]) -> list[dict[str, Any]]:
+def split_options(
+    section: str, options: Mapping[str, Any], chosen: Mapping[str, type[Any]], keys: Iterable[str] = ()
+) -> list[dict[str, Any]]:
     """Deals the options of one section out to the members chosen in it, in their order.
 
     Args:
         section: the section's name, for messages.
         options: what the user wrote besides the keys of the schema.
         chosen: `selector=value` for each choice made in the section, with the member it chose.
+        keys: the section's own keys, one of which the user may have meant.
     """
     known = {option: None for member in chosen.values() for option in option_names(member)}
     for option in options:
         if option not in known:
             has = f"; it has {', '.join(known)}" if known else "; it has none"
             choice = " ".join(chosen)
-            raise ConfigError(f"{section}.{option} is not an option of {choice}{nearest(option, known)}{has}")
+            raise ConfigError(f"{section}.{option} is not an option of {choice}{nearest(option, [*known, *keys])}{has}")
     return [{o: options[o] for o in option_names(member) if o in options} for member in chosen.values()]
 
 

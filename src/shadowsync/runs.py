@@ -1,6 +1,7 @@
 """The folder of a run: what is where in it, and which folders may be used."""
 
-import itertools
+import contextlib
+import secrets
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from shadowsync.config import read_yaml
-from shadowsync.errors import ConfigError
+from shadowsync.errors import CheckpointError, ConfigError
 from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.report.files import save_errors, write_atomically
@@ -19,10 +20,8 @@ _TRACES = ("result.json", "metrics.jsonl", "checkpoints")
 
 
 def new_folder() -> Path:
-    """A folder in `runs/` that is not there yet, named after the time."""
-    stem = f"{datetime.now():%Y%m%d-%H%M%S}"
-    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    return next(folder for name in names if not (folder := Path("runs") / name).exists())
+    """A folder in `runs/`, named after the time and a random number, so that two jobs of one second differ."""
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def check_folder(out: Path, resume: Path | None) -> None:
@@ -53,8 +52,12 @@ def checkpoint_root(folder: Path, checkpoint_dir: str | None) -> str:
     return checkpoint_dir or str(folder / "checkpoints")
 
 
-def load_checkpoint(folder: Path) -> LoadedCheckpoint:
+def load_checkpoint(folder: Path, verify: bool = True) -> LoadedCheckpoint:
     """The newest checkpoint of the run in `folder` that is whole.
+
+    Args:
+        folder: of the run.
+        verify: read every byte now; without, sizes are checked and the rest when it is read.
 
     Raises:
         ConfigError: there is no such folder.
@@ -63,4 +66,8 @@ def load_checkpoint(folder: Path) -> LoadedCheckpoint:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; give the folder of a run")
     given = read_yaml(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
-    return CheckpointStore(checkpoint_root(folder, given.get("train", {}).get("checkpoint_dir"))).load()
+    store = CheckpointStore(checkpoint_root(folder, given.get("train", {}).get("checkpoint_dir")))
+    if not verify and (newest := store.newest()) is not None:
+        with contextlib.suppress(CheckpointError):
+            return store.load(newest)
+    return store.load()

@@ -11,9 +11,9 @@ from shadowsync.session import Session
 
 def data(session: Session, test: TestMetrics | None) -> result.Data:
     """How many samples there were and how many were trained."""
-    skipped = session.train_source.bad_rows.count
+    skipped = sum(epoch.skipped for epoch in session.reader.epochs())
     if session.test_source is not None:
-        skipped += session.test_source.bad_rows.count
+        skipped += session.test_source.rows - (test.samples if test is not None else 0)
     return result.Data(
         train_samples=session.train_source.rows,
         trained_samples=session.reader.trained,
@@ -68,7 +68,17 @@ def wire(session: Session) -> result.Wire:
     return result.Wire(**session.wire_totals())
 
 
-def recovery(saver: AsyncSaver, interval_s: float | None) -> result.Recovery:
-    """Checkpoints written; failures are counted once there is a policy for them."""
-    seconds = result.RecoverySeconds(save=saver.seconds, load=0.0, lost=0.0, wait=0.0)
-    return result.Recovery(failures=0, pls=0.0, saves=saver.saves, seconds=seconds, interval_s=interval_s, mode="none")
+def recovery(session: Session, saver: AsyncSaver, load_s: float) -> result.Recovery:
+    """Checkpoints written and read, and trainers that died.
+
+    No sample is lost and nobody waits when a trainer dies: the others train its rows. `mode` is `none`: what happens
+    when an embedding server dies is a policy of its own.
+    """
+    return result.Recovery(
+        failures=session.failures,
+        pls=0.0,
+        saves=saver.saves,
+        seconds=result.RecoverySeconds(save=saver.seconds, load=load_s, lost=0.0, wait=0.0),
+        interval_s=session.config.train.save_every_s,
+        mode="none",
+    )

@@ -1,4 +1,4 @@
-"""The parts of one run, put together and connected; what they hold can be taken out as a snapshot and put back."""
+"""The parts of one run in one process, put together and connected."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,20 +15,14 @@ from shadowsync.assembly import (
     make_module,
     make_replica,
     make_tables,
-    restore_tables,
 )
 from shadowsync.choices import Choices
 from shadowsync.config import Config
 from shadowsync.data.reader import LeasedBatch, Reader, ReaderOptions
-from shadowsync.data.source import OpenSource, Schema
-from shadowsync.dense_state import dense_tensors, layout, restore_dense
-from shadowsync.embedding.table import Rows, Table
-from shadowsync.errors import CheckpointError
-from shadowsync.job_state import JobState, job_state
+from shadowsync.data.source import OpenSource
+from shadowsync.embedding.table import Table
 from shadowsync.metrics.recorder import JobCounts, Recorder
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.recovery.checkpoints import LoadedCheckpoint
-from shadowsync.recovery.snapshot import Snapshot
 from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
 from shadowsync.runtime.lines import Line
 from shadowsync.sync.schedule import Synchronisation
@@ -37,6 +31,8 @@ from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica
 from shadowsync.training.trainer import Trainer
 from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
+
+WARMUP_SAMPLES = 50_000
 
 
 def no_failures(trainer_rank: int, iteration: int) -> None:
@@ -67,7 +63,7 @@ class Session:
         choices: Choices,
         own: Own,
         sources: tuple[OpenSource, OpenSource | None],
-        saved: LoadedCheckpoint | None,
+        position: Mapping[str, Any] | None,
     ) -> None:
         self.config = config
         self.choices = choices
@@ -78,15 +74,17 @@ class Session:
         self.ended = threading.Event()
         self.stopping = False
         self.recorder = Recorder(config.train.trainers, config.report.window)
-        self.reader = _make_reader(config, self.train_source, saved.position if saved is not None else None)
         self.embeddings = self._make_embeddings(own)
         self.replicas = self._make_replicas(own)
         self.dense_servers, self.synchronisations = self._make_synchronisations()
+        self.reader = _make_reader(config, self.train_source, position)
         self.trainers = [self._make_trainer(rank, own) for rank in range(config.train.trainers)]
         self._wire_before: dict[str, dict[str, int]] = {"bytes": {}, "raw_bytes": {}}
         self._syncs_before = 0
-        if saved is not None:
-            self._restore(saved)
+
+    def go_on(self, syncs: int, wire: dict[str, dict[str, int]]) -> None:
+        """Counts on from a checkpoint's synchronisations and bytes."""
+        self._syncs_before, self._wire_before = syncs, wire
 
     def _make_embeddings(self, own: Own) -> Embeddings:
         tables = make_tables(self.config, self.schema, own.tables)
@@ -145,7 +143,7 @@ class Session:
 
     def _step_settings(self) -> StepSettings:
         train = self.config.train
-        rates = Rates(train.warmup_samples, train.decay, train.final_lr, self.total_samples)
+        rates = Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
         return StepSettings(train.lr, self.config.embedding.lr, rates, train.prefetch)
 
     def _place(self, leased: LeasedBatch) -> str:
@@ -156,6 +154,12 @@ class Session:
     def total_samples(self) -> int:
         """Samples to be trained in all."""
         return self.train_source.rows * self.config.data.epochs
+
+    @property
+    def warmup_samples(self) -> int:
+        """Samples over which the learning rates rise; Adagrad's first steps are long and kill ReLUs otherwise."""
+        given = self.config.train.warmup_samples
+        return given if given is not None else min(WARMUP_SAMPLES, self.total_samples // 20)
 
     @property
     def sync_count(self) -> int:
@@ -185,14 +189,26 @@ class Session:
     def final_weights(self) -> Tensor:
         """The dense parameters that the method would evaluate now, `[P]`; replicas of dead trainers do not count."""
         center = self.dense_servers.read() if self.choices.method.centralised else None
-        ranks = [trainer.rank for trainer in self.trainers if not trainer.lost] or range(len(self.trainers))
-        weights = [self.replicas[rank].flat for rank in ranks]
-        return self.choices.method.final(weights, center, [self.synchronisations[rank].state for rank in ranks])
+        weights = [self.replicas[rank].flat for rank in self.living()]
+        states = [self.synchronisations[rank].state for rank in self.living()]
+        return self.choices.method.final(weights, center, states)
+
+    def living(self) -> list[int]:
+        """Ranks of the trainers that have not died; all of them where none is left."""
+        return [trainer.rank for trainer in self.trainers if not trainer.lost] or list(range(len(self.trainers)))
+
+    @property
+    def failures(self) -> int:
+        """Trainers that died since the start."""
+        return sum(trainer.lost for trainer in self.trainers)
 
     def evaluation_replica(self) -> Replica:
         """A replica with the final weights, apart from those that train."""
         replica = Replica(
-            self.replicas[0].module, self.choices.optimizer, self.embeddings.dims, self.config.train.device
+            self.replicas[self.living()[0]].module,
+            self.choices.optimizer,
+            self.embeddings.dims,
+            self.config.train.device,
         )
         replica.load(self.final_weights())
         return replica
@@ -231,67 +247,8 @@ class Session:
             raise failed[0]
 
     def close(self) -> None:
-        """Stops the reader's threads and closes the files."""
+        """Stops the reader's threads."""
         self.reader.close()
-        for source in (self.train_source, self.test_source):
-            if source is not None:
-                source.close()
-
-    # --- snapshots ---------------------------------------------------------------------------------------------------
-
-    def snapshot(self, given: Mapping[str, Any]) -> Snapshot:
-        """A copy of everything that moves; everybody must stand still. `given` is the configuration as given."""
-        dense = {"final": self.final_weights().clone()}
-        if self.choices.method.centralised:
-            dense["center"] = self.dense_servers.read()
-        for rank, (replica, part) in enumerate(zip(self.replicas, self.synchronisations, strict=True)):
-            dense |= {f"replica.{rank}.{name}": tensor.clone() for name, tensor in dense_tensors(replica).items()}
-            dense |= {f"sync.{rank}.{name}": tensor.clone() for name, tensor in part.state.items()}
-        return Snapshot(
-            config=dict(given),
-            samples=self.reader.trained,
-            tables=tuple(
-                Rows(rows.table, rows.start, {name: tensor.clone() for name, tensor in rows.tensors.items()})
-                for server in self.embeddings.servers
-                for rows in server.state()
-            ),
-            dense=dense,
-            position=self.reader.state(),
-            random={"torch": torch.get_rng_state()},
-            extra=self._state().builtins(),
-        )
-
-    def _state(self) -> JobState:
-        return JobState(
-            recorder=self.recorder.state(),
-            syncs=self.sync_count,
-            wire=self.wire_totals(),
-            schema=self.schema,
-            tables=[table.name for table in self.embeddings.tables],
-            trainers=len(self.replicas),
-            layout=layout(self.replicas[0]),
-            own_model=self.choices.model is None,
-        )
-
-    def _restore(self, saved: LoadedCheckpoint) -> None:
-        """Puts a checkpoint back: rows, replicas, the reader's position, counts.
-
-        Raises:
-            CheckpointError: it is of another model, other tables, another optimizer or other data.
-        """
-        state = job_state(saved)
-        _check_columns(saved.name, state.schema, self.schema)
-        restore_tables(self.embeddings, saved)
-        center = restore_dense(saved, self.choices.method, self.replicas, self.synchronisations)
-        self.dense_servers.write(center)
-        self._syncs_before, self._wire_before = state.syncs, state.wire
-        try:
-            torch.set_rng_state(saved.random["torch"])
-            self.recorder.restore(state.recorder)
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{saved.name}: its counts or random state are not those of a job: {error}"
-            ) from error
 
 
 def _make_reader(config: Config, source: OpenSource, position: Mapping[str, Any] | None) -> Reader:
@@ -306,21 +263,6 @@ def _make_reader(config: Config, source: OpenSource, position: Mapping[str, Any]
         prefetch=data.prefetch,
     )
     return Reader(source, options, position)
-
-
-def _check_columns(checkpoint: str, there: Schema, here: Schema) -> None:
-    """Raises `CheckpointError` for data whose columns have other names, or another order, than those trained on."""
-    kinds = {"dense": (there.dense, here.dense), "categorical": (_names(there), _names(here))}
-    for kind, (trained, given) in kinds.items():
-        if trained != given:
-            raise CheckpointError(
-                f"{checkpoint} was trained on the {kind} columns {', '.join(trained) or 'none'}, this data has "
-                f"{', '.join(given) or 'none'}: give the same ones in the same order"
-            )
-
-
-def _names(schema: Schema) -> tuple[str, ...]:
-    return tuple(feature.name for feature in schema.features)
 
 
 def _added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

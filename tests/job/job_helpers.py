@@ -19,9 +19,11 @@ FEATURES = ("c0", "c1", "many")
 ROWS = 40
 """Rows of each embedding table."""
 
+SMALL_DLRM = {"name": "dlrm", "bottom": [8], "top": [8]}
+
 METHODS = [
     {"method": "none", "schedule": "background"},
-    {"method": "none", "schedule": "every_k", "k": 1},
+    {"method": "none", "schedule": "every_k"},
     {"method": "easgd", "schedule": "background"},
     {"method": "easgd", "schedule": "every_k", "k": 1},
     {"method": "easgd", "schedule": "every_k", "k": 2, "form": "sequential"},
@@ -51,7 +53,7 @@ def write_rows(path: Path, rows: int, seed: int = 0) -> Path:
 
 
 def settings(path: Path, test_path: Path | None = None, **sections: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that trains a small model on such a file in fp32, with `sections` laid over it."""
+    """A configuration that trains a module of one's own on such a file in fp32, with `sections` laid over it."""
     base: dict[str, dict[str, Any]] = {
         "data": {
             "name": "parquet",
@@ -61,15 +63,20 @@ def settings(path: Path, test_path: Path | None = None, **sections: Mapping[str,
             "rows": ROWS,
             "slice_rows": 4,
         },
-        "model": {"name": "dlrm", "embedding_dim": 4, "bottom": [8], "top": [8]},
+        "model": {"embedding_dim": 4},
         "embedding": {"servers": 1, "storage": "torch"},
-        "train": {"trainers": 1, "workers": 1, "batch_size": 2, "precision": "fp32"},
+        "train": {"trainers": 1, "workers": 1, "batch_size": 2, "precision": "fp32", "warmup_samples": 0},
         "sync": {"method": "none"},
         "report": {"html": False, "tensorboard": False, "every_s": 0.05},
     }
     if test_path is not None:
         base["data"]["test_path"] = str(test_path)
     return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in {**base, **sections}}
+
+
+def beside_own_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without the layers of a configured model."""
+    return {**config, "model": {"embedding_dim": config["model"]["embedding_dim"]}}
 
 
 class Ledger:
@@ -113,7 +120,7 @@ class Witness(nn.Module):
 def train_counted(config: dict[str, Any], out: Path, **own: Any) -> tuple[Result, Counter[int]]:
     """Trains the witness; returns the result and how often each row was trained."""
     ledger = Ledger()
-    result = Job(config, model=Witness(ledger), out=out, **own).run()
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, **own).run()
     return result, ledger.rows
 
 

@@ -8,7 +8,18 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from job_helpers import METHODS, Ledger, Witness, checkpoints, error_of, name_of, settings, train_counted, write_rows
+from job_helpers import (
+    METHODS,
+    Ledger,
+    Witness,
+    beside_own_model,
+    checkpoints,
+    error_of,
+    name_of,
+    settings,
+    train_counted,
+    write_rows,
+)
 from torch import Tensor, nn
 
 from shadowsync import Job, TrainerLost
@@ -102,13 +113,13 @@ def test_a_trainer_that_dies_with_the_last_rows(tmp_path: Path, sync: dict[str, 
     """All others are idle by then; they must come back for its rows."""
     rows, batch = 24, 2
     data, ledger = write_rows(tmp_path / "rows.parquet", rows), Ledger()
-    if sync["schedule"] == "every_k":
+    if sync["schedule"] == "every_k" and sync["method"] != "none":
         sync = sync | {"k": 100}  # a trainer that stands still for good holds up the averaging of the others
     ahead = batch if workers == 1 else 0  # what waits behind the rows in hand; another worker takes it
     script = LastBatch(ledger, rows - batch - ahead)
     train = {"trainers": 2, "workers": workers, "batch_size": batch}
     config = settings(data, sync=sync, train=train, data={"slice_rows": batch, "prefetch": 1})
-    result = Job(config, model=Witness(ledger), out=tmp_path / "out", failures=script).run()
+    result = Job(beside_own_model(config), model=Witness(ledger), out=tmp_path / "out", failures=script).run()
     assert script.died
     assert result.data.trained_samples == rows
     assert ledger.rows == dict.fromkeys(range(rows), 1)
@@ -153,7 +164,7 @@ def test_an_exception_in_a_worker_ends_the_job_with_it(tmp_path: Path, sync: dic
     data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
     config = settings(data, sync=sync, train={"trainers": 3, "workers": 2})
     with pytest.raises(ZeroDivisionError, match="own mistake"):
-        Job(config, model=Broken(Ledger(), _raise), out=out).run()
+        Job(beside_own_model(config), model=Broken(Ledger(), _raise), out=out).run()
     assert not (out / "result.json").exists()
     assert checkpoints(out) == []
 
@@ -162,7 +173,7 @@ def test_an_exception_in_a_worker_ends_the_job_with_it(tmp_path: Path, sync: dic
 def test_a_loss_that_is_not_finite_names_its_place(tmp_path: Path, value: float) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
     config = settings(data, train={"trainers": 2, "workers": 2})
-    error = error_of(lambda: Job(config, model=Broken(Ledger(), lambda x: x * value), out=out).run())
+    error = error_of(lambda: Job(beside_own_model(config), model=Broken(Ledger(), lambda x: x * value), out=out).run())
     assert isinstance(error, NonFiniteLoss)
     assert error.exit_status == 1
     assert f"{data}, row " in str(error)
@@ -204,7 +215,7 @@ def test_a_model_that_returns_two_logits_is_an_error_in_one_sentence(tmp_path: P
             return self.tower(dense)
 
     data = write_rows(tmp_path / "rows.parquet", 8)
-    error = error_of(lambda: Job(settings(data), model=TwoLogits(), out=tmp_path / "out").run())
+    error = error_of(lambda: Job(beside_own_model(settings(data)), model=TwoLogits(), out=tmp_path / "out").run())
     assert "[2, 2]" in str(error)
     assert error.exit_status == 2
 
@@ -219,5 +230,9 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     config = settings(write_rows(tmp_path / "rows.parquet", 30), sync={"method": "ma"}, train={"trainers": 3})
     train_counted(config, tmp_path / "one")
-    error_of(lambda: Job(config, model=Broken(Ledger(), lambda x: x * float("nan")), out=tmp_path / "two").run())
+    error_of(
+        lambda: Job(
+            beside_own_model(config), model=Broken(Ledger(), lambda x: x * float("nan")), out=tmp_path / "two"
+        ).run()
+    )
     assert [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()] == []

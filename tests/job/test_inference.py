@@ -7,18 +7,26 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from job_helpers import FEATURES, METHODS, ROWS, Ledger, Witness, error_of, name_of, settings, train_counted, write_rows
+from job_helpers import (
+    FEATURES,
+    METHODS,
+    ROWS,
+    SMALL_DLRM,
+    Ledger,
+    Witness,
+    error_of,
+    name_of,
+    settings,
+    train_counted,
+    write_rows,
+)
 from torch import Tensor, nn
 
 from shadowsync import Job, Table, Trained
 from shadowsync.errors import CheckpointError, ConfigError, DataError
 from shadowsync.metrics.quality import evaluate_scores
 
-MODELS: list[dict[str, Any]] = [
-    {"name": "dlrm", "bottom": [8], "top": [8]},
-    {"name": "deepfm"},
-    {"name": "dcn"},
-]
+MODELS: list[dict[str, Any]] = [SMALL_DLRM, {"name": "deepfm"}, {"name": "dcn"}]
 
 
 @pytest.fixture
@@ -26,15 +34,8 @@ def data(tmp_path: Path) -> tuple[Path, Path]:
     return write_rows(tmp_path / "train.parquet", 300, 0), write_rows(tmp_path / "test.parquet", 120, 1)
 
 
-def model_section(model: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` lays a section over DLRM's."""
-    return {"embedding_dim": 4, **model}
-
-
 def run(files: tuple[Path, Path], out: Path, /, **sections: Mapping[str, Any]) -> Any:
-    config = settings(*files, **{name: section for name, section in sections.items() if name != "model"})
-    config["model"] = dict(sections.get("model", config["model"]))
-    return Job(config, out=out).run()
+    return Job(settings(*files, **{"model": SMALL_DLRM} | sections), out=out).run()
 
 
 @pytest.mark.parametrize("sync", METHODS, ids=name_of)
@@ -50,7 +51,7 @@ def test_evaluation_repeats_the_result(tmp_path: Path, data: tuple[Path, Path], 
 def test_predictions_in_the_order_of_rows_are_those_evaluated(
     tmp_path: Path, data: tuple[Path, Path], model: dict[str, Any]
 ) -> None:
-    result = run(data, tmp_path / "out", model=model_section(model))
+    result = run(data, tmp_path / "out", model=model)
     trained, file = Trained(tmp_path / "out"), tmp_path / "predictions.parquet"
     assert trained.predict(str(data[1]), file) == 120
     predicted = pl.read_parquet(file)
@@ -153,7 +154,7 @@ def test_a_module_of_ones_own_is_asked_for(tmp_path: Path, data: tuple[Path, Pat
 
 def test_a_run_cannot_be_evaluated_without_rows(tmp_path: Path, data: tuple[Path, Path]) -> None:
     out = tmp_path / "out"
-    result = Job(settings(data[0]), out=out).run()
+    result = Job(settings(data[0], model=SMALL_DLRM), out=out).run()
     assert result.test is None
     error = error_of(lambda: Trained(out).evaluate())
     assert isinstance(error, DataError)

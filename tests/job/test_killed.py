@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from job_helpers import checkpoints, result_of, settings, write_rows
+from job_helpers import SMALL_DLRM, checkpoints, result_of, settings, write_rows
 from omegaconf import OmegaConf
 
 from shadowsync.job import train_from_command_line
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> list[str]:
         data,
         data,
         data={"epochs": 1000, "slice_rows": 64},
-        model={"embedding_dim": 64},
+        model=SMALL_DLRM | {"embedding_dim": 64},
         train={"trainers": 2, "workers": 1, "batch_size": 4, "save_every_s": 0.05},
         sync={"method": "ma"},
     )

@@ -16,8 +16,10 @@ import pytest
 import torch
 from job_helpers import (
     METHODS,
+    SMALL_DLRM,
     Ledger,
     Witness,
+    beside_own_model,
     checkpoints,
     error_of,
     name_of,
@@ -69,7 +71,7 @@ class SignalAt:
 def interrupt(config: dict[str, Any], out: Path, iteration: int = 4, **own: Any) -> tuple[Counter[int], str]:
     """Trains the witness until a signal; returns what was trained and what was said."""
     ledger, script = Ledger(), SignalAt(iteration)
-    said = script.run(Job(config, model=Witness(ledger), out=out, failures=script, **own))
+    said = script.run(Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script, **own))
     assert not (out / "result.json").exists()
     return ledger.rows, said
 
@@ -93,16 +95,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "more workers": {"train": {"workers": 3}},
     "another batch size": {"train": {"batch_size": 3}},
     "bf16": {"train": {"precision": "bf16"}},
-    "another seed": {"train": {"seed": 5}},
     "more servers": {"embedding": {"servers": 5}},
     "split tables": {"embedding": {"servers": 2, "split_rows": 7}},
-    "another slice size": {"data": {"slice_rows": 64}},
-    "no shuffling": {"data": {"shuffle": False}},
     "no method": {"sync": {"method": "none"}},
     "averaging": {"sync": {"method": "ma", "schedule": "every_k", "k": 2}},
     "momentum": {"sync": {"method": "bmuf"}},
     "elastic": {"sync": {"method": "easgd", "form": "sequential"}},
-    "dense servers": {"cluster": {"dense_servers": 3}},
+    "dense servers": {"cluster": {"dense_servers": 3}, "sync": {"method": "easgd"}},
     "rates": {"train": {"decay": "cosine", "warmup_samples": 20, "lr": 0.1}},
 }
 
@@ -235,13 +234,13 @@ def test_a_resumed_job_equals_an_undisturbed_one_bit_by_bit(
         train={"batch_size": 4, "optimizer": optimizer, "warmup_samples": 30, "decay": "linear"},
     )
     torch.manual_seed(17)
-    whole = Job(config, model=Dropping(), out=tmp_path / "whole").run()
+    whole = Job(beside_own_model(config), model=Dropping(), out=tmp_path / "whole").run()
     torch.manual_seed(17)
     out = tmp_path / "out"
     script = SignalAt(iteration)
-    script.run(Job(config, model=Dropping(), out=out, failures=script))
+    script.run(Job(beside_own_model(config), model=Dropping(), out=out, failures=script))
     torch.manual_seed(99)
-    resumed = Job(config, model=Dropping(), out=out, resume=out).run()
+    resumed = Job(beside_own_model(config), model=Dropping(), out=out, resume=out).run()
     expected, found = everything(tmp_path / "whole"), everything(out)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
@@ -282,7 +281,7 @@ def test_pauses_meet_prefetched_pulls(tmp_path: Path, prefetch: int) -> None:
 def test_another_model_is_refused_by_its_parameter(tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
     train_counted(settings(data), out)
-    error = error_of(Job(settings(data), model=Dropping(), out=out, resume=out).run)
+    error = error_of(Job(beside_own_model(settings(data)), model=Dropping(), out=out, resume=out).run)
     assert isinstance(error, CheckpointError)
     assert "tower." in str(error)
 
@@ -301,12 +300,26 @@ def test_another_model_is_refused_by_its_parameter(tmp_path: Path) -> None:
 )
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
-    Job(settings(data), out=out).run()
+    config = settings(data, model=SMALL_DLRM)
+    Job(config, out=out).run()
     untouched = contents(out / "checkpoints")
-    error = error_of(lambda: Job(merge(settings(data), change, []), out=out, resume=out).run())
+    error = error_of(lambda: Job(merge(config, change, []), out=out, resume=out).run())
     assert isinstance(error, CheckpointError)
     assert named in str(error)
     assert contents(out / "checkpoints") == untouched
+
+
+@pytest.mark.parametrize(
+    "change", [{"train": {"seed": 5}}, {"data": {"slice_rows": 64}}, {"data": {"shuffle": False}}], ids=str
+)
+def test_another_order_of_the_data_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 40), tmp_path / "out"
+    interrupt(settings(data), out)
+    error = error_of(lambda: train_counted(merge(settings(data), change, []), out, resume=out))
+    ((section, options),) = change.items()
+    ((key, value),) = options.items()
+    assert isinstance(error, ConfigError)
+    assert f"{section}.{key}={value}" in str(error)
 
 
 def test_other_data_is_refused(tmp_path: Path) -> None:

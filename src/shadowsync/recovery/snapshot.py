@@ -22,8 +22,9 @@ class Snapshot:
         config: the configuration as the user gave it.
         samples: samples trained so far; also the name of the checkpoint, so it only grows.
         tables: rows, in any cut.
-        dense: flat float32 tensors by name: `center` where there is one, `replica.<i>.weight`,
-            `replica.<i>.optimizer.<name>`, and what the sync method keeps.
+        dense: tensors by name: `final`, what the job would be evaluated with; `center` where there is one;
+            `replica.<i>.weight`, `replica.<i>.<name>` of the optimizer, `replica.<i>.buffer.<name>` of the module;
+            `sync.<i>.<name>` of the sync method.
         position: the reader's position (plain JSON values).
         random: random states by name (uint8 tensors).
         extra: further plain JSON values (counts that go on after a resume).

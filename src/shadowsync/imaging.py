@@ -1,0 +1,105 @@
+"""Takes a session's moving parts out as a snapshot and puts a checkpoint back into a session."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shadowsync.assembly import restore_tables
+from shadowsync.data.source import Schema
+from shadowsync.dense_state import dense_tensors, layout, restore_dense
+from shadowsync.embedding.table import Rows
+from shadowsync.errors import CheckpointError, NonFiniteLoss
+from shadowsync.job_state import JobState, job_state
+from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.snapshot import Snapshot
+from shadowsync.session import Session
+
+
+def take(session: Session, given: Mapping[str, Any]) -> Snapshot:
+    """A copy of everything that moves; everybody must stand still.
+
+    Replicas of trainers that died are left out and the others numbered through, so that nobody goes on from them.
+
+    Args:
+        session: whose parts to copy.
+        given: the configuration as the user gave it.
+
+    Raises:
+        NonFiniteLoss: a dense parameter is NaN or infinite, which no checkpoint should hold.
+    """
+    final = session.final_weights().clone()
+    if not torch.isfinite(final).all():
+        raise NonFiniteLoss(
+            f"a dense parameter is no longer finite after {session.reader.trained} samples: lower train.lr, or set "
+            "train.clip_norm=1"
+        )
+    return Snapshot(
+        config=dict(given),
+        samples=session.reader.trained,
+        tables=tuple(
+            Rows(rows.table, rows.start, {name: tensor.clone() for name, tensor in rows.tensors.items()})
+            for server in session.embeddings.servers
+            for rows in server.state()
+        ),
+        dense={"final": final} | _dense(session),
+        position=session.reader.state(),
+        random={"torch": torch.get_rng_state()},
+        extra=_state(session).builtins(),
+    )
+
+
+def _dense(session: Session) -> dict[str, Tensor]:
+    dense = {"center": session.dense_servers.read()} if session.choices.method.centralised else {}
+    for number, rank in enumerate(session.living()):
+        replica, part = session.replicas[rank], session.synchronisations[rank]
+        dense |= {f"replica.{number}.{name}": tensor.clone() for name, tensor in dense_tensors(replica).items()}
+        dense |= {f"sync.{number}.{name}": tensor.clone() for name, tensor in part.state.items()}
+    return dense
+
+
+def _state(session: Session) -> JobState:
+    return JobState(
+        recorder=session.recorder.state(),
+        syncs=session.sync_count,
+        wire=session.wire_totals(),
+        schema=session.schema,
+        tables=[table.name for table in session.embeddings.tables],
+        trainers=len(session.living()),
+        layout=layout(session.replicas[0]),
+        own_model=session.choices.model is None,
+    )
+
+
+def put_back(session: Session, saved: LoadedCheckpoint) -> None:
+    """Fills rows, replicas, method states and counts; the reader was made with the position already.
+
+    Raises:
+        CheckpointError: it is of another model, other tables, another optimizer or other data.
+    """
+    state = job_state(saved)
+    if (difference := column_difference(state.schema, session.schema)) is not None:
+        raise CheckpointError(f"{saved.name} was trained on {difference}: give the same columns in the same order")
+    restore_tables(session.embeddings, saved)
+    center = restore_dense(saved, session.choices.method, session.replicas, session.synchronisations)
+    session.dense_servers.write(center)
+    session.go_on(state.syncs, state.wire)
+    try:
+        torch.set_rng_state(saved.random["torch"])
+        session.recorder.restore(state.recorder)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{saved.name}: its counts or random state are not those of a job: {error}") from error
+
+
+def column_difference(there: Schema, here: Schema) -> str | None:
+    """What differs in names or order of the columns, as `the … columns X, this data has Y`; None if nothing does."""
+    kinds = {"dense": (there.dense, here.dense), "categorical": (_names(there), _names(here))}
+    for kind, (trained, given) in kinds.items():
+        if trained != given:
+            return f"the {kind} columns {', '.join(trained) or 'none'}, this data has {', '.join(given) or 'none'}"
+    return None
+
+
+def _names(schema: Schema) -> tuple[str, ...]:
+    return tuple(feature.name for feature in schema.features)

@@ -16,6 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_INTERRUPTED = 130
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -35,14 +37,10 @@ def train(
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on from this run's newest checkpoint.")] = None,
 ) -> None:
     """Train a model; with nothing else, the demo."""
-    from shadowsync.job import Interrupted, train_from_command_line
+    from shadowsync.job import train_from_command_line
 
     path, overrides = _split_settings(settings or [])
-    try:
-        train_from_command_line(path, overrides, out, resume)
-    except Interrupted as interrupted:
-        typer.echo(str(interrupted), err=True)
-        raise typer.Exit(130) from None
+    train_from_command_line(path, overrides, out, resume)
 
 
 @app.command()
@@ -122,12 +120,12 @@ def main() -> None:
         status = app(standalone_mode=False)
     except ShadowSyncError as error:
         _fail(str(error), error.exit_status)
-    except typer.Abort:
-        _fail("interrupted", 130)
     except TyperException as error:
         _fail(error.format_message(), 2)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+    except (typer.Abort, KeyboardInterrupt):
+        status = _INTERRUPTED
+    if status == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+        _fail("interrupted", _INTERRUPTED)
     sys.exit(status or 0)
 
 

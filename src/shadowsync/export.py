@@ -12,6 +12,7 @@ program: `torch.export.load(file, extra_files=(found := {"metadata.json": ""}))`
 `B` samples, `N` dense columns, `F` features, `L` ids, `D` width of a table.
 """
 
+import contextlib
 import copy
 import importlib.metadata
 import io
@@ -321,7 +322,8 @@ def _write(program: torch.export.ExportedProgram, spec: ExportSpec, path: Path) 
             f"{path} could not be written ({error.strerror or error}): make room, or write it somewhere else"
         ) from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where the part could not even be made, that is the error to raise
+            part.unlink()
 
 
 def _save(program: torch.export.ExportedProgram, spec: ExportSpec, sink: "_Sink") -> None:

@@ -187,6 +187,8 @@ class _Run:
         return Reporter(self.job.out, self.console, outputs, earlier, self.saved.samples)
 
     def _train(self, reporter: Reporter, request: StopRequest) -> None:
+        if self.session.reader.finished:
+            return  # a finished run was resumed: synchronising without training would still move the replicas
         pace = _Pace(self.config.report.every_s, self.config.train.save_every_s, time.monotonic())
         self.session.start()
         try:

@@ -82,7 +82,7 @@ def test_a_signal_saves_and_stops(run: list[str], number: signal.Signals, tmp_pa
     assert started.returncode == 130
     (found,) = checkpoints(out)
     samples = int(found.name.removeprefix("samples-"))
-    expected = f"stopped by {number.name} after {samples} samples; a checkpoint is written: go on with "
+    expected = f"shadowsync: stopped by {number.name} after {samples} samples; a checkpoint is written: go on with "
     assert said == f"{expected}shadowsync train --resume {out}\n"
     assert not (out / "result.json").exists()
     finish(out)

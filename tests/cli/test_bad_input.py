@@ -1,0 +1,221 @@
+"""A user's mistake is one sentence that names the thing and its place; nothing is left half-written."""
+
+import gzip
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from command_line import ROWS, CommandLine, assert_sentence, columns, criteo_line, cut_in_half, everything_in, train
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A command that cannot work.
+
+    Attributes:
+        arguments: behind `shadowsync`.
+        named: what the sentence must hold.
+        prepare: makes the mistake's files.
+        status: the exit status.
+        begins: the run's folder is made before the mistake can be seen.
+    """
+
+    arguments: Sequence[str]
+    named: Sequence[str]
+    prepare: Callable[[Path], object] = lambda folder: None
+    status: int = 2
+    begins: bool = False
+
+
+def text(name: str, content: str | bytes) -> Callable[[Path], object]:
+    """Writes a file."""
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+CONFIGURATION: dict[str, Mistake] = {
+    "unknown key": Mistake(train("train.batchsize=8"), ["train.batchsize", "did you mean batch_size?", "lr"]),
+    "unknown section": Mistake(train("trian.lr=1"), ["trian", "did you mean train?"]),
+    "unknown key of a table": Mistake(
+        train("embedding.tables=[{name: a, rows: 5, dim: 4, feature: [item]}]"),
+        ["embedding.tables.0.feature", "features"],
+    ),
+    "too small": Mistake(train("train.workers=0"), ["train.workers=0", "greater than or equal to 1"]),
+    "not above zero": Mistake(train("train.lr=0"), ["train.lr=0", "greater than 0"]),
+    "not a number": Mistake(train("train.lr=fast"), ["train.lr=fast", "number"]),
+    "nan": Mistake(train("train.lr=.nan"), ["train.lr=nan", "finite"]),
+    "not whole": Mistake(train("train.trainers=1.5"), ["train.trainers=1.5", "integer"]),
+    "not a choice": Mistake(train("train.precision=fp16"), ["train.precision=fp16", "fp32", "bf16"]),
+    "not a section": Mistake(train("train=3"), ["train"]),
+    "option of another method": Mistake(
+        train("sync.method=ma", "sync.form=elastic"), ["sync.form", "sync.method=ma", "alpha"]
+    ),
+    "option misspelt": Mistake(train("sync.method=easgd", "sync.alhpa=0.1"), ["sync.alhpa", "did you mean alpha?"]),
+    "option out of range": Mistake(train("sync.method=ma", "sync.alpha=2"), ["sync.alpha=2", "less than or equal"]),
+    "unknown method": Mistake(train("sync.method=eagsd"), ["sync.method=eagsd", "did you mean easgd?", "bmuf"]),
+    "unknown schedule": Mistake(train("sync.schedule=sometimes"), ["sync.schedule=sometimes", "background", "every_k"]),
+    "unknown source": Mistake(train("data.name=parket"), ["data.name=parket", "did you mean parquet?"]),
+    "unknown model": Mistake(train("model.name=dlmr"), ["model.name=dlmr", "did you mean dlrm?"]),
+    "unknown storage": Mistake(train("embedding.storage=fbgem"), ["embedding.storage=fbgem", "did you mean fbgemm?"]),
+    "unknown codec": Mistake(train("compression.push=bf61"), ["compression.push=bf61", "did you mean bf16?"]),
+    "option of another model": Mistake(train("model.cross_layers=2"), ["model.cross_layers", "model.name=dlrm"]),
+    "optimizer's option": Mistake(
+        train("train.optimizer=sgd", "train.beta1=0.5"), ["train.beta1", "train.optimizer=sgd"]
+    ),
+    "rows' optimizer's option": Mistake(
+        train("embedding.beta2=0.5"), ["embedding.beta2", "embedding.optimizer=rowwise_adagrad"]
+    ),
+    "no decay": Mistake(train("train.final_lr=0.5"), ["train.final_lr", "train.decay"]),
+    "no method to schedule": Mistake(
+        train("sync.method=none", "sync.schedule=every_k", "sync.k=3"), ["sync.k", "sync.method=none"]
+    ),
+    "no central copy": Mistake(train("sync.method=ma", "cluster.dense_servers=2"), ["cluster.dense_servers=2"]),
+    "warm-up beyond the end": Mistake(
+        train("train.decay=linear", "train.warmup_samples=60"), ["train.warmup_samples=60", "60 samples"]
+    ),
+    "no such device": Mistake(train("train.device=quantum"), ["train.device=quantum"]),
+    "a table for nothing": Mistake(
+        train("embedding.tables=[{name: a, rows: 50, dim: 4, features: [item, shop, recent, colour]}]"), ["colour"]
+    ),
+    "a feature without a table": Mistake(
+        train("embedding.tables=[{name: a, rows: 50, dim: 4, features: [item, shop]}]"), ["recent"]
+    ),
+    "a table too small": Mistake(
+        train("embedding.tables=[{name: a, rows: 49, dim: 4, features: [item, shop, recent]}]"), ["49", "50"]
+    ),
+    "unknown interpolation": Mistake(train("data.path=${nowhere}"), ["nowhere"]),
+    "unclosed bracket": Mistake(train("model.top=[8"), ["configuration"]),
+    "missing file": Mistake(train(config="nowhere.yaml"), ["nowhere.yaml", "no such configuration file"]),
+    "a list": Mistake(train(config="list.yaml"), ["list.yaml", "not list"], text("list.yaml", "- a\n- b\n")),
+    "not YAML": Mistake(train(config="bad.yaml"), ["bad.yaml", "not a YAML file"], text("bad.yaml", "a: [1\nb: }")),
+    "a word": Mistake(train(config="word.yaml"), ["hello", "no such key"], text("word.yaml", "hello")),
+    "bytes": Mistake(train(config="bytes.yaml"), ["bytes.yaml"], text("bytes.yaml", bytes(range(256)))),
+    "a folder as file": Mistake(train(config="folder"), ["folder"], lambda folder: (folder / "folder").mkdir()),
+    "two files": Mistake(("train", "run.yaml", "criteo.yaml"), ["run.yaml and criteo.yaml", "one configuration file"]),
+}
+
+COMMANDS: dict[str, Mistake] = {
+    "no such command": Mistake(("trian",), ["trian"]),
+    "no such option": Mistake((*train(), "--outt", "a"), ["--outt"]),
+    "no value": Mistake(("train", "--out"), ["--out"]),
+    "no data": Mistake(("predict", "somewhere", "--out", "a.parquet"), ["--data"]),
+    "no folder": Mistake(("evaluate", "nowhere"), ["nowhere", "no such folder"]),
+    "predict from nothing": Mistake(
+        ("predict", "nowhere", "--data", "test.parquet", "--out", "p.parquet"), ["nowhere", "no such folder"]
+    ),
+    "export of nothing": Mistake(("export", "nowhere", "--out", "m.pt2"), ["nowhere", "no such folder"]),
+    "report of nothing": Mistake(("report", "nowhere"), ["nowhere"]),
+    "report of an empty folder": Mistake(("report", "empty"), ["empty"], lambda folder: (folder / "empty").mkdir()),
+    "unknown data": Mistake(("data", "crieto", "--out", "x.parquet"), ["crieto", "did you mean criteo?"]),
+    "resume from nowhere": Mistake(("train", "--resume", "nowhere"), ["nowhere", "no such folder"]),
+    "resume from an empty folder": Mistake(
+        ("train", "--resume", "empty"), ["empty", "no checkpoint"], lambda folder: (folder / "empty").mkdir()
+    ),
+    "resume from a file": Mistake(("train", "--resume", "run.yaml"), ["run.yaml", "no such folder"]),
+    "results to a file": Mistake(("train", "run.yaml", "--out", "criteo.yaml"), ["criteo.yaml", "folder"]),
+    "results below a file": Mistake(("train", "run.yaml", "--out", "criteo.yaml/x"), ["criteo.yaml/x"], status=1),
+}
+
+
+def damaged(name: str, change: Callable[[pl.DataFrame], pl.DataFrame]) -> Callable[[Path], object]:
+    """A parquet file with something wrong in it."""
+    return lambda folder: change(columns(60)).write_parquet(folder / name)
+
+
+def at(row: int, column: str, value: Any) -> Callable[[pl.DataFrame], pl.DataFrame]:
+    """Sets one value; rows count from 0."""
+    return lambda frame: frame.with_columns(
+        pl.when(pl.int_range(pl.len()) == row).then(pl.lit(value)).otherwise(column).alias(column)
+    )
+
+
+def bad_row(column: str, value: Any, *named: str) -> Mistake:
+    """Row 42 of a file holds a value that cannot be used: seen when it is read."""
+    prepare = damaged("bad.parquet", at(41, column, value))
+    return Mistake(train("data.path=bad.parquet"), ["bad.parquet, row 42", column, *named], prepare, begins=True)
+
+
+def criteo(lines: Sequence[str], *named: str, begins: bool = True) -> Mistake:
+    """A Criteo log of these lines."""
+    content = gzip.compress("".join(line + "\n" for line in lines).encode())
+    return Mistake(train(config="criteo.yaml"), ["log.tsv.gz", *named], text("log.tsv.gz", content), begins=begins)
+
+
+GOOD = [criteo_line(row) for row in range(20)]
+
+
+DATA: dict[str, Mistake] = {
+    "missing": Mistake(train("data.path=nowhere.parquet"), ["nowhere.parquet"]),
+    "nothing matches": Mistake(train("data.path=none-*.parquet"), ["none-*.parquet"]),
+    "no path": Mistake(("train", "data.name=parquet", "--out", "out"), ["data.path", "required"]),
+    "a folder": Mistake(train("data.path=folder"), ["folder"], lambda folder: (folder / "folder").mkdir()),
+    "empty": Mistake(
+        train("data.path=empty.parquet"),
+        ["empty.parquet", "no rows"],
+        damaged("empty.parquet", lambda frame: frame.head(0)),
+    ),
+    "no parquet": Mistake(train("data.path=run.yaml"), ["run.yaml", "not a parquet file"]),
+    "no bytes": Mistake(train("data.path=zero.parquet"), ["zero.parquet"], text("zero.parquet", "")),
+    "cut": Mistake(train(), ["train.parquet"], lambda folder: cut_in_half(folder / "train.parquet")),
+    "no such column": Mistake(train("data.dense=[prices]"), ["train.parquet", "'prices'", "did you mean price?"]),
+    "a column twice": Mistake(train("data.categorical=[item,item]"), ["item", "twice"]),
+    "no sizes": Mistake(train("data.rows=null"), ["'item'", "data.hash_size"]),
+    "text as ids": Mistake(
+        train("data.path=bad.parquet"),
+        ["bad.parquet", "'item'", "data.hash_size"],
+        damaged("bad.parquet", lambda frame: frame.with_columns(pl.col("item").cast(pl.String))),
+    ),
+    "text as numbers": Mistake(
+        train("data.path=bad.parquet"),
+        ["bad.parquet", "'price'", "number"],
+        damaged("bad.parquet", lambda frame: frame.with_columns(pl.col("price").cast(pl.String))),
+    ),
+    "test without a column": Mistake(
+        train("data.test_path=bad.parquet"),
+        ["bad.parquet", "'shop'"],
+        damaged("bad.parquet", lambda frame: frame.drop("shop")),
+    ),
+    "label 2": bad_row("label", 2, "2"),
+    "no label": bad_row("label", None),
+    "id out of rows": bad_row("item", ROWS, str(ROWS)),
+    "negative id": bad_row("shop", -1, "-1"),
+    "no id": bad_row("item", None),
+    "infinite": bad_row("price", float("inf"), "inf"),
+    "id in a list": Mistake(
+        train("data.path=bad.parquet"),
+        ["bad.parquet, row 1", "recent", "1000"],
+        damaged("bad.parquet", lambda frame: frame.with_columns(pl.concat_list("recent", pl.lit(1000)))),
+        begins=True,
+    ),
+    "too few columns": criteo([*GOOD[:7], GOOD[7].rsplit("\t", 3)[0], *GOOD[8:]], "row 8"),
+    "too many columns": criteo([*GOOD[:7], GOOD[7] + "\t1", *GOOD[8:]], "row 8"),
+    "label of a log": criteo([*GOOD[:3], "2" + GOOD[3][1:]], "row 4", "2"),
+    "not hexadecimal": criteo([*GOOD[:3], GOOD[3][:-1] + "x"], "row 4"),
+    "blank line": criteo([*GOOD[:3], "", *GOOD[3:]], "row 4"),
+    "truncated gzip": Mistake(
+        train(config="criteo.yaml"), ["log.tsv.gz", "gzip", "cut"], lambda folder: cut_in_half(folder / "log.tsv.gz")
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", [*CONFIGURATION.values(), *COMMANDS.values()], ids=[*CONFIGURATION, *COMMANDS])
+def test_what_the_user_asked_for_cannot_be_done(shadowsync: CommandLine, mistake: Mistake) -> None:
+    check(shadowsync, mistake)
+
+
+@pytest.mark.parametrize("mistake", DATA.values(), ids=DATA)
+def test_the_data_cannot_be_used(shadowsync: CommandLine, mistake: Mistake) -> None:
+    check(shadowsync, mistake)
+
+
+def check(shadowsync: CommandLine, mistake: Mistake) -> None:
+    """The command fails in one sentence and leaves nothing but what was there."""
+    mistake.prepare(shadowsync.folder)
+    before = everything_in(shadowsync.folder)
+    assert_sentence(shadowsync(*mistake.arguments), mistake.status, mistake.named)
+    begun = {"out", "out/config.yaml", "out/metrics.jsonl"} if mistake.begins else set()
+    assert everything_in(shadowsync.folder) - before <= begun

@@ -1,0 +1,149 @@
+"""Runs that fail while they are under way, and folders and checkpoints that cannot be used."""
+
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import CommandLine, assert_sentence, cut_in_half, everything_in, train
+from torch import Tensor, nn
+
+from shadowsync import Job
+from shadowsync.config import load
+from shadowsync.recovery.files import LocalFiles
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def trained(shadowsync: CommandLine) -> CommandLine:
+    """A run in `out`."""
+    assert shadowsync(*train()).status == 0
+    return shadowsync
+
+
+def test_results_of_a_run_are_not_overwritten(trained: CommandLine) -> None:
+    before = digest(trained.folder / "out")
+    assert_sentence(trained(*train()), 2, ["out holds a run already", "--resume out", "--out"])
+    assert digest(trained.folder / "out") == before
+
+
+def test_the_remains_of_a_run_without_a_checkpoint(trained: CommandLine) -> None:
+    shutil.rmtree(trained.folder / "out" / "checkpoints")
+    assert_sentence(trained(*train()), 2, ["out holds a run already", "remove it"])
+    assert_sentence(trained("train", "--resume", "out"), 2, ["out", "no checkpoint"])
+    assert_sentence(trained("evaluate", "out"), 2, ["out", "no checkpoint"])
+
+
+@pytest.mark.parametrize("victim", ["rows-00000.safetensors", "dense.safetensors", "manifest.json"])
+@pytest.mark.parametrize("command", [("train", "--resume", "out", "data.epochs=2"), ("evaluate", "out")], ids=" ".join)
+def test_a_checkpoint_cut_in_half(trained: CommandLine, command: Sequence[str], victim: str) -> None:
+    (checkpoint,) = (trained.folder / "out" / "checkpoints").iterdir()
+    cut_in_half(checkpoint / victim)
+    before = digest(trained.folder / "out")
+    assert_sentence(trained(*command), 2, [checkpoint.name, victim])
+    assert digest(trained.folder / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("model.top=[16]", "top.0.weight"),
+        ("model.name=deepfm", "parameter"),
+        ("model.embedding_dim=8", "item"),
+        ("train.optimizer=adam", "train.optimizer"),
+        ("embedding.optimizer=adam", "embedding.optimizer"),
+        ("data.rows=99", "99"),
+        ("data.path=test.parquet", "60 rows"),
+    ],
+)
+def test_a_checkpoint_of_another_model(trained: CommandLine, change: str, named: str) -> None:
+    before = digest(trained.folder / "out")
+    assert_sentence(trained("train", "--resume", "out", "data.epochs=2", change), 2, [named])
+    assert digest(trained.folder / "out") == before
+
+
+def digest(folder: Path) -> dict[str, bytes]:
+    """Every file of a run, but for the configuration and the history, which a resumed run writes anew."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.suffix in (".safetensors", ".json")}
+
+
+def test_a_full_disk_is_a_failure_of_the_run(shadowsync: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: LocalFiles, path: str, chunks: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr(LocalFiles, "write", full)
+    assert_sentence(shadowsync(*train()), 1, ["out/checkpoints", "No space left on device", "train.checkpoint_dir"])
+    out = shadowsync.folder / "out"
+    assert not (out / "result.json").exists()
+    assert list((out / "checkpoints").glob("*")) == []
+
+
+def test_results_that_cannot_be_written(shadowsync: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = Path.replace
+
+    def full(self: Path, target: Path) -> Path:
+        if target.name == "result.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert_sentence(shadowsync(*train()), 1, ["out/result.json", "No space left on device"])
+    assert [path.name for path in (shadowsync.folder / "out").glob("*result*")] == []
+    monkeypatch.undo()
+    monkeypatch.chdir(shadowsync.folder)
+    assert shadowsync("train", "--resume", "out").status == 0
+
+
+@pytest.mark.parametrize("command", [("predict", "out", "--data", "test.parquet"), ("export", "out")], ids=" ".join)
+def test_a_place_where_nothing_can_be_written(trained: CommandLine, command: Sequence[str]) -> None:
+    before = everything_in(trained.folder)
+    assert_sentence(trained(*command, "--out", "run.yaml/file.pt2"), 1, ["run.yaml/file.pt2"])
+    assert everything_in(trained.folder) == before
+
+
+def test_a_loss_that_explodes(shadowsync: CommandLine) -> None:
+    said = shadowsync(*train("train.lr=1e30", "embedding.lr=1e30", "data.epochs=20"))
+    assert_sentence(said, 1, ["finite", "train.lr", "train.clip_norm"])
+    assert not (shadowsync.folder / "out" / "result.json").exists()
+
+
+class OwnModel(nn.Module):
+    """A module of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(1 + 3 * 4, 1)
+
+    def forward(self, dense: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        return self.tower(torch.cat([dense, *embeddings.values()], dim=1)).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("evaluate", "out"),
+        ("predict", "out", "--data", "test.parquet", "--out", "p.parquet"),
+        ("export", "out", "--out", "m.pt2"),
+        ("train", "--resume", "out", "data.epochs=2"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_module_of_ones_own_is_not_known_to_the_command_line(shadowsync: CommandLine, command: Sequence[str]) -> None:
+    config = load(Path("run.yaml"), []).model_dump(exclude_unset=True)
+    config["model"] = {"embedding_dim": 4}
+    Job(config, model=OwnModel(), out="out").run()
+    assert_sentence(shadowsync(*command), 2, ["module of your own", "out", "model=module"])
+
+
+def test_an_interruption_before_training_starts(shadowsync: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shadowsync.job.open_sources", interrupted)
+    assert_sentence(shadowsync(*train()), 130, ["interrupted"])
+    assert not (shadowsync.folder / "out").exists()

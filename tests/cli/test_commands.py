@@ -1,0 +1,111 @@
+"""Every command from end to end on small data."""
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from command_line import CommandLine
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_train_says_where_the_results_are(shadowsync: CommandLine) -> None:
+    said = shadowsync("train", "run.yaml", "train.trainers=1", "--out", "out")
+    assert (said.status, said.err) == (0, "")
+    assert said.out.startswith("parquet: 1 trainer(s)")
+    assert "test AUC" in said.out
+    assert said.out.splitlines()[-1] == "result: out/result.json"
+    assert {path.name for path in Path("out").iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "result.json",
+    }
+
+
+def test_the_report_is_named_where_there_is_one(shadowsync: CommandLine) -> None:
+    said = shadowsync("train", "run.yaml", "report.html=true", "report.tensorboard=true", "--out", "out")
+    assert said.out.splitlines()[-1] == "report: out/report.html"
+    assert "<html" in Path("out/report.html").read_text()
+    assert any(Path("out/tensorboard").iterdir())
+
+
+def test_overrides_lie_over_the_file_in_any_order(shadowsync: CommandLine) -> None:
+    assert shadowsync("train", "data.epochs=2", "run.yaml", "sync.method=ma", "--out", "out").status == 0
+    result = json.loads(Path("out/result.json").read_text())
+    assert result["data"]["trained_samples"] == 120
+    assert (result["config"]["sync"]["method"], result["config"]["train"]["batch_size"]) == ("ma", 8)
+
+
+def test_without_a_place_a_new_folder_in_runs_is_taken(shadowsync: CommandLine) -> None:
+    for count in (1, 2):
+        assert shadowsync("train", "run.yaml").status == 0
+        assert len(list(Path("runs").glob("*/result.json"))) == count
+
+
+def test_a_criteo_log_trains(shadowsync: CommandLine) -> None:
+    assert shadowsync("train", "criteo.yaml", "--out", "out").status == 0
+    assert json.loads(Path("out/result.json").read_text())["data"]["trained_samples"] == 20
+
+
+def test_resume_goes_on_with_what_was_changed(shadowsync: CommandLine) -> None:
+    assert shadowsync("train", "run.yaml", "sync.method=easgd", "sync.form=sequential", "--out", "out").status == 0
+    said = shadowsync("train", "--resume", "out", "data.epochs=3", "train.trainers=3", "sync.method=bmuf")
+    assert (said.status, said.err) == (0, "")
+    result = json.loads(Path("out/result.json").read_text())
+    assert result["data"]["trained_samples"] == 180
+    assert (result["sync"]["method"], result["config"]["train"]["trainers"]) == ("bmuf", 3)
+    assert shadowsync("train", "--resume", "out").status == 0
+    again = json.loads(Path("out/result.json").read_text())
+    assert again["data"]["trained_samples"] == 180
+    assert (again["sync"]["method"], again["test"]) == ("bmuf", result["test"])
+
+
+def test_resume_into_a_new_folder(shadowsync: CommandLine) -> None:
+    assert shadowsync("train", "run.yaml", "--out", "out").status == 0
+    assert shadowsync("train", "--resume", "out", "--out", "new", "data.epochs=2").status == 0
+    trained = [json.loads(Path(name, "result.json").read_text())["data"]["trained_samples"] for name in ("out", "new")]
+    assert trained == [60, 120]
+
+
+def test_what_a_trained_model_is_good_for(shadowsync: CommandLine) -> None:
+    assert shadowsync("train", "run.yaml", "--out", "out").status == 0
+    result = json.loads(Path("out/result.json").read_text())
+    said = shadowsync("evaluate", "out")
+    assert (said.status, said.err) == (0, "")
+    assert f"{result['test']['auc']:.4f}" in said.out
+    assert shadowsync("evaluate", "out", "--data", "train.parquet").status == 0
+    said = shadowsync("predict", "out", "--data", "train.parquet", "--out", "p.parquet")
+    assert (said.status, said.out) == (0, "60 predictions written to p.parquet\n")
+    assert pl.read_parquet("p.parquet").height == 60
+    assert shadowsync("export", "out", "--out", "model.pt2").status == 0
+    assert callable(torch.export.load("model.pt2").module())
+
+
+def test_reports_are_made_again_and_compared(shadowsync: CommandLine) -> None:
+    for name in ("one", "two"):
+        assert shadowsync("train", "run.yaml", "--out", name).status == 0
+    said = shadowsync("report", "one")
+    assert (said.status, said.out) == (0, "report: one/report.html\n")
+    said = shadowsync("report", "one", "two")
+    assert said.status == 0
+    assert "one" in said.out
+    assert "two" in said.out
+    assert Path(said.out.splitlines()[-1].removeprefix("comparison: ")).is_file()
+
+
+def test_data_is_written_with_the_lines_that_read_it(shadowsync: CommandLine) -> None:
+    said = shadowsync("data", "criteo", "--out", "written.parquet", "data.path=log.tsv.gz", "data.hash_size=50")
+    assert (said.status, said.err) == (0, "")
+    Path("written.yaml").write_text(said.out)
+    assert shadowsync("train", "written.yaml", "model.embedding_dim=4", "--out", "out").status == 0
+    assert json.loads(Path("out/result.json").read_text())["data"]["trained_samples"] == 20
+
+
+@pytest.mark.parametrize("command", [(), ("train",), ("evaluate",), ("predict",), ("export",), ("report",), ("data",)])
+def test_help_says_what_a_command_does(shadowsync: CommandLine, command: tuple[str, ...]) -> None:
+    said = shadowsync(*command, "--help")
+    assert (said.status, said.err) == (0, "")
+    assert "Usage" in said.out

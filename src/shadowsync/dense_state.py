@@ -20,7 +20,8 @@ def layout(replica: Replica) -> dict[str, list[int]]:
 
 def dense_tensors(replica: Replica) -> dict[str, Tensor]:
     """What a replica holds, live: its parameters as `weight`, the optimizer's state, the module's buffers by name."""
-    buffers = {f"buffer.{name}": buffer for name, buffer in replica.module.named_buffers()}
+    kept = replica.module.state_dict().keys()  # constants that the module can make again are not among them
+    buffers = {f"buffer.{name}": buffer for name, buffer in replica.module.named_buffers() if name in kept}
     return {"weight": replica.flat} | replica.state | buffers
 
 
@@ -81,8 +82,9 @@ def restore_final(saved: LoadedCheckpoint, replica: Replica) -> None:
     """
     check_layout(saved, replica)
     replica.load(saved.dense_tensor("final", len(replica.flat)))
-    for name, buffer in replica.module.named_buffers():
-        buffer.copy_(saved.dense_tensor(f"replica.0.buffer.{name}", buffer.numel()).view_as(buffer))
+    for name, tensor in dense_tensors(replica).items():
+        if name.startswith("buffer."):
+            tensor.copy_(saved.dense_tensor(f"replica.0.{name}", tensor.numel()).view_as(tensor))
 
 
 def saved_weights(saved: LoadedCheckpoint, size: int) -> Tensor:

@@ -113,7 +113,8 @@ def client(
     held = [EmbeddingServer(shards, storage, optimizer, seed=3) for shards in servers]
     counter = WireCounter()
     pull, push = (Line(kind, codec or Plain(), counter) for kind in ("pull", "push"))
-    return EmbeddingClient(tables, features, [EmbeddingLine(server, pull, push) for server in held]), held, counter
+    lines = [EmbeddingLine(server, position, pull, push) for position, server in enumerate(held)]
+    return EmbeddingClient(tables, features, lines), held, counter
 
 
 def rows_of(servers: Sequence[EmbeddingServer], name: str, tensor: str = "weight") -> Tensor:

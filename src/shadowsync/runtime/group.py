@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.runtime.lines import Line
-from shadowsync.sync.dense import DenseServer
+from shadowsync.sync.dense import DenseServer, Sent
 from shadowsync.sync.rendezvous import Rendezvous
 
 
@@ -19,21 +19,24 @@ def split_evenly(length: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
+_Exchange = Callable[[DenseServer, Tensor, float, Sent], Tensor]
+
+
 class DenseServers:
     """The central copy, split over its servers."""
 
     def __init__(self, center: Tensor, count: int, line: Line) -> None:
         self._line = line
         self._spans = split_evenly(len(center), count)
-        self._servers = [DenseServer(center[start:stop].clone(), line.send) for start, stop in self._spans]
+        self._servers = [DenseServer(center[start:stop].clone()) for start, stop in self._spans]
 
-    def elastic(self, weights: Tensor, alpha: float) -> Tensor:
-        """As `Group.elastic`, server by server."""
-        return self._each(lambda server, part: server.elastic(part, alpha), weights)
+    def elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
+        """As `Group.elastic` of trainer `rank`, server by server."""
+        return self._each(DenseServer.elastic, rank, weights, alpha)
 
-    def sequential(self, weights: Tensor, alpha: float) -> Tensor:
-        """As `Group.sequential`, server by server."""
-        return self._each(lambda server, part: server.sequential(part, alpha), weights)
+    def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
+        """As `Group.sequential` of trainer `rank`, server by server."""
+        return self._each(DenseServer.sequential, rank, weights, alpha)
 
     def read(self) -> Tensor:
         """A copy of the whole, `[P]`."""
@@ -44,11 +47,11 @@ class DenseServers:
         for server, (start, stop) in zip(self._servers, self._spans, strict=True):
             server.write(center[start:stop])
 
-    def _each(self, exchange: Callable[[DenseServer, Tensor], Tensor], weights: Tensor) -> Tensor:
-        sent = self._line.send(weights)
-        replies = [
-            exchange(server, sent[start:stop]) for server, (start, stop) in zip(self._servers, self._spans, strict=True)
-        ]
+    def _each(self, exchange: _Exchange, rank: int, weights: Tensor, alpha: float) -> Tensor:
+        replies = []
+        for index, (server, (start, stop)) in enumerate(zip(self._servers, self._spans, strict=True)):
+            there, back = (self._line.stream((way, rank, index)) for way in ("there", "back"))
+            replies.append(exchange(server, there.send(weights[start:stop]), alpha, back.send))
         return replies[0] if len(replies) == 1 else torch.cat(replies)
 
 
@@ -62,12 +65,23 @@ class Averaging:
         self, trainers: Sequence[int], line: Line, waiting: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._line = line
-        self._rendezvous: Rendezvous[Tensor, Tensor] = Rendezvous(trainers, self._average, waiting)
+        self._rendezvous: Rendezvous[Tensor, tuple[int, Tensor]] = Rendezvous(trainers, self._average, waiting)
+        self._round = 0
+        self._last_seen = dict.fromkeys(trainers, 0)
+        self._missed = dict.fromkeys(trainers, False)
 
     def mean(self, rank: int, weights: Tensor) -> Tensor:
-        """The average of the vectors of all trainers present: one tensor for all of them, not to be changed."""
+        """As `Group.mean` of trainer `rank`: one tensor for all of them."""
         members = max(1, self._rendezvous.size)
-        return self._rendezvous.arrive(rank, self._line.send(weights, 2 * (members - 1) / members))
+        sent = self._line.stream(("average", rank)).send(weights, 2 * (members - 1) / members)
+        number, average = self._rendezvous.arrive(rank, sent)
+        self._missed[rank] = number > self._last_seen[rank] + 1
+        self._last_seen[rank] = number
+        return average
+
+    def missed(self, rank: int) -> bool:
+        """As `Group.missed` of trainer `rank`."""
+        return self._missed[rank]
 
     def join(self, rank: int) -> None:
         """Trainer `rank` is waited for again."""
@@ -77,14 +91,14 @@ class Averaging:
         """Trainer `rank` is no longer waited for."""
         self._rendezvous.leave(rank)
 
-    @staticmethod
-    def _average(vectors: Mapping[int, Tensor]) -> Tensor:
+    def _average(self, vectors: Mapping[int, Tensor]) -> tuple[int, Tensor]:
         # The vectors may be live replicas; a running sum in a fixed order gives every trainer the same result.
         ordered = list(vectors.values())
         total = ordered[0].clone()
         for vector in ordered[1:]:
             total.add_(vector)
-        return total.div_(len(ordered))
+        self._round += 1
+        return self._round, total.div_(len(ordered))
 
 
 @dataclass(frozen=True)
@@ -99,13 +113,17 @@ class InProcessGroup:
         """As `Group.mean`."""
         return self.averaging.mean(self.rank, weights)
 
+    def missed(self) -> bool:
+        """As `Group.missed`."""
+        return self.averaging.missed(self.rank)
+
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.elastic`."""
-        return self.servers.elastic(weights, alpha)
+        return self.servers.elastic(self.rank, weights, alpha)
 
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential`."""
-        return self.servers.sequential(weights, alpha)
+        return self.servers.sequential(self.rank, weights, alpha)
 
     def join(self) -> None:
         """As `Group.join`."""

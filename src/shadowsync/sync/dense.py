@@ -5,6 +5,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+Sent = Callable[[Tensor], Tensor]
+"""What a tensor looks like at the other side: a lossy codec there and back."""
+
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
@@ -17,27 +20,27 @@ class DenseServer:
 
     Args:
         values: the initial copy, `[p]`; kept and changed in place.
-        sent: what a reply looks like at the trainer (a lossy codec there and back), so that both sides apply the
-            same difference.
     """
 
-    def __init__(self, values: Tensor, sent: Callable[[Tensor], Tensor] = _as_it_is) -> None:
+    def __init__(self, values: Tensor) -> None:
         self._values = values
-        self._sent = sent
         self._lock = threading.Lock()
 
-    def elastic(self, local: Tensor, alpha: float) -> Tensor:
-        """Adds `d = α (local − w_PS)` to the central copy and returns it, `[p]`."""
+    def elastic(self, local: Tensor, alpha: float, sent: Sent = _as_it_is) -> Tensor:
+        """Adds `d = α (local − w_PS)` as it arrives at the trainer to the central copy and returns it, `[p]`.
+
+        `sent` of it, so that both sides apply the same difference.
+        """
         with self._lock:
-            difference = self._sent((local - self._values).mul_(alpha))
+            difference = sent((local - self._values).mul_(alpha))
             self._values.add_(difference)
         return difference
 
-    def sequential(self, local: Tensor, alpha: float) -> Tensor:
-        """`w_PS ← (1−α) w_PS + α local`; returns a copy of the new `w_PS`, `[p]`."""
+    def sequential(self, local: Tensor, alpha: float, sent: Sent = _as_it_is) -> Tensor:
+        """`w_PS ← (1−α) w_PS + α local`; returns a copy of the new `w_PS` as it arrives at the trainer, `[p]`."""
         with self._lock:
             self._values.lerp_(local, alpha)
-            return self._sent(self._values.clone())
+            return sent(self._values.clone())
 
     def read(self) -> Tensor:
         """A copy of the part, `[p]`."""

@@ -1,0 +1,124 @@
+"""What a codec remembers belongs to one stream: tensors of one shape on one line do not get each other's residuals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.plain import Plain
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.group import Averaging, DenseServers
+from shadowsync.runtime.lines import EmbeddingLine, Line
+from shadowsync.training.gate import Gate
+
+ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Rounded(Codec):
+    """Whole numbers, with error feedback: what a message leaves out is added to the stream's next one."""
+
+    name = "rounded"
+
+    def encode(self, tensor: Tensor, state: Tensor | None = None) -> Encoded:
+        wanted = tensor if state is None else tensor + state
+        return Encoded((wanted.round(),), tuple(tensor.shape), wanted - wanted.round())
+
+    def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        return frames[0].view(shape)
+
+
+@dataclass
+class Books:
+    """By stream: everything that was given to it, and everything that came out."""
+
+    given: dict[object, Tensor] = field(default_factory=dict)
+    received: dict[object, Tensor] = field(default_factory=dict)
+
+    def enter(self, key: object, given: Tensor, received: Tensor) -> None:
+        self.given[key] = self.given.get(key, torch.zeros_like(given)) + given
+        self.received[key] = self.received.get(key, torch.zeros_like(given)) + received
+        left = (self.given[key] - self.received[key]).abs()
+        assert bool((left <= 0.5 + 1e-4).all()), f"{key}: sent + residual = sum no longer holds"
+
+
+def rounded_line() -> Line:
+    return Line("dense", Rounded(), WireCounter())
+
+
+def test_sent_and_residual_make_the_sum_in_every_stream() -> None:
+    line, books = rounded_line(), Books()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(ROUNDS):
+        for key in ("first", "second", ("third", 0)):
+            tensor = torch.randn(4, generator=generator)
+            books.enter(key, tensor, line.stream(key).send(tensor))
+
+
+def test_every_trainer_has_a_stream_to_each_dense_server() -> None:
+    servers, books = DenseServers(torch.zeros(4), 2, rounded_line()), Books()
+    weights = [torch.tensor([0.4, 0.3, -0.4, -0.3]), torch.tensor([-0.3, -0.4, 0.3, 0.4])]
+    for _ in range(ROUNDS):
+        for rank in (0, 1):
+            servers.sequential(rank, weights[rank], 1.0)  # the central copy is now what has arrived
+            for server, part in enumerate((slice(0, 2), slice(2, 4))):
+                books.enter((rank, server), weights[rank][part], servers.read()[part])
+
+
+def test_every_trainer_has_a_stream_back_from_each_dense_server() -> None:
+    servers, books = DenseServers(torch.zeros(4), 2, rounded_line()), Books()
+    center = torch.tensor([0.4, 0.3, -0.4, -0.3])
+    servers.write(center)
+    for _ in range(ROUNDS):
+        for rank in (0, 1):
+            books.enter(rank, center, servers.sequential(rank, torch.full((4,), 0.35), 0.0))
+
+
+def test_every_trainer_has_a_stream_to_the_average() -> None:
+    averaging, books = Averaging(range(2), rounded_line(), Gate().waiting), Books()
+    averaging.leave(1)
+    for _ in range(ROUNDS):
+        for rank, weights in enumerate((torch.tensor([0.4, -0.3]), torch.tensor([-0.4, 0.3]))):
+            books.enter(rank, weights, averaging.mean(rank, weights))  # alone, so that it is the average
+            averaging.join(1 - rank)
+            averaging.leave(rank)
+
+
+class Tables:
+    """An embedding server whose answer depends on its position and on the slots."""
+
+    def __init__(self, position: int) -> None:
+        self._position = position
+        self.pushed = torch.zeros(0)
+
+    def pull(self, lookup: SimpleNamespace) -> Tensor:
+        return torch.tensor([[0.4 - 0.5 * self._position, 0.3 * (-1) ** lookup.slots[0]]])
+
+    def push(self, lookup: SimpleNamespace, gradient: Tensor, lr: float) -> None:
+        self.pushed = gradient
+
+
+def test_every_server_and_route_has_a_stream_in_either_direction() -> None:
+    pulls, pushes = Line("pull", Rounded(), WireCounter()), Line("push", Rounded(), WireCounter())
+    lines = [EmbeddingLine(Tables(position), position, pulls, pushes) for position in (0, 1)]
+    ids = SimpleNamespace(values=torch.arange(3), offsets=None, weights=None)
+    routes = [SimpleNamespace(slots=slots, ids=ids) for slots in ((0,), (1,))]
+    books = Books()
+    for _ in range(ROUNDS):
+        for line in lines:
+            for route in routes:
+                answer = line.server.pull(route)
+                books.enter(("pull", line.position, route.slots), answer, line.pull(route))
+                line.push(route, -answer, 0.1)
+                books.enter(("push", line.position, route.slots), -answer, line.server.pushed)
+
+
+def test_plain_is_sent_without_a_copy() -> None:
+    counter, tensor = WireCounter(), torch.arange(12.0).view(3, 4)
+    line = Line("pull", Plain(), counter)
+    assert line.stream("a").send(tensor).data_ptr() == tensor.data_ptr()
+    assert line.stream("a") is line.stream("a")
+    assert counter.totals().bytes == counter.totals().raw_bytes == {"pull": 48}

@@ -1,7 +1,7 @@
 """Every replica method: the seam's contract, then the algebra that tells the methods apart."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -45,9 +45,10 @@ class Cluster:
         self.states: list[State] = [self.method.init(start) for _ in range(n)]
         self.weights = [start + torch.randn(SIZE, generator=generator) for _ in range(n)]
 
-    def sync_all(self) -> None:
-        """One synchronisation of every trainer, each in its thread."""
-        threads = [threading.Thread(target=self.sync_one, args=(rank,)) for rank in range(len(self.groups))]
+    def sync_all(self, ranks: Sequence[int] | None = None) -> None:
+        """One synchronisation of every trainer, or of these, each in its thread."""
+        present = range(len(self.groups)) if ranks is None else ranks
+        threads = [threading.Thread(target=self.sync_one, args=(rank,)) for rank in present]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -151,6 +152,35 @@ def test_bmuf_momentum_by_hand() -> None:
         state = method.sync(weights, group, state)
         # The average stands at the global model, so only half of the last block's update is repeated.
         assert state["global"].item() == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_trainer_that_missed_averages_goes_on_from_the_first_that_it_sees(nesterov: bool) -> None:
+    def step() -> None:
+        for weights in cluster.weights:
+            weights.add_(1 + torch.randn(SIZE, generator=generator))
+
+    generator = torch.Generator().manual_seed(2)
+    cluster = Cluster(3, Bmuf(alpha=1.0, momentum=0.5, nesterov=nesterov))
+    cluster.sync_all()
+    assert all(torch.equal(state["delta"], cluster.states[0]["delta"]) for state in cluster.states)
+    cluster.groups[2].leave()
+    for _ in range(5):
+        step()
+        cluster.sync_all([0, 1])
+    cluster.groups[2].join()
+    average = torch.stack(cluster.weights).mean(0)
+    cluster.sync_all()
+    assert torch.equal(cluster.states[2]["delta"], torch.zeros(SIZE))
+    torch.testing.assert_close(cluster.states[2]["global"], average)
+    torch.testing.assert_close(cluster.weights[2], average)
+    away = [float((cluster.states[2]["global"] - cluster.states[0]["global"]).norm())]
+    assert away[0] > 0.1, "the others have momentum"
+    for _ in range(20):
+        step()
+        cluster.sync_all()
+        away.append(float((cluster.states[2]["global"] - cluster.states[0]["global"]).norm()))
+    assert away[-1] < 3 * 0.5 ** (20 / 2) * away[0], "the difference shrinks by √μ with every average"
 
 
 def test_full_averaging_gives_every_trainer_the_mean() -> None:

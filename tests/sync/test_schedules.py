@@ -126,6 +126,9 @@ class Membership:
     def mean(self, weights: torch.Tensor) -> torch.Tensor:
         return weights.clone()
 
+    def missed(self) -> bool:
+        return False
+
     def elastic(self, weights: torch.Tensor, alpha: float) -> torch.Tensor:
         return torch.zeros_like(weights)
 
@@ -183,6 +186,9 @@ class Announced:
     def mean(self, weights: torch.Tensor) -> torch.Tensor:
         self.called.set()
         return self._group.mean(weights)
+
+    def missed(self) -> bool:
+        return self._group.missed()
 
     def elastic(self, weights: torch.Tensor, alpha: float) -> torch.Tensor:
         self.called.set()

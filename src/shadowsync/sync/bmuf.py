@@ -16,6 +16,10 @@ class Bmuf(SyncMethod):
 
     With Nesterov momentum the replicas move towards `w_g + μ Δ`, where the next block would start. `η = 1, μ = 0` is
     model averaging exactly. Every trainer keeps `w_g` and `Δ`; they agree because all see the same averages.
+    A trainer that missed some (in the foreground, while it had nothing to train) starts anew from the first average it
+    sees again, `w_g = c, Δ = 0`. It then differs from the others by their `μ Δ`; as all go on with the same averages,
+    the difference shrinks by about `√μ` with each of them.
+
     The BMUF paper ties `μ` to the number of trainers (1 − 1/n) for blocks of many steps; our default of 0.5 is milder,
     for the frequent synchronisation of the background. Default `α` as in model averaging.
     """
@@ -40,6 +44,8 @@ class Bmuf(SyncMethod):
     def sync(self, weights: Tensor, group: Group, state: State) -> State:
         assert self.alpha is not None, "resolved() fills alpha in"
         average = group.mean(weights)
+        if group.missed():
+            state = self.init(average)
         delta = self.momentum * state["delta"] + self.eta * (average - state["global"])
         model = state["global"] + delta
         target = model + self.momentum * delta if self.nesterov else model

@@ -27,6 +27,10 @@ class Group(Protocol):
         """
         ...
 
+    def missed(self) -> bool:
+        """Others averaged without this trainer right before its last `mean`: what it kept since then is not theirs."""
+        ...
+
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
         """`d = α (w_i − w_PS)` `[P]`, already added to `w_PS`; the caller takes it off `w_i`."""
         ...

@@ -109,7 +109,6 @@ def test_a_pause_never_deadlocks_with_a_barrier(steps: list[int]) -> None:
     gate = Gate()
     meeting: Rendezvous[int, int] = Rendezvous(range(len(steps)), total, gate.waiting)
     trained = [0] * len(steps)
-    images: list[list[int]] = []
 
     def member(index: int) -> None:
         for step in range(1, steps[index] + 1):
@@ -124,14 +123,14 @@ def test_a_pause_never_deadlocks_with_a_barrier(steps: list[int]) -> None:
     for thread in threads:
         gate.join()
         thread.start()
-    while any(thread.is_alive() for thread in threads):
+    alive = True
+    while alive:
         with gate.pause():
             image = list(trained)
-            images.append(image)
             assert trained == image
+        alive = any(thread.is_alive() for thread in threads)
     join_all(threads)
     assert trained == steps
-    assert images
 
 
 def test_a_pause_waits_for_one_meeting_and_not_for_many() -> None:

@@ -190,8 +190,7 @@ class Session:
         """The dense parameters that the method would evaluate now, `[P]`; replicas of dead trainers do not count."""
         center = self.dense_servers.read() if self.choices.method.centralised else None
         weights = [self.replicas[rank].flat for rank in self.living()]
-        states = [self.synchronisations[rank].state for rank in self.living()]
-        return self.choices.method.final(weights, center, states)
+        return self.choices.method.final(weights, center)
 
     def living(self) -> list[int]:
         """Ranks of the trainers that have not died; all of them where none is left."""

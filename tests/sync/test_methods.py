@@ -74,7 +74,7 @@ def test_contract(make: Callable[[], SyncMethod], n: int) -> None:
     assert [weights.data_ptr() for weights in cluster.weights] == storage, "replicas are changed in place"
     assert cluster.spread() <= before
     assert all(torch.isfinite(weights).all() for weights in cluster.weights)
-    final = cluster.method.final(cluster.weights, cluster.servers.read(), cluster.states)
+    final = cluster.method.final(cluster.weights, cluster.servers.read())
     assert final.shape == (SIZE,)
 
 

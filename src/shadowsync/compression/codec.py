@@ -29,7 +29,6 @@ class Codec(ABC):
     """Turns fp32 tensors into frames and back. Holds hyper-parameters only; moving state goes in and out."""
 
     name: ClassVar[str]
-    lossless: ClassVar[bool] = False
 
     @abstractmethod
     def encode(self, tensor: Tensor, state: Any = None) -> Encoded:

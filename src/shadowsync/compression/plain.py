@@ -14,7 +14,6 @@ class Plain(Codec):
     """float32 as it stands; no copy is made."""
 
     name: ClassVar[str] = "plain"
-    lossless: ClassVar[bool] = True
 
     def encode(self, tensor: Tensor, state: Any = None) -> Encoded:
         return Encoded((tensor,), tuple(tensor.shape))

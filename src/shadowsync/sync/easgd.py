@@ -49,6 +49,6 @@ class Easgd(SyncMethod):
             weights.lerp_(group.sequential(weights, self.alpha), self.alpha)
         return state
 
-    def final(self, replicas: Sequence[Tensor], center: Tensor | None, states: Sequence[State]) -> Tensor:
+    def final(self, replicas: Sequence[Tensor], center: Tensor | None) -> Tensor:
         assert center is not None, "a centralised method has a central copy"
         return center

@@ -78,6 +78,6 @@ class SyncMethod(ABC):
             Left: the trainer left its group meanwhile; `weights` is as it was.
         """
 
-    def final(self, replicas: Sequence[Tensor], center: Tensor | None, states: Sequence[State]) -> Tensor:
+    def final(self, replicas: Sequence[Tensor], center: Tensor | None) -> Tensor:
         """The dense parameters `[P]` that the finished job is evaluated with; the mean replica unless overridden."""
         return torch.stack(list(replicas)).mean(0)

@@ -22,5 +22,5 @@ class NoSync(SyncMethod):
     def sync(self, weights: Tensor, group: Group, state: State) -> State:
         return state
 
-    def final(self, replicas: Sequence[Tensor], center: Tensor | None, states: Sequence[State]) -> Tensor:
+    def final(self, replicas: Sequence[Tensor], center: Tensor | None) -> Tensor:
         return replicas[0]

@@ -36,11 +36,6 @@ class Trainer:
         self._threads.append(threading.Thread(target=self._run, args=(index, worker), name=name, daemon=True))
 
     @property
-    def iterations(self) -> int:
-        """Steps of all workers so far."""
-        return sum(worker.iterations for worker in self._workers)
-
-    @property
     def lost(self) -> bool:
         """This trainer died by script, so that its leases go to the others."""
         return isinstance(self.error, TrainerLost)

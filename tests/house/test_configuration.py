@@ -1,0 +1,112 @@
+"""Every key of the configuration is read, every option reaches its member, and the reference says what there is."""
+
+import ast
+import dataclasses
+import runpy
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from repository import ROOT, SOURCE, attributes, tree_of
+
+from shadowsync.compression.codec import Codec
+from shadowsync.config import Config
+from shadowsync.data.source import Source
+from shadowsync.models.model import ModelSpec
+from shadowsync.registry import members, option_names
+from shadowsync.sync.method import SyncMethod
+from shadowsync.sync.schedule import Schedule
+from shadowsync.training.optimizers import DenseOptimizer
+
+SEAMS: dict[type[Any], str] = {
+    Source: "shadowsync.data",
+    ModelSpec: "shadowsync.models",
+    Codec: "shadowsync.compression",
+    DenseOptimizer: "shadowsync.training",
+    SyncMethod: "shadowsync.sync",
+    Schedule: "shadowsync.sync",
+}
+MEMBERS = {
+    f"{seam.__name__}: {name}": member
+    for seam, package in SEAMS.items()
+    for name, member in members(package, seam).items()
+}
+DENSE_OPTIONS = {
+    name for member in members("shadowsync.training", DenseOptimizer).values() for name in option_names(member)
+}
+READ_AS_A_WHOLE = {"compression"}
+"""Sections whose keys are gone through in a loop."""
+
+
+def sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    for name, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, BaseModel)
+        yield name, field.annotation
+
+
+def has_a_choice(field: FieldInfo) -> bool:
+    """A key that allows a single value has nothing to change yet."""
+    return typing.get_origin(field.annotation) is not typing.Literal or len(typing.get_args(field.annotation)) > 1
+
+
+KEYS = [
+    (section, key)
+    for section, schema in sections()
+    if section not in READ_AS_A_WHOLE
+    for key, field in schema.model_fields.items()
+    if has_a_choice(field)
+]
+
+
+def read_in_source() -> set[tuple[str, str]]:
+    """`(owner, name)` of all attributes read outside the schema itself."""
+    modules = (path for path in SOURCE.rglob("*.py") if path.name != "config.py")
+    return {pair for module in modules for pair in attributes(tree_of(module))}
+
+
+READ = read_in_source()
+
+
+@pytest.mark.parametrize(("section", "key"), KEYS, ids=lambda name: name)
+def test_every_key_is_read(section: str, key: str) -> None:
+    """As `section.key`, through a parameter called `config` or `given`, or as an option of a dense optimizer."""
+    dense_options = {
+        name for member in members("shadowsync.training", DenseOptimizer).values() for name in option_names(member)
+    }
+    owners = {owner for owner, name in READ if name == key}
+    assert owners & {section, "config", "given"} or (section == "train" and key in dense_options)
+
+
+def test_every_codec_key_is_asked_for() -> None:
+    kinds = set(Config.model_fields["compression"].annotation.model_fields)  # type: ignore[union-attr]
+    literals = {
+        node.value
+        for module in SOURCE.rglob("*.py")
+        if module.name != "config.py"
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert kinds <= literals
+
+
+@pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
+def test_every_option_of_a_member_is_read(member: type[Any]) -> None:
+    assert dataclasses.is_dataclass(member)
+    names = {name for _, name in READ}
+    assert set(option_names(member)) <= names
+
+
+def test_every_key_says_what_it_means() -> None:
+    for section, schema in sections():
+        for key, field in schema.model_fields.items():
+            assert field.description, f"{section}.{key} has no description"
+
+
+def test_the_reference_is_what_the_schema_says() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))["reference"]()
+    kept = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert kept == made, "run make docs and commit docs/configuration.md"

@@ -18,8 +18,9 @@ from shadowsync.assembly import (
 )
 from shadowsync.choices import Choices
 from shadowsync.config import Config
-from shadowsync.data.reader import LeasedBatch, Reader, ReaderOptions
+from shadowsync.data.reader import Feed, LeasedBatch, Reader, ReaderOptions
 from shadowsync.data.source import OpenSource
+from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Table
 from shadowsync.metrics.recorder import JobCounts, Recorder
 from shadowsync.metrics.wire import WireCounter
@@ -30,6 +31,7 @@ from shadowsync.training.gate import Gate
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica
 from shadowsync.training.trainer import Trainer
+from shadowsync.training.update import LocalUpdate
 from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
 
 WARMUP_SAMPLES = 50_000
@@ -138,13 +140,16 @@ class Session:
                 self._step_settings(),
                 hooks,
             )
-            trainer.add(Worker(parts))
+            trainer.add(Worker(parts, self._local_update(client, feed)))
         return trainer
 
     def _step_settings(self) -> StepSettings:
         train = self.config.train
         rates = Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
-        return StepSettings(train.lr, self.config.embedding.lr, rates, train.prefetch)
+        return StepSettings(rates, train.prefetch)
+
+    def _local_update(self, client: EmbeddingClient, feed: Feed) -> LocalUpdate:
+        return LocalUpdate(client, feed, self.config.train.lr, self.config.embedding.lr)
 
     def _place(self, leased: LeasedBatch) -> str:
         part = self.reader.slices[leased.lease.slice]

@@ -119,6 +119,19 @@ def test_idle_trainers_take_over_what_others_have_not_begun():
     reader.close()
 
 
+def test_batches_are_numbered_in_the_order_in_which_they_are_handed_out():
+    """Slices of 8 in batches of 3; trainer 1 takes over what was parsed for trainer 0."""
+    reader = Reader(CountedRows(40), ReaderOptions(3, 8, 2, prefetch=3))
+    feeds, seen, turn = [reader.feed(0), reader.feed(1)], [], 0
+    while (leased := feeds[turn % 2].next()) is not None:
+        seen.append(leased.number)
+        feeds[turn % 2].done(leased)
+        turn += 1 if turn < 10 else 2
+    assert reader.finished
+    assert seen == list(range(len(seen)))
+    reader.close()
+
+
 def test_rows_of_a_dead_trainer_wake_those_who_wait():
     reader = Reader(CountedRows(8), ReaderOptions(8, 8, 1))
     held = reader.feed(0).next()

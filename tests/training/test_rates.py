@@ -23,6 +23,15 @@ def test_the_factor_lies_between_0_and_1(rate: Rates, samples: int) -> None:
     assert 0 <= rate.factor(samples) <= 1
 
 
+@given(rates(), st.integers(0, 6000), st.integers(0, 10_000))
+@few
+def test_once_settled_it_stays(rate: Rates, samples: int, later: int) -> None:
+    if rate.settled(samples):
+        assert rate.factor(samples + later) == rate.factor(samples)
+    assert rate.settled(rate.total_samples)
+    assert rate.settled(rate.warmup_samples) == (rate.decay == "none")
+
+
 @given(rates())
 @few
 def test_it_rises_to_1_and_falls_to_the_end_value(rate: Rates) -> None:

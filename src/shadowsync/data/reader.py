@@ -46,12 +46,17 @@ class ReaderOptions:
 
 @dataclass(frozen=True)
 class LeasedBatch:
-    """A batch with what is needed to report it done: rows `start … stop − 1` of the lease's permuted slice."""
+    """A batch with what is needed to report it done: rows `start … stop − 1` of the lease's permuted slice.
+
+    Attributes:
+        number: its place in the order in which this reader hands batches out, to all trainers, from 0; −1 before.
+    """
 
     batch: Batch
     lease: Lease
     start: int
     stop: int
+    number: int = -1
 
 
 @dataclass
@@ -127,6 +132,7 @@ class Reader:
         if state is not None:
             self._book.restore(state["book"])
         self._feeds: dict[int, Feed] = {}
+        self._dispatched = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closed = False
@@ -189,10 +195,15 @@ class Reader:
         self._fill(feed)
         while feed.blocks and feed.blocks[0].batches is not None:
             if feed.blocks[0].batches:
-                return feed.blocks[0].batches.popleft()
+                return self._dispatch(feed.blocks[0].batches.popleft())
             feed.blocks.popleft()
             self._fill(feed)
         return None if feed.blocks else self._take_over(feed)
+
+    def _dispatch(self, leased: LeasedBatch) -> LeasedBatch:
+        number = self._dispatched
+        self._dispatched += 1
+        return replace(leased, number=number)
 
     def _fill(self, feed: Feed) -> None:
         while len(feed.blocks) <= self.options.prefetch:

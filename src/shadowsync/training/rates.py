@@ -58,3 +58,8 @@ class Rates:
         span = max(self.total_samples - self.warmup_samples, 1)
         progress = min((samples - self.warmup_samples) / span, 1.0)
         return self.final_lr + (1.0 - self.final_lr) * DECAYS[self.decay](progress)
+
+    def settled(self, samples: int) -> bool:
+        """The factor is the same for all numbers of samples from here on."""
+        falls = DECAYS[self.decay] is not _constant
+        return samples >= (self.total_samples if falls else self.warmup_samples)

@@ -1,4 +1,4 @@
-"""One Hogwild worker: next batch, pull, forward and backward, lock-free step, push.
+"""One Hogwild worker: next batch, pull, forward and backward, update.
 
 `B` samples of a batch, `D` total width of the pooled embeddings.
 """
@@ -18,6 +18,7 @@ from shadowsync.errors import NonFiniteLoss, ShadowSyncError
 from shadowsync.training.gate import Gate
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import WorkerModule
+from shadowsync.training.update import Update
 
 _Ready = tuple[LeasedBatch, Pulled]
 
@@ -42,14 +43,10 @@ class StepSettings:
     """What a step needs besides the data.
 
     Attributes:
-        dense_lr: learning rate of the dense part before warm-up and decay.
-        embedding_lr: the same for the rows.
-        rates: the factor for both, from the samples trained so far.
+        rates: the factor on all learning rates, from the samples trained so far.
         prefetch: pulls under way per worker.
     """
 
-    dense_lr: float
-    embedding_lr: float
     rates: Rates
     prefetch: int
 
@@ -91,15 +88,17 @@ class WorkerParts:
 
 
 class Worker:
-    """A Hogwild worker (Recht et al. 2011, arXiv 1106.5730): steps its trainer's replica without locks.
+    """A Hogwild worker (Recht et al. 2011, arXiv 1106.5730): shares its trainer's replica with others without locks.
 
     Attributes:
         iterations: steps so far.
         idle: it waits for what others may give back and holds nothing itself.
     """
 
-    def __init__(self, parts: WorkerParts) -> None:
+    def __init__(self, parts: WorkerParts, update: Update) -> None:
         self._parts = parts
+        self._update = update
+        self._settled_factor: float | None = None
         self.iterations = 0
         self.idle = False
 
@@ -119,18 +118,26 @@ class Worker:
 
     def _step(self, leased: LeasedBatch, pulled: Pulled) -> None:
         parts, batch = self._parts, leased.batch
-        factor = parts.settings.rates.factor(parts.hooks.trained() + len(batch))
+        factor = self._factor(len(batch))
         loss, logits, gradient = parts.module.loss_and_gradients(batch.dense, pulled.pooled, batch.labels)
         if not torch.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss became {loss.item()} at {parts.hooks.place(leased)} after {parts.hooks.trained()} samples: "
                 "lower train.lr or embedding.lr, set train.clip_norm=1, or check these rows for extreme values"
             )
-        parts.module.step(parts.settings.dense_lr * factor)
-        parts.embeddings.push(pulled, gradient, parts.settings.embedding_lr * factor)
-        parts.feed.done(leased)
+        self._update.apply(leased, pulled, parts.module, gradient, factor)
         self.iterations += 1
         parts.hooks.record(parts.rank, logits, batch.labels)
+
+    def _factor(self, batch_size: int) -> float:
+        """On the learning rates; the samples of the job, behind the reader's lock, are asked for only as it moves."""
+        if self._settled_factor is not None:
+            return self._settled_factor
+        rates, samples = self._parts.settings.rates, self._parts.hooks.trained() + batch_size
+        factor = rates.factor(samples)
+        if rates.settled(samples):
+            self._settled_factor = factor
+        return factor
 
     def _pulled(self) -> Iterator[_Ready]:
         """Batches with their pooled embeddings; when there is none now, waits for what others may give back."""

@@ -1,0 +1,193 @@
+"""A worker's step: what it hands to its update, and what the update of the replica methods does with it."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shadowsync.data.batch import Batch, Jagged
+from shadowsync.data.leases import Lease
+from shadowsync.data.reader import LeasedBatch
+from shadowsync.embedding.client import Pulled
+from shadowsync.errors import NonFiniteLoss
+from shadowsync.sync.schedule import Unsynchronised
+from shadowsync.training.gate import Gate
+from shadowsync.training.optimizers import Sgd
+from shadowsync.training.rates import Rates
+from shadowsync.training.replica import Replica, WorkerModule
+from shadowsync.training.update import LocalUpdate
+from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
+
+B, N, D = 4, 3, 2
+DENSE_LR, EMBEDDING_LR = 0.5, 0.25
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = nn.Linear(N + D, 1)
+
+    def forward(self, dense: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        return self.top(torch.cat([dense, *embeddings.values()], dim=1)).squeeze(1)
+
+
+@dataclass
+class Rows:
+    """An embedding client whose answer is in the ids, and that keeps what is pushed."""
+
+    pushed: list[tuple[Tensor, float]] = field(default_factory=list)
+
+    def pull(self, ids: Jagged) -> Pulled:
+        return Pulled(ids.values.view(B, 1).float().expand(B, D) / 10, ())
+
+    def push(self, pulled: Pulled, gradient: Tensor, lr: float) -> None:
+        self.pushed.append((gradient, lr))
+
+
+@dataclass
+class Given:
+    """A feed of given batches that counts how many are done."""
+
+    waiting: deque[LeasedBatch]
+    finished: list[int] = field(default_factory=list)
+
+    def next(self, wait: bool) -> LeasedBatch | None:
+        return self.waiting.popleft() if self.waiting else None
+
+    def done(self, leased: LeasedBatch) -> bool:
+        self.finished.append(leased.number)
+        return True
+
+
+@dataclass
+class Kept:
+    """An update that applies nothing."""
+
+    numbers: list[int] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    gradients: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+    def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
+        assert gradient.shape == pulled.pooled.shape
+        self.numbers.append(leased.number)
+        self.factors.append(factor)
+        self.gradients.append(module.gradients)
+
+
+def batches(count: int) -> Iterator[LeasedBatch]:
+    generator = torch.Generator().manual_seed(1)
+    for number in range(count):
+        ids = Jagged(torch.randint(9, (B,), generator=generator), None, None, 1, B)
+        labels = torch.randint(2, (B,), generator=generator).float()
+        batch = Batch(dense=torch.randn(B, N, generator=generator), ids=ids, labels=labels)
+        yield LeasedBatch(batch, Lease(0, 0, 0, 0, ()), number * B, (number + 1) * B, number)
+
+
+@dataclass
+class Bench:
+    """One worker with everything around it; `asked` counts how often it asked for the samples trained."""
+
+    rates: Rates
+    count: int = 5
+    asked: int = 0
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.replica = Replica(Tower(), Sgd(), {"user": D})
+        self.rows, self.feed = Rows(), Given(deque(batches(self.count)))
+
+    def local(self) -> LocalUpdate:
+        return LocalUpdate(self.rows, self.feed, DENSE_LR, EMBEDDING_LR)
+
+    def train(self, update: LocalUpdate | Kept) -> Worker:
+        gate, module = Gate(), self.replica.worker_module()
+        gate.join()
+        hooks = Hooks(
+            record=lambda rank, logits, labels: None,
+            trained=self._trained,
+            stopping=lambda: False,
+            before_step=lambda rank, iteration: None,
+            place=lambda leased: f"batch {leased.number}",
+            ended=lambda: None,
+        )
+        settings = StepSettings(self.rates, prefetch=1)
+        parts = WorkerParts(0, 0, module, self.feed, self.rows, Unsynchronised(), gate, settings, hooks)
+        worker = Worker(parts, update)
+        worker.run()
+        return worker
+
+    def _trained(self) -> int:
+        self.asked += 1
+        return (self.asked - 1) * B
+
+
+def test_every_batch_reaches_the_update_once_and_in_order() -> None:
+    bench, update = Bench(Rates()), Kept()
+    before = bench.replica.flat.clone()
+    worker = bench.train(update)
+    assert update.numbers == list(range(bench.count))
+    assert worker.iterations == bench.count
+    assert torch.equal(bench.replica.flat, before), "the worker itself changes no parameter"
+    assert not bench.rows.pushed
+    assert not bench.feed.finished
+    assert all(found is not None for gradients in update.gradients for found in gradients)
+
+
+def test_the_local_update_is_sgd_on_both_parts() -> None:
+    bench = Bench(Rates())
+    tower = Tower()
+    tower.load_state_dict(bench.replica.module.state_dict())
+    bench.train(bench.local())
+    for leased, (pushed, lr) in zip(batches(bench.count), bench.rows.pushed, strict=True):
+        pooled = Rows().pull(leased.batch.ids).pooled.clone().requires_grad_()
+        logits = tower(leased.batch.dense, {"user": pooled})
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, leased.batch.labels)
+        by_pooled, *gradients = torch.autograd.grad(loss, [pooled, *tower.parameters()])
+        with torch.no_grad():
+            for parameter, gradient in zip(tower.parameters(), gradients, strict=True):
+                parameter.sub_(DENSE_LR * gradient)
+        torch.testing.assert_close(pushed, by_pooled)
+        assert lr == EMBEDDING_LR
+    for own, expected in zip(bench.replica.module.parameters(), tower.parameters(), strict=True):
+        torch.testing.assert_close(own, expected)
+    assert bench.feed.finished == list(range(bench.count))
+
+
+@pytest.mark.parametrize(
+    ("rates", "asked", "factors"),
+    [
+        (Rates(), 1, [1.0] * 5),
+        (Rates(warmup_samples=2 * B), 2, [0.5, 1.0, 1.0, 1.0, 1.0]),
+        (Rates(decay="linear", total_samples=4 * B), 4, [0.75, 0.5, 0.25, 0.0, 0.0]),
+        (Rates(decay="linear", total_samples=10 * B), 5, [0.9, 0.8, 0.7, 0.6, 0.5]),
+    ],
+)
+def test_samples_are_asked_for_only_as_long_as_the_rate_moves(rates: Rates, asked: int, factors: list[float]) -> None:
+    bench, update = Bench(rates), Kept()
+    bench.train(update)
+    assert update.factors == pytest.approx(factors)
+    assert bench.asked == asked
+
+
+def test_a_loss_that_is_not_finite_reaches_no_update() -> None:
+    bench, update = Bench(Rates()), Kept()
+    bad = bench.feed.waiting[2].batch
+    bad.dense.fill_(torch.inf)
+    with pytest.raises(NonFiniteLoss, match="batch 2"):
+        bench.train(update)
+    assert update.numbers == [0, 1]
+
+
+def test_both_parts_follow_the_factor() -> None:
+    bench = Bench(Rates(warmup_samples=2 * B), count=2)
+    start = bench.replica.flat.clone()
+    module = bench.replica.worker_module()
+    leased, pulled = next(batches(1)), SimpleNamespace(pooled=torch.ones(B, D))
+    _, _, gradient = module.loss_and_gradients(leased.batch.dense, pulled.pooled, leased.batch.labels)
+    bench.local().apply(leased, pulled, module, gradient, 0.5)
+    torch.testing.assert_close(bench.replica.flat, start - 0.5 * DENSE_LR * module.flat_gradient())
+    assert bench.rows.pushed[0][1] == 0.5 * EMBEDDING_LR

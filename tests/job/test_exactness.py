@@ -170,7 +170,7 @@ OPTIMIZERS: dict[str, NewOptimizer] = {
 }
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("clip_norm", [None, 0.25])
 @pytest.mark.parametrize("dense", OPTIMIZERS)
 @pytest.mark.parametrize("rows", ["rowwise_adagrad", "sgd"])
 @pytest.mark.parametrize("storage", ["torch", "fbgemm"])

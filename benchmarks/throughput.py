@@ -2,6 +2,7 @@
 of 200,000 × 16.
 
     python benchmarks/throughput.py [--rounds 5] [--batches 1024 128] [--seconds 8]
+    python benchmarks/throughput.py --sync           what background synchronisation costs
     python benchmarks/throughput.py --kaggle         tables of Criteo Kaggle's sizes against the small ones
 
 Each run is a process of its own; the variants take turns, and ratios are medians over the rounds. Both sides train on
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--batches", type=int, nargs="+", default=[1024, 128])
     parser.add_argument("--kaggle", action="store_true")
+    parser.add_argument("--sync", action="store_true")
     arguments = parser.parse_args()
     if arguments.one:
         variant, batch_size, rows = arguments.one
@@ -150,6 +152,8 @@ def main() -> None:
     print("\n".join(describe()), product_table(), sep="\n\n")
     if arguments.kaggle:
         compare(["bf16", "bf16, Kaggle tables"], "bf16", arguments)
+    elif arguments.sync:
+        compare(["bf16, no sync", "bf16"], "bf16, no sync", arguments)
     else:
         compare(["plain loop", "fp32", "bf16", "bf16, no sync"], "plain loop", arguments)
 

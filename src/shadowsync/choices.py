@@ -74,7 +74,9 @@ def without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _selectors(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
+def _selectors(name: str, section: Any) -> Any:
+    if not isinstance(section, Mapping):
+        return section  # for `parse` to refuse
     fields = Config.model_fields[name].annotation.model_fields  # type: ignore[union-attr]
     return {key: value for key, value in section.items() if key in fields}
 

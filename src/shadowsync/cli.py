@@ -1,6 +1,10 @@
 """The command line. A user's mistake is one sentence on stderr and exit status 2, never a traceback."""
 
+import contextlib
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -117,7 +121,8 @@ def _split_settings(settings: list[str]) -> tuple[Path | None, list[str]]:
 def main() -> None:
     """Entry point: runs the command and turns every expected error into a sentence and an exit status."""
     try:
-        status = app(standalone_mode=False)
+        with _ended_by_sigterm():
+            status = app(standalone_mode=False)
     except ShadowSyncError as error:
         _fail(str(error), error.exit_status)
     except TyperException as error:
@@ -129,6 +134,20 @@ def main() -> None:
     sys.exit(status or 0)
 
 
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does, so that it takes away what is half-written; training saves first."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _fail(message: str, status: int) -> None:
-    typer.echo(f"shadowsync: {message}", err=True)
+    if message:  # a command without arguments has shown its help
+        typer.echo(f"shadowsync: {message}", err=True)
     sys.exit(status)

@@ -117,7 +117,7 @@ class TrainConfig(Section):
         "none", description="how both learning rates fall after the warm-up, to final_lr at the end"
     )
     final_lr: float = Field(0.0, ge=0, le=1, description="share of the learning rate left at the end of the decay")
-    seed: int = Field(0, ge=0, description="of initial values and of the order of the data")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="of initial values and of the order of the data")
     prefetch: int = Field(
         0,
         ge=0,
@@ -219,8 +219,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: there is no such configuration file") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except OSError as error:  # OmegaConf raises one without an errno for a file that holds a single value
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except Exception as error:  # PyYAML and OmegaConf raise many kinds for a file that is not YAML
         raise ConfigError(f"{path}: not a YAML file: {str(error).splitlines()[0]}") from error
     if not isinstance(plain, dict):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -88,7 +89,7 @@ def put_back(session: Session, saved: LoadedCheckpoint) -> None:
     try:
         torch.set_rng_state(saved.random["torch"])
         session.recorder.restore(state.recorder)
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{saved.name}: its counts or random state are not those of a job: {error}") from error
 
 

@@ -14,8 +14,9 @@ from shadowsync.assembly import Embeddings, make_embeddings, make_module, make_r
 from shadowsync.choices import Choices, choose_all
 from shadowsync.config import Config, load, parse
 from shadowsync.data.parquet import Parquet
+from shadowsync.data.rows import FileRows
 from shadowsync.data.source import OpenSource, Schema, Source
-from shadowsync.data.writer import replacing, write_parquet
+from shadowsync.data.writer import replacing, write_parquet, writing
 from shadowsync.dense_state import restore_final
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
@@ -110,12 +111,14 @@ class Trained:
         """Writes `probability` and `logit` of each row, in the rows' order, as parquet; returns how many.
 
         Raises:
+            ConfigError: `out` is one of the files that hold the rows.
             SaveError: the file cannot be written; nothing is left of it.
         """
         opened = self.rows(data, labelled=False)
         count = 0
         try:
-            with replacing(out) as temporary, pa.parquet.ParquetWriter(temporary, _PREDICTIONS) as writer:
+            _keep_data(opened, out)
+            with replacing(out) as temporary, writing(out), pa.parquet.ParquetWriter(temporary, _PREDICTIONS) as writer:
                 for logits, _ in predictions(self.predictor, opened):
                     writer.write_table(_prediction_rows(logits))
                     count += len(logits)
@@ -142,6 +145,13 @@ _PREDICTIONS = pa.schema([("probability", pa.float32()), ("logit", pa.float32())
 
 def _prediction_rows(logits: Tensor) -> Any:
     return pa.table({"probability": logits.sigmoid().numpy(), "logit": logits.numpy()}, schema=_PREDICTIONS)
+
+
+def _keep_data(source: OpenSource, path: Path) -> None:
+    """Raises `ConfigError` if the file to be written is one that the source reads."""
+    files = source.files if isinstance(source, FileRows) else ()
+    if path.resolve() in {Path(file.key).resolve() for file in files}:
+        raise ConfigError(f"--out {path} would replace the rows that are read: give another file")
 
 
 def parquet_of(schema: Schema, path: str) -> Parquet:
@@ -173,9 +183,14 @@ def export_data(name: str, overrides: Sequence[str], out: Path) -> str:
     train, test = (source.open(split, config.data.on_bad_row) for split in ("train", "test"))
     if train is None:
         raise DataError(f"data.name={name} has no training rows")
+    _keep_data(train, out)
+    if test is not None:
+        _keep_data(test, out)
     lines = write_parquet(train, out)
     if test is None:
         return lines
     beside = out.with_name(f"{out.stem}.test{out.suffix}")
+    _keep_data(train, beside)
+    _keep_data(test, beside)
     write_parquet(test, beside)
     return f"{lines.rstrip()}\n  test_path: {beside}\n"

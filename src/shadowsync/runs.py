@@ -28,7 +28,11 @@ def check_folder(out: Path, resume: Path | None) -> None:
     """Raises `ConfigError` if results cannot go to `out`, or nothing can be resumed from `resume`."""
     if resume is not None and not resume.is_dir():
         raise ConfigError(f"--resume {resume}: there is no such folder")
-    if out.exists() and not out.is_dir():
+    try:
+        exists = out.exists()
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise ConfigError(f"--out {out}: {error.strerror}") from error
+    if exists and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
     if out != resume and any((out / name).exists() for name in _TRACES):
         begun = any((out / "checkpoints").glob("samples-*"))

@@ -77,6 +77,11 @@ CONFIGURATION: dict[str, Mistake] = {
     "warm-up beyond the end": Mistake(
         train("train.decay=linear", "train.warmup_samples=60"), ["train.warmup_samples=60", "60 samples"]
     ),
+    "a seed of too many digits": Mistake(train("train.seed=99999999999999999999999"), ["train.seed"]),
+    "more memory than there is": Mistake(
+        train("model.embedding_dim=4096", "data.hash_size=4294967296", config="criteo.yaml"), ["GiB", "data.hash_size"]
+    ),
+    "a device for no numbers": Mistake(train("train.device=meta"), ["train.device=meta", "cpu and cuda"]),
     "no such device": Mistake(train("train.device=quantum"), ["train.device=quantum"]),
     "a table for nothing": Mistake(
         train("embedding.tables=[{name: a, rows: 50, dim: 4, features: [item, shop, recent, colour]}]"), ["colour"]
@@ -92,6 +97,7 @@ CONFIGURATION: dict[str, Mistake] = {
     "missing file": Mistake(train(config="nowhere.yaml"), ["nowhere.yaml", "no such configuration file"]),
     "a list": Mistake(train(config="list.yaml"), ["list.yaml", "not list"], text("list.yaml", "- a\n- b\n")),
     "not YAML": Mistake(train(config="bad.yaml"), ["bad.yaml", "not a YAML file"], text("bad.yaml", "a: [1\nb: }")),
+    "a number": Mistake(train(config="number.yaml"), ["number.yaml", "int"], text("number.yaml", "3")),
     "a word": Mistake(train(config="word.yaml"), ["hello", "no such key"], text("word.yaml", "hello")),
     "bytes": Mistake(train(config="bytes.yaml"), ["bytes.yaml"], text("bytes.yaml", bytes(range(256)))),
     "a folder as file": Mistake(train(config="folder"), ["folder"], lambda folder: (folder / "folder").mkdir()),
@@ -117,6 +123,7 @@ COMMANDS: dict[str, Mistake] = {
     ),
     "resume from a file": Mistake(("train", "--resume", "run.yaml"), ["run.yaml", "no such folder"]),
     "results to a file": Mistake(("train", "run.yaml", "--out", "criteo.yaml"), ["criteo.yaml", "folder"]),
+    "a name that is too long": Mistake(("train", "run.yaml", "--out", "x" * 300), ["xxx", "too long"]),
     "results below a file": Mistake(("train", "run.yaml", "--out", "criteo.yaml/x"), ["criteo.yaml/x"], status=1),
 }
 
@@ -159,6 +166,11 @@ DATA: dict[str, Mistake] = {
         damaged("empty.parquet", lambda frame: frame.head(0)),
     ),
     "no parquet": Mistake(train("data.path=run.yaml"), ["run.yaml", "not a parquet file"]),
+    "a .gz of nothing": Mistake(
+        train("data.path=nothing.gz", config="criteo.yaml"),
+        ["nothing.gz", "no rows"],
+        text("nothing.gz", gzip.compress(b"")),
+    ),
     "no bytes": Mistake(train("data.path=zero.parquet"), ["zero.parquet"], text("zero.parquet", "")),
     "cut": Mistake(train(), ["train.parquet"], lambda folder: cut_in_half(folder / "train.parquet")),
     "no such column": Mistake(train("data.dense=[prices]"), ["train.parquet", "'prices'", "did you mean price?"]),

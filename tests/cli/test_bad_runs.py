@@ -106,6 +106,44 @@ def test_a_place_where_nothing_can_be_written(trained: CommandLine, command: Seq
     assert everything_in(trained.folder) == before
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("predict", "out", "--data", "*.parquet", "--out", "train.parquet"),
+        (
+            "data",
+            "parquet",
+            "data.path=train.parquet",
+            "data.categorical=[item]",
+            "data.rows=50",
+            "--out",
+            "train.parquet",
+        ),
+    ],
+    ids=lambda command: command[0],
+)
+def test_the_rows_that_are_read_are_not_written_over(trained: CommandLine, command: Sequence[str]) -> None:
+    before = digest(trained.folder)
+    assert_sentence(trained(*command), 2, ["--out train.parquet", "rows that are read"])
+    assert digest(trained.folder) == before
+
+
+def test_predictions_on_a_full_disk(trained: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pyarrow.parquet.ParquetWriter.write_table", full)
+    before = everything_in(trained.folder)
+    said = trained("predict", "out", "--data", "test.parquet", "--out", "p.parquet")
+    assert_sentence(said, 1, ["p.parquet", "No space left"])
+    assert everything_in(trained.folder) == before
+
+
+@pytest.mark.parametrize("override", ["model=3", "data=[1]", "sync=easgd"])
+def test_a_resumed_section_that_is_none(trained: CommandLine, override: str) -> None:
+    assert_sentence(trained("train", "--resume", "out", override), 2, [override.split("=")[0]])
+
+
 def test_a_loss_that_explodes(shadowsync: CommandLine) -> None:
     said = shadowsync(*train("train.lr=1e30", "embedding.lr=1e30", "data.epochs=20"))
     assert_sentence(said, 1, ["finite", "train.lr", "train.clip_norm"])

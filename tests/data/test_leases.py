@@ -182,6 +182,31 @@ def test_a_restored_book_may_have_more_epochs():
     assert [count.trained for count in longer.epochs] == [3, 3]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slices": None},
+        {"rows": "3"},
+        {"epoch": -1},
+        {"position": 2},
+        {"position": 1.5},
+        {"trained": None},
+        {"trained": [-1]},
+        {"trained": []},
+        {"skipped": ["../x"]},
+        {"parts": {}},
+        {"parts": [[0, 0, [[0, 4]], True]]},
+        {"parts": [[0, 0, [[2, 1]], True]]},
+        {"parts": [[0, 1, [[0, 1]], True]]},
+        {"parts": [[0, 0, [[0, 10**12]], True]]},
+    ],
+)
+def test_a_state_that_no_book_gives_is_refused(change):
+    book = LeaseBook(Plan([3], 1, shuffle=False, seed=0))
+    with pytest.raises(CheckpointError, match="position in the data"):
+        LeaseBook(book.plan).restore(book.state() | change)
+
+
 def test_a_state_of_other_data_is_refused():
     with pytest.raises(CheckpointError, match="data of 3 rows, this data has 4"):
         LeaseBook(Plan([4], 1, shuffle=False, seed=0)).restore(LeaseBook(Plan([3], 1, shuffle=False, seed=0)).state())

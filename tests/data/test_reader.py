@@ -188,6 +188,14 @@ def test_a_restored_reader_trains_the_rest_with_another_batch_size_and_more_trai
     resumed.close()
 
 
+@pytest.mark.parametrize("change", [{"seed": -1}, {"slice_rows": 0}, {"shuffle": "no"}, {"book": None}, {"book": {}}])
+def test_a_state_that_no_reader_gives_is_refused(change):
+    reader = Reader(CountedRows(24), OPTIONS)
+    reader.close()
+    with pytest.raises(CheckpointError, match="position in the data"):
+        Reader(CountedRows(24), OPTIONS, reader.state() | change)
+
+
 def test_one_trainer_goes_on_in_the_order_it_would_have_had():
     def order(pause: int) -> list[list[int]]:
         reader = Reader(CountedRows(24), ReaderOptions(4, 8, 2, seed=1, prefetch=0))

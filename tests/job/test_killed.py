@@ -88,6 +88,17 @@ def test_a_signal_saves_and_stops(run: list[str], number: signal.Signals, tmp_pa
     finish(out)
 
 
+def test_sigterm_before_and_after_training_ends_the_command_as_ctrl_c_does(tmp_path: Path) -> None:
+    program = (
+        "import signal\n"
+        "from shadowsync import cli\n"
+        "cli.app = lambda standalone_mode: signal.raise_signal(signal.SIGTERM)\n"
+        "cli.main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (ended.returncode, ended.stderr) == (130, "shadowsync: interrupted\n")
+
+
 def test_kill_at_any_moment_leaves_a_run_that_goes_on(run: list[str], tmp_path: Path) -> None:
     """When the first checkpoint appears; in the middle of a save; after several saves."""
     out = tmp_path / "out"

@@ -3,6 +3,7 @@
 import json
 import threading
 
+import msgspec
 import pytest
 import torch
 
@@ -168,6 +169,24 @@ def test_a_resumed_job_goes_on_where_it_was() -> None:
     assert (speed.samples, speed.iterations, speed.seconds) == (28, 7, 5.0)
     assert speed.eps == (12 + 8) / 5.0  # the first step of each start only starts the clock
     assert second.quality.samples == 28
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"total": None},
+        {"total": {"samples": []}},
+        {"mark": {"sync_count": None}},
+        {"quality": 7},
+        {"quality": {"lifetime": ["a", 0, 0, 0], "window": [0, 0, 0], "histogram": ""}},
+        {"quality": {"lifetime": [0, 0, 0, 0], "window": [0, 0, {}], "histogram": ""}},
+        {"quality": {"lifetime": [0, 0, 0, 0], "window": [0, 0, 0], "histogram": "AAAA"}},
+    ],
+)
+def test_a_state_that_no_recorder_gives_is_refused(change: dict[str, object]) -> None:
+    state = Recorder(1, 10).state()
+    with pytest.raises((LookupError, TypeError, ValueError, msgspec.ValidationError)):
+        Recorder(1, 10).restore(state | change)
 
 
 def test_a_count_that_starts_anew_gives_no_negative_gap() -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -350,6 +350,34 @@ def test_logits_of_a_wrong_shape_are_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"Column returns logits of shape \[16, 1\] for a batch of 16 samples"):
         make_replica(Column()).worker_module().loss_and_gradients(*make_batch())
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        (lambda logits: (logits, 1), "returns tuple"),
+        (lambda _: None, "returns NoneType"),
+        (lambda logits: logits.detach(), "returns a tensor without a gradient"),
+        (lambda logits: logits.long(), "returns a tensor without a gradient"),
+    ],
+)
+def test_answers_that_are_no_logits_are_refused(answer: Callable[[Tensor], object], named: str) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> object:
+            return answer(self.layer(dense).squeeze(1))
+
+    with pytest.raises(ConfigError, match=f"the model Odd {named}"):
+        make_replica(Odd()).worker_module().loss_and_gradients(*make_batch())
+
+
+@pytest.mark.parametrize("module", [3, nn.Linear])
+def test_what_is_no_module_is_refused(module: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"must be an instance of torch\.nn\.Module, not (3|Linear)"):
+        make_replica(module)
 
 
 def test_parameters_of_another_type_are_refused() -> None:

@@ -17,10 +17,10 @@ from pydantic import Field
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.files import File, resolve
 from shadowsync.data.hashing import mix, to_rows
-from shadowsync.data.lines import open_lines
+from shadowsync.data.lines import Lines, open_lines
 from shadowsync.data.rows import FileRows, Problem
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice, Source
-from shadowsync.errors import ConfigError
+from shadowsync.errors import ConfigError, DataError
 
 DENSE = tuple(f"i{k}" for k in range(1, 14))
 CATEGORICAL = tuple(f"c{k}" for k in range(1, 27))
@@ -89,7 +89,7 @@ class OpenCriteo(FileRows):
 
     def __init__(self, files: Sequence[File], sizes: Sequence[int], on_bad_row: Literal["error", "skip"]) -> None:
         schema = Schema(DENSE, tuple(Feature(name, rows) for name, rows in zip(CATEGORICAL, sizes, strict=True)))
-        self._lines = [open_lines(file) for file in files]
+        self._lines = [_open_lines(file) for file in files]
         super().__init__(schema, files, [lines.count for lines in self._lines], on_bad_row)
         self.sequential = any(lines.sequential for lines in self._lines)
         self._sizes = np.array(sizes, dtype=np.uint64)
@@ -116,6 +116,14 @@ class OpenCriteo(FileRows):
             to_rows(mix(column.view(np.uint64)), size)
             column[missing] = 0
         return categories
+
+
+def _open_lines(file: File) -> Lines:
+    """Raises `DataError` for a .gz of nothing; a plain file of nothing was refused before."""
+    lines = open_lines(file)
+    if lines.count == 0:
+        raise DataError(f"{file.path}: has no rows")
+    return lines
 
 
 Columns = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]

@@ -8,13 +8,15 @@ of a slice stays meaningful for another trainer, another batch size and another 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from shadowsync.errors import CheckpointError
 
 Span = tuple[int, int]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,26 @@ class _Part:
     slice: int
     spans: list[Span]
     opened: bool = False
+
+
+class _Saved(msgspec.Struct, frozen=True):
+    """What `LeaseBook.state` gives."""
+
+    slices: Count
+    rows: Count
+    epoch: Count
+    position: Count
+    parts: list[tuple[Count, Count, list[tuple[Count, Count]], bool]]
+    trained: list[Count]
+    skipped: list[Count]
+
+    def fits(self, slices: Sequence[int]) -> bool:
+        """Whether it is a position among slices of these rows."""
+        counted = len(self.trained) == len(self.skipped) and self.position <= len(slices)
+        return counted and all(
+            part < len(slices) and all(start < stop <= slices[part] for start, stop in spans)
+            for _, part, spans, _ in self.parts
+        )
 
 
 @dataclass
@@ -195,17 +217,21 @@ class LeaseBook:
         Raises:
             CheckpointError: the state is of other data.
         """
-        if state["slices"] != len(self.plan.slices) or state["rows"] != sum(self.plan.slices):
-            had, have = state["rows"], sum(self.plan.slices)
+        try:
+            saved = msgspec.convert(state, _Saved)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"the checkpoint's position in the data is not that of a job: {error}") from error
+        if saved.slices != len(self.plan.slices) or saved.rows != sum(self.plan.slices):
+            had, have = saved.rows, sum(self.plan.slices)
             raise CheckpointError(
                 f"the checkpoint was made on data of {had} rows, this data has {have}: give the same data"
             )
-        self._epoch, self._position = state["epoch"], state["position"]
-        self.epochs = [EpochCount(*pair) for pair in zip(state["trained"], state["skipped"], strict=True)]
+        if not saved.fits(self.plan.slices):
+            raise CheckpointError("the checkpoint's position in the data contradicts itself")
+        self._epoch, self._position = saved.epoch, saved.position
+        self.epochs = [EpochCount(*pair) for pair in zip(saved.trained, saved.skipped, strict=True)]
         self.epochs += [EpochCount() for _ in range(self.plan.epochs - len(self.epochs))]
-        parts = [
-            _Part(epoch, part, [(a, b) for a, b in spans], opened) for epoch, part, spans, opened in state["parts"]
-        ]
+        parts = [_Part(epoch, part, spans, opened) for epoch, part, spans, opened in saved.parts]
         self._returned = deque(sorted(parts, key=lambda part: part.epoch))
         self._held = {}
         self._order = self.plan.order(self._epoch)

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -17,6 +18,7 @@ from shadowsync.data.batch import Batch
 from shadowsync.data.checks import check_ids
 from shadowsync.data.leases import EpochCount, Lease, LeaseBook, Plan, Span
 from shadowsync.data.source import OpenSource
+from shadowsync.errors import CheckpointError
 
 _EVALUATION_ROWS = 32_768
 
@@ -101,6 +103,22 @@ class Feed:
         self.reader._close_feed(self)
 
 
+class _Saved(msgspec.Struct, frozen=True):
+    """What `Reader.state` gives."""
+
+    slice_rows: Annotated[int, msgspec.Meta(ge=1)]
+    shuffle: bool
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    book: dict[str, Any]
+
+
+def _saved(state: Mapping[str, Any]) -> _Saved:
+    try:
+        return msgspec.convert(state, _Saved)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"the checkpoint's position in the data is not that of a job: {error}") from error
+
+
 class Reader:
     """Hands out the rows of a source, each exactly once per epoch, to any number of trainers.
 
@@ -120,17 +138,18 @@ class Reader:
 
         Raises:
             DataError: the source is empty.
-            CheckpointError: the state is of other data.
+            CheckpointError: the state is of other data, or not one that `state()` gives.
         """
-        if state is not None:
-            options = replace(options, **{key: state[key] for key in ("slice_rows", "shuffle", "seed")})
+        saved = None if state is None else _saved(state)
+        if saved is not None:
+            options = replace(options, slice_rows=saved.slice_rows, shuffle=saved.shuffle, seed=saved.seed)
         self.source, self.options = source, options
         self.slices = source.slices(options.slice_rows)
         shuffle_slices = options.shuffle and not source.sequential
         plan = Plan([part.rows for part in self.slices], options.epochs, shuffle_slices, options.seed)
         self._book = LeaseBook(plan)
-        if state is not None:
-            self._book.restore(state["book"])
+        if saved is not None:
+            self._book.restore(saved.book)
         self._feeds: dict[int, Feed] = {}
         self._dispatched = 0
         self._changed = threading.Condition()

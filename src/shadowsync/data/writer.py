@@ -37,7 +37,7 @@ def write_parquet(source: OpenSource, path: Path) -> str:
         DataError: the source cannot be read.
     """
     weighted = False
-    with replacing(path) as temporary, _writing(path):
+    with replacing(path) as temporary, writing(path):
         writer = None
         for part in source.slices(ROW_GROUP):
             batch = source.read(part)
@@ -78,7 +78,7 @@ def replacing(path: Path) -> Iterator[Path]:
     os.close(handle)
     try:
         yield Path(name)
-        with _writing(path):
+        with writing(path):
             Path(name).replace(path)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -86,13 +86,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _temporary(path: Path) -> tuple[int, str]:
-    with _writing(path):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Turns errors of file systems into `SaveError`s that name `path`."""
     try:
         yield
     except OSError as error:

@@ -12,16 +12,28 @@ import mmap
 import torch
 from torch import Tensor
 
+from shadowsync.errors import ConfigError
+
 HUGE_PAGE_BYTES = 2 << 20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 def zeros(count: int, dtype: torch.dtype) -> Tensor:
-    """Zeros `[count]`, in huge pages where they are large enough and the system has them on offer (Linux)."""
+    """Zeros `[count]`, in huge pages where they are large enough and the system has them on offer (Linux).
+
+    Raises:
+        ConfigError: there is not that much memory.
+    """
     size = count * dtype.itemsize
     if size < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(count, dtype=dtype)
-    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"this machine does not give {size / 2**30:,.1f} GiB for the rows of one embedding server: lower the rows "
+            "of the tables (data.hash_size, data.rows, embedding.tables) or model.embedding_dim"
+        ) from error
     with contextlib.suppress(OSError):  # a kernel built without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     everything = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping as long as any view of it lives

@@ -58,8 +58,16 @@ class LogitHistogram:
         return base64.b64encode(zlib.compress(packed)).decode("ascii")
 
     def restore(self, state: str) -> None:
-        """Takes the counts of `state` in place of its own."""
-        packed = np.frombuffer(zlib.decompress(base64.b64decode(state)), dtype="<i8").astype(np.int64)
+        """Takes the counts of `state` in place of its own.
+
+        Raises:
+            LookupError, TypeError, ValueError: it is not what `state` gives.
+        """
+        try:
+            unpacked = zlib.decompress(base64.b64decode(state))
+        except zlib.error as error:
+            raise ValueError(f"the histogram cannot be unpacked: {error}") from error
+        packed = np.frombuffer(unpacked, dtype="<i8").astype(np.int64)
         steps, counts = torch.from_numpy(packed).view(2, -1)
         self._counts.zero_()
         self._counts[steps.cumsum(0)] = counts

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -136,8 +137,8 @@ class Quality:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`: sums are exact, the samples of the window are all taken to be its mean."""
-        self._lifetime = _Sums(*state["lifetime"])
-        self._window.restore(state["window"])
+        self._lifetime = _Sums(*msgspec.convert(state["lifetime"], tuple[int, float, float, float]))
+        self._window.restore(msgspec.convert(state["window"], tuple[float, float, float]))
         self._histogram.restore(state["histogram"])
 
 
@@ -209,7 +210,7 @@ class _Window:
     def state(self) -> list[float]:
         return list(self.sums())
 
-    def restore(self, state: list[float]) -> None:
+    def restore(self, state: tuple[float, float, float]) -> None:
         """Fills the window with samples of the saved mean: its NE is kept and fades out as new samples come."""
         loss, label, count = state
         self._chunks.clear()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -300,7 +301,11 @@ class Recorder:
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, whatever the number of trainers was; to be called before the first step."""
-        self._base = _Base(**state["total"])
-        self._mark = _Mark(**state["mark"])
+        """Goes on from `state`, whatever the number of trainers was; to be called before the first step.
+
+        Raises:
+            LookupError, TypeError, ValueError, msgspec.ValidationError: it is not what `state` gives.
+        """
+        self._base = msgspec.convert(state["total"], _Base)
+        self._mark = msgspec.convert(state["mark"], _Mark)
         self._quality.restore(state["quality"])

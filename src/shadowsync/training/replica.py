@@ -213,6 +213,12 @@ class WorkerModule:
         else:
             with torch.autocast(leaf.device.type, self._autocast):
                 logits = self.module(dense, embeddings)
+        if not isinstance(logits, Tensor) or not (logits.requires_grad and logits.is_floating_point()):
+            what = "a tensor without a gradient" if isinstance(logits, Tensor) else type(logits).__name__
+            raise ConfigError(
+                f"the model {type(self.module).__name__} returns {what}; return logits that depend on its parameters "
+                "or on the embeddings"
+            )
         if logits.shape != dense.shape[:1]:
             raise ConfigError(
                 f"the model {type(self.module).__name__} returns logits of shape {list(logits.shape)} for a batch of "
@@ -264,6 +270,9 @@ def _check(name: str, parameter: nn.Parameter) -> None:
 
 
 def _copy(module: nn.Module) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        shown = module.__name__ if isinstance(module, type) else repr(module)
+        raise ConfigError(f"the model must be an instance of torch.nn.Module, not {shown}")
     try:
         return copy.deepcopy(module)
     except (RuntimeError, TypeError) as error:
@@ -274,9 +283,12 @@ def _copy(module: nn.Module) -> nn.Module:
 
 def _device(name: str) -> torch.device:
     try:
-        return torch.zeros(0, device=name).device
+        device = torch.zeros(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         raise ConfigError(f"train.device={name} cannot be used: {str(error).splitlines()[0]}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"train.device={name} cannot be used: allowed are cpu and cuda")
+    return device
 
 
 def _solid(gradient: Tensor) -> Tensor:

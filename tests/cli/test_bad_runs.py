@@ -141,7 +141,7 @@ def test_predictions_on_a_full_disk(trained: CommandLine, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("override", ["model=3", "data=[1]", "sync=easgd"])
 def test_a_resumed_section_that_is_none(trained: CommandLine, override: str) -> None:
-    assert_sentence(trained("train", "--resume", "out", override), 2, [override.split("=")[0]])
+    assert_sentence(trained("train", "--resume", "out", override), 2, [override.partition("=")[0]])
 
 
 def test_a_loss_that_explodes(shadowsync: CommandLine) -> None:

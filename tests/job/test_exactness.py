@@ -170,8 +170,7 @@ OPTIMIZERS: dict[str, NewOptimizer] = {
 }
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.25])
-@pytest.mark.parametrize("dense", OPTIMIZERS)
+@pytest.mark.parametrize(("dense", "clip_norm"), [("sgd", None), ("adagrad", 0.25), ("adam", None)])
 @pytest.mark.parametrize("rows", ["rowwise_adagrad", "sgd"])
 @pytest.mark.parametrize("storage", ["torch", "fbgemm"])
 def test_the_job_equals_a_plain_loop_step_by_step(
@@ -213,7 +212,7 @@ def test_the_same_job_twice_is_equal_bit_by_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("storage", ["torch", "fbgemm"])
-@pytest.mark.parametrize(("servers", "split_rows"), [(2, None), (3, None), (3, 7), (7, 11), (1, 9)])
+@pytest.mark.parametrize(("servers", "split_rows"), [(3, None), (3, 7), (1, 9)])
 def test_any_number_of_embedding_servers_gives_the_same_model(
     tmp_path: Path, storage: str, servers: int, split_rows: int | None
 ) -> None:

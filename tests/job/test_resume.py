@@ -107,8 +107,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("sync", [{"method": "easgd"}, {"method": "bmuf"}], ids=name_of)
-def test_a_job_goes_on_in_another_shape(tmp_path: Path, sync: dict[str, Any], change: dict[str, Any]) -> None:
+def test_a_job_goes_on_in_another_shape(tmp_path: Path, change: dict[str, Any]) -> None:
+    sync = {"method": "bmuf"}
     data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
     config = settings(data, data, sync=sync, train={"trainers": 2, "workers": 2})
     before, _ = interrupt(config, out)
@@ -216,10 +216,8 @@ def everything(out: Path) -> dict[str, Tensor]:
     return rows | load_file(checkpoints(out)[-1] / "dense.safetensors")
 
 
-@pytest.mark.parametrize("iteration", [1, 2, 9, 25, 37])
-@pytest.mark.parametrize(
-    ("storage", "optimizer"), [("torch", "adagrad"), ("torch", "adam"), ("fbgemm", "adagrad"), ("fbgemm", "adam")]
-)
+@pytest.mark.parametrize("iteration", [1, 9, 25, 37])
+@pytest.mark.parametrize(("storage", "optimizer"), [("torch", "adagrad"), ("fbgemm", "adam")])
 def test_a_resumed_job_equals_an_undisturbed_one_bit_by_bit(
     tmp_path: Path, storage: str, optimizer: str, iteration: int
 ) -> None:
@@ -254,18 +252,18 @@ def test_checkpoints_while_training_are_whole(tmp_path: Path, sync: dict[str, An
     """Saves as often as it can, and goes on from a checkpoint in the middle as `kill -9` would leave it."""
     data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
     train = {"trainers": 2, "workers": 2, "save_every_s": 0.005, "keep": 1000}
-    config = settings(data, data, sync=sync, train=train, data={"epochs": 8})
+    config = settings(data, data, sync=sync, train=train, data={"epochs": 4})
     result, _ = train_counted(config, out)
     found = checkpoints(out)
     assert len(found) == result.recovery.saves >= 2
-    assert [folder.name for folder in found][-1] == "samples-000000000808"
+    assert [folder.name for folder in found][-1] == "samples-000000000404"
     middle = found[len(found) // 2 - 1]
     for other in found[len(found) // 2 :]:
         shutil.rmtree(other)
     resumed, rows = train_counted(config, out, resume=out)
-    assert resumed.data.trained_samples == 808
-    assert rows.total() == 808 - int(middle.name.removeprefix("samples-"))
-    assert max(rows.values()) <= 8
+    assert resumed.data.trained_samples == 404
+    assert rows.total() == 404 - int(middle.name.removeprefix("samples-"))
+    assert max(rows.values()) <= 4
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

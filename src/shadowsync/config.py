@@ -5,6 +5,7 @@ member's own options beside the keys below; `choices` hands them to that member,
 Comments say what raising a value does.
 """
 
+import textwrap
 import types
 import typing
 from collections.abc import Sequence
@@ -208,8 +209,10 @@ def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]
             OmegaConf.create(base), OmegaConf.create(values), OmegaConf.from_dotlist(list(overrides))
         )
         plain = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"the configuration cannot be read: {str(error).splitlines()[0]}") from error
+    except (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError) as error:
+        given = textwrap.shorten(" ".join(overrides), 120) if overrides else ""
+        where = f" (with the overrides {given})" if given else ""
+        raise ConfigError(f"the configuration cannot be read: {str(error).splitlines()[0]}{where}") from error
     return typing.cast("dict[str, Any]", plain)
 
 

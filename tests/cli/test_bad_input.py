@@ -93,7 +93,9 @@ CONFIGURATION: dict[str, Mistake] = {
         train("embedding.tables=[{name: a, rows: 49, dim: 4, features: [item, shop, recent]}]"), ["49", "50"]
     ),
     "unknown interpolation": Mistake(train("data.path=${nowhere}"), ["nowhere"]),
-    "unclosed bracket": Mistake(train("model.top=[8"), ["configuration"]),
+    "too deep": Mistake(train("model.top=" + "[" * 5000), ["configuration"]),
+    "too many digits": Mistake(train("train.batch_size=" + "9" * 6000), ["configuration"]),
+    "unclosed bracket": Mistake(train("model.top=[8"), ["configuration", "model.top=[8"]),
     "missing file": Mistake(train(config="nowhere.yaml"), ["nowhere.yaml", "no such configuration file"]),
     "a list": Mistake(train(config="list.yaml"), ["list.yaml", "not list"], text("list.yaml", "- a\n- b\n")),
     "not YAML": Mistake(train(config="bad.yaml"), ["bad.yaml", "not a YAML file"], text("bad.yaml", "a: [1\nb: }")),

@@ -204,6 +204,9 @@ def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"{override!r} is not an override: write key.path=value, for instance train.lr=0.01")
+    for name, section in values.items():
+        if isinstance(section, list) and isinstance(base.get(name), dict):
+            raise ConfigError(f"{name}={section}: it holds keys, not a list")
     try:
         merged = OmegaConf.merge(
             OmegaConf.create(base), OmegaConf.create(values), OmegaConf.from_dotlist(list(overrides))

@@ -231,6 +231,8 @@ def export_model(module: nn.Module, spec: ExportSpec, rows: Callable[[str, int, 
         raise ConfigError(
             f"{path}: torch reads exported models from files that end in {SUFFIX}: write to {path}{SUFFIX}"
         )
+    if path.exists() and not path.is_file():
+        raise SaveError(f"{path} is a folder or a device, which no file may replace: give another name")
     with torch.no_grad():
         predictor = Predictor(PooledTables(spec, rows), _plain_copy(module)).eval()
         program = _trace(predictor, spec)

@@ -128,6 +128,17 @@ def test_the_rows_that_are_read_are_not_written_over(trained: CommandLine, comma
     assert digest(trained.folder) == before
 
 
+@pytest.mark.parametrize("command", [("predict", "out", "--data", "test.parquet"), ("export", "out")], ids=" ".join)
+def test_a_folder_or_a_device_is_not_replaced(trained: CommandLine, command: Sequence[str]) -> None:
+    (trained.folder / "folder.pt2").mkdir()
+    os.mkfifo(trained.folder / "pipe.pt2")
+    before = everything_in(trained.folder)
+    for name in ("folder.pt2", "pipe.pt2"):
+        assert_sentence(trained(*command, "--out", name), 1, [name, "folder or a device"])
+    assert everything_in(trained.folder) == before
+    assert (trained.folder / "pipe.pt2").is_fifo()
+
+
 def test_predictions_on_a_full_disk(trained: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

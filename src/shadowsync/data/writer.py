@@ -79,6 +79,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield Path(name)
         with writing(path):
+            Path(name).chmod(0o644)
             Path(name).replace(path)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -87,6 +88,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def _temporary(path: Path) -> tuple[int, str]:
     with writing(path):
+        if path.exists() and not path.is_file():
+            raise SaveError(f"{path}: cannot be written: it is a folder or a device, which no file may replace")
         path.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
 

@@ -232,7 +232,7 @@ def export_model(module: nn.Module, spec: ExportSpec, rows: Callable[[str, int, 
             f"{path}: torch reads exported models from files that end in {SUFFIX}: write to {path}{SUFFIX}"
         )
     if path.exists() and not path.is_file():
-        raise SaveError(f"{path} is a folder or a device, which no file may replace: give another name")
+        raise SaveError(f"{path} could not be written: it is a folder or a device, which no file may replace")
     with torch.no_grad():
         predictor = Predictor(PooledTables(spec, rows), _plain_copy(module)).eval()
         program = _trace(predictor, spec)

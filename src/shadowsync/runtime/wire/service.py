@@ -1,0 +1,115 @@
+"""What is served: an object with named methods that take and return small typed parts and tensors."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import msgspec
+from torch import Tensor
+
+from shadowsync.errors import DataError, RunError, ShadowSyncError
+
+_LOG = logging.getLogger(__name__)
+_ENCODER = msgspec.msgpack.Encoder()
+
+M = TypeVar("M", bound="Meta")
+
+
+class Meta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of the small typed parts of requests and replies; fields cross in their order, without their names."""
+
+
+def encode_meta(meta: Meta | None) -> bytes:
+    """The bytes that cross for a small typed part, or for none."""
+    return _ENCODER.encode(meta)
+
+
+def decode_meta(meta: bytes, kind: type[M]) -> M:
+    """A small typed part from its bytes.
+
+    Raises:
+        DataError: it is not of that kind.
+    """
+    try:
+        return msgspec.msgpack.decode(meta, type=kind)
+    except msgspec.DecodeError as error:  # also what does not fit the type
+        raise DataError(f"a message does not hold a {kind.__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call as the service sees it.
+
+    Attributes:
+        method: the name that was called.
+        meta: the typed part in bytes, see `read`.
+        tensors: of any shape; in process they are the caller's own, so a service does not write into them.
+        client: the id of the connection that asks, the same for all its calls.
+    """
+
+    method: str
+    meta: bytes
+    tensors: tuple[Tensor, ...]
+    client: str
+
+    def read(self, kind: type[M]) -> M:
+        """The typed part.
+
+        Raises:
+            DataError: it is not of that kind.
+        """
+        return decode_meta(self.meta, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a method answers; the tensors are sent later and without a copy, so nobody may write to them any more."""
+
+    meta: Meta | None = None
+    tensors: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One named method.
+
+    Attributes:
+        handle: does it, in any thread, several at a time; calls of one client may overtake each other.
+        once: a request that is sent again is answered from the kept reply and never runs twice. False where running
+            it again is harmless (reads): nothing is kept then.
+    """
+
+    handle: Callable[[Request], Reply]
+    once: bool = True
+
+
+class Service(Protocol):
+    """An object that connections can reach."""
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """All methods by name; does not change while it is served."""
+        ...
+
+    def client_gone(self, client: str) -> None:
+        """Frees what is kept for that connection: it was closed or has been silent for too long."""
+        ...
+
+
+def perform(service: Service, request: Request) -> Reply:
+    """Runs one request.
+
+    Raises:
+        ShadowSyncError: as the method raised it; anything else that it raised becomes a `RunError` and is logged.
+    """
+    method = service.methods.get(request.method)
+    if method is None:
+        raise RunError(f"there is no method {request.method!r}, only {', '.join(sorted(service.methods))}")
+    try:
+        return method.handle(request)
+    except ShadowSyncError:
+        raise
+    except Exception as error:
+        _LOG.exception("method %s failed", request.method)
+        raise RunError(f"{request.method} failed with {type(error).__name__}: {error}") from error

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import evaluate_scores
 from shadowsync.metrics.rates import average_sync_gap, example_level_parallelism, rate
 from shadowsync.metrics.recorder import JobCounts, Recorder
@@ -204,3 +205,74 @@ def test_rates() -> None:
     assert average_sync_gap(90, 0) is None
     assert rate(10, 2.0) == 5.0
     assert rate(10, 0.0) == 0.0
+
+
+def test_a_frame_says_what_it_is_told_of_the_cluster() -> None:
+    counts = JobCounts(
+        total_samples=8,
+        wire_raw_bytes={"pull": 9},
+        checkpointing=True,
+        failures=2,
+        roles={"trainer-0": "dead"},
+        queue_depth={"embedding-0": 3},
+        staleness=1.5,
+        emulated_step_ms=20.0,
+    )
+    frame = Recorder(1, 10, HandClock()).frame(counts)
+    assert (frame.wire_raw_bytes, frame.checkpointing, frame.failures) == ({"pull": 9}, True, 2)
+    assert (frame.roles, frame.queue_depth) == ({"trainer-0": "dead"}, {"embedding-0": 3})
+    assert (frame.staleness, frame.emulated_step_ms) == (1.5, 20.0)
+    assert msgspec.json.decode(msgspec.json.encode(frame), type=Frame) == frame
+
+
+def test_a_line_of_a_run_in_one_process_is_as_it_was() -> None:
+    frame = Recorder(1, 10, HandClock()).frame(JobCounts(total_samples=8))
+    assert not {"roles", "failures", "queue_depth", "staleness"} & set(msgspec.json.decode(msgspec.json.encode(frame)))
+
+
+def test_a_trainer_may_join_in_mid_run() -> None:
+    clock = HandClock()
+    recorder = Recorder(1, 10, clock)
+    steps(recorder, clock, [0, 0])
+    assert recorder.frame(JobCounts(total_samples=80)).eps_per_trainer == (4.0,)
+    steps(recorder, clock, [2, 2])
+    assert recorder.frame(JobCounts(total_samples=80)).eps_per_trainer == (0.0, 0.0, 4.0)
+    assert recorder.iterations() == [2, 0, 2]
+    assert recorder.speed().eps_per_trainer == (4.0, 0.0, 4.0)
+
+
+def test_going_back_gives_back_samples_and_quality_but_no_time() -> None:
+    clock = HandClock()
+    recorder = Recorder(2, 10, clock)
+    steps(recorder, clock, [0, 1, 0])
+    state = json.loads(json.dumps(recorder.state()))
+    steps(recorder, clock, [0, 1, 1])
+    lost = recorder.frame(JobCounts(total_samples=80, sync_count=3))
+    assert (lost.seconds, lost.samples) == (6.0, 24)
+    steps(recorder, clock, [0])  # trained after the last frame, and lost too
+    recorder.rewind(state)
+    steps(recorder, clock, [0, 1])
+    frame = recorder.frame(JobCounts(total_samples=80, sync_count=4))
+    assert (frame.seconds, frame.samples) == (9.0, 20)
+    assert frame.eps == pytest.approx(8 / 3)
+    assert frame.sync_gap == 2.0
+    assert frame.loss == pytest.approx(evaluate_scores(LOGITS, LABELS).logloss)
+    assert recorder.quality.samples == 20
+    assert recorder.unmeasured == 0
+    speed = recorder.speed()
+    assert (speed.samples, speed.iterations, speed.seconds) == (20, 5, 8.0)
+    assert speed.eps == (20 - 4) / 8.0
+
+
+def test_a_run_that_went_back_is_saved_and_resumed() -> None:
+    clock = HandClock()
+    recorder = Recorder(1, 10, clock)
+    steps(recorder, clock, [0, 0])
+    state = recorder.state()
+    steps(recorder, clock, [0, 0])
+    recorder.rewind(state)
+    steps(recorder, clock, [0])
+    resumed = Recorder(1, 10, clock)
+    resumed.restore(json.loads(json.dumps(recorder.state())))
+    assert resumed.samples == 12
+    assert resumed.quality.samples == 12

@@ -2,9 +2,13 @@
 
 import msgspec
 
+from shadowsync.metrics.roles import RoleState
 
-class Frame(msgspec.Struct, frozen=True, kw_only=True):
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The state of a job at one moment. Rates are over the interval since the frame before.
+
+    What has a default is left out of a line of metrics.jsonl where it does not apply.
 
     Attributes:
         seconds: since the first batch.
@@ -22,6 +26,14 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
         replica_distance: mean over trainers of ‖w_i − mean w‖ / ‖mean w‖; None with one trainer.
         wire_bytes: bytes between roles so far, by kind (`pull`, `push`, `dense`).
         saves: checkpoints written so far.
+        wire_raw_bytes: what `wire_bytes` would be with every float as fp32; empty where that was not counted.
+        checkpointing: a checkpoint is being written.
+        failures: roles that died so far.
+        roles: state of each role on a cluster (see `roles`); empty in one process.
+        queue_depth: requests that wait, by the server's role.
+        staleness: mean age of the gradients applied over the interval, in global steps; None without an aggregator.
+        emulated_step_ms: what a step was made to take, so that the rates are those of an emulated machine; None where
+            they are real.
     """
 
     seconds: float
@@ -38,3 +50,10 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     replica_distance: float | None
     wire_bytes: dict[str, int]
     saves: int
+    wire_raw_bytes: dict[str, int] = {}
+    checkpointing: bool = False
+    failures: int = 0
+    roles: dict[str, RoleState] = {}
+    queue_depth: dict[str, int] = {}
+    staleness: float | None = None
+    emulated_step_ms: float | None = None

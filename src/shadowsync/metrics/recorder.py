@@ -3,6 +3,7 @@
 `B` samples of a worker's batch.
 """
 
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from torch import Tensor
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import Quality
 from shadowsync.metrics.rates import average_sync_gap, rate
+from shadowsync.metrics.roles import RoleState
 
 Clock = Callable[[], float]
 
@@ -35,6 +37,7 @@ class JobCounts:
         wire_bytes: bytes between roles so far, by kind.
         saves: checkpoints written so far.
         replica_distance: mean over trainers of ‖w_i − mean w‖ / ‖mean w‖, or None.
+        wire_raw_bytes, checkpointing, failures, roles, queue_depth, staleness, emulated_step_ms: as in `Frame`.
     """
 
     total_samples: int
@@ -42,6 +45,13 @@ class JobCounts:
     wire_bytes: Mapping[str, int] = field(default_factory=dict)
     saves: int = 0
     replica_distance: float | None = None
+    wire_raw_bytes: Mapping[str, int] = field(default_factory=dict)
+    checkpointing: bool = False
+    failures: int = 0
+    roles: Mapping[str, RoleState] = field(default_factory=dict)
+    queue_depth: Mapping[str, int] = field(default_factory=dict)
+    staleness: float | None = None
+    emulated_step_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,10 @@ class Recorder:
     def __init__(
         self, trainers: int, window: int, clock: Clock = time.monotonic, backlog_samples: int = _BACKLOG_SAMPLES
     ) -> None:
-        """`window`: samples over which the window's NE is taken; `clock`: seconds, from any origin."""
+        """`trainers` that start; more may join. `window`: samples over which the window's NE is taken.
+
+        `clock`: seconds, from any origin.
+        """
         self._clock = clock
         self._backlog_samples = backlog_samples
         self._queue: deque[_Step] = deque()
@@ -189,11 +202,18 @@ class Recorder:
         steps = [self._queue.popleft() for _ in range(len(self._queue))]
         for step in steps:
             self._all.add(step)
-            self._each[step.trainer].add(step)
+            self._tally(step.trainer).add(step)
         logits = [step.logits for step in steps if step.logits is not None]
         labels = [step.labels for step in steps if step.labels is not None]
         if logits:
             self._quality.update(torch.cat(logits), torch.cat(labels))
+
+    def _tally(self, trainer: int) -> _Tally:
+        """The trainer's tally; one that joined later gets its own with its first step."""
+        while len(self._each) <= trainer:
+            self._each.append(_Tally())
+            self._marked_samples.append(0)
+        return self._each[trainer]
 
     @property
     def samples(self) -> int:
@@ -255,6 +275,13 @@ class Recorder:
             replica_distance=counts.replica_distance,
             wire_bytes=dict(counts.wire_bytes),
             saves=counts.saves,
+            wire_raw_bytes=dict(counts.wire_raw_bytes),
+            checkpointing=counts.checkpointing,
+            failures=counts.failures,
+            roles=dict(counts.roles),
+            queue_depth=dict(counts.queue_depth),
+            staleness=counts.staleness,
+            emulated_step_ms=counts.emulated_step_ms,
         )
 
     def speed(self) -> Speed:
@@ -309,3 +336,26 @@ class Recorder:
         self._base = msgspec.convert(state["total"], _Base)
         self._mark = msgspec.convert(state["mark"], _Mark)
         self._quality.restore(state["quality"])
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Goes back to `state` in the middle of a run, in which everybody went back to a checkpoint.
+
+        Samples, iterations and quality are those of the state again. Time is not given back: what the steps that are
+        lost took stays in `Frame.seconds` and in `Speed`. To be called while no worker records.
+
+        Raises:
+            LookupError, TypeError, ValueError, msgspec.ValidationError: it is not what `state` gives.
+        """
+        total = msgspec.convert(state["total"], _Base)
+        with self._lock:
+            self._drain()
+            done, seconds = self._all, self._mark.seconds
+            self._base = _Base(
+                samples=total.samples - done.samples,
+                iterations=total.iterations - done.iterations,
+                seconds=self._base.seconds,
+                timed_samples=total.timed_samples - done.timed_samples,
+            )
+            self._quality.restore(state["quality"])
+            sync_count = self._mark.sync_count
+            self._mark = dataclasses.replace(self._now(sync_count, self._clock()), seconds=seconds)

@@ -1,0 +1,102 @@
+"""What happened to the roles of a job, when, and the state each was in: the tale that the report's timeline tells."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+RoleState = Literal["alive", "saving", "restarting", "unreachable", "dead", "left"]
+Happening = Literal["alive", "dead", "restarted", "unreachable", "reachable", "saving", "saved", "restored", "left"]
+
+_ENTERED: dict[Happening, RoleState] = {
+    "alive": "alive",
+    "dead": "dead",
+    "restarted": "restarting",
+    "unreachable": "unreachable",
+    "saving": "saving",
+    "restored": "alive",
+    "left": "left",
+}
+_ENDED: dict[Happening, RoleState] = {"reachable": "unreachable", "saved": "saving"}
+_ORDER = ("driver", "reader", "trainer", "embedding", "dense")
+
+
+class RoleEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something that happened to a role.
+
+    Attributes:
+        seconds: since the first start of the run.
+        role: its name: `driver`, `reader-0`, `trainer-0`, `embedding-1`, `dense-0`.
+        event: `restarted` says that a new process has taken the role's place; it is at work again with the `restored`
+            or `alive` that follows. `left` says that it ended as it should.
+        detail: a few words on why or where, for a person.
+    """
+
+    seconds: float
+    role: str
+    event: Happening
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time, in seconds since the first start, in which a role was in one state."""
+
+    start: float
+    end: float
+    state: RoleState
+
+
+def state_after(state: RoleState | None, event: Happening) -> RoleState:
+    """The state of a role that was in `state` (None: unknown so far) when `event` happens.
+
+    The end of something ends only that: a save that is reported as done does not revive a role that died meanwhile.
+    """
+    if event not in _ENDED:
+        return _ENTERED[event]
+    return "alive" if state is None or state == _ENDED[event] else state
+
+
+class Roster:
+    """The state each role is in now, from the events so far."""
+
+    def __init__(self, events: Iterable[RoleEvent] = ()) -> None:
+        self._states: dict[str, RoleState] = {}
+        for event in events:
+            self.note(event)
+
+    def note(self, event: RoleEvent) -> None:
+        """Takes one event; they come in the order in which they happened."""
+        self._states[event.role] = state_after(self._states.get(event.role), event.event)
+
+    def states(self) -> dict[str, RoleState]:
+        """State by role, in the order of `role_order`; a copy."""
+        return {role: self._states[role] for role in sorted(self._states, key=role_order)}
+
+
+def role_order(role: str) -> tuple[int, str, int]:
+    """Sorts roles as a batch meets them, and `trainer-10` behind `trainer-9`."""
+    kind, _, number = role.rpartition("-")
+    kind, rank = (kind, int(number)) if kind and number.isdecimal() else (role, -1)
+    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER), kind, rank
+
+
+def spans(events: Sequence[RoleEvent], until: float) -> dict[str, list[Span]]:
+    """The states of each role one after the other, up to `until` seconds; time after it left is in no span."""
+    roles = sorted({event.role for event in events}, key=role_order)
+    return {role: _stretches([event for event in events if event.role == role], until) for role in roles}
+
+
+def _stretches(events: Sequence[RoleEvent], until: float) -> list[Span]:
+    """Events of one role as spans; neighbours of one state are joined, those of no length left out."""
+    stretches: list[Span] = []
+    state: RoleState | None = None
+    for event, end in zip(events, [*(later.seconds for later in events[1:]), until], strict=True):
+        state = state_after(state, event.event)
+        before = stretches[-1] if stretches else None
+        if before is not None and before.state == state and before.end >= event.seconds:
+            stretches[-1] = Span(before.start, max(end, before.end), state)
+        elif state != "left" and end > event.seconds:
+            stretches.append(Span(event.seconds, end, state))
+    return stretches

@@ -1,0 +1,95 @@
+"""What happened to roles, as states and as spans of time."""
+
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowsync.metrics.roles import Happening, RoleEvent, RoleState, Roster, Span, role_order, spans, state_after
+
+DEATH = [
+    RoleEvent(0.0, "embedding-1", "alive"),
+    RoleEvent(10.0, "embedding-1", "saving"),
+    RoleEvent(12.0, "embedding-1", "saved"),
+    RoleEvent(20.0, "embedding-1", "dead", "its process ended"),
+    RoleEvent(24.0, "embedding-1", "restarted"),
+    RoleEvent(30.0, "embedding-1", "restored"),
+]
+
+
+def test_a_death_and_a_return() -> None:
+    assert spans(DEATH, until=40.0) == {
+        "embedding-1": [
+            Span(0.0, 10.0, "alive"),
+            Span(10.0, 12.0, "saving"),
+            Span(12.0, 20.0, "alive"),
+            Span(20.0, 24.0, "dead"),
+            Span(24.0, 30.0, "restarting"),
+            Span(30.0, 40.0, "alive"),
+        ]
+    }
+    roster, seen = Roster(), []
+    for event in DEATH:
+        roster.note(event)
+        seen.append(roster.states()["embedding-1"])
+    assert seen == ["alive", "saving", "alive", "dead", "restarting", "alive"]
+
+
+def test_the_end_of_a_save_does_not_revive_the_dead() -> None:
+    for started, died, ended in (("saving", "dead", "saved"), ("unreachable", "dead", "reachable")):
+        roster = Roster([RoleEvent(0.0, "trainer-0", started), RoleEvent(1.0, "trainer-0", died)])
+        roster.note(RoleEvent(2.0, "trainer-0", ended))
+        assert roster.states() == {"trainer-0": "dead"}
+
+
+def test_who_left_is_in_no_span_until_it_is_back() -> None:
+    events = [
+        RoleEvent(0.0, "trainer-0", "alive"),
+        RoleEvent(5.0, "trainer-0", "left"),
+        RoleEvent(8.0, "trainer-0", "alive"),
+    ]
+    assert spans(events, 9.0)["trainer-0"] == [Span(0.0, 5.0, "alive"), Span(8.0, 9.0, "alive")]
+
+
+def test_neighbours_of_one_state_are_one_span() -> None:
+    events = [RoleEvent(float(k), "driver", "alive") for k in range(3)]
+    assert spans(events, 4.0) == {"driver": [Span(0.0, 4.0, "alive")]}
+
+
+def test_roles_stand_as_a_batch_meets_them() -> None:
+    shuffled = ["dense-0", "other", "trainer-10", "trainer-9", "embedding-0", "driver", "reader-1"]
+    expected = ["driver", "reader-1", "trainer-9", "trainer-10", "embedding-0", "dense-0", "other"]
+    assert sorted(shuffled, key=role_order) == expected
+    events = [RoleEvent(0.0, role, "alive") for role in shuffled]
+    assert list(spans(events, 1.0)) == expected
+    assert list(Roster(events).states()) == expected
+
+
+@pytest.mark.parametrize("event", get_args(Happening))
+@pytest.mark.parametrize("state", [None, *get_args(RoleState)])
+def test_every_event_leads_to_a_state(state: RoleState | None, event: Happening) -> None:
+    assert state_after(state, event) in get_args(RoleState)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(["trainer-0", "dense-1"]), st.sampled_from(get_args(Happening))),
+        max_size=12,
+    )
+)
+def test_spans_follow_each_other_and_end_in_the_roster(steps: list[tuple[int, str, Happening]]) -> None:
+    now, events = 0.0, []
+    for passed, role, event in steps:
+        now += passed
+        events.append(RoleEvent(now, role, event))
+    told = spans(events, until=now + 1.0)
+    states = Roster(events).states()
+    assert set(told) == set(states)
+    for role, stretches in told.items():
+        assert all(stretch.start < stretch.end for stretch in stretches)
+        assert all(a.end < b.start or (a.end == b.start and a.state != b.state) for a, b in pairwise(stretches))
+        last = [stretch for stretch in stretches if stretch.end == now + 1.0]
+        assert [stretch.state for stretch in last] == ([] if states[role] == "left" else [states[role]])

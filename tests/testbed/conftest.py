@@ -1,0 +1,6 @@
+"""The scripts in `benchmarks/` are imported as they import each other: from their own folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -21,6 +21,7 @@ class World:
         self.plan = Plan(slices, epochs, shuffle=True, seed=seed)
         self.book = LeaseBook(self.plan)
         self.held: dict[int, tuple[Lease, list[tuple[int, int]]]] = {}
+        self.unsettled: set[int] = set()
         self.trained: Counter[tuple[int, int, int]] = Counter()
 
     def good(self, part: int) -> int:
@@ -44,6 +45,8 @@ class World:
         lease, spans = self.held[number]
         start, stop = spans.pop(0)
         cut = min(start + size, stop)
+        assert self.book.claim(lease, start, cut) == cut
+        self.unsettled.discard(number)
         assert self.book.done(lease, start, cut)
         self.trained.update((lease.epoch, lease.slice, row) for row in range(start, cut))
         if cut < stop:
@@ -51,16 +54,20 @@ class World:
         if not spans:
             del self.held[number]
 
-    def split(self, choice: int, trainer: int) -> None:
-        if not self.held:
+    def take_over(self, trainer: int, grain: int) -> None:
+        moved = self.book.take_over(trainer, grain)
+        others = {number: held for number, held in self.held.items() if held[0].trainer != trainer}
+        if moved is None:
+            assert not set(others) - self.unsettled
             return
-        number = sorted(self.held)[choice % len(self.held)]
-        lease, spans = self.held[number]
-        start = (spans[0][0] + spans[-1][1]) // 2
-        moved = self.book.split(lease, start, trainer)
-        assert moved is not None
+        self.unsettled.add(moved.number)
+        (number,) = [n for n, (lease, spans) in others.items() if _common(lease, spans, moved)]
+        lease, spans = others[number]
+        start = moved.spans[0][0]
+        assert self.book.claim(lease, start, start + 1) == start, "these rows are another's now"
         kept = [(a, min(b, start)) for a, b in spans if a < start]
         self.held[moved.number] = (moved, [(max(a, start), b) for a, b in spans if b > start])
+        assert sum(b - a for a, b in moved.spans) * 2 >= sum(b - a for a, b in kept)
         if kept:
             self.held[number] = (lease, kept)
         else:
@@ -99,8 +106,16 @@ class World:
         assert self.book.lease(0) is None
 
 
+def _common(lease: Lease, spans: list[tuple[int, int]], moved: Lease) -> bool:
+    """Whether rows of `moved` are among the spans of `lease`."""
+    same = (lease.epoch, lease.slice) == (moved.epoch, moved.slice)
+    return same and any(a <= moved.spans[0][0] < b for a, b in spans)
+
+
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["lease", "lease", "train", "train", "split", "abandon", "restore"]), st.integers(0, 20)),
+    st.tuples(
+        st.sampled_from(["lease", "lease", "train", "train", "take_over", "abandon", "restore"]), st.integers(0, 20)
+    ),
     max_size=60,
 )
 
@@ -121,8 +136,8 @@ def test_any_interleaving_trains_every_row_of_every_epoch_once(slices, epochs, b
                 world.lease(number % TRAINERS)
             case "train":
                 world.train(number, 1 + number % 4)
-            case "split":
-                world.split(number, number % TRAINERS)
+            case "take_over":
+                world.take_over(number % TRAINERS, 1 + number % 4)
             case "abandon":
                 world.abandon(number % TRAINERS)
             case "restore":
@@ -210,3 +225,31 @@ def test_a_state_that_no_book_gives_is_refused(change):
 def test_a_state_of_other_data_is_refused():
     with pytest.raises(CheckpointError, match="data of 3 rows, this data has 4"):
         LeaseBook(Plan([4], 1, shuffle=False, seed=0)).restore(LeaseBook(Plan([3], 1, shuffle=False, seed=0)).state())
+
+
+def test_what_was_claimed_is_not_taken_over_and_the_rest_goes_in_whole_batches():
+    book = LeaseBook(Plan([20], 1, shuffle=False, seed=0))
+    lease = book.lease(0)
+    assert book.opened(lease, 20)
+    assert book.claim(lease, 0, 4) == 4
+    moved = book.take_over(1, grain=4)
+    assert moved.spans == ((12, 20),)
+    assert book.claim(lease, 8, 16) == 12, "a batch that straddles the cut is cut"
+    assert book.take_over(1, grain=4) is None
+    assert book.claim(lease, 12, 16) == 12
+    assert book.done(lease, 0, 4)
+    assert book.done(lease, 4, 12)
+    assert book.opened(moved, 20)
+    assert book.done(moved, 12, 20)
+    assert book.finished
+
+
+def test_a_slice_that_nobody_has_parsed_yet_is_taken_over_whole():
+    book = LeaseBook(Plan([20], 1, shuffle=False, seed=0))
+    lease = book.lease(0)
+    moved = book.take_over(1, grain=4)
+    assert moved.spans == lease.spans
+    assert not book.opened(lease, 20)
+    assert book.claim(lease, 0, 4) == 0
+    assert book.opened(moved, 20)
+    assert book.claim(moved, 0, 20) == 20

@@ -72,12 +72,23 @@ class EpochCount:
 
 @dataclass
 class _Part:
-    """Rows that are still to be trained: of a slice of an epoch, or of a piece that was split off it."""
+    """Rows that are still to be trained: of a slice of an epoch, or of a piece that was split off it.
+
+    Rows before `begun` were claimed by whoever holds the part; nobody else may take those over. A part that was taken
+    over is settled when its new holder has claimed rows of it; until then it is not taken over again, or idle trainers
+    could pass it round for ever without anybody training.
+    """
 
     epoch: int
     slice: int
     spans: list[Span]
     opened: bool = False
+    begun: int = 0
+    settled: bool = True
+
+    def waiting(self) -> list[Span]:
+        """The rows that nobody has claimed."""
+        return _without(self.spans, (0, self.begun))
 
 
 class _Saved(msgspec.Struct, frozen=True):
@@ -105,10 +116,18 @@ class LeaseBook:
     """Hands out the slices of each epoch; the next epoch's follow at once.
 
     `lease` returns None when nothing can be handed out at the moment: `finished` tells whether that is for good, or
-    whether rows held by others may still come back.
+    whether rows held by others may still come back. Whoever holds a lease claims its rows, front to back, right
+    before training them; what is not claimed yet, somebody idle may take over.
+
+    Attributes:
+        plan: what there is.
+        first_number: of the leases; a book that goes on after a roll-back begins above those of the book before, so
+            that no report from before is taken for one of now.
+        epochs: what was trained in each.
     """
 
     plan: Plan
+    first_number: int = 0
     epochs: list[EpochCount] = field(default_factory=list)
     _returned: deque[_Part] = field(default_factory=deque)
     _held: dict[int, tuple[Lease, _Part]] = field(default_factory=dict)
@@ -119,6 +138,7 @@ class LeaseBook:
     def __post_init__(self) -> None:
         self.epochs = [EpochCount() for _ in range(self.plan.epochs)]
         self._order = self.plan.order(0)
+        self._next_number = self.first_number
 
     @property
     def finished(self) -> bool:
@@ -178,25 +198,52 @@ class LeaseBook:
         """Puts back what the trainer holds and has not done."""
         for lease, part in [held for held in self._held.values() if held[0].trainer == trainer]:
             del self._held[lease.number]
+            part.begun, part.settled = 0, True
             self._returned.append(part)
 
-    def split(self, lease: Lease, start: int, trainer: int) -> Lease | None:
-        """Moves the rows from `start` on that are not done of an opened lease to another trainer, as a new lease.
+    def claim(self, lease: Lease, start: int, stop: int) -> int:
+        """Says that the holder begins rows `start … stop − 1` of an opened lease now.
 
         Returns:
-            None if the lease is not held any more, was not opened, or has no such rows.
+            How far it may go: at most `stop`; `start` where the rows are not its own any more.
         """
         held = self._held.get(lease.number)
-        if held is None or not held[1].opened:
-            return None
+        if held is None or start < held[1].begun:
+            return start
         part = held[1]
-        end = self.plan.slices[part.slice]
-        moved = _without(part.spans, (0, start))
-        if not moved:
+        granted = next((min(stop, last) for first, last in part.spans if first <= start < last), start)
+        if granted > start:
+            part.begun, part.settled = granted, True
+        return granted
+
+    def take_over(self, trainer: int, grain: int) -> Lease | None:
+        """Moves to `trainer` at least half of what waits in the fullest lease of the others, or all of it.
+
+        Args:
+            trainer: who has nothing left.
+            grain: rows of a batch; at least that many stay together.
+
+        Returns:
+            None if nothing waits anywhere.
+        """
+        others = [(lease, part) for lease, part in self._held.values() if lease.trainer != trainer and part.settled]
+        fullest = max(others, key=lambda held: _count(held[1].waiting()), default=None)
+        if fullest is None or not (waiting := fullest[1].waiting()):
             return None
-        part.spans = _without(part.spans, (start, end))
+        lease, part = fullest
+        if not part.opened:
+            del self._held[lease.number]
+            part.settled = False
+            return self._hold(part, trainer)
+        kept = -(-_count(waiting) // grain) // 2 * grain
+        return self._split(lease, part, _row_after(waiting, kept), trainer)
+
+    def _split(self, lease: Lease, part: _Part, start: int, trainer: int) -> Lease:
+        """Moves the rows of an opened lease from `start` on to another trainer, as a new lease."""
+        moved = _without(part.spans, (0, start))
+        part.spans = _without(part.spans, (start, self.plan.slices[part.slice]))
         self._drop_if_empty(lease)
-        return self._hold(_Part(part.epoch, part.slice, moved, opened=True), trainer)
+        return self._hold(_Part(part.epoch, part.slice, moved, opened=True, settled=False), trainer)
 
     def state(self) -> dict[str, Any]:
         """The position as plain JSON values; rows that are held and not done count as not trained."""
@@ -272,3 +319,17 @@ def _without(spans: Sequence[Span], gone: Span) -> list[Span]:
             yield max(start, gone[1]), stop
 
     return [(start, stop) for start, stop in pieces() if start < stop]
+
+
+def _count(spans: Sequence[Span]) -> int:
+    """Rows in the spans."""
+    return sum(stop - start for start, stop in spans)
+
+
+def _row_after(spans: Sequence[Span], count: int) -> int:
+    """The row that comes after the first `count` rows of the spans."""
+    for start, stop in spans:
+        if count < stop - start:
+            return start + count
+        count -= stop - start
+    return spans[-1][1]

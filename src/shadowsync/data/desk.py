@@ -1,0 +1,143 @@
+"""The one authority over who trains which rows: a lease book that threads share and that tells when it changed."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from shadowsync.data.leases import EpochCount, Lease, LeaseBook
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Leave to train rows now.
+
+    Attributes:
+        number: place in the order in which batches are begun, over all trainers, from 0.
+        stop: the row before which to stop.
+    """
+
+    number: int
+    stop: int
+
+
+class Leasing(Protocol):
+    """What a trainer's feed needs of the desk, near or behind a wire."""
+
+    @property
+    def finished(self) -> bool:
+        """Every row of every epoch was trained or skipped."""
+
+    def lease(self, trainer: int, idle: bool) -> Lease | None:
+        """As `LeaseBook.lease`; for a trainer that is idle, else as `LeaseBook.take_over`."""
+
+    def opened(self, lease: Lease, rows: int) -> bool:
+        """As `LeaseBook.opened`."""
+
+    def claim(self, lease: Lease, start: int, stop: int) -> Claim | None:
+        """As `LeaseBook.claim`; None where the rows are not the holder's any more."""
+
+    def done(self, lease: Lease, start: int, stop: int) -> bool:
+        """As `LeaseBook.done`."""
+
+    def abandon(self, trainer: int) -> None:
+        """As `LeaseBook.abandon`."""
+
+    def version(self) -> int:
+        """A number that grows whenever rows come back or everything is finished."""
+
+    def wait(self, version: int) -> None:
+        """Returns when `version()` is another one, or earlier: ask again then."""
+
+
+class Desk:
+    """A `LeaseBook` behind a lock (a `Leasing`)."""
+
+    def __init__(self, book: LeaseBook, grain: int) -> None:
+        """
+        Args:
+            book: not to be used by anybody else from now on.
+            grain: rows of a batch.
+        """
+        self._book = book
+        self._grain = grain
+        self._claimed = 0
+        self._version = 0
+        self._changed = threading.Condition()
+
+    @property
+    def finished(self) -> bool:
+        """As `Leasing.finished`."""
+        with self._changed:
+            return self._book.finished
+
+    @property
+    def trained(self) -> int:
+        """Rows trained so far, all epochs."""
+        with self._changed:
+            return self._book.trained
+
+    def epochs(self) -> Sequence[EpochCount]:
+        """Rows trained and skipped in each epoch so far."""
+        with self._changed:
+            return [replace(count) for count in self._book.epochs]
+
+    def state(self) -> Mapping[str, Any]:
+        """As `LeaseBook.state`."""
+        with self._changed:
+            return self._book.state()
+
+    def lease(self, trainer: int, idle: bool) -> Lease | None:
+        """As `Leasing.lease`."""
+        with self._changed:
+            found = self._book.lease(trainer)
+            return self._book.take_over(trainer, self._grain) if found is None and idle else found
+
+    def opened(self, lease: Lease, rows: int) -> bool:
+        """As `Leasing.opened`."""
+        with self._changed:
+            return self._notice(self._book.opened(lease, rows))
+
+    def claim(self, lease: Lease, start: int, stop: int) -> Claim | None:
+        """As `Leasing.claim`."""
+        with self._changed:
+            granted = self._book.claim(lease, start, stop)
+            if granted <= start:
+                return None
+            self._claimed += 1
+            return Claim(self._claimed - 1, granted)
+
+    def done(self, lease: Lease, start: int, stop: int) -> bool:
+        """As `Leasing.done`."""
+        with self._changed:
+            return self._notice(self._book.done(lease, start, stop))
+
+    def abandon(self, trainer: int) -> None:
+        """As `Leasing.abandon`."""
+        with self._changed:
+            self._book.abandon(trainer)
+            self._wake()
+
+    def version(self) -> int:
+        """As `Leasing.version`."""
+        with self._changed:
+            return self._version
+
+    def wait(self, version: int) -> None:
+        """As `Leasing.wait`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._version != version)
+
+    def wake(self) -> None:
+        """Lets everybody who waits look again."""
+        with self._changed:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._version += 1
+        self._changed.notify_all()
+
+    def _notice(self, held: bool) -> bool:
+        if self._book.finished:
+            self._wake()
+        return held

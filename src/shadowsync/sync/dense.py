@@ -26,6 +26,11 @@ class DenseServer:
         self._values = values
         self._lock = threading.Lock()
 
+    @property
+    def length(self) -> int:
+        """Parameters held, `p`."""
+        return len(self._values)
+
     def elastic(self, local: Tensor, alpha: float, sent: Sent = _as_it_is) -> Tensor:
         """Adds `d = α (local − w_PS)` as it arrives at the trainer to the central copy and returns it, `[p]`.
 

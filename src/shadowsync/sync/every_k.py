@@ -42,8 +42,9 @@ class Foreground(Driver):
         self._synchronisation = synchronisation
         self._membership = threading.Lock()
         self._present = set(range(synchronisation.workers))
+        gate = synchronisation.gate
         self._workers: Rendezvous[None, None] = Rendezvous(
-            range(synchronisation.workers), self._once_for_all, synchronisation.gate.waiting
+            range(synchronisation.workers), self._once_for_all, gate.waiting, gate.resting
         )
 
     def start(self) -> None:

@@ -19,7 +19,10 @@ class Rendezvous(Generic[Given, Result]):
     Args:
         members: who takes part.
         combine: called with the values by member, in the members' order, in the thread of whoever came or left last.
-        waiting: entered while a member waits for others, left as soon as the last of them is there.
+            Members may come, go and wait meanwhile; two calls never overlap.
+        waiting: entered while a member waits for others to come, left as soon as the last of them is there.
+        resting: entered while a member waits, for others or for the result. Not for values that change until they are
+            combined, nor where the result is applied by each member: whoever rests counts as standing still.
     """
 
     def __init__(
@@ -27,12 +30,15 @@ class Rendezvous(Generic[Given, Result]):
         members: Iterable[int],
         combine: Callable[[Mapping[int, Given]], Result],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        resting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._members = set(members)
         self._combine = combine
         self._waiting = waiting
+        self._resting = resting
         self._waits: dict[int, ExitStack] = {}
         self._given: dict[int, Given] = {}
+        self._combining = False
         self._outcomes: dict[int, Result | BaseException] = {}
         self._condition = threading.Condition()
 
@@ -51,11 +57,13 @@ class Rendezvous(Generic[Given, Result]):
             if member not in self._members:
                 raise Left
             self._given[member] = value
-            self._complete_if_all_here()
-            if member not in self._outcomes:
-                self._waits[member] = ExitStack()
-                self._waits[member].enter_context(self._waiting())
-                self._condition.wait_for(lambda: member in self._outcomes)
+            complete = self._take_if_all_here()
+            self._depend()
+        if complete is not None:
+            self._meet(complete)
+        else:
+            self._wait_for_outcome(member)
+        with self._condition:
             outcome = self._outcomes.pop(member)
         if isinstance(outcome, BaseException):
             raise outcome
@@ -72,25 +80,49 @@ class Rendezvous(Generic[Given, Result]):
             self._members.discard(member)
             if member in self._given:
                 del self._given[member]
-                self._release(member, Left())
-            self._complete_if_all_here()
+                self._waits.pop(member, ExitStack()).close()
+                self._publish([member], Left())
+            complete = self._take_if_all_here()
+        if complete is not None:
+            self._meet(complete)
 
-    def _complete_if_all_here(self) -> None:
-        if not self._given or not self._members <= self._given.keys():
-            return
+    def _wait_for_outcome(self, member: int) -> None:
+        with self._resting(), self._condition:  # in this order: who comes back into a pause must not hold the condition
+            self._condition.wait_for(lambda: member in self._outcomes)
+
+    def _take_if_all_here(self) -> Mapping[int, Given] | None:
+        """The values, if nobody is missing; their members then depend on nobody but the caller, who combines them."""
+        if self._combining or not self._given or not self._members <= self._given.keys():
+            return None
         given = dict(sorted(self._given.items()))
         self._given.clear()
-        outcome: Result | BaseException
-        try:
-            outcome = self._combine(given)
-        except BaseException as error:
-            outcome = error
-        for member in given:
-            self._release(member, outcome)
+        self._combining = True
+        # Here and not where they wake up: until then others could arrive again, and so for ever.
+        for wait in self._waits.values():
+            wait.close()
+        self._waits.clear()
+        return given
 
-    def _release(self, member: int, outcome: Result | BaseException) -> None:
-        self._outcomes[member] = outcome
-        if member in self._waits:
-            # Here and not where it wakes up: until then others could arrive again, and so for ever.
-            self._waits.pop(member).close()
+    def _meet(self, given: Mapping[int, Given]) -> None:
+        complete: Mapping[int, Given] | None = given
+        while complete is not None:
+            outcome: Result | BaseException
+            try:
+                outcome = self._combine(complete)
+            except BaseException as error:
+                outcome = error
+            with self._condition:
+                self._combining = False
+                self._publish(complete, outcome)
+                complete = self._take_if_all_here()  # those who came meanwhile
+                self._depend()
+
+    def _depend(self) -> None:
+        # Not on a meeting under way, which may depend on other processes: a pause cannot let anybody here go on for it.
+        for member in () if self._combining else self._given.keys() - self._waits.keys():
+            self._waits[member] = ExitStack()
+            self._waits[member].enter_context(self._waiting())
+
+    def _publish(self, members: Iterable[int], outcome: Result | BaseException) -> None:
+        self._outcomes.update(dict.fromkeys(members, outcome))
         self._condition.notify_all()

@@ -32,6 +32,10 @@ class Rest(Protocol):
         """Sleeps; a pause need not wait for the sleeper. `until` is asked again after `wake` only."""
         ...
 
+    def resting(self) -> AbstractContextManager[None]:
+        """While inside, this thread changes nothing: a pause need not wait for it. Leaving waits for its end."""
+        ...
+
     def wake(self) -> None:
         """Lets every sleeper ask its `until` again."""
         ...

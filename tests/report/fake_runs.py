@@ -9,6 +9,7 @@ import torch
 from shadowsync.config import Config
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import evaluate_scores
+from shadowsync.metrics.roles import RoleEvent
 from shadowsync.report.machine import machine, versions
 from shadowsync.report.result import Data, Result, Sync, Test, Throughput, Train, Wire
 
@@ -76,3 +77,17 @@ def make_test(samples: int = 20_000, **figures: Any) -> Test:
     metrics = evaluate_scores(logits, labels)
     known = {name: getattr(metrics, name) for name in ("auc", "ne", "logloss", "calibration", "curve")}
     return Test(**{**known, **figures})
+
+
+def make_events(seconds: float = 32.0, trainers: int = 3) -> list[RoleEvent]:
+    """A run on a cluster in which a trainer dies, a server is lost and another cut off, and a checkpoint is written."""
+    roles = ["driver", "reader-0", *(f"trainer-{rank}" for rank in range(trainers)), "embedding-0", "embedding-1"]
+    told = [(0.0, role, "alive", "") for role in [*roles, "dense-0"]]
+    told += [(0.30, "trainer-1", "dead", "its process was killed by signal 9"), (0.36, "trainer-1", "restarted", "")]
+    told += [(0.42, "trainer-1", "restored", "dense copy taken from dense-0")]
+    told += [(0.50, role, "saving", "") for role in roles[-2:]] + [(0.55, role, "saved", "") for role in roles[-2:]]
+    told += [(0.60, "embedding-0", "dead", "node lost"), (0.64, "embedding-0", "restarted", "on <another> node")]
+    told += [(0.70, "embedding-0", "restored", "loaded checkpoint step-120")]
+    told += [(0.72, "dense-0", "unreachable", "no sign of life for 5 s"), (0.80, "dense-0", "reachable", "")]
+    told += [(1.0, role, "left", "") for role in [*roles, "dense-0"]]
+    return [RoleEvent(share * seconds, role, event, detail) for share, role, event, detail in told]  # type: ignore[arg-type]

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import make_frames, make_result, make_test
+from fake_runs import make_events, make_frames, make_result, make_test
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
+from shadowsync.metrics.roles import RoleEvent
 from shadowsync.report.compare import Run, render_comparison
 from shadowsync.report.page import render_page
+from shadowsync.report.result import Throughput
 
 CHROMIUM = shutil.which("chromium")
 CHROMEDRIVER = shutil.which("chromedriver")
@@ -52,6 +54,12 @@ def full_page() -> str:
 
 
 @cache
+def cluster_page() -> str:
+    speed = Throughput(seconds=32.0, eps=9e4, elp=512, eps_per_trainer=(3e4,) * 3, emulated_step_ms=20.0)
+    return render_page(make_result(3, throughput=speed), make_frames(32, 3), make_events())
+
+
+@cache
 def bare_page() -> str:
     return render_page(make_result(1, test=None, train=None, sync=None, wire=None, machine=None), [])
 
@@ -60,7 +68,9 @@ def bare_page() -> str:
 def unruly_page() -> str:
     long = "unbroken" * 60
     config = {"data": {"path": long, "name": long}, "model": {"name": "<script>throw 1</script>"}}
-    return render_page(make_result(9, config=config, machine={"system": long}), make_frames(400, 9))
+    roles = [f"{long}-{rank}" for rank in range(40)]
+    events = [RoleEvent(float(k), role, "dead", long) for k, role in enumerate(roles)]
+    return render_page(make_result(9, config=config, machine={"system": long}), make_frames(400, 9), events)
 
 
 @cache
@@ -69,7 +79,13 @@ def comparison_page() -> str:
     return render_comparison([*runs, Run("with-a-rather-long-name-of-its-own", make_result(2), make_frames(1))])
 
 
-PAGES = {"full": full_page, "bare": bare_page, "unruly": unruly_page, "comparison": comparison_page}
+PAGES = {
+    "full": full_page,
+    "cluster": cluster_page,
+    "bare": bare_page,
+    "unruly": unruly_page,
+    "comparison": comparison_page,
+}
 SECTIONS = ("headlines", "quality", "speed", "numbers", "terms", "setup")
 
 
@@ -153,6 +169,19 @@ def test_every_section_of_a_run_is_there_and_the_configuration_unfolds(
     configuration.find_element("tag name", "summary").click()
     assert configuration.find_element("tag name", "table").is_displayed()
     assert "train.batch_size" in configuration.text
+
+
+def test_the_timeline_has_a_row_for_each_role_and_its_events_unfold(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    resize(browser, 1280, 900)
+    open_page(browser, tmp_path, cluster_page())
+    section = browser.find_element("id", "roles")
+    texts = [text.text for text in section.find_elements("css selector", "svg text")]
+    for role in ("driver", "trainer-2", "embedding-1", "dense-0"):
+        assert role in texts
+    events = browser.find_element("id", "events")
+    assert not events.find_element("tag name", "table").is_displayed()
+    events.find_element("tag name", "summary").click()
+    assert len([row for row in events.find_elements("tag name", "tr") if row.is_displayed()]) == len(make_events()) + 1
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

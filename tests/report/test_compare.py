@@ -3,8 +3,9 @@
 import io
 from pathlib import Path
 
+import msgspec
 import pytest
-from fake_runs import make_frames, make_result, make_test
+from fake_runs import make_events, make_frames, make_result, make_test
 from rich.console import Console
 
 from shadowsync.errors import DataError
@@ -22,7 +23,8 @@ from shadowsync.report.compare import (
 )
 from shadowsync.report.history import History
 from shadowsync.report.page import render_page
-from shadowsync.report.result import Result, write_result
+from shadowsync.report.result import Result, Throughput, write_result
+from shadowsync.report.role_log import RoleLog
 
 
 def save(folder: Path, result: Result, frames: list[Frame]) -> Path:
@@ -37,6 +39,30 @@ def save(folder: Path, result: Result, frames: list[Frame]) -> Path:
 def test_a_page_is_made_again_as_it_was(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", make_result(), make_frames(6))
     assert remake_page(folder).read_text() == render_page(make_result(), make_frames(6))
+
+
+def test_a_page_is_made_again_with_its_timeline(tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", make_result(), make_frames(6))
+    with RoleLog(folder) as log:
+        for event in make_events():
+            log.append(event)
+    assert remake_page(folder).read_text() == render_page(make_result(), make_frames(6), make_events())
+
+
+def test_emulated_runs_are_labelled_and_win_nothing_by_speed() -> None:
+    fast = Throughput(seconds=3.0, eps=90_000.0, elp=512, eps_per_trainer=(90_000.0,), emulated_step_ms=5.0)
+    pair = [Run("real", make_result(1), make_frames(5)), Run("fake", make_result(1, throughput=fast), make_frames(5))]
+    eps = [column.name for column in COLUMNS].index("examples/s")
+    assert [row[eps].best for row in compare(pair)] == [False, False]
+    assert [row[eps].best for row in compare([pair[1], Run("slow", with_eps(fast, 9.0), [])])] == [True, False]
+    assert "fake (emulated)</th>" in render_comparison(pair)
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(comparison_table(pair))
+    assert "fake (emulated)" in console.file.getvalue()
+
+
+def with_eps(speed: Throughput, eps: float) -> Result:
+    return make_result(1, throughput=msgspec.structs.replace(speed, eps=eps))
 
 
 def test_a_page_is_made_without_metrics(tmp_path: Path) -> None:

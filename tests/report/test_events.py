@@ -37,6 +37,10 @@ def test_tags_cover_the_frame_and_leave_out_what_is_none() -> None:
     frame = make_frames(2)[0]
     tags = dict(scalars(frame))
     assert {"quality/auc", "quality/ne_window", "speed/eps", "speed/eps_trainer_1", "wire/pull_bytes"} < set(tags)
+    assert "recovery/failures" not in tags
+    cluster = msgspec.structs.replace(frame, roles={"driver": "alive"}, queue_depth={"dense-0": 4})
+    assert dict(scalars(cluster))["recovery/failures"] == 0
+    assert dict(scalars(cluster))["queue/dense-0"] == 4
     assert "quality/auc" not in dict(scalars(msgspec.structs.replace(frame, auc=None)))
 
 

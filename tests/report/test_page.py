@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from fake_runs import make_frames, make_result, make_test
+from fake_runs import make_events, make_frames, make_result, make_test
 
 from shadowsync.errors import SaveError
 from shadowsync.metrics.scores import CurvePoint
 from shadowsync.report.page import flat, headlines, render_page, write_page
 from shadowsync.report.plots import Axis, Bar, Chart, Line, bar_chart, line_chart, spread
-from shadowsync.report.result import Wire
-from shadowsync.report.series import curve, steady
+from shadowsync.report.result import Throughput, Wire
+from shadowsync.report.series import curve, kept, steady
 
 
 class Page(HTMLParser):
@@ -51,8 +51,42 @@ def test_a_full_page_has_every_plot_and_every_number() -> None:
     assert len(html) < 300_000
 
 
+def test_a_run_on_a_cluster_has_a_timeline_and_its_events_in_words() -> None:
+    page = Page(render_page(make_result(3), make_frames(20, 3), make_events()))
+    assert page.tags.count("svg") == 8
+    assert "Who was at work" in page.text
+    assert "its process was killed by signal 9" in page.text
+    assert "on <another> node" in page.text
+    assert "another" not in page.tags
+    labels = [value or "" for _, name, value in page.attributes if name == "aria-label"]
+    assert any(label.startswith("Timeline of the roles. The state of each role") for label in labels)
+
+
+def test_a_run_in_one_process_has_no_timeline() -> None:
+    html = render_page(make_result(), make_frames())
+    assert "Timeline" not in html
+    assert "emulated" not in html.lower()
+
+
+def test_an_emulated_run_is_labelled_wherever_its_speed_is_told() -> None:
+    speed = Throughput(seconds=32.0, eps=40_000.0, elp=512, eps_per_trainer=(40_000.0,), emulated_step_ms=12.5)
+    page = Page(render_page(make_result(1, throughput=speed), make_frames(5, 1)))
+    assert "Training report: dlrm on completejourney (emulated)" in page.text
+    assert "every step was made to take 12.5 ms" in page.text
+    assert page.text.count("Emulated examples per second") == 2
+    assert "emulated examples/s (EPS)" in page.text
+    assert "\nExamples per second" not in page.text
+
+
+def test_a_learning_curve_does_not_run_backwards_after_everybody_went_back() -> None:
+    told = [10, 20, 30, 30, 25, 25, 35]
+    frames = [msgspec.structs.replace(frame, samples=at) for frame, at in zip(make_frames(7), told, strict=True)]
+    assert [frame.samples for frame in kept(frames)] == [10, 20, 25, 25, 35]
+    assert kept([]) == []
+
+
 def test_nothing_points_outside_the_page() -> None:
-    page = Page(render_page(make_result(), make_frames()))
+    page = Page(render_page(make_result(), make_frames(), make_events()))
     assert not {"script", "img", "iframe", "object", "embed"} & set(page.tags)
     for tag, name, value in page.attributes:
         if name in {"src", "href", "xlink:href", "action", "data"}:
@@ -60,7 +94,7 @@ def test_nothing_points_outside_the_page() -> None:
 
 
 def test_identifiers_are_unique_and_every_reference_meets_one() -> None:
-    page = Page(render_page(make_result(3), make_frames(20, 3)))
+    page = Page(render_page(make_result(3), make_frames(20, 3), make_events()))
     names = [value for _, name, value in page.attributes if name == "id"]
     assert len(names) == len(set(names))
     used = {value[1:] for _, name, value in page.attributes if name == "xlink:href" and value}
@@ -69,7 +103,7 @@ def test_identifiers_are_unique_and_every_reference_meets_one() -> None:
 
 
 def test_every_svg_is_well_formed_with_themed_colours_and_real_text() -> None:
-    html = render_page(make_result(test=make_test(best_auc=0.9)), make_frames())
+    html = render_page(make_result(test=make_test(best_auc=0.9)), make_frames(), make_events())
     for svg in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
         ElementTree.fromstring(svg.replace("<svg ", '<svg xmlns:xlink="x" ', 1))
         assert "<text" in svg

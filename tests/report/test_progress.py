@@ -10,6 +10,7 @@ from rich.console import Console
 from shadowsync.report.progress import Progress, final_table, progress_line
 from shadowsync.report.result import Data, Recovery, RecoverySeconds
 from shadowsync.report.summary import key_numbers
+from shadowsync.report.trainer_words import trainer_speeds
 
 
 def console(*, terminal: bool, width: int = 120) -> Console:
@@ -25,14 +26,55 @@ def test_the_line_holds_what_a_person_watches() -> None:
     frame = msgspec.structs.replace(
         make_frames(4)[1], eps=41_250.4, ne_window=0.61234, auc=0.90127, sync_gap=11.26, samples=500, total_samples=1000
     )
-    line = progress_line(frame, seconds_left=75, bar=False)
-    assert line == " 50 %  41,250 examples/s  NE 0.6123  AUC 0.9013  sync gap 11.3  1:15 left"
-    assert progress_line(frame, 75, bar=True).startswith("━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌  50 %")
+    frame = msgspec.structs.replace(frame, eps_per_trainer=(12_140.0, 850.0))
+    line = progress_line(frame, seconds_left=75, columns=None)
+    told = " 50 %  41,250 examples/s  NE 0.6123  AUC 0.9013  sync gap 11.3  1:15 left"
+    assert line == f"{told}  trainers 12.1k 850"
+    assert progress_line(frame, 75, columns=100).startswith("━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌  50 %")
+    assert progress_line(frame, 75, columns=80) == told
+
+
+def test_the_line_of_a_cluster_says_who_is_missing() -> None:
+    frame = msgspec.structs.replace(
+        make_frames(4)[1],
+        failures=2,
+        checkpointing=True,
+        roles={"trainer-10": "dead", "trainer-9": "restarting", "dense-0": "unreachable", "trainer-1": "saving"},
+        emulated_step_ms=20.0,
+    )
+    line = progress_line(frame, None, columns=None)
+    assert "emulated examples/s" in line
+    assert "saving  2 failures  trainer-9 restarting, trainer-10 dead and 1 more  — left" in line
+
+
+@pytest.mark.parametrize(
+    ("trainers", "room", "shown"),
+    [
+        (1, None, ""),
+        (3, None, "trainers 0 1.0k 2.0k"),
+        (8, None, "trainers 0 1.0k 2.0k 3.0k 4.0k 5.0k 6.0k 7.0k"),
+        (9, None, "9 trainers 0/4.0k/8.0k"),
+        (100, 200, "100 trainers 0/49.5k/99.0k"),
+        (9, 60, "trainers 0 1.0k 2.0k 3.0k 4.0k 5.0k 6.0k 7.0k 8.0k"),
+        (9, 30, "9 trainers 0/4.0k/8.0k"),
+        (9, 21, ""),
+        (3, -4, ""),
+    ],
+)
+def test_as_many_trainers_as_fit(trainers: int, room: int | None, shown: str) -> None:
+    assert trainer_speeds([1000.0 * rank for rank in range(trainers)], room) == shown
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120, 160, 300])
+@pytest.mark.parametrize("trainers", [2, 4, 30])
+def test_the_single_trainers_never_make_the_line_too_long(trainers: int, columns: int) -> None:
+    frame = make_frames(4, trainers)[1]
+    assert len(progress_line(frame, 75, columns)) <= max(columns, 80)
 
 
 def test_the_line_without_anything_defined() -> None:
     frame = msgspec.structs.replace(make_frames(1)[0], ne_window=None, auc=None, sync_gap=None, total_samples=0)
-    assert "NE —  AUC —  — left" in progress_line(frame, None, bar=False)
+    assert "NE —  AUC —  — left" in progress_line(frame, None, columns=80)
 
 
 def test_elsewhere_lines_come_every_ten_seconds_and_the_last_one_always() -> None:
@@ -44,7 +86,7 @@ def test_elsewhere_lines_come_every_ten_seconds_and_the_last_one_always() -> Non
             progress.show(frame)
     lines = printed(screen).splitlines()
     assert [line.split()[0] for line in lines] == ["4", "44", "84", "100"]
-    assert lines[-1].endswith("0:00 left")
+    assert "  0:00 left  trainers " in lines[-1]
 
 
 def test_the_last_line_is_not_printed_twice() -> None:
@@ -82,7 +124,7 @@ def test_time_left_follows_the_recent_speed() -> None:
     with Progress(screen, plain_every_s=0.0) as progress:
         for frame in frames:
             progress.show(frame)
-    assert [line.rsplit("  ", 1)[1] for line in printed(screen).splitlines()] == ["1:40 left", "0:09 left", "0:08 left"]
+    assert [line.split("  ")[-2] for line in printed(screen).splitlines()] == ["1:40 left", "0:09 left", "0:08 left"]
 
 
 def test_final_table() -> None:

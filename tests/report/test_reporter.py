@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 
 import pytest
-from fake_runs import make_frames, make_result
+from fake_runs import make_events, make_frames, make_result
 from rich.console import Console
 
 from shadowsync.errors import SaveError
@@ -12,6 +12,7 @@ from shadowsync.report.history import frames_until, read_frames
 from shadowsync.report.page import render_page
 from shadowsync.report.reporter import Outputs, Reporter
 from shadowsync.report.result import read_result
+from shadowsync.report.role_log import read_events
 
 
 def screen() -> Console:
@@ -41,6 +42,17 @@ def test_outputs_can_be_left_out(tmp_path: Path) -> None:
         reporter.show(make_frames(1)[0])
         reporter.finish(make_result())
     assert files(tmp_path) == ["metrics.jsonl", "result.json"]
+
+
+def test_events_of_roles_are_written_and_drawn(tmp_path: Path) -> None:
+    events = make_events()
+    with Reporter(tmp_path, screen(), Outputs(tensorboard=False), earlier_events=events[:5]) as reporter:
+        for event in events[5:]:
+            reporter.note(event)
+        reporter.finish(make_result())
+        reporter.note(events[0])
+    assert read_events(tmp_path) == events
+    assert (tmp_path / "report.html").read_text() == render_page(make_result(), [], events)
 
 
 def test_a_resumed_run_tells_one_story(tmp_path: Path) -> None:

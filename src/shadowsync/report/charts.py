@@ -8,7 +8,7 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.report import words
 from shadowsync.report.plots import Axis, Band, Bar, Chart, Line, Reference, bar_chart, calibration_chart, line_chart
 from shadowsync.report.result import Result
-from shadowsync.report.series import curve, steady
+from shadowsync.report.series import curve, kept, steady
 
 _NO_FRAMES = "The run ended before the first report; a smaller report.every_s gives a curve."
 _TRAINERS_DRAWN = 8
@@ -35,12 +35,13 @@ def three_digits(value: float) -> str:
 
 def quality_cards(result: Result, frames: Sequence[Frame]) -> list[Card]:
     """Learning curves and calibration."""
+    frames = kept(frames)
     return [_entropy_card(result, frames), _auc_card(result, frames), _calibration_card(result)]
 
 
 def speed_cards(result: Result, frames: Sequence[Frame]) -> list[Card]:
     """Examples per second, synchronisation and bytes."""
-    cards = [_speed_card(frames), _gap_card(frames)]
+    cards = [_speed_card(frames, emulated=result.throughput.emulated_step_ms is not None), _gap_card(frames)]
     if any(frame.replica_distance is not None for frame in frames):
         cards.append(_distance_card(frames))
     if result.wire is not None:
@@ -93,7 +94,7 @@ def _calibration_card(result: Result) -> Card:
     )
 
 
-def _speed_card(frames: Sequence[Frame]) -> Card:
+def _speed_card(frames: Sequence[Frame], *, emulated: bool) -> Card:
     frames = steady(frames)
     total = curve(frames, _seconds, lambda frame: frame.eps)
     trainers = _trainer_curves(frames)
@@ -106,7 +107,7 @@ def _speed_card(frames: Sequence[Frame]) -> Card:
     chart = Chart("speed", SECONDS, Axis("examples/s"), lines, band=band, from_zero=True)
     each = "The grey band is the range of the single trainers." if band is not None else ""
     return Card(
-        "Examples per second",
+        "Emulated examples per second" if emulated else "Examples per second",
         f"Samples trained per second, of the whole job and of each trainer. {each}".strip(),
         "flat, and the trainers alike; a dip means that something was waited for.",
         line_chart(chart) if total[0] else None,

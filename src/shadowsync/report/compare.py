@@ -15,7 +15,8 @@ from shadowsync.report.history import read_frames
 from shadowsync.report.page import flat, marked, render, write_page
 from shadowsync.report.plots import SERIES_COLOURS, Axis, Chart, Line, line_chart
 from shadowsync.report.result import Result, read_result
-from shadowsync.report.series import curve
+from shadowsync.report.role_log import read_events
+from shadowsync.report.series import curve, kept
 
 FILE_NAME = "comparison.html"
 _RUNS_ABREAST = 6
@@ -29,15 +30,24 @@ class Run:
     result: Result
     frames: Sequence[Frame]
 
+    @property
+    def label(self) -> str:
+        """The name, with a word where the speed is not that of a real machine."""
+        return f"{self.name} (emulated)" if self.result.throughput.emulated_step_ms is not None else self.name
+
 
 @dataclass(frozen=True)
 class Column:
-    """A measure of the comparison; `best` picks the best of several values, None where there is none."""
+    """A measure of the comparison; `best` picks the best of several values, None where there is none.
+
+    A `timed` one has no best among runs of which some are emulated: their speed is not that of a machine.
+    """
 
     name: str
     value: Callable[[Result], float | None]
     show: Callable[[float | None], str]
     best: Callable[[Sequence[float]], float] | None = None
+    timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ COLUMNS = (
     Column("test NE", lambda r: r.test.ne if r.test else None, words.decimal, min),
     Column("log loss", lambda r: r.test.logloss if r.test else None, words.decimal, min),
     Column("calibration", lambda r: r.test.calibration if r.test else None, lambda v: words.decimal(v, 3), None),
-    Column("examples/s", lambda r: r.throughput.eps, words.count, max),
+    Column("examples/s", lambda r: r.throughput.eps, words.count, max, timed=True),
     Column("ELP", lambda r: r.throughput.elp, words.count),
     Column("sync gap", lambda r: r.sync.average_gap if r.sync else None, lambda v: words.decimal(v, 1)),
     Column("trained", lambda r: r.data.trained_samples, words.count),
@@ -62,13 +72,13 @@ COLUMNS = (
 
 
 def remake_page(folder: Path) -> Path:
-    """Writes the `report.html` of the run in `folder` again, from its result.json and metrics.jsonl.
+    """Writes the `report.html` of the run in `folder` again, from its result.json, metrics.jsonl and events.jsonl.
 
     Raises:
         DataError: there is no result, or a file is broken.
         SaveError: the page cannot be written.
     """
-    return write_page(folder, read_result(folder), read_frames(folder))
+    return write_page(folder, read_result(folder), read_frames(folder), read_events(folder))
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -98,7 +108,7 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> Path:
 def render_comparison(runs: Sequence[Run]) -> str:
     """The page that compares the runs, as HTML."""
     cells = compare(runs)
-    rows = [{"name": run.name, "colour": i % SERIES_COLOURS, "cells": cells[i]} for i, run in enumerate(runs)]
+    rows = [{"name": run.label, "colour": i % SERIES_COLOURS, "cells": cells[i]} for i, run in enumerate(runs)]
     return render(
         "comparison.html.j2",
         introduction="Each run has one colour; the best value of a column, where there is a best, is set in bold.",
@@ -112,7 +122,11 @@ def render_comparison(runs: Sequence[Run]) -> str:
 def compare(runs: Sequence[Run]) -> list[list[Cell]]:
     """One row of cells per run, one cell per column."""
     values = [[column.value(run.result) for column in COLUMNS] for run in runs]
-    best = [_best(column, [row[i] for row in values]) for i, column in enumerate(COLUMNS)]
+    mixed = len({run.result.throughput.emulated_step_ms is None for run in runs}) > 1
+    best = [
+        None if column.timed and mixed else _best(column, [row[i] for row in values])
+        for i, column in enumerate(COLUMNS)
+    ]
     return [
         [
             Cell(column.show(value), value is not None and value == top)
@@ -138,7 +152,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def comparison_table(runs: Sequence[Run]) -> Table:
     """The comparison for the terminal: a column per run while a few fit beside each other, else a row per run."""
     rows = [[Text(cell.text, style="bold" if cell.best else "") for cell in cells] for cells in compare(runs)]
-    names, measures = [run.name for run in runs], [column.name for column in COLUMNS]
+    names, measures = [run.label for run in runs], [column.name for column in COLUMNS]
     if len(runs) > _RUNS_ABREAST:
         return _table("run", measures, names, rows)
     return _table("", names, measures, list(zip(*rows, strict=True)))
@@ -175,8 +189,8 @@ _OVERLAYS = (
 
 
 def _card(overlay: _Overlay, runs: Sequence[Run]) -> Card:
-    curves = [curve(run.frames, overlay.at, overlay.value) for run in runs]
-    lines = [Line(x, y, run.name, colour=i) for i, (run, (x, y)) in enumerate(zip(runs, curves, strict=True)) if x]
+    curves = [curve(kept(run.frames), overlay.at, overlay.value) for run in runs]
+    lines = [Line(x, y, run.label, colour=i) for i, (run, (x, y)) in enumerate(zip(runs, curves, strict=True)) if x]
     chart = Chart(overlay.title, overlay.x, overlay.y, lines)
     return Card(
         overlay.title,

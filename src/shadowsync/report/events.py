@@ -82,8 +82,12 @@ def scalars(frame: Frame) -> Iterator[tuple[str, float]]:
         "sync/count": frame.sync_count,
         "sync/gap": frame.sync_gap,
         "sync/replica_distance": frame.replica_distance,
+        "speed/emulated_step_ms": frame.emulated_step_ms,
+        "sync/staleness": frame.staleness,
         "recovery/saves": frame.saves,
+        "recovery/failures": frame.failures if frame.failures or frame.roles else None,
     }
     yield from ((tag, value) for tag, value in single.items() if value is not None)
     yield from ((f"speed/eps_trainer_{i}", eps) for i, eps in enumerate(frame.eps_per_trainer))
     yield from ((f"wire/{kind}_bytes", count) for kind, count in frame.wire_bytes.items())
+    yield from ((f"queue/{role}", depth) for role, depth in frame.queue_depth.items())

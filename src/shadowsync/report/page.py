@@ -10,11 +10,13 @@ import jinja2
 from markupsafe import Markup
 
 from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.roles import RoleEvent
 from shadowsync.report import words
 from shadowsync.report.charts import Card, quality_cards, speed_cards
 from shadowsync.report.files import write_atomically
 from shadowsync.report.result import Result
 from shadowsync.report.summary import key_numbers
+from shadowsync.report.timeline import make_timeline
 
 FILE_NAME = "report.html"
 
@@ -47,26 +49,30 @@ TERMS = (
 )
 
 
-def write_page(folder: Path, result: Result, frames: Sequence[Frame]) -> Path:
+def write_page(folder: Path, result: Result, frames: Sequence[Frame], events: Sequence[RoleEvent] = ()) -> Path:
     """Writes `folder/report.html`.
 
     Raises:
         SaveError: it cannot be written.
     """
     path = folder / FILE_NAME
-    write_atomically(path, render_page(result, frames).encode())
+    write_atomically(path, render_page(result, frames, events).encode())
     return path
 
 
-def render_page(result: Result, frames: Sequence[Frame]) -> str:
-    """The page of one run as HTML."""
+def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEvent] = ()) -> str:
+    """The page of one run as HTML; with a timeline if there are `events` of its roles."""
+    timeline = make_timeline(events, frames)
     return render(
         "page.html.j2",
-        title=_title(result.config),
+        title=_title(result),
         introduction=_introduction(result.config),
+        notice=_notice(result),
         headlines=headlines(result),
         quality_cards=marked(quality_cards(result, frames)),
         speed_cards=marked(speed_cards(result, frames)),
+        timeline=timeline,
+        timeline_cards=marked([] if timeline is None else [timeline.card]),
         key_numbers=key_numbers(result),
         terms=TERMS,
         configuration=list(flat(result.config)),
@@ -145,15 +151,29 @@ def _job_headlines(result: Result) -> list[Headline]:
     trainers = words.plural(len(speed.eps_per_trainer), "trainer")
     samples = words.count(result.data.trained_samples)
     done = f"{samples} samples in {words.duration(speed.seconds)}, by {trainers}."
-    found = [Headline("Examples per second", words.count(speed.eps), done)]
+    name = "Examples per second" if speed.emulated_step_ms is None else "Emulated examples per second"
+    found = [Headline(name, words.count(speed.eps), done)]
     if sync is not None and sync.average_gap is not None:
         gap = words.decimal(sync.average_gap, 1)
         found.append(Headline("Sync gap", gap, "Steps of a trainer between two synchronisations, on average."))
     return found
 
 
-def _title(config: Mapping[str, Any]) -> str:
-    return f"{_at(config, 'model', 'name', 'a model')} on {_at(config, 'data', 'name', 'data')}"
+def _title(result: Result) -> str:
+    config = result.config
+    emulated = "" if result.throughput.emulated_step_ms is None else " (emulated)"
+    return f"{_at(config, 'model', 'name', 'a model')} on {_at(config, 'data', 'name', 'data')}{emulated}"
+
+
+def _notice(result: Result) -> str | None:
+    """What must not be overlooked."""
+    step_ms = result.throughput.emulated_step_ms
+    if step_ms is None:
+        return None
+    return (
+        f"Emulated: every step was made to take {words.step_time(step_ms)} (train.emulate_step_ms). Speeds on this "
+        "page are those of the emulated machines, not of the one it ran on."
+    )
 
 
 def _introduction(config: Mapping[str, Any]) -> str:

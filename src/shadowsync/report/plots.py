@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from shadowsync.metrics.scores import CurvePoint
@@ -32,6 +33,15 @@ _STYLE: Any = {
     "path.simplify_threshold": 0.5,
     "text.parse_math": False,
     "font.size": _TEXT_POINTS,
+}
+_LEGEND: Any = {
+    "frameon": False,
+    "labelcolor": _MUTED,
+    "fontsize": _TEXT_POINTS - 1,
+    "handlelength": 1.4,
+    "handletextpad": 0.4,
+    "columnspacing": 1.1,
+    "borderpad": 0.0,
 }
 
 
@@ -160,6 +170,59 @@ def bar_chart(bars: Sequence[Bar], name: str, axis: Axis) -> str:
             axes.annotate(
                 axis.number(bar.value), (bar.value, place), (5, 0), textcoords="offset points", color=_INK, va="center"
             )
+        return _svg(figure, name)
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a state looks; told apart by height and pattern too, not by colour alone."""
+
+    label: str
+    colour: int
+    height: float = 0.7
+    hatch: str = ""
+
+    def style(self) -> dict[str, Any]:
+        """What matplotlib calls it."""
+        return {"facecolor": _series(self.colour), "edgecolor": _CARD, "hatch": self.hatch, "linewidth": 0}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a row, in the units of the axis."""
+
+    start: float
+    end: float
+    look: Look
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a timeline; `marks` are crosses upon it."""
+
+    label: str
+    stretches: Sequence[Stretch]
+    marks: Sequence[float] = ()
+
+
+def timeline_chart(rows: Sequence[Row], looks: Sequence[Look], name: str, axis: Axis) -> str:
+    """One row of stretches each, from the top, under a legend of those of the `looks` that occur."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _blank(axis, Axis(""))
+        figure.set_figheight(1.1 + 0.27 * len(rows))
+        for place, row in enumerate(rows):
+            for part in row.stretches:
+                bar = [(part.start, part.end - part.start)], (place - part.look.height / 2, part.look.height)
+                axes.broken_barh(*bar, zorder=2, **part.look.style())
+            axes.plot(row.marks, [place] * len(row.marks), "x", color=_INK, markersize=6, markeredgewidth=1.6, zorder=3)
+        axes.set_yticks(range(len(rows)), [row.label for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, max((part.end for row in rows for part in row.stretches), default=0.0) or 1.0)
+        axes.yaxis.grid(visible=False)
+        seen = {part.look for row in rows for part in row.stretches}
+        keys = [Patch(label=look.label, **look.style()) for look in looks if look in seen]
+        if keys:
+            figure.legend(handles=keys, loc="outside upper left", ncols=len(keys), **_LEGEND)
         return _svg(figure, name)
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from rich.console import Console
@@ -14,11 +14,13 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.report import words
 from shadowsync.report.result import Result
 from shadowsync.report.summary import key_numbers
+from shadowsync.report.trainer_words import roles_in_trouble, trainer_speeds
 
 _PLAIN_EVERY_S = 10.0
 _SPEED_FRAMES = 10
 _BAR_CELLS = 20
 _BAR_NEEDS_COLUMNS = 100
+_GAP = "  "
 
 
 class Progress:
@@ -62,8 +64,8 @@ class Progress:
         self._printed_at, self._printed = self._clock(), frame
 
     def _line(self, frame: Frame) -> str:
-        room = self._live is not None and self._console.width >= _BAR_NEEDS_COLUMNS
-        return progress_line(frame, _seconds_left(self._recent), bar=room)
+        columns = None if self._live is None else self._console.width
+        return progress_line(frame, _seconds_left(self._recent), columns)
 
 
 def _seconds_left(recent: "deque[Frame]") -> float | None:
@@ -77,20 +79,34 @@ def _seconds_left(recent: "deque[Frame]") -> float | None:
     return max(0, last.total_samples - last.samples) * seconds / samples
 
 
-def progress_line(frame: Frame, seconds_left: float | None, *, bar: bool) -> str:
-    """The line of one frame: share done, examples/s, window NE, AUC so far, sync gap, time left."""
+def progress_line(frame: Frame, seconds_left: float | None, columns: int | None) -> str:
+    """The line of one frame: share done, examples/s, window NE, AUC so far, sync gap, trouble, time left, trainers.
+
+    `columns`: the width of the terminal, which decides whether there are a bar and the single trainers; None for a
+    line of any length, without a bar.
+    """
     share = min(1.0, frame.samples / frame.total_samples) if frame.total_samples else 0.0
     full = round(share * _BAR_CELLS)
-    parts = [
-        ("━" * full + "╌" * (_BAR_CELLS - full) + " " if bar else "") + f"{100 * share:3.0f} %",
-        f"{words.count(frame.eps)} examples/s",
-        f"NE {words.decimal(frame.ne_window)}",
-        f"AUC {words.decimal(frame.auc)}",
-    ]
+    bar = columns is not None and columns >= _BAR_NEEDS_COLUMNS
+    drawn = "━" * full + "╌" * (_BAR_CELLS - full) + " " if bar else ""
+    line = _GAP.join([f"{drawn}{100 * share:3.0f} %", *_figures(frame), f"{words.clock(seconds_left)} left"])
+    trainers = trainer_speeds(frame.eps_per_trainer, None if columns is None else columns - len(line) - len(_GAP))
+    return f"{line}{_GAP}{trainers}" if trainers else line
+
+
+def _figures(frame: Frame) -> Iterator[str]:
+    emulated = "emulated " if frame.emulated_step_ms is not None else ""
+    yield f"{words.count(frame.eps)} {emulated}examples/s"
+    yield f"NE {words.decimal(frame.ne_window)}"
+    yield f"AUC {words.decimal(frame.auc)}"
     if frame.sync_gap is not None:
-        parts.append(f"sync gap {words.decimal(frame.sync_gap, 1)}")
-    parts.append(f"{words.clock(seconds_left)} left")
-    return "  ".join(parts)
+        yield f"sync gap {words.decimal(frame.sync_gap, 1)}"
+    if frame.checkpointing:
+        yield "saving"
+    if frame.failures:
+        yield words.plural(frame.failures, "failure")
+    if troubled := roles_in_trouble(frame.roles):
+        yield troubled
 
 
 def final_table(result: Result) -> Table:

@@ -60,13 +60,18 @@ class Train(_Section, frozen=True):
 
 
 class Throughput(_Section, frozen=True):
-    """Speed; `seconds` from the first to the last trained batch, `startup_seconds` before that."""
+    """Speed; `seconds` from the first to the last trained batch, `startup_seconds` before that.
+
+    `emulated_step_ms` is there only if steps were made to take that long: the speed is then that of an emulated
+    machine.
+    """
 
     seconds: float
     eps: float
     elp: int
     eps_per_trainer: tuple[float, ...]
     startup_seconds: float | None = None
+    emulated_step_ms: float | None = None
 
 
 class Sync(_Section, frozen=True):

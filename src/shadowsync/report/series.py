@@ -32,6 +32,15 @@ def _mean(run: list[tuple[float, float]]) -> tuple[float, float]:
     return run[-1][0], statistics.fmean(value for _, value in run)
 
 
+def kept(frames: Sequence[Frame]) -> list[Frame]:
+    """The frames without those of training that was lost, after which the job went back to fewer samples."""
+    found: list[Frame] = []
+    for frame in reversed(frames):
+        if not found or frame.samples <= found[-1].samples:
+            found.append(frame)
+    return found[::-1]
+
+
 def steady(frames: Sequence[Frame]) -> list[Frame]:
     """The frames without those of unusually short intervals (the last, mostly), whose rates are noise."""
     starts = [0.0, *(frame.seconds for frame in frames)]

@@ -39,11 +39,15 @@ def _quality(result: Result) -> list[KeyNumber]:
 
 def _speed(result: Result) -> list[KeyNumber]:
     speed = result.throughput
+    eps = "emulated examples/s (EPS)" if speed.emulated_step_ms is not None else "examples/s (EPS)"
     rows = [
-        KeyNumber("examples/s (EPS)", words.count(speed.eps), "first to last batch, start-up left out"),
+        KeyNumber(eps, words.count(speed.eps), "first to last batch, start-up left out"),
         KeyNumber("ELP", words.count(speed.elp), "batch size × workers × trainers"),
         KeyNumber("training time", words.duration(speed.seconds), "first to last batch"),
     ]
+    if speed.emulated_step_ms is not None:
+        step = words.step_time(speed.emulated_step_ms)
+        rows.append(KeyNumber("emulated step", step, "speeds are those of emulated machines"))
     if speed.startup_seconds is not None:
         rows.append(KeyNumber("start-up", words.duration(speed.startup_seconds), "before the first batch"))
     return rows

@@ -52,6 +52,19 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def step_time(milliseconds: float) -> str:
+    """`20 ms`, `0.5 ms`."""
+    return f"{milliseconds:g} ms"
+
+
+def brief(value: float) -> str:
+    """`850`, `12.1k`, `1.2M`: where many figures share a line."""
+    for limit, unit in ((999_950, "M"), (999.5, "k")):
+        if value >= limit:
+            return f"{value / (1e6 if unit == 'M' else 1e3):.1f}{unit}"
+    return f"{value:.0f}"
+
+
 def clock(seconds: float | None) -> str:
     """`0:45`, `12:03`, `2:07:30`: for a line that changes every second."""
     if seconds is None or _undefined(seconds):

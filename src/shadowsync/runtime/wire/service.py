@@ -112,4 +112,5 @@ def perform(service: Service, request: Request) -> Reply:
         raise
     except Exception as error:
         _LOG.exception("method %s failed", request.method)
-        raise RunError(f"{request.method} failed with {type(error).__name__}: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise RunError(f"{request.method} failed with {type(error).__name__}: {reason}") from error

@@ -1,0 +1,168 @@
+"""A service behind a socket: one thread receives, a pool of threads answers."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+from shadowsync.errors import RunError, ShadowSyncError
+from shadowsync.runtime.wire.clients import Limits
+from shadowsync.runtime.wire.errors import Fault
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.ledger import Frames
+from shadowsync.runtime.wire.loop import Loop
+from shadowsync.runtime.wire.messages import Done, Failed, encode
+from shadowsync.runtime.wire.packing import Cargo
+from shadowsync.runtime.wire.reception import Job, Reception, ServerCounts
+from shadowsync.runtime.wire.service import Request, Service, perform
+from shadowsync.runtime.wire.sockets import ServerSocket
+
+_LOG = logging.getLogger(__name__)
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a service is served.
+
+    Attributes:
+        host: address of this machine that the others reach it by.
+        port: 0 takes a free one.
+        threads: that answer; with more of them methods that wait hold up the others less.
+        max_message_bytes: longest frame that is received or sent.
+        max_waiting: requests that wait for a thread; at that many no more are read until half of them are gone.
+        link_timeout_s: silence of the network after which a connection counts as broken; its client makes a new one.
+        tick_s: how often silent clients are looked for.
+        limits: of what is kept for clients.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    threads: int = 4
+    max_message_bytes: int = 1 << 30
+    max_waiting: int = 1024
+    link_timeout_s: float = 10.0
+    tick_s: float = 1.0
+    limits: Limits = field(default_factory=Limits)
+
+
+class WireServer:
+    """Serves one service from `start` to `close`, to clients that have the job's keys."""
+
+    def __init__(self, service: Service, keys: JobKeys, options: ServerOptions | None = None) -> None:
+        self.address = ""
+        self._service = service
+        self._keys = keys
+        self._options = options or ServerOptions()
+        self._reception = Reception(self._options.limits)
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._full = False
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def counts(self) -> ServerCounts:
+        """What it has seen so far."""
+        return self._reception.counts
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests that wait for a thread."""
+        return self._jobs.qsize()
+
+    @property
+    def clients(self) -> list[str]:
+        """Those that it knows."""
+        return self._reception.clients
+
+    def start(self) -> None:
+        """Opens the address and starts to answer.
+
+        Raises:
+            RunError: the address cannot be had.
+        """
+        options = self._options
+        self._loop = Loop("wire-server", self._tick, options.tick_s)
+        self._socket = ServerSocket(self._keys, options.max_message_bytes, options.link_timeout_s, self._wake)
+        try:
+            self.address = self._socket.bind(options.host, options.port)
+        except RunError:
+            self._loop.close()
+            raise
+        self._socket.watch(self._loop, self._receive, self._reception.refused)
+        self._loop.start()
+        for index in range(options.threads):
+            self._threads.append(threading.Thread(target=self._work, name=f"wire-worker-{index}", daemon=True))
+            self._threads[-1].start()
+
+    def close(self) -> None:
+        """Stops answering and frees what the service keeps for clients; waits for methods under way, up to 5 s each."""
+        if not self._threads:
+            return
+        self._loop.close()
+        self._free(self._reception.clients)
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+        self._threads.clear()
+        self._socket.close()
+
+    def _wake(self) -> None:
+        self._loop.post(self._receive)
+
+    def _receive(self) -> None:
+        if self.queue_depth >= self._options.max_waiting:
+            self._full = True  # a worker calls again
+            return
+        now_s = time.monotonic()
+        for frames in self._socket.receive():
+            route = frames[0].bytes
+            step = self._reception.take(route, frames[1:], now_s)
+            if step.job is not None:
+                self._jobs.put(partial(self._run, step.job))
+            if step.answer is not None:
+                self._socket.send([route, *step.answer])
+            if step.gone is not None:
+                self._free([step.gone])
+
+    def _tick(self) -> None:
+        self._free(self._reception.forget_silent(time.monotonic()))
+
+    def _free(self, clients: Iterable[str]) -> None:
+        for client in clients:
+            self._jobs.put(partial(self._service.client_gone, client))
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._full and self.queue_depth <= self._options.max_waiting // 2:
+                self._full = False
+                self._wake()
+            try:
+                job()
+            except Exception:
+                _LOG.exception("a thread of the wire goes on after an error")
+
+    def _run(self, job: Job) -> None:
+        method = self._service.methods.get(job.call.method)
+        reply = self._reply(job)
+        route, gone = self._reception.finish(job, reply, keep=method is not None and method.once)
+        self._socket.send([route, *reply])
+        if gone:
+            self._service.client_gone(job.record.client)
+
+    def _reply(self, job: Job) -> Frames:
+        call = job.call
+        request = Request(call.method, call.meta, job.tensors, job.record.client)
+        try:
+            reply = perform(self._service, request)
+            cargo = Cargo.of(reply.meta, reply.tensors, self._options.max_message_bytes)
+            return [encode(Done(call.number, cargo.meta, cargo.specs)), *cargo.frames]
+        except ShadowSyncError as error:
+            fault = Fault.of(error)
+        except Exception as error:  # a reply that cannot be written down
+            _LOG.exception("the reply of method %s failed", call.method)
+            fault = Fault.of(RunError(f"the reply of {call.method} failed with {type(error).__name__}: {error}"))
+        return [encode(Failed(call.number, fault))]

@@ -1,0 +1,303 @@
+"""ZeroMQ sockets as the wire uses them: CURVE, quick notice of a dead link, senders in any thread."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, TypeAlias
+
+from shadowsync.errors import MissingExtra, RunError
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.loop import Loop
+
+try:
+    import zmq
+    from zmq.utils import z85
+    from zmq.utils.monitor import recv_monitor_message
+except ModuleNotFoundError as error:
+    raise MissingExtra("pyzmq", "ray") from error
+
+_ZAP = "inproc://zeromq.zap.01"
+_ZAP_FRAMES = 7
+
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_BATCH = 64
+# plain numbers: arithmetic with zmq's enumerations takes as long as the rest of a call
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_POLLIN = int(zmq.POLLIN)
+_RECEIVED = 64
+"""Messages of one client that wait inside ZeroMQ; beyond them its network connection is held up."""
+
+
+def new_context() -> Context:
+    """A context of its own, with one thread of ZeroMQ's."""
+    return zmq.Context()
+
+
+def tune(socket: Socket, max_message_bytes: int, link_timeout_s: float) -> None:
+    """Options that both ends share.
+
+    A dead link is noticed by TCP itself, not by ZMTP's heart-beats: those wait behind the message that is under way,
+    so that a long one on a slow link would look like a dead peer.
+    """
+    socket.linger = 0
+    socket.maxmsgsize = max_message_bytes
+    socket.sndhwm = 0  # what is open is bounded by the window of numbers
+    socket.handshake_ivl = 5_000
+    socket.setsockopt(zmq.TCP_MAXRT, int(link_timeout_s * 1000))
+    probe_s = max(1, int(link_timeout_s / 4))
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = probe_s
+    socket.tcp_keepalive_intvl = probe_s
+    socket.tcp_keepalive_cnt = 3
+
+
+def _readable(socket: Socket) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
+
+class SharedSocket:
+    """A socket on which any thread sends and one receives.
+
+    The file behind a ZeroMQ socket only says that something changed, and a sender may be the one who hears it: then
+    it passes the word on, through `wake`.
+    """
+
+    def __init__(self, socket: Socket, wake: Callable[[], None]) -> None:
+        self._socket = socket
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def file(self) -> int:
+        """What to watch for reading."""
+        return int(self._socket.fd)
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Sends one message; once closed it is dropped, as by a network."""
+        with self._lock:
+            if self._closed:
+                return
+            for frame in frames[:-1]:
+                self._socket.send(frame, _MORE, copy=False)
+            self._socket.send(frames[-1], _NOBLOCK, copy=False)
+            waiting = _readable(self._socket)
+        if waiting:
+            self._wake()
+
+    def receive(self) -> list[list[zmq.Frame]]:
+        """Messages that are there; if that were many there may be more, and `wake` was called."""
+        messages: list[list[zmq.Frame]] = []
+        with self._lock:
+            while not self._closed and _readable(self._socket):
+                if len(messages) == _BATCH:
+                    self._wake()
+                    break
+                messages.append(self._receive_one())
+        return messages
+
+    def _receive_one(self) -> list[zmq.Frame]:
+        frames = [self._socket.recv(_NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frames.append(self._socket.recv(_NOBLOCK, copy=False))
+        return frames
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes it; what was sent and has not left goes on leaving for so long."""
+        with self._lock:
+            self._closed = True
+            self._socket.close(linger_ms)
+
+
+class Monitor:
+    """Hears what happens to a socket's connections."""
+
+    def __init__(self, socket: Socket, events: int) -> None:
+        self._watched = socket
+        self._socket = socket.get_monitor_socket(events)
+
+    @property
+    def file(self) -> int:
+        """What to watch for reading."""
+        return int(self._socket.fd)
+
+    def events(self) -> list[int]:
+        """What has happened since the last time, as `zmq.EVENT_…`."""
+        found = []
+        while _readable(self._socket):
+            found.append(int(recv_monitor_message(self._socket)["event"]))
+        return found
+
+    def close(self) -> None:
+        """Closes it; before the socket that it watches."""
+        self._watched.disable_monitor()
+        self._socket.close(0)
+
+
+class Door:
+    """Lets connections with the job's client key into a context's sockets, and no others (ZeroMQ's protocol ZAP)."""
+
+    def __init__(self, context: Context, keys: JobKeys) -> None:
+        self._key = z85.decode(keys.client_public)
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind(_ZAP)
+
+    @property
+    def file(self) -> int:
+        """What to watch for reading."""
+        return int(self._socket.fd)
+
+    def answer(self) -> None:
+        """Answers whoever stands at the door."""
+        while _readable(self._socket):
+            self._socket.send_multipart(self._verdict(self._socket.recv_multipart()))
+
+    def _verdict(self, request: list[bytes]) -> list[bytes]:
+        known = len(request) == _ZAP_FRAMES and request[5] == b"CURVE" and request[6] == self._key
+        status, text = (b"200", b"") if known else (b"400", b"not a key of this job")
+        return [*request[:2], status, text, b"job" if known else b"", b""]
+
+    def close(self) -> None:
+        """Closes it."""
+        self._socket.close(0)
+
+
+class ServerSocket:
+    """A ROUTER with the job's server key in a context of its own, and a door that lets in only the client key."""
+
+    def __init__(self, keys: JobKeys, max_message_bytes: int, link_timeout_s: float, wake: Callable[[], None]) -> None:
+        self._context = new_context()
+        self._door = Door(self._context, keys)
+        self._socket = self._context.socket(zmq.ROUTER)
+        tune(self._socket, max_message_bytes, link_timeout_s)
+        self._socket.rcvhwm = _RECEIVED
+        self._socket.curve_server = True
+        self._socket.curve_publickey = keys.server_public.encode()
+        self._socket.curve_secretkey = keys.server_secret.encode()
+        self._monitor = Monitor(self._socket, _REFUSED)
+        self._shared = SharedSocket(self._socket, wake)
+        self.send = self._shared.send
+        self.receive = self._shared.receive
+
+    def bind(self, host: str, port: int) -> str:
+        """Opens the address and returns it with the port that it got; on an error everything is closed.
+
+        Raises:
+            RunError: it cannot be had.
+        """
+        place = f"[{host}]" if ":" in host else host
+        self._socket.ipv6 = ":" in host
+        try:
+            self._socket.bind(f"tcp://{place}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise RunError(f"nothing can be served at {place}:{port}: {error}") from error
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return f"tcp://{place}:{endpoint.decode().rpartition(':')[2]}"
+
+    def watch(self, loop: Loop, receive: Callable[[], None], refused: Callable[[int], None]) -> None:
+        """Lets a loop that has not started wait for it.
+
+        Args:
+            loop: the thread.
+            receive: to run when there may be messages.
+            refused: told the number of connections that were turned away.
+        """
+        loop.watch(self._door.file, self._door.answer)
+        loop.watch(self._monitor.file, lambda: refused(len(self._monitor.events())))
+        loop.watch(self._shared.file, receive)
+
+    def close(self) -> None:
+        """Closes everything; replies that have not left are lost."""
+        self._monitor.close()
+        self._shared.close()
+        self._door.close()
+        self._context.term()
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a client's socket needs to know.
+
+    Attributes:
+        keys: of the job.
+        max_message_bytes: longest frame that is received.
+        link_timeout_s: silence of the network after which a connection counts as broken.
+    """
+
+    keys: JobKeys
+    max_message_bytes: int
+    link_timeout_s: float
+
+
+class LinkNews(Enum):
+    """What a connection's end learns of its link."""
+
+    BROKEN = auto()
+    """The connection stood and is lost: what was under way on it may or may not have arrived."""
+    REFUSED = auto()
+    """The other end does not let these keys in."""
+
+
+class ClientSocket:
+    """A DEALER with the job's client key, for one network connection; made and closed by the loop's thread.
+
+    As long as the connection has not stood, ZeroMQ goes on trying; once it has broken, the socket is of no more use:
+    nobody could say which of the messages in it have left.
+    """
+
+    def __init__(self, context: Context, address: str, line: Line, wake: Callable[[], None]) -> None:
+        socket = context.socket(zmq.DEALER)
+        tune(socket, line.max_message_bytes, line.link_timeout_s)
+        socket.rcvhwm = 0
+        socket.ipv6 = "[" in address
+        socket.connect_timeout = 2_000  # a lost first packet would otherwise be repeated at growing intervals
+        socket.reconnect_ivl = 100
+        socket.reconnect_ivl_max = 1_000
+        socket.curve_serverkey = line.keys.server_public.encode()
+        socket.curve_publickey = line.keys.client_public.encode()
+        socket.curve_secretkey = line.keys.client_secret.encode()
+        self._monitor = Monitor(socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED)
+        self._shared = SharedSocket(socket, wake)
+        self._stood = False
+        self.send = self._shared.send
+        self.receive = self._shared.receive
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            self._close(0)
+            raise RunError(f"there can be no peer at {address}: {error}") from error
+
+    def watch(self, loop: Loop, receive: Callable[[], None], news: Callable[[LinkNews], None]) -> None:
+        """Lets the loop wait for messages and for news; called in the loop."""
+        loop.watch(self._monitor.file, lambda: self._tell(news))
+        loop.watch(self._shared.file, receive)
+
+    def _tell(self, news: Callable[[LinkNews], None]) -> None:
+        found = set()
+        for event in self._monitor.events():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stood = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                found.add(LinkNews.REFUSED)
+            elif event == zmq.EVENT_DISCONNECTED and self._stood:
+                found.add(LinkNews.BROKEN)
+        for item in found:  # last, because the listener may close this socket
+            news(item)
+
+    def close(self, loop: Loop, linger_ms: int = 0) -> None:
+        """Closes it, called in the loop; what was sent may go on leaving for so long."""
+        loop.unwatch(self._monitor.file)
+        loop.unwatch(self._shared.file)
+        self._close(linger_ms)
+
+    def _close(self, linger_ms: int) -> None:
+        self._monitor.close()
+        self._shared.close(linger_ms)

@@ -1,0 +1,105 @@
+"""Tensors as raw frames: nothing is copied on the way out or in."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shadowsync.errors import RunError
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+"""Types that may cross; a type is named by its position, so the order is part of the protocol."""
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_SIZES = tuple(dtype.itemsize for dtype in DTYPES)
+_ELEMENTS = 1 << 48
+"""Bound of a shape's product with zeros taken as ones: beyond it the strides of an empty tensor could overflow."""
+
+
+MAX_DIMS = 16
+"""Most dimensions of a tensor that may cross."""
+
+
+class Spec(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor's type, as its position in `DTYPES`, and its shape."""
+
+    dtype: int
+    shape: tuple[int, ...]
+
+
+class Misfit(ValueError):
+    """A frame is not the tensor that its header announces."""
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    """What the header says of a tensor.
+
+    Raises:
+        RunError: a type that cannot cross, or too many dimensions.
+    """
+    code = _CODES.get(tensor.dtype)
+    if code is None or tensor.dim() > MAX_DIMS:
+        raise RunError(f"a tensor of {tensor.dtype} with {tensor.dim()} dimensions cannot cross the wire")
+    return Spec(code, tuple(tensor.shape))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's memory; of a copy if it is not contiguous or not on the CPU."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    # through uint8, because numpy does not know bfloat16; memoryview wants a length, also of nothing
+    return flat.cpu().view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def tensor_of(frame: Any, spec: Spec) -> Tensor:
+    """The tensor in a received frame (any writable buffer), which it keeps alive and does not copy.
+
+    Raises:
+        Misfit: type, shape and length do not fit each other; nothing was allocated.
+    """
+    length = _checked_bytes(spec)
+    size = memoryview(frame).nbytes
+    if length != size:
+        raise Misfit(f"a frame of {size} bytes came for a tensor of {length}")
+    dtype = DTYPES[spec.dtype]
+    if not size:
+        return torch.empty(spec.shape, dtype=dtype)
+    flat = torch.frombuffer(frame, dtype=dtype)
+    if flat.data_ptr() % dtype.itemsize:  # possible for short frames, which lie inside a longer buffer
+        flat = flat.clone()
+    return flat.view(spec.shape)
+
+
+def _checked_bytes(spec: Spec) -> int:
+    if not 0 <= spec.dtype < len(DTYPES):
+        raise Misfit(f"type {spec.dtype} is unknown")
+    if (
+        len(spec.shape) > MAX_DIMS
+        or min(spec.shape, default=0) < 0
+        or math.prod(max(size, 1) for size in spec.shape) > _ELEMENTS
+    ):
+        raise Misfit(f"{spec.shape} is no shape")
+    return math.prod(spec.shape) * _SIZES[spec.dtype]
+
+
+def tensors_of(frames: Sequence[Any], specs: Sequence[Spec]) -> tuple[Tensor, ...]:
+    """The tensors of a message.
+
+    Raises:
+        Misfit: as `tensor_of`, or another number of frames than announced.
+    """
+    if len(frames) != len(specs):
+        raise Misfit(f"{len(frames)} frames came for {len(specs)} tensors")
+    return tuple(map(tensor_of, frames, specs))

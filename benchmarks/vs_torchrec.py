@@ -1,0 +1,223 @@
+"""Two hosts of one core each against TorchRec's distributed trainer, over links of 10 Gbit/s, 1 Gbit/s and 100 Mbit/s.
+
+    python benchmarks/vs_torchrec.py --out FOLDER --torchrec .venv-torchrec/bin/python [--rounds 3] [--rates 1gbit …]
+    python benchmarks/vs_torchrec.py --out FOLDER --report      prints the tables of what has been run so far
+
+Speed: the DLRM 13-512-256-64-16 / 512-256-1 with 26 tables of 200,000 × 16, Zipf ids, batch 1,024 per host, rows made
+once and repeated from memory. Quality: the demo, once through, at the same sizes, batch, optimizers and learning rates.
+Variants take turns, each run in a testbed of its own (see `testbed.py`); a finished run is one line of
+FOLDER/runs.jsonl, and the script goes on where it stopped. `torchrec_trainer.py` says how TorchRec is installed and
+what is done to make it fast; here it runs as it comes, in fp32, and as fast as we could make it, with the dense part
+in bf16 and all traffic in bf16. Root rights are needed.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from machine import describe, ratios, table
+from testbed import Testbed
+
+HERE = Path(__file__).parent
+RATES = ("10gbit", "1gbit", "100mbit")
+TASKS: Mapping[str, tuple[str, ...]] = {
+    "speed": ("data.name=synthetic", "data.table_rows=200000", "data.test_rows=0", "data.repeat_blocks=16"),
+    "demo": ("data.name=completejourney",),
+}
+BF16_WIRE = ("compression.pull=bf16", "compression.push=bf16", "compression.dense=bf16")
+OURS: Mapping[str, tuple[str, ...]] = {
+    "shadowsync, fp32": ("train.precision=fp32",),
+    "shadowsync, bf16": ("train.precision=bf16", *BF16_WIRE),
+}
+THEIRS: Mapping[str, tuple[str, ...]] = {
+    "TorchRec, fp32": ("train.precision=fp32",),
+    "TorchRec, bf16": ("--wire=bf16", "train.precision=bf16"),
+}
+PROBE_ROWS = 60_000
+TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    task: str
+    rate: str
+    variant: str
+    round: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all runs share.
+
+    Attributes:
+        torchrec: the Python in which TorchRec is installed.
+        cluster: overrides of our runs: how roles are spread.
+        seconds: about how long a run for speed trains.
+    """
+
+    torchrec: str
+    cluster: tuple[str, ...]
+    seconds: float
+
+
+def grid(arguments: argparse.Namespace) -> Iterator[Cell]:
+    """All runs, the variants in turn."""
+    for number, rate, variant in itertools.product(range(arguments.rounds), arguments.rates, arguments.variants):
+        yield Cell("speed", rate, variant, number)
+    for number, variant in itertools.product(range(arguments.demo_rounds), arguments.variants):
+        yield Cell("demo", arguments.demo_rate, variant, number)
+
+
+def measure(cell: Cell, setup: Setup, speeds: dict[tuple[str, str], float]) -> dict[str, Any]:
+    """Runs a cell.
+
+    Args:
+        cell: which.
+        setup: how.
+        speeds: of each rate and variant so far; the first run of each is a short one that finds it.
+
+    Returns:
+        At least `eps`, `samples`, `auc` and `ne`.
+    """
+    common = [*TASKS[cell.task], "train.batch_size=1024", f"train.seed={cell.round}"]
+    train = _train_theirs if cell.variant in THEIRS else _train_ours
+    if cell.task == "demo":
+        return train(cell, setup, common)
+    key = (cell.rate, cell.variant)
+    if key not in speeds:
+        speeds[key] = train(cell, setup, [*common, f"data.rows={PROBE_ROWS}"])["eps"]
+    found = train(cell, setup, [*common, f"data.rows={int(max(PROBE_ROWS, speeds[key] * setup.seconds))}"])
+    speeds[key] = found["eps"]
+    return found
+
+
+def _train_theirs(cell: Cell, setup: Setup, overrides: Sequence[str]) -> dict[str, Any]:
+    with Testbed(hosts=2, rate=cell.rate, cores=1) as testbed:
+        processes = []
+        for rank in (0, 1):
+            place = ["--rank", str(rank), "--world", "2", "--master", testbed.hosts[0].address]
+            command = [setup.torchrec, str(HERE / "torchrec_trainer.py"), *place, *THEIRS[cell.variant], *overrides]
+            network = {"GLOO_SOCKET_IFNAME": "eth0"}
+            processes.append(testbed.run(rank, command, env=network, stdout=subprocess.PIPE, text=True))
+        printed, _ = processes[0].communicate(timeout=TIMEOUT_S)
+        processes[1].communicate(timeout=60.0)
+    if not printed.strip():
+        sys.exit(f"{cell}: TorchRec printed no result")
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return found
+
+
+def _train_ours(cell: Cell, setup: Setup, overrides: Sequence[str]) -> dict[str, Any]:
+    cluster = ["cluster.runtime=ray", "cluster.address=auto", "train.trainers=2", *setup.cluster]
+    with tempfile.TemporaryDirectory() as folder, Testbed(hosts=2, rate=cell.rate, cores=1) as testbed:
+        for host in (0, 1):
+            testbed.ray_start(host, head=host == 0)
+        out = Path(folder) / "run"
+        command = [sys.executable, "-c", "from shadowsync.cli import main; main()", "train", "--out", str(out)]
+        testbed.output(0, [*command, *cluster, *OURS[cell.variant], *overrides], timeout_s=TIMEOUT_S)
+        result = json.loads((out / "result.json").read_text())
+    test = result.get("test") or {}
+    return {
+        "eps": result["throughput"]["eps"],
+        "samples": result["data"]["trained_samples"],
+        "seconds": result["throughput"]["seconds"],
+        "auc": test.get("auc"),
+        "ne": test.get("ne"),
+        "wire": result.get("wire"),
+    }
+
+
+def run_all(cells: Sequence[Cell], setup: Setup, path: Path) -> list[dict[str, Any]]:
+    """Runs what is not in the file yet, and returns everything that is."""
+    rows = read(path)
+    done = {Cell(row["task"], row["rate"], row["variant"], row["round"]) for row in rows}
+    speeds = {(row["rate"], row["variant"]): row["eps"] for row in rows if row["task"] == "speed"}
+    for cell in cells:
+        if cell in done:
+            continue
+        rows.append(asdict(cell) | measure(cell, setup, speeds))
+        print(rows[-1], file=sys.stderr, flush=True)
+        with path.open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The runs so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def speed_table(rows: Sequence[dict[str, Any]], rate: str) -> str:
+    """Medians and ratios at a rate, over the rounds that every variant has been through."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row["task"] == "speed" and row["rate"] == rate:
+            found.setdefault(row["variant"], {})[row["round"]] = row["eps"]
+    rounds = sorted(set.intersection(*(set(of) for of in found.values()))) if found else []
+    if not rounds:
+        return "no round is complete"
+    samples = {
+        variant: [found[variant][number] for number in rounds] for variant in (*OURS, *THEIRS) if variant in found
+    }
+    bases = [base for base in THEIRS if base in samples]
+    lines = [
+        (variant, *_summary(eps), *(f"{ratios(samples, base)[variant]:.2f}" for base in bases))
+        for variant, eps in samples.items()
+    ]
+    head = [f"{rate}, {len(rounds)} rounds", "examples/s", "least", "most", *(f"over {base}" for base in bases)]
+    return table(head, lines)
+
+
+def _summary(values: Sequence[float]) -> tuple[str, str, str]:
+    return f"{statistics.median(values):,.0f}", f"{min(values):,.0f}", f"{max(values):,.0f}"
+
+
+def quality_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The demo's test set, means over the rounds, each of a seed of its own."""
+    lines = []
+    for variant in (*OURS, *THEIRS):
+        found = [row for row in rows if row["task"] == "demo" and row["variant"] == variant]
+        if found:
+            means = [f"{statistics.mean(row[name] for row in found):.4f}" for name in ("auc", "ne")]
+            eps = statistics.median(row["eps"] for row in found)
+            lines.append((variant, len(found), f"{found[0]['samples']:,}", *means, f"{eps:,.0f}"))
+    return table(["demo", "seeds", "samples", "AUC", "NE", "examples/s"], lines)
+
+
+def main() -> None:
+    """Runs and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--torchrec", default=".venv-torchrec/bin/python", help="the Python that has TorchRec")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rates", nargs="+", default=list(RATES))
+    parser.add_argument("--variants", nargs="+", default=[*OURS, *THEIRS], choices=[*OURS, *THEIRS])
+    parser.add_argument("--demo-rounds", type=int, default=2)
+    parser.add_argument("--demo-rate", default="1gbit")
+    parser.add_argument("--seconds", type=float, default=10.0, help="about how long each run for speed trains")
+    parser.add_argument("--cluster", nargs="*", default=["train.prefetch=2"], help="more overrides of our runs")
+    parser.add_argument("--report", action="store_true")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    setup = Setup(arguments.torchrec, tuple(arguments.cluster), arguments.seconds)
+    path = arguments.out / "runs.jsonl"
+    rows = read(path) if arguments.report else run_all(list(grid(arguments)), setup, path)
+    print("\n".join(describe()))
+    for rate in arguments.rates:
+        print("\n" + speed_table(rows, rate))
+    print("\n" + quality_table(rows))
+
+
+if __name__ == "__main__":
+    main()

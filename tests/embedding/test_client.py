@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.routing import mean_weighted
+from shadowsync.embedding.selection import mean_weighted
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.embedding.torch_storage import TorchStorage
@@ -224,7 +224,7 @@ def test_bytes_are_those_of_the_wire():
     for codec, size in ((None, 4), (Bf16(), 2)):
         job, _, counter = client(tables, ["a", "b"], [whole(tables[:1]), whole(tables[1:])], codec=codec)
         pulled = job.pull(random_ids([7, 7], 5, 0, "single"))
-        ids, floats = 2 * 5 * 8, 5 * 12
+        ids, floats = 2 * 5 * 4, 5 * 12
         assert counter.totals().bytes == {"pull": ids + floats * size}
         assert counter.totals().raw_bytes == {"pull": ids + floats * 4}
         job.push(pulled, torch.ones(5, 12), 0.1)
@@ -233,7 +233,7 @@ def test_bytes_are_those_of_the_wire():
     job, _, counter = client(tables, ["a", "b"], [whole(tables)])
     ids = random_ids([7, 7], 5, 0, "weighted")
     job.pull(ids)
-    assert counter.totals().bytes == {"pull": len(ids.values) * 12 + 11 * 8 + 5 * 12 * 4}
+    assert counter.totals().bytes == {"pull": len(ids.values) * 8 + 11 * 4 + 5 * 12 * 4}
 
 
 def test_codecs_are_applied_both_ways():

@@ -13,6 +13,7 @@ from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.leases import Lease
 from shadowsync.data.reader import LeasedBatch
 from shadowsync.embedding.client import Pulled
+from shadowsync.embedding.pending import DONE, Pending
 from shadowsync.errors import NonFiniteLoss
 from shadowsync.sync.schedule import Unsynchronised
 from shadowsync.training.gate import Gate
@@ -44,8 +45,9 @@ class Rows:
     def pull(self, ids: Jagged) -> Pulled:
         return Pulled(ids.values.view(B, 1).float().expand(B, D) / 10, ())
 
-    def push(self, pulled: Pulled, gradient: Tensor, lr: float) -> None:
+    def push(self, pulled: Pulled, gradient: Tensor, lr: float) -> Pending[None]:
         self.pushed.append((gradient, lr))
+        return DONE
 
 
 @dataclass

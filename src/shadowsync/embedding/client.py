@@ -3,6 +3,7 @@
 `B` samples, `F` features of the source, `D_f` width of feature f's table.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,25 +12,67 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.catalog import check_tables
+from shadowsync.embedding.gathering import Gathered
+from shadowsync.embedding.pending import DONE, Done, Pending, all_of
 from shadowsync.embedding.requests import check_shape
-from shadowsync.embedding.routing import Route, Router, local_ids
-from shadowsync.embedding.server import Lookup
+from shadowsync.embedding.routing import Route, Router
+from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Shard, Table, group_by_table
-from shadowsync.errors import ConfigError
+from shadowsync.embedding.unique_rows import NEVER, UniqueChoice, UniqueRows
+from shadowsync.errors import ConfigError, DataError
 
 
 class Server(Protocol):
-    """What the client needs of an embedding server, near or behind a wire."""
+    """What the client needs of an embedding server, near or behind a wire.
+
+    Every method returns when the request is on its way; a gradient is not to be written to before its answer is there.
+    """
 
     @property
     def shards(self) -> Sequence[Shard]:
         """What the server holds."""
 
-    def pull(self, lookup: Lookup) -> Tensor:
+    def pull(self, lookup: Lookup) -> Pending[Tensor]:
         """As `EmbeddingServer.pull`."""
 
-    def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> None:
+    def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
         """As `EmbeddingServer.push`."""
+
+    def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
+        """As `EmbeddingServer.read_rows`."""
+
+    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
+        """As `EmbeddingServer.step_rows`."""
+
+
+@dataclass(frozen=True)
+class Near:
+    """An embedding server in this process: it has answered when the call returns."""
+
+    server: EmbeddingServer
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """What the server holds."""
+        return self.server.shards
+
+    def pull(self, lookup: Lookup) -> Pending[Tensor]:
+        """As `Server.pull`."""
+        return Done(self.server.pull(lookup))
+
+    def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
+        """As `Server.push`."""
+        self.server.push(lookup, gradient, lr)
+        return DONE
+
+    def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
+        """As `Server.read_rows`."""
+        return Done(self.server.read_rows(lookup))
+
+    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
+        """As `Server.step_rows`."""
+        self.server.step_rows(lookup, gradients, lr)
+        return DONE
 
 
 @dataclass(frozen=True)
@@ -39,10 +82,12 @@ class Pulled:
     Attributes:
         pooled: float32 `[B, Σ D_f]`, tables in their order and features in their table's.
         lookups: what each route asked its server.
+        gathered: the distinct rows that were pooled here, if there are any.
     """
 
     pooled: Tensor
     lookups: tuple[tuple[Route, Lookup], ...]
+    gathered: Gathered | None = None
 
 
 class EmbeddingClient:
@@ -55,26 +100,38 @@ class EmbeddingClient:
         width: all columns, `Σ D_f`.
     """
 
-    def __init__(self, tables: Sequence[Table], features: Sequence[str], servers: Sequence[Server]) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[str],
+        servers: Sequence[Server | EmbeddingServer],
+        unique: UniqueRows = NEVER,
+    ) -> None:
         """
         Args:
             tables: all tables of the job, in the order of the configuration.
             features: names of the features of the batches, in the order of the source's schema.
             servers: together they hold every row once.
+            unique: where duplicates are removed before rows and gradients cross.
 
         Raises:
             ConfigError: tables and features do not fit each other, or the servers do not hold every row once.
         """
+        held = [server.shards for server in servers]
         check_tables(tables, features)
-        _check_held_once(tables, [server.shards for server in servers])
-        self._servers = tuple(servers)
+        _check_held_once(tables, held)
+        self._servers = [Near(server) if isinstance(server, EmbeddingServer) else server for server in servers]
         self._feature_count = len(features)
-        self._router = Router(tables, features, [server.shards for server in servers])
+        self._router = Router(tables, features, held)
+        self._unique = UniqueChoice(unique, tables, features, held)
+        self._numbers = itertools.count()
         self.columns = self._router.columns.span
         self.width = self._router.columns.width
 
     def pull(self, ids: Jagged) -> Pulled:
         """Pooled vectors for the ids of all features, in the order of the source's schema.
+
+        All servers are asked before the first answer is waited for.
 
         Raises:
             DataError: an id is not a row of its table, or the tensors of `ids` do not fit each other.
@@ -82,21 +139,55 @@ class EmbeddingClient:
         check_shape(ids, self._feature_count)
         # single ids need no mean, and where all ids carry weights already there is nothing to keep apart
         apart = ids.offsets is not None and ids.weights is None
-        fan = self._router.apart if apart else self._router.together
-        lookups = tuple((route, Lookup(route.slots, local_ids(ids, route))) for route in fan.routes)
-        answers = [self._servers[route.server].pull(lookup) for route, lookup in lookups]
-        return Pulled(self._router.assemble(fan, answers, ids.samples), lookups)
+        fan = self._router.fan(apart, self._unique.tables(ids))
+        gathered = None if fan.gathering is None else fan.gathering.find(ids, self._next_number)
+        lookups = tuple((route, Lookup(route.slots, route.ids(ids), self._next_number())) for route in fan.routes)
+        pooled = [self._servers[route.server].pull(lookup) for route, lookup in lookups]
+        rows = self._read(gathered) if gathered else []
+        answers = [pending.result() for pending in pooled]
+        if gathered:
+            answers += gathered.pool([pending.result() for pending in rows])
+        return Pulled(fan.assemble(answers, ids.samples), lookups, gathered)
 
-    def push(self, pulled: Pulled, gradient: Tensor, lr: float) -> None:
+    def push(self, pulled: Pulled, gradient: Tensor, lr: float) -> Pending[None]:
         """Applies the optimizer to every row that was looked up, once per push.
 
         Args:
             pulled: what `pull` returned.
-            gradient: of the loss with respect to `pulled.pooled`, float32 `[B, Σ D_f]`.
+            gradient: of the loss with respect to `pulled.pooled`, float32 `[B, Σ D_f]`; not to be written to before
+                the end.
             lr: learning rate of this step.
+
+        Returns:
+            Ends when every server has applied it.
+
+        Raises:
+            DataError: the gradient is not of the shape and type of `pulled.pooled`. What a server or the way to it
+                finds out, the answer raises.
         """
-        for route, lookup in pulled.lookups:
-            self._servers[route.server].push(lookup, self._router.gradient_for(route, gradient), lr)
+        if gradient.shape != pulled.pooled.shape or gradient.dtype != pulled.pooled.dtype:
+            raise DataError(
+                f"a gradient of {gradient.dtype} {list(gradient.shape)} does not fit vectors of "
+                f"{pulled.pooled.dtype} {list(pulled.pooled.shape)}"
+            )
+        pushes = [
+            self._servers[route.server].push(lookup, route.selection.gradient(gradient), lr)
+            for route, lookup in pulled.lookups
+        ]
+        if pulled.gathered:
+            pushes += self._step(pulled.gathered, gradient, lr)
+        return all_of(pushes)
+
+    def _next_number(self) -> int:
+        return next(self._numbers)
+
+    def _read(self, gathered: Gathered) -> list[Pending[tuple[Tensor, ...]]]:
+        pairs = zip(gathered.plan.asked, gathered.lookups, strict=True)
+        return [self._servers[asked.server].read_rows(lookup) for asked, lookup in pairs]
+
+    def _step(self, gathered: Gathered, gradient: Tensor, lr: float) -> list[Pending[None]]:
+        given = zip(gathered.plan.asked, gathered.lookups, gathered.sums(gradient), strict=True)
+        return [self._servers[asked.server].step_rows(lookup, sums, lr) for asked, lookup, sums in given]
 
 
 def _check_held_once(tables: Sequence[Table], servers: Sequence[Sequence[Shard]]) -> None:

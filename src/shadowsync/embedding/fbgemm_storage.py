@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.memory import ShardMemory
+from shadowsync.embedding.numbering import Width
 from shadowsync.embedding.optimizers import SGD, RowRule, RowwiseAdagrad, rule_class
 from shadowsync.embedding.rowwise import RowwiseTables
 from shadowsync.embedding.storage import RowOptimizer, Storage
@@ -81,6 +82,7 @@ class FbgemmStorage(Storage):
         self._tables = RowwiseTables(self._memory, features, rule(optimizer))
         self._step = _FUSED[rule](self._operators, self._memory, optimizer) if rule in _FUSED else None
         self._requests: dict[tuple[int, ...], Request] = {}
+        self._blocks = [plan_block(self._memory, width) for width in self._memory.numbers.widths]
 
     def pull(self, ids: Jagged, features: Sequence[int]) -> Tensor:
         if not features or not ids.samples:
@@ -111,6 +113,17 @@ class FbgemmStorage(Storage):
         if request.order is not None and request.columns is not None:
             ids, gradient = ids.select(request.order), gradient.index_select(1, request.columns)
         self._step.apply(request, ids, gradient.contiguous(), lr)
+
+    def read_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return self._tables.read_rows(rows)
+
+    def step_rows(self, rows: Tensor, gradients: Sequence[Tensor], shards: Sequence[int], lr: float) -> None:
+        if self._step is None:
+            self._tables.step_rows(rows, gradients, shards, lr)
+            return
+        for request, found, gradient in zip(self._blocks, self._memory.numbers.split(rows), gradients, strict=True):
+            if len(found):
+                self._step.apply(request, Jagged(found, None, None, 1, len(found)), gradient.contiguous(), lr)
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         return self._memory.state()
@@ -226,6 +239,24 @@ def plan(memory: ShardMemory, shards: Sequence[int]) -> Request:
         max_dim=max(dims),
         row_bits=int(math.log2(before[-1]) + 1),
         width=sum(dims),
+    )
+
+
+def plan_block(memory: ShardMemory, width: Width) -> Request:
+    """The `Request` for rows of all shards of one width, looked up as those of one table."""
+    rows = width.stop - width.start
+    return Request(
+        order=None,
+        columns=None,
+        restore=None,
+        weights_offsets=torch.tensor([memory.weight_start[memory.numbers.members(width.dim)[0]]]),
+        rows_offsets=torch.tensor([width.start]),
+        d_offsets=torch.tensor([0, width.dim], dtype=torch.int32),
+        rows_before=torch.tensor([0, rows]),
+        placements=torch.zeros(1, dtype=torch.int32),
+        max_dim=width.dim,
+        row_bits=int(math.log2(rows) + 1),
+        width=width.dim,
     )
 
 

@@ -6,14 +6,14 @@ shards of equal width side by side serves both without a copy.
 `R` rows of all shards of one width `D`, `S` shards.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from shadowsync.embedding.initial import fill
+from shadowsync.embedding.numbering import RowNumbers, starts_of
 from shadowsync.embedding.optimizers import Extent, RowRule
 from shadowsync.embedding.pages import zeros
 from shadowsync.embedding.table import Shard
@@ -24,28 +24,23 @@ class ShardMemory:
 
     Attributes:
         shards: as given.
-        row_start: where each shard's rows start among all rows (in the order by width), `S` numbers.
+        numbers: of all rows.
+        row_start: where each shard's rows start among all rows (in the order of their numbers), `S` numbers.
         weight_start: where each shard's weights start in the flat tensor, `S` numbers.
         flat: by name, tensors of one dimension: `weight`, and the state.
     """
 
     def __init__(self, shards: Sequence[Shard], rule: type[RowRule], seed: int) -> None:
         self.shards = tuple(shards)
-        by_width = sorted(range(len(shards)), key=lambda s: shards[s].table.dim)
-        self._by_width = by_width
-        self.row_start = self._starts({s: shards[s].rows for s in by_width})
-        self.weight_start = self._starts({s: self._elements(s) for s in by_width})
+        self.numbers = RowNumbers(shards)
+        self.row_start = self.numbers.starts
+        self.weight_start = starts_of({s: self._elements(s) for s in self.numbers.by_width})
         self._extents = {"weight": Extent.ELEMENT, **rule.state}
         self.flat = {name: self._allocate(extent) for name, extent in self._extents.items()}
         fill([(shard, self.view(index, "weight")) for index, shard in enumerate(self.shards)], seed)
 
     def _elements(self, index: int) -> int:
         return self.shards[index].rows * self.shards[index].table.dim
-
-    def _starts(self, sizes: Mapping[int, int]) -> tuple[int, ...]:
-        """The sum of the sizes before each shard, in the order of the shards."""
-        starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-        return tuple(starts[index] for index in range(len(sizes)))
 
     def _allocate(self, extent: Extent) -> Tensor:
         sizes = {
@@ -77,11 +72,11 @@ class ShardMemory:
         return {dim: self._block(dim) for dim in {shard.table.dim for shard in self.shards}}
 
     def _block(self, dim: int) -> dict[str, Tensor]:
-        members = [index for index in self._by_width if self.shards[index].table.dim == dim]
-        first, rows = members[0], sum(self.shards[index].rows for index in members)
+        width = self.numbers.width(dim)
+        first, rows = self.numbers.members(dim)[0], width.stop - width.start
         spans = {
             Extent.ELEMENT: (self.weight_start[first], rows * dim, (rows, dim)),
-            Extent.ROW: (self.row_start[first], rows, (rows,)),
+            Extent.ROW: (width.start, rows, (rows,)),
         }
         block = {}
         for name, extent in self._extents.items():
@@ -92,7 +87,4 @@ class ShardMemory:
 
     def start_in_block(self, index: int) -> int:
         """The position of shard `index`'s first row in the block of its width."""
-        first = min(
-            self.row_start[s] for s in self._by_width if self.shards[s].table.dim == self.shards[index].table.dim
-        )
-        return self.row_start[index] - first
+        return self.row_start[index] - self.numbers.width(self.shards[index].table.dim).start

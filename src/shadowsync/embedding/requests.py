@@ -1,6 +1,6 @@
 """Checks on what arrives from outside, before an operator that does not check reads memory with it.
 
-`B` samples, `F` features of a request, `L` ids.
+`B` samples, `F` features of a request, `L` ids, `K` rows asked for by number.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.table import Slot
+from shadowsync.embedding.numbering import RowNumbers
+from shadowsync.embedding.table import Shard, Slot
 from shadowsync.errors import DataError
 
 
@@ -85,6 +86,21 @@ def check_range(ids: Jagged, bounds: Bounds) -> None:
         f"feature {slot.feature}: id {int(ids.values[where]) + slot.shard.start} is not a row of table {table.name}, "
         f"which has rows 0 to {table.rows - 1}; give the table more rows"
     )
+
+
+def check_rows(rows: Tensor, asked: Sequence[int], shards: Sequence[Shard], numbers: RowNumbers) -> None:
+    """Raises `DataError` unless `rows` are distinct numbers of rows of the `asked` shards, ascending, int64 `[K]`."""
+    unknown = [index for index in asked if not 0 <= index < len(shards)]
+    if unknown:
+        raise DataError(f"shard {unknown[0]} is asked for and this server has {len(shards)} shards")
+    if rows.dim() != 1 or rows.dtype != torch.int64:
+        raise DataError(f"row numbers are int64 [K], not {_shown('rows', rows)}")
+    if len(rows) and not bool((rows[1:] > rows[:-1]).all()):
+        raise DataError("row numbers are to be distinct and in ascending order")
+    edges = torch.tensor([(numbers.starts[i], numbers.starts[i] + shards[i].rows) for i in sorted(set(asked))])
+    within = torch.searchsorted(rows, edges.flatten()).view(-1, 2).diff(dim=1).sum() if len(edges) else 0
+    if int(within) != len(rows):
+        raise DataError(f"{len(rows) - int(within)} of {len(rows)} row numbers are not rows of the shards asked for")
 
 
 def spread(per_feature: Tensor, ids: Jagged) -> Tensor:

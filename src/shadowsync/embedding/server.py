@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.optimizers import rule_class
-from shadowsync.embedding.requests import Bounds, check_range, check_shape
+from shadowsync.embedding.requests import Bounds, check_range, check_rows, check_shape
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Rows, Shard, slots_of
 from shadowsync.errors import CheckpointError, DataError
@@ -21,10 +22,27 @@ class Lookup:
     Attributes:
         slots: positions among the server's slots (`slots_of` its shards), in the order wanted.
         ids: their ids, local to the shards: as many features as slots.
+        number: the client's own for this look-up, by which a server behind a wire finds it again at the push.
     """
 
     slots: tuple[int, ...]
     ids: Jagged
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class RowLookup:
+    """One request to one server for rows as they are.
+
+    Attributes:
+        shards: positions of the shards that are looked up.
+        rows: distinct numbers (`RowNumbers` of the server's shards) of rows of theirs, ascending, int64 `[K]`.
+        number: as in `Lookup`.
+    """
+
+    shards: tuple[int, ...]
+    rows: Tensor
+    number: int = 0
 
 
 class EmbeddingServer:
@@ -32,12 +50,13 @@ class EmbeddingServer:
 
     Every id is checked here, so that no request reads or writes memory beyond the rows. In process the client hands
     the same `Lookup` to `pull` and `push`; behind a wire the end that receives requests keeps a pull's `Lookup` under
-    the request's number until the push comes, so that ids cross once.
+    its number until the push comes, so that ids cross once.
     """
 
     def __init__(self, shards: Sequence[Shard], storage: type[Storage], optimizer: RowOptimizer, seed: int) -> None:
         self.shards = tuple(shards)
         self.slots = slots_of(self.shards)
+        self.numbers = RowNumbers(self.shards)
         self._rule = rule_class(optimizer.name)
         shard_of_slot = [index for index, shard in enumerate(self.shards) for _ in shard.table.features]
         self._storage = storage(self.shards, shard_of_slot, optimizer, seed)
@@ -70,6 +89,36 @@ class EmbeddingServer:
                 f"{[lookup.ids.samples, width]}"
             )
         self._storage.push(lookup.ids, lookup.slots, gradient, lr)
+
+    def read_rows(self, lookup: RowLookup) -> tuple[Tensor, ...]:
+        """Rows as they are, for each width of the shards (ascending) float32 `[K_w, D_w]`.
+
+        Raises:
+            DataError: the numbers are not distinct rows of the shards in ascending order.
+        """
+        check_rows(lookup.rows, lookup.shards, self.shards, self.numbers)
+        return self._storage.read_rows(lookup.rows)
+
+    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> None:
+        """Applies the optimizer once to every row of the look-up.
+
+        Args:
+            lookup: as given to `read_rows`.
+            gradients: each row's, of the shape of `read_rows`' answer.
+            lr: learning rate of this step.
+
+        Raises:
+            DataError: as `read_rows`, or gradients of other shapes or types.
+        """
+        check_rows(lookup.rows, lookup.shards, self.shards, self.numbers)
+        counts = [len(rows) for rows in self.numbers.split(lookup.rows)]
+        shapes = [(count, width.dim) for count, width in zip(counts, self.numbers.widths, strict=True)]
+        if [tuple(g.shape) for g in gradients] != shapes or any(g.dtype != torch.float32 for g in gradients):
+            raise DataError(
+                f"gradients of {', '.join(f'{g.dtype} {list(g.shape)}' for g in gradients) or 'nothing'} do not fit "
+                f"rows of float32 {', '.join(str(list(shape)) for shape in shapes) or 'nothing'}"
+            )
+        self._storage.step_rows(lookup.rows, gradients, lookup.shards, lr)
 
     def _check(self, lookup: Lookup) -> Bounds:
         bounds = self._bounds.get(lookup.slots)

@@ -1,6 +1,6 @@
 """The seam between an embedding server and the library that holds the rows.
 
-`B` samples, `F` features, `D_f` width of feature f's table.
+`B` samples, `F` features, `D_f` width of feature f's table, `K` rows asked for by number, `D_w` their width.
 """
 
 from abc import ABC, abstractmethod
@@ -69,6 +69,25 @@ class Storage(ABC):
             ids: as given to `pull`.
             features: as given to `pull`.
             gradient: of the loss with respect to `pull`'s output, float32 `[B, Σ D_f]`.
+            lr: the learning rate of this step.
+        """
+
+    @abstractmethod
+    def read_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Rows as they are, for each width of the shards (ascending) float32 `[K_w, D_w]`.
+
+        Args:
+            rows: distinct numbers (`RowNumbers` of the constructor's shards), ascending, int64 `[K]`.
+        """
+
+    @abstractmethod
+    def step_rows(self, rows: Tensor, gradients: Sequence[Tensor], shards: Sequence[int], lr: float) -> None:
+        """Applies the optimizer once to every row, as a `push` whose gradients sum up to these.
+
+        Args:
+            rows: as given to `read_rows`.
+            gradients: of the shape of its answer.
+            shards: positions of the shards for which this counts as a push; all rows are theirs.
             lr: the learning rate of this step.
         """
 

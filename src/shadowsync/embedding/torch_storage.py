@@ -33,5 +33,11 @@ class TorchStorage(Storage):
         if features and ids.samples:
             self._tables.push(ids, features, gradient, lr)
 
+    def read_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return self._tables.read_rows(rows)
+
+    def step_rows(self, rows: Tensor, gradients: Sequence[Tensor], shards: Sequence[int], lr: float) -> None:
+        self._tables.step_rows(rows, gradients, shards, lr)
+
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         return self._memory.state()

@@ -1,15 +1,20 @@
 """What crosses between two roles: tensors pass a codec and are counted, also where nothing is really sent."""
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from shadowsync.compression.codec import Codec
-from shadowsync.embedding.server import EmbeddingServer, Lookup
+from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.pending import DONE, Done, Pending
+from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Shard
+
+_INT32_ROWS = 1 << 31
 
 
 class Counter(Protocol):
@@ -20,22 +25,39 @@ class Counter(Protocol):
         ...
 
 
+class Encoder:
+    """A codec with what it remembers of the messages of one sender to one receiver about one thing."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._state: Any = None
+        self._lock = threading.Lock()
+
+    def encode(self, tensor: Tensor) -> Encoded:
+        """The next message."""
+        with self._lock:  # workers of one trainer may share a stream; each message starts from the state of the last
+            encoded = self._codec.encode(tensor, self._state)
+            self._state = encoded.state
+        return encoded
+
+
 class Stream:
     """The messages of one sender to one receiver about one thing: what the codec remembers belongs to them alone."""
 
     def __init__(self, line: "Line") -> None:
         self._line = line
-        self._state: Any = None
-        self._lock = threading.Lock()
+        self._encoder = Encoder(line.codec)
 
     def send(self, tensor: Tensor, times: float = 1.0) -> Tensor:
         """The float32 tensor as the receiver sees it; `times` messages of its size are counted."""
-        codec = self._line.codec
-        with self._lock:  # workers of one trainer may share a stream; each message starts from the state of the last
-            encoded = codec.encode(tensor, self._state)
-            self._state = encoded.state
+        encoded = self.encode(tensor, times)
+        return self._line.codec.decode(encoded.frames, encoded.shape)
+
+    def encode(self, tensor: Tensor, times: float = 1.0) -> Encoded:
+        """The message that stands for the float32 tensor, counted `times` times."""
+        encoded = self._encoder.encode(tensor)
         self._line.count(round(encoded.byte_count * times), round(tensor.numel() * tensor.element_size() * times))
-        return codec.decode(encoded.frames, encoded.shape)
+        return encoded
 
 
 @dataclass(frozen=True)
@@ -57,18 +79,36 @@ class Line:
         """Counts one message, in bytes."""
         self.counter.add(self.kind, sent, raw)
 
+    @property
+    def float_bytes(self) -> float:
+        """Bytes on the wire of one float, as the codec encodes numbers of all sizes."""
+        numbers = torch.linspace(-1, 1, 1 << 12).view(-1, 16)
+        return self.codec.encode(numbers).byte_count / numbers.numel()
+
+
+def id_type(rows: int) -> torch.dtype:
+    """How ids in `[0, rows)` cross: int32 where they fit."""
+    return torch.int32 if rows <= _INT32_ROWS else torch.int64
+
+
+def id_bytes(ids: Jagged, shards: Sequence[Shard]) -> int:
+    """Bytes of the ids of a look-up in these shards as they cross, with offsets (int32) and weights (float32)."""
+    per_id = id_type(max((shard.rows for shard in shards), default=0)).itemsize + (0 if ids.weights is None else 4)
+    return ids.values.numel() * per_id + (0 if ids.offsets is None else ids.offsets.numel() * 4)
+
 
 @dataclass(frozen=True)
 class EmbeddingLine:
-    """An embedding server as a worker sees it: a connection with the server's own methods.
+    """An embedding server in this process as a worker sees it over a wire: codecs are applied and bytes counted.
 
     The ids of a pull are counted with it; a push refers to them, so that only the gradient is sent. Every route
-    (the slots that are asked for together) is a stream of its own in either direction.
+    (the slots that are asked for together) is a stream of its own in either direction, and so are the rows of each
+    width.
 
     Attributes:
         server: the other end.
         position: of the server among those that share the two lines.
-        pulls: the way of the pooled vectors.
+        pulls: the way of the pooled vectors and rows.
         pushes: the way of their gradients.
     """
 
@@ -82,16 +122,30 @@ class EmbeddingLine:
         """What the server holds."""
         return self.server.shards
 
-    def pull(self, lookup: Lookup) -> Tensor:
+    def pull(self, lookup: Lookup) -> Pending[Tensor]:
         """As `EmbeddingServer.pull`."""
-        ids = lookup.ids
-        asked = sum(t.numel() * t.element_size() for t in (ids.values, ids.offsets, ids.weights) if t is not None)
+        asked = id_bytes(lookup.ids, self.server.shards)
         self.pulls.count(asked, asked)
-        return self._stream(self.pulls, lookup).send(self.server.pull(lookup))
+        return Done(self._stream(self.pulls, lookup.slots).send(self.server.pull(lookup)))
 
-    def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> None:
+    def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
         """As `EmbeddingServer.push`."""
-        self.server.push(lookup, self._stream(self.pushes, lookup).send(gradient), lr)
+        self.server.push(lookup, self._stream(self.pushes, lookup.slots).send(gradient), lr)
+        return DONE
 
-    def _stream(self, line: Line, lookup: Lookup) -> Stream:
-        return line.stream((self.position, lookup.slots))
+    def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
+        """As `EmbeddingServer.read_rows`."""
+        asked = lookup.rows.numel() * id_type(self.server.numbers.total).itemsize
+        self.pulls.count(asked, asked)
+        return Done(self._by_width(self.pulls, self.server.read_rows(lookup)))
+
+    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
+        """As `EmbeddingServer.step_rows`."""
+        self.server.step_rows(lookup, self._by_width(self.pushes, gradients), lr)
+        return DONE
+
+    def _by_width(self, line: Line, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(self._stream(line, ("rows", width)).send(tensor) for width, tensor in enumerate(tensors))
+
+    def _stream(self, line: Line, about: Hashable) -> Stream:
+        return line.stream((self.position, about))

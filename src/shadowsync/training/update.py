@@ -3,18 +3,22 @@
 `B` samples of a batch, `D_f` width of feature f's vector.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from shadowsync.data.reader import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
+from shadowsync.embedding.pending import Pending
 from shadowsync.training.replica import WorkerModule
+
+MOST_UNDER_WAY = 4
 
 
 class Update(Protocol):
-    """What becomes of a worker's gradients; one for each worker."""
+    """What becomes of a worker's gradients; one for each worker, and called by it alone."""
 
     def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
         """Takes the gradients of one batch; the worker's next step starts when it returns.
@@ -25,8 +29,15 @@ class Update(Protocol):
             leased: the batch; its `number` is its place in the order in which the reader handed batches out.
             pulled: the pooled vectors it was trained with.
             module: holds the gradients of the dense part.
-            gradient: of the mean loss with respect to `pulled.pooled`, float32 `[B, Σ D_f]`.
+            gradient: of the mean loss with respect to `pulled.pooled`, float32 `[B, Σ D_f]`; not written to again.
             factor: on all learning rates, in [0, 1].
+        """
+        ...
+
+    def settle(self) -> None:
+        """Waits until everything that `apply` was given is in the parameters, and `Feed.done` said; raises what failed.
+
+        The worker calls it where nothing may be on its way: at a pause, while it has nothing to do, at its end.
         """
         ...
 
@@ -35,20 +46,38 @@ class Update(Protocol):
 class LocalUpdate:
     """Replica methods: the worker steps its trainer's replica without a lock, and the servers step the rows at once.
 
+    A batch is done when all embedding servers have acknowledged its gradients; meanwhile the worker goes on. An error
+    of a push is raised by a later `apply`, or by `settle`.
+
     Attributes:
         embeddings: where the gradient of the pooled vectors goes.
         feed: the trainer's.
         dense_lr: learning rate of the dense part before warm-up and decay.
         embedding_lr: the same for the rows.
+        most_under_way: pushes that may be unacknowledged when `apply` returns; more ride out a longer delay.
     """
 
     embeddings: EmbeddingClient
     feed: Feed
     dense_lr: float
     embedding_lr: float
+    most_under_way: int = MOST_UNDER_WAY
+    _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False, compare=False)
 
     def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
         """As `Update.apply`."""
         module.step(self.dense_lr * factor)
-        self.embeddings.push(pulled, gradient, self.embedding_lr * factor)
-        self.feed.done(leased)
+        pushed = self.embeddings.push(pulled, gradient, self.embedding_lr * factor)
+        pushed.then(lambda error: self._ended(leased, error))
+        self._under_way.append(pushed)
+        while self._under_way and (len(self._under_way) > self.most_under_way or self._under_way[0].done()):
+            self._under_way.popleft().result()
+
+    def settle(self) -> None:
+        """As `Update.settle`."""
+        while self._under_way:
+            self._under_way.popleft().result()
+
+    def _ended(self, leased: LeasedBatch, error: BaseException | None) -> None:
+        if error is None:
+            self.feed.done(leased)

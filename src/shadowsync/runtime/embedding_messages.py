@@ -1,0 +1,206 @@
+"""What crosses between an embedding server and its clients: small typed parts, and tensors beside them.
+
+Ids and row numbers cross as int32 where they fit, offsets always; floats as the codec encodes them.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.server import Lookup
+from shadowsync.embedding.table import Shard, Table
+from shadowsync.errors import DataError
+from shadowsync.runtime.wire.service import Meta
+
+_IDS = (torch.int32, torch.int64)
+
+
+class Ids(Meta, frozen=True):
+    """The typed part of a `Lookup`; its tensors are values, then offsets if `jagged`, then weights if `weighted`."""
+
+    slots: tuple[int, ...]
+    samples: int
+    jagged: bool
+    weighted: bool
+
+    @property
+    def tensor_count(self) -> int:
+        """Tensors that belong to it."""
+        return 1 + self.jagged + self.weighted
+
+
+class Coded(Meta, frozen=True):
+    """Encoded tensors: the shape of each, and how many frames stand for it."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    frames: tuple[int, ...]
+
+
+class PullAsked(Meta, frozen=True):
+    """Asks for pooled vectors; tensors: of `ids`.
+
+    Attributes:
+        stream: of the client's, which may have several, one for each worker.
+        number: of the look-up in that stream; None if no push will follow.
+        ids: what is looked up.
+    """
+
+    stream: int
+    number: int | None
+    ids: Ids
+
+
+class PushAsked(Meta, frozen=True):
+    """Brings the gradient of a pull; tensors: of `ids` where they come again, then the gradient's frames."""
+
+    stream: int
+    number: int
+    lr: float
+    gradient: Coded
+    ids: Ids | None
+
+
+class ReadAsked(Meta, frozen=True):
+    """Asks for rows as they are; tensors: their numbers. The fields are those of `PullAsked` and `RowLookup`."""
+
+    stream: int
+    number: int | None
+    shards: tuple[int, ...]
+
+
+class StepAsked(Meta, frozen=True):
+    """Brings the rows' gradients by width; tensors: the numbers where `shards` come again, then the frames."""
+
+    stream: int
+    number: int
+    lr: float
+    gradients: Coded
+    shards: tuple[int, ...] | None
+
+
+class Pushed(Meta, frozen=True):
+    """Answers a push or a step.
+
+    Attributes:
+        known: False if the look-up is not kept any more; nothing was done, and the ids have to come again.
+    """
+
+    known: bool
+
+
+class ShardInfo(Meta, frozen=True):
+    """A shard."""
+
+    table: str
+    rows: int
+    dim: int
+    features: tuple[str, ...]
+    pooling: Literal["sum", "mean"]
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, shard: Shard) -> "ShardInfo":
+        """As it crosses."""
+        table = shard.table
+        return cls(table.name, table.rows, table.dim, table.features, table.pooling, shard.start, shard.stop)
+
+    def shard(self) -> Shard:
+        """The shard again."""
+        return Shard(Table(self.table, self.rows, self.dim, self.features, self.pooling), self.start, self.stop)
+
+
+class Shards(Meta, frozen=True):
+    """What a server holds."""
+
+    shards: tuple[ShardInfo, ...]
+
+
+class RowsAsked(Meta, frozen=True):
+    """Asks for rows `start … stop − 1` (of the table) of the shard at that position, with their optimizer state."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+class RowsFound(Meta, frozen=True):
+    """Answers `RowsAsked`: the names of the tensors beside it."""
+
+    names: tuple[str, ...]
+
+
+class RowsGiven(Meta, frozen=True):
+    """Overwrites the rows that `RowsAsked` with the same fields would ask for; tensors: those named."""
+
+    shard: int
+    start: int
+    stop: int
+    names: tuple[str, ...]
+
+
+def pack_ids(lookup: Lookup, dtype: torch.dtype) -> tuple[Ids, tuple[Tensor, ...]]:
+    """A look-up as it crosses, its ids as `dtype`."""
+    ids = lookup.ids
+    tensors = [ids.values.to(dtype)]
+    tensors += [] if ids.offsets is None else [ids.offsets.to(torch.int32)]
+    tensors += [] if ids.weights is None else [ids.weights]
+    return Ids(lookup.slots, ids.samples, ids.offsets is not None, ids.weights is not None), tuple(tensors)
+
+
+def unpack_ids(ids: Ids, tensors: Sequence[Tensor], number: int) -> Lookup:
+    """The look-up again; what is in the tensors, the server checks.
+
+    Raises:
+        DataError: there are not as many tensors as there should be, or not of such types.
+    """
+    if len(tensors) != ids.tensor_count or ids.samples < 0:
+        raise DataError(f"a look-up of {ids.samples} samples comes with {len(tensors)} tensors, not {ids.tensor_count}")
+    values = as_int64(tensors[0])
+    offsets = as_int64(tensors[1]) if ids.jagged else None
+    weights = tensors[-1] if ids.weighted else None
+    return Lookup(ids.slots, Jagged(values, offsets, weights, len(ids.slots), ids.samples), number)
+
+
+def as_int64(tensor: Tensor) -> Tensor:
+    """Ids, offsets or row numbers in the type that operators want.
+
+    Raises:
+        DataError: they are not int32 or int64.
+    """
+    if tensor.dtype not in _IDS:
+        raise DataError(f"ids cross as int32 or int64, not as {str(tensor.dtype).removeprefix('torch.')}")
+    return tensor.to(torch.int64)
+
+
+def pack_coded(encoded: Sequence[Encoded]) -> tuple[Coded, tuple[Tensor, ...]]:
+    """Encoded tensors as they cross."""
+    frames = tuple(frame for each in encoded for frame in each.frames)
+    return Coded(tuple(each.shape for each in encoded), tuple(len(each.frames) for each in encoded)), frames
+
+
+def unpack_coded(coded: Coded, frames: Sequence[Tensor], codec: Codec) -> tuple[Tensor, ...]:
+    """The float32 tensors again.
+
+    Raises:
+        DataError: the frames are not those of such tensors.
+    """
+    if len(coded.shapes) != len(coded.frames) or min(coded.frames, default=0) < 0 or sum(coded.frames) != len(frames):
+        raise DataError(f"{len(frames)} frames do not make {len(coded.shapes)} tensors of {sum(coded.frames)}")
+    cut = pairwise(accumulate(coded.frames, initial=0))
+    return tuple(_decode(codec, frames[a:b], shape) for (a, b), shape in zip(cut, coded.shapes, strict=True))
+
+
+def _decode(codec: Codec, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    try:
+        tensor = codec.decode(frames, shape)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise DataError(f"frames are not a tensor {list(shape)} in the codec {codec.name}: {error}") from error
+    if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
+        raise DataError(f"frames hold {tensor.dtype} {list(tensor.shape)}, not float32 {list(shape)}")
+    return tensor

@@ -1,0 +1,200 @@
+"""The trainer's end of the wire to one embedding server."""
+
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from shadowsync.embedding.numbering import RowNumbers
+from shadowsync.embedding.pending import Callback, Pending, Promise
+from shadowsync.embedding.requests import Bounds, check_range
+from shadowsync.embedding.server import Lookup, RowLookup
+from shadowsync.embedding.table import Shard, slots_of
+from shadowsync.errors import RunError
+from shadowsync.runtime.embedding_messages import (
+    Coded,
+    PullAsked,
+    PushAsked,
+    Pushed,
+    ReadAsked,
+    StepAsked,
+    pack_coded,
+    pack_ids,
+    unpack_coded,
+)
+from shadowsync.runtime.lines import Line, id_type
+from shadowsync.runtime.wire.connection import Answer, Connection
+from shadowsync.runtime.wire.service import Meta
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Remote:
+    """How to reach a server.
+
+    Attributes:
+        connection: to an `EmbeddingService`. When the server is replaced and the connection led to the new one, calls
+            go on there; a push whose look-up the new server never saw brings its ids again.
+        shards: what the server holds (see `shards_of`).
+        position: of the server among those that share the lines.
+        stream: of this client among those that share the connection, one for each worker: numbers of look-ups and
+            what codecs remember are its own.
+        timeout_s: the deadline of every call; None leaves it to the connection.
+        learns: pushes follow the pulls; False for a client that only predicts, so that the server keeps nothing.
+    """
+
+    connection: Connection
+    shards: tuple[Shard, ...]
+    position: int
+    stream: int = 0
+    timeout_s: float | None = None
+    learns: bool = True
+
+
+@dataclass(frozen=True)
+class _Message:
+    method: str
+    meta: Meta
+    tensors: tuple[Tensor, ...]
+    id_bytes: int = 0
+
+
+class EmbeddingRemote:
+    """An embedding server as a worker sees it (`embedding.client.Server`): codecs and counts as `EmbeddingLine`'s.
+
+    Args:
+        remote: the way to it.
+        pulls: the way of the pooled vectors and rows; the codec is the server's.
+        pushes: the way of their gradients.
+    """
+
+    def __init__(self, remote: Remote, pulls: Line, pushes: Line) -> None:
+        self.shards = remote.shards
+        self._remote = remote
+        self._pulls = pulls
+        self._pushes = pushes
+        self._slots = slots_of(remote.shards)
+        self._id_type = id_type(max((shard.rows for shard in remote.shards), default=0))
+        self._number_type = id_type(RowNumbers(remote.shards).total)
+        self._bounds: dict[tuple[int, ...], Bounds] = {}
+
+    def pull(self, lookup: Lookup) -> Pending[Tensor]:
+        """As `EmbeddingServer.pull`; an id outside its shard is refused here."""
+        self._check(lookup)
+        ids, tensors = pack_ids(lookup, self._id_type)
+        self._pulls.count(*[_bytes(tensors)] * 2)
+        meta = PullAsked(self._remote.stream, self._number(lookup), ids)
+        return _Fetched(self._call(_Message("pull", meta, tensors)), self._only)
+
+    def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
+        """As `EmbeddingServer.read_rows`."""
+        numbers = lookup.rows.to(self._number_type)
+        self._pulls.count(*[numbers.nbytes] * 2)
+        meta = ReadAsked(self._remote.stream, self._number(lookup), lookup.shards)
+        return _Fetched(self._call(_Message("read", meta, (numbers,))), self._decode)
+
+    def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
+        """As `EmbeddingServer.push`."""
+        coded, frames = self._encode([(lookup.slots, gradient)])
+
+        def message(again: bool) -> _Message:
+            ids, tensors = pack_ids(lookup, self._id_type) if again else (None, ())
+            meta = PushAsked(self._remote.stream, lookup.number, lr, coded, ids)
+            return _Message("push", meta, (*tensors, *frames), _bytes(tensors))
+
+        return _Delivery(self._call, message, self._pushes)
+
+    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
+        """As `EmbeddingServer.step_rows`."""
+        coded, frames = self._encode([(("rows", width), gradient) for width, gradient in enumerate(gradients)])
+
+        def message(again: bool) -> _Message:
+            numbers = (lookup.rows.to(self._number_type),) if again else ()
+            meta = StepAsked(self._remote.stream, lookup.number, lr, coded, lookup.shards if again else None)
+            return _Message("step", meta, (*numbers, *frames), _bytes(numbers))
+
+        return _Delivery(self._call, message, self._pushes)
+
+    def _check(self, lookup: Lookup) -> None:
+        """Before ids are narrowed to 32 bits, where one that is too large could become another row's."""
+        bounds = self._bounds.get(lookup.slots)
+        if bounds is None:
+            bounds = self._bounds[lookup.slots] = Bounds.of([self._slots[slot] for slot in lookup.slots])
+        check_range(lookup.ids, bounds)
+
+    def _number(self, lookup: Lookup | RowLookup) -> int | None:
+        return lookup.number if self._remote.learns else None
+
+    def _call(self, message: _Message) -> Future[Answer]:
+        return self._remote.connection.call(message.method, message.meta, message.tensors, self._remote.timeout_s)
+
+    def _encode(self, gradients: Sequence[tuple[Hashable, Tensor]]) -> tuple[Coded, tuple[Tensor, ...]]:
+        streams = [(self._pushes.stream((self._remote.position, about)), gradient) for about, gradient in gradients]
+        return pack_coded([stream.encode(gradient.contiguous()) for stream, gradient in streams])
+
+    def _decode(self, answer: Answer) -> tuple[Tensor, ...]:
+        tensors = unpack_coded(answer.read(Coded), answer.tensors, self._pulls.codec)
+        self._pulls.count(_bytes(answer.tensors), _bytes(tensors))
+        return tensors
+
+    def _only(self, answer: Answer) -> Tensor:
+        (tensor,) = self._decode(answer)
+        return tensor
+
+
+class _Fetched(Pending[T], Generic[T]):
+    """An answer that is decoded by the one thread that asks for it, not by the one that serves all connections."""
+
+    def __init__(self, future: Future[Answer], decode: Callable[[Answer], T]) -> None:
+        self._future = future
+        self._decode = decode
+        self._decoded: list[T] = []
+
+    def result(self) -> T:
+        if not self._decoded:
+            self._decoded.append(self._decode(self._future.result()))
+        return self._decoded[0]
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def then(self, callback: Callback) -> None:
+        self._future.add_done_callback(lambda future: callback(future.exception()))
+
+
+class _Delivery(Promise[None]):
+    """A push until it is applied: sent once with the number of its look-up and, if that is unknown, with its ids."""
+
+    def __init__(
+        self, call: Callable[[_Message], Future[Answer]], message: Callable[[bool], _Message], line: Line
+    ) -> None:
+        super().__init__()
+        self._request = call
+        self._message = message
+        self._line = line
+        self._send(again=False)
+
+    def _send(self, again: bool) -> None:
+        message = self._message(again)
+        self._line.count(message.id_bytes, message.id_bytes)
+        self._request(message).add_done_callback(lambda future: self._answered(future, again))
+
+    def _answered(self, future: Future[Answer], again: bool) -> None:
+        try:
+            known = future.result().read(Pushed).known
+            if not known and again:
+                raise RunError("an embedding server does not accept a push that brings its ids")
+            if not known:
+                self._send(again=True)
+        except BaseException as error:  # whoever waits is to hear of it, not the thread that serves the connection
+            self.fail(error)
+            return
+        if known:
+            self.keep(None)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,72 @@
+"""Rows in and out of an embedding server behind a wire, for checkpoints."""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from shadowsync.embedding.table import Rows, Shard
+from shadowsync.runtime.embedding_messages import RowsAsked, RowsFound, RowsGiven, Shards
+from shadowsync.runtime.wire.connection import Answer, Connection
+
+CHUNK_BYTES = 16 << 20
+UNDER_WAY = 2
+"""Chunks asked for at once: one crosses while the next is copied."""
+
+
+@dataclass(frozen=True)
+class RemoteRows:
+    """The rows of a server (`EmbeddingService`) with their optimizer state.
+
+    What is read is consistent only while nobody pushes.
+
+    Attributes:
+        connection: to the service.
+        timeout_s: the deadline of every call; None leaves it to the connection.
+    """
+
+    connection: Connection
+    timeout_s: float | None = None
+
+    def shards(self) -> tuple[Shard, ...]:
+        """What the server holds."""
+        answer = self.connection.call("shards", timeout_s=self.timeout_s).result()
+        return tuple(info.shard() for info in answer.read(Shards).shards)
+
+    def read(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Rows]:
+        """All rows, shard by shard and in their order, in chunks whose weights take about `chunk_bytes` at most."""
+        under_way: deque[tuple[Shard, RowsAsked, Future[Answer]]] = deque()
+        for shard, asked in _chunks(self.shards(), chunk_bytes):
+            under_way.append((shard, asked, self.connection.call("rows", asked, timeout_s=self.timeout_s)))
+            if len(under_way) >= UNDER_WAY:
+                yield _found(*under_way.popleft())
+        while under_way:
+            yield _found(*under_way.popleft())
+
+    def write(self, rows: Rows) -> None:
+        """Overwrites rows with their optimizer state, those of them that the server holds.
+
+        Raises:
+            DataError: the tensors are not those of this server's rows.
+        """
+        count = len(rows.tensors["weight"])
+        for index, shard in enumerate(self.shards()):
+            start, stop = max(rows.start, shard.start), min(rows.start + count, shard.stop)
+            if shard.table == rows.table and start < stop:
+                first, last = start - rows.start, stop - rows.start
+                tensors = [t[first:last] if len(t) == count else t for t in rows.tensors.values()]
+                given = RowsGiven(index, start, stop, tuple(rows.tensors))
+                self.connection.call("load_rows", given, [t.contiguous() for t in tensors], self.timeout_s).result()
+
+
+def _chunks(shards: tuple[Shard, ...], chunk_bytes: int) -> Iterator[tuple[Shard, RowsAsked]]:
+    for index, shard in enumerate(shards):
+        step = max(1, chunk_bytes // (4 * shard.table.dim))
+        for start in range(shard.start, shard.stop, step):
+            yield shard, RowsAsked(index, start, min(start + step, shard.stop))
+
+
+def _found(shard: Shard, asked: RowsAsked, future: Future[Answer]) -> Rows:
+    answer = future.result()
+    names = answer.read(RowsFound).names
+    return Rows(shard.table, asked.start, dict(zip(names, answer.tensors, strict=True)))

@@ -1,0 +1,232 @@
+"""An embedding server behind a wire."""
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shadowsync.compression.codec import Codec
+from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.table import Rows
+from shadowsync.errors import DataError
+from shadowsync.runtime.embedding_messages import (
+    Coded,
+    PullAsked,
+    PushAsked,
+    Pushed,
+    ReadAsked,
+    RowsAsked,
+    RowsFound,
+    RowsGiven,
+    ShardInfo,
+    Shards,
+    StepAsked,
+    as_int64,
+    pack_coded,
+    unpack_coded,
+    unpack_ids,
+)
+from shadowsync.runtime.lines import Encoder
+from shadowsync.runtime.wire.service import Method, Reply, Request
+
+
+@dataclass(frozen=True)
+class KeptLimits:
+    """How many look-ups of one client wait for their push; beyond, the oldest is dropped and has to come again.
+
+    Attributes:
+        count: look-ups; more lets more pulls be ahead of their pushes.
+        bytes: of their ids.
+    """
+
+    count: int = 1024
+    bytes: int = 256 << 20
+
+
+class _Client:
+    """What is kept for one connection."""
+
+    def __init__(self, limits: KeptLimits) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[int, int], Lookup | RowLookup] = OrderedDict()
+        self._bytes = 0
+        self.encoders: dict[tuple[object, ...], Encoder] = {}
+
+    def keep(self, stream: int, lookup: Lookup | RowLookup) -> None:
+        """Until its push comes, or newer ones need the room."""
+        with self._lock:
+            self._remove((stream, lookup.number))
+            self._kept[stream, lookup.number] = lookup
+            self._bytes += _bytes(lookup)
+            while len(self._kept) > self._limits.count or self._bytes > self._limits.bytes:
+                self._remove(next(iter(self._kept)))
+
+    def take(self, stream: int, number: int) -> Lookup | RowLookup | None:
+        """The look-up, which is not kept any more; None if it was dropped or never came."""
+        with self._lock:
+            return self._remove((stream, number))
+
+    def encoder(self, codec: Codec, about: tuple[object, ...]) -> Encoder:
+        """The stream back to this client about that."""
+        found = self.encoders.get(about)
+        # setdefault is atomic: of several threads that ask first, all get one
+        return found if found is not None else self.encoders.setdefault(about, Encoder(codec))
+
+    @property
+    def kept(self) -> int:
+        """Look-ups that wait for their push."""
+        return len(self._kept)
+
+    def _remove(self, key: tuple[int, int]) -> Lookup | RowLookup | None:
+        found = self._kept.pop(key, None)
+        self._bytes -= 0 if found is None else _bytes(found)
+        return found
+
+
+def _bytes(lookup: Lookup | RowLookup) -> int:
+    if isinstance(lookup, RowLookup):
+        return lookup.rows.nbytes
+    return sum(t.nbytes for t in (lookup.ids.values, lookup.ids.offsets, lookup.ids.weights) if t is not None)
+
+
+class EmbeddingService:
+    """Serves an `EmbeddingServer`; its methods may run in any number of threads at once.
+
+    `pull` and `read` keep their look-up until `push` and `step` refer to it by its number, so that ids cross once.
+    What is kept is bounded for each client and freed when the client goes.
+
+    Args:
+        server: what is served; checks ids, row numbers and the shapes of gradients.
+        pull: codec of pooled vectors and rows.
+        push: codec of their gradients.
+        limits: what is kept for a client.
+    """
+
+    def __init__(self, server: EmbeddingServer, pull: Codec, push: Codec, limits: KeptLimits = KeptLimits()) -> None:
+        self.methods: Mapping[str, Method] = {
+            "pull": Method(self._pull, once=False),
+            "push": Method(self._push),
+            "read": Method(self._read, once=False),
+            "step": Method(self._step),
+            "shards": Method(self._shards, once=False),
+            "rows": Method(self._rows, once=False),
+            "load_rows": Method(self._load_rows),
+        }
+        self._server = server
+        self._pull_codec = pull
+        self._push_codec = push
+        self._limits = limits
+        self._clients: dict[str, _Client] = {}
+
+    def client_gone(self, client: str) -> None:
+        """As `Service.client_gone`."""
+        self._clients.pop(client, None)
+
+    @property
+    def kept(self) -> int:
+        """Look-ups of all clients that wait for their push."""
+        return sum(client.kept for client in list(self._clients.values()))
+
+    def _client(self, request: Request) -> _Client:
+        found = self._clients.get(request.client)
+        return found if found is not None else self._clients.setdefault(request.client, _Client(self._limits))
+
+    def _pull(self, request: Request) -> Reply:
+        asked, client = request.read(PullAsked), self._client(request)
+        lookup = unpack_ids(asked.ids, request.tensors, asked.number or 0)
+        pooled = self._server.pull(lookup)
+        if asked.number is not None:
+            client.keep(asked.stream, lookup)
+        encoder = client.encoder(self._pull_codec, (asked.stream, lookup.slots))
+        return Reply(*pack_coded([encoder.encode(pooled)]))
+
+    def _push(self, request: Request) -> Reply:
+        asked = request.read(PushAsked)
+        split = 0 if asked.ids is None else asked.ids.tensor_count
+        lookup = self._client(request).take(asked.stream, asked.number)
+        if asked.ids is not None:
+            lookup = unpack_ids(asked.ids, request.tensors[:split], asked.number)
+        if not isinstance(lookup, Lookup):
+            return Reply(Pushed(False))
+        gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr)
+        if len(gradients) != 1:
+            raise DataError(f"a push brings one gradient, not {len(gradients)}")
+        self._server.push(lookup, gradients[0], asked.lr)
+        return Reply(Pushed(True))
+
+    def _read(self, request: Request) -> Reply:
+        asked, client = request.read(ReadAsked), self._client(request)
+        lookup = RowLookup(asked.shards, _numbers(request.tensors), asked.number or 0)
+        rows = self._server.read_rows(lookup)
+        if asked.number is not None:
+            client.keep(asked.stream, lookup)
+        encoders = [client.encoder(self._pull_codec, (asked.stream, "rows", width)) for width in range(len(rows))]
+        return Reply(*pack_coded([encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]))
+
+    def _step(self, request: Request) -> Reply:
+        asked = request.read(StepAsked)
+        split = 0 if asked.shards is None else 1
+        lookup = self._client(request).take(asked.stream, asked.number)
+        if asked.shards is not None:
+            lookup = RowLookup(asked.shards, _numbers(request.tensors[:split]), asked.number)
+        if not isinstance(lookup, RowLookup):
+            return Reply(Pushed(False))
+        self._server.step_rows(lookup, self._gradients(asked.gradients, request.tensors[split:], asked.lr), asked.lr)
+        return Reply(Pushed(True))
+
+    def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float) -> tuple[Tensor, ...]:
+        if not math.isfinite(lr):
+            raise DataError(f"a learning rate of {lr} is not finite")
+        return unpack_coded(coded, frames, self._push_codec)
+
+    def _shards(self, _: Request) -> Reply:
+        return Reply(Shards(tuple(ShardInfo.of(shard) for shard in self._server.shards)))
+
+    def _rows(self, request: Request) -> Reply:
+        asked = request.read(RowsAsked)
+        own = self._part(asked)
+        # copies: the reply is sent later, while others may step the rows
+        return Reply(RowsFound(tuple(own)), tuple(tensor.clone() for tensor in own.values()))
+
+    def _load_rows(self, request: Request) -> Reply:
+        given = request.read(RowsGiven)
+        own = self._part(given)
+        tensors = dict(zip(given.names, request.tensors, strict=False))
+        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if len(given.names) != len(request.tensors) or shapes != {n: (t.dtype, t.shape) for n, t in own.items()}:
+            raise DataError(
+                f"{_described(tensors)} do not fit rows {given.start} to {given.stop - 1} of a shard that has "
+                f"{_described(own)}"
+            )
+        table = self._server.shards[given.shard].table
+        self._server.load([Rows(table, given.start, tensors)], partial=True)
+        return Reply()
+
+    def _part(self, asked: RowsAsked | RowsGiven) -> dict[str, Tensor]:
+        """Live views of the rows; a tensor that belongs to the table as a whole is there in each part."""
+        state = self._server.state()
+        if not 0 <= asked.shard < len(state):
+            raise DataError(f"shard {asked.shard} is asked for and this server has {len(state)} shards")
+        own = state[asked.shard]
+        count = len(own.tensors["weight"])
+        first, last = asked.start - own.start, asked.stop - own.start
+        if not 0 <= first < last <= count:
+            raise DataError(
+                f"rows {asked.start} to {asked.stop - 1} of table {own.table.name} are asked for and this server has "
+                f"{own.start} to {own.start + count - 1}"
+            )
+        return {name: t[first:last] if len(t) == count else t for name, t in own.tensors.items()}
+
+
+def _numbers(tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) != 1:
+        raise DataError(f"row numbers are one tensor, not {len(tensors)}")
+    return as_int64(tensors[0])
+
+
+def _described(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "no tensors"

@@ -1,0 +1,96 @@
+"""The dense servers as a trainer reaches them over the wire, all of them at once.
+
+`P` dense parameters, of which server j holds those of span j.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shadowsync.compression.codec import Codec
+from shadowsync.runtime.dense_service import Exchange
+from shadowsync.runtime.lines import Counter, Encoder
+from shadowsync.runtime.wire.connection import Answer, Connection
+
+Span = tuple[int, int]
+"""First parameter of a part and the one after its last."""
+
+
+@dataclass(frozen=True)
+class DenseRemote:
+    """The central copy behind connections; as `runtime.group.DenseServers`, with the same results, bit for bit.
+
+    Attributes:
+        connections: one to each dense server.
+        spans: what each of them holds, in the same order (`runtime.group.split_evenly`).
+        codec: of exchanges in both directions; the service's own.
+        counter: adds up the bytes of exchanges, both directions.
+        timeout_s: deadline of a call; None is the connection's own.
+    """
+
+    connections: Sequence[Connection]
+    spans: Sequence[Span]
+    codec: Codec
+    counter: Counter
+    timeout_s: float | None = None
+    _there: dict[tuple[int, int], Encoder] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
+        """As `Group.elastic` of trainer `rank`.
+
+        Raises:
+            RunError: a server was given up or did not answer in time; the others have their exchange done.
+        """
+        return self._exchange("elastic", rank, weights, alpha)
+
+    def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
+        """As `Group.sequential` of trainer `rank`; raises as `elastic`."""
+        return self._exchange("sequential", rank, weights, alpha)
+
+    def read(self) -> Tensor:
+        """A copy of the whole, `[P]`; raises as `elastic`."""
+        calls = [connection.call("read", timeout_s=self.timeout_s) for connection in self.connections]
+        return torch.cat([answer.tensors[0] for answer in _answers(calls)])
+
+    def write(self, center: Tensor) -> None:
+        """Replaces the whole, `[P]`; raises as `elastic`."""
+        parts = (center[start:stop] for start, stop in self.spans)
+        _answers(
+            [
+                connection.call("write", None, (part,), self.timeout_s)
+                for connection, part in zip(self.connections, parts, strict=True)
+            ]
+        )
+
+    def _exchange(self, method: str, rank: int, weights: Tensor, alpha: float) -> Tensor:
+        asked = Exchange(rank, alpha)
+        calls = [
+            connection.call(method, asked, self._encode(rank, index, weights[start:stop]), self.timeout_s)
+            for index, (connection, (start, stop)) in enumerate(zip(self.connections, self.spans, strict=True))
+        ]
+        parts = [
+            self._decode(answer.tensors, stop - start)
+            for answer, (start, stop) in zip(_answers(calls), self.spans, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _encode(self, rank: int, index: int, part: Tensor) -> tuple[Tensor, ...]:
+        key = (rank, index)
+        # setdefault is atomic: of several workers that come first, all get one encoder
+        encoder = self._there.get(key) or self._there.setdefault(key, Encoder(self.codec))
+        encoded = encoder.encode(part)
+        self.counter.add("dense", encoded.byte_count, part.numel() * part.element_size())
+        return encoded.frames
+
+    def _decode(self, frames: tuple[Tensor, ...], length: int) -> Tensor:
+        part = self.codec.decode(frames, (length,))
+        self.counter.add("dense", sum(frame.nbytes for frame in frames), part.nbytes)
+        return part
+
+
+def _answers(calls: Sequence[Future[Answer]]) -> list[Answer]:
+    wait(calls)  # all of them, so that an error leaves no call behind
+    return [call.result() for call in calls]

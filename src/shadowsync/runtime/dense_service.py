@@ -1,0 +1,95 @@
+"""A dense server behind the wire.
+
+`p` parameters of the server's part. Vectors cross as frames of the codec; what the codec remembers of the way back
+belongs to one trainer of one client, what it remembers of the way there is kept by `dense_remote`.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from shadowsync.compression.codec import Codec
+from shadowsync.errors import DataError
+from shadowsync.runtime.lines import Encoder
+from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
+from shadowsync.sync.dense import DenseServer, Sent
+
+
+class Exchange(Meta, frozen=True):
+    """One trainer's side of an exchange; its frames are the tensors.
+
+    Attributes:
+        trainer_rank: which stream of the caller this is.
+        alpha: elastic parameter, in (0, 1].
+    """
+
+    trainer_rank: int
+    alpha: float
+
+
+_Mix = Callable[[DenseServer, Tensor, float, Sent], Tensor]
+
+
+class DenseService:
+    """What a `DenseServer` offers: `elastic`, `sequential`, `read`, `write`.
+
+    `read` and `write` carry float32 as it stands: they serve checkpoints and new trainers.
+    """
+
+    def __init__(self, server: DenseServer, codec: Codec) -> None:
+        self._server = server
+        self._codec = codec
+        self._back: dict[str, dict[int, Encoder]] = {}
+        self._lock = threading.Lock()
+        self.methods: Mapping[str, Method] = {
+            "elastic": Method(lambda request: self._exchange(DenseServer.elastic, request)),
+            "sequential": Method(lambda request: self._exchange(DenseServer.sequential, request)),
+            "read": Method(lambda _: Reply(tensors=(self._server.read(),)), once=False),
+            "write": Method(self._write),
+        }
+
+    def client_gone(self, client: str) -> None:
+        """Forgets what the codec remembers of that connection."""
+        with self._lock:
+            self._back.pop(client, None)
+
+    def _exchange(self, mix: _Mix, request: Request) -> Reply:
+        asked = request.read(Exchange)
+        if not (math.isfinite(asked.alpha) and 0 < asked.alpha <= 1):
+            raise DataError(f"an exchange came with alpha {asked.alpha}: it lies in (0, 1]")
+        local = self._decoded(request.tensors)
+        encoder = self._encoder(request.client, asked.trainer_rank)
+        frames: list[tuple[Tensor, ...]] = []
+
+        def sent(tensor: Tensor) -> Tensor:
+            encoded = encoder.encode(tensor)
+            frames.append(encoded.frames)
+            return self._codec.decode(encoded.frames, encoded.shape)
+
+        mix(self._server, local, asked.alpha, sent)
+        return Reply(tensors=frames[0])
+
+    def _write(self, request: Request) -> Reply:
+        (values,) = request.tensors if len(request.tensors) == 1 else (None,)
+        self._server.write(self._checked(values))
+        return Reply()
+
+    def _decoded(self, frames: tuple[Tensor, ...]) -> Tensor:
+        try:
+            values = self._codec.decode(frames, (self._server.length,))
+        except Exception as error:  # a codec does not expect frames that it did not make
+            raise DataError(f"the frames of an exchange are none of codec {self._codec.name}") from error
+        return self._checked(values)
+
+    def _checked(self, values: Tensor | None) -> Tensor:
+        if values is None or values.dtype != torch.float32 or values.shape != (self._server.length,):
+            came = "nothing" if values is None else f"{values.dtype} {list(values.shape)}"
+            raise DataError(f"a dense server of {self._server.length} float32 parameters got {came}")
+        return values
+
+    def _encoder(self, client: str, trainer_rank: int) -> Encoder:
+        with self._lock:
+            return self._back.setdefault(client, {}).setdefault(trainer_rank, Encoder(self._codec))

@@ -1,0 +1,48 @@
+"""One trainer's way to the others and to the dense servers when they are in other processes."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shadowsync.runtime.averaging_remote import RemoteAveraging
+from shadowsync.runtime.dense_remote import DenseRemote
+from shadowsync.sync.schedule import Rest
+
+
+@dataclass(frozen=True)
+class RemoteGroup:
+    """As `runtime.group.InProcessGroup` (a `sync.method.Group`).
+
+    A pause for a checkpoint does not wait for an average, which depends on other processes: nothing changes here
+    until it has come. It does wait for an exchange with the dense servers, which would be half done.
+    """
+
+    rank: int
+    averaging: RemoteAveraging
+    servers: DenseRemote
+    gate: Rest
+
+    def mean(self, weights: Tensor) -> Tensor:
+        """As `Group.mean`; called by a member of the gate."""
+        with self.gate.resting():
+            return self.averaging.mean(weights)
+
+    def missed(self) -> bool:
+        """As `Group.missed`."""
+        return self.averaging.missed()
+
+    def elastic(self, weights: Tensor, alpha: float) -> Tensor:
+        """As `Group.elastic`."""
+        return self.servers.elastic(self.rank, weights, alpha)
+
+    def sequential(self, weights: Tensor, alpha: float) -> Tensor:
+        """As `Group.sequential`."""
+        return self.servers.sequential(self.rank, weights, alpha)
+
+    def join(self) -> None:
+        """As `Group.join`."""
+        self.averaging.join()
+
+    def leave(self) -> None:
+        """As `Group.leave`."""
+        self.averaging.leave()

@@ -1,11 +1,13 @@
 """What every source must do; a new one is one more line in MEMBERS."""
 
+import dataclasses
 import gzip
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fsspec
 import market_samples
 import polars as pl
 import pytest
@@ -60,6 +62,25 @@ def parquet(folder: Path) -> Source:
     )
 
 
+def remote(member: Callable[[Path], Source]) -> Callable[[Path], Source]:
+    """The same source, its files in fsspec's memory."""
+
+    def moved(folder: Path) -> Source:
+        source, filesystem = member(folder), fsspec.filesystem("memory")
+        place = f"/{folder.name}"
+        for path in folder.iterdir():
+            filesystem.pipe_file(f"{place}/{path.name}", path.read_bytes())
+            path.unlink()
+
+        def url(path: str | tuple[str, ...]) -> str | tuple[str, ...]:
+            one = str(path).replace(str(folder), f"memory:/{place}")
+            return one if isinstance(path, str) else tuple(str(url(each)) for each in path)
+
+        return dataclasses.replace(source, path=url(source.path), test_path=url(source.test_path))
+
+    return moved
+
+
 def demo(folder: Path) -> Source:
     return completejourney.CompleteJourney(cache=str(folder), first_test_week=4, negatives=2)
 
@@ -68,6 +89,9 @@ MEMBERS: dict[str, Callable[[Path], Source]] = {
     "criteo": criteo,
     "criteo .gz": criteo_gz,
     "parquet": parquet,
+    "criteo, remote": remote(criteo),
+    "criteo .gz, remote": remote(criteo_gz),
+    "parquet, remote": remote(parquet),
     "synthetic": lambda _: Synthetic(rows=60, test_rows=10, table_rows=50),
     "synthetic, over blocks": lambda _: Synthetic(rows=9000, test_rows=10, features=2, table_rows=50),
     "synthetic, multi-hot": lambda _: Synthetic(
@@ -79,9 +103,12 @@ MEMBERS: dict[str, Callable[[Path], Source]] = {
 
 
 @pytest.fixture(params=MEMBERS)
-def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
     monkeypatch.setattr(completejourney, "read_package", market_samples.tables)
-    return MEMBERS[request.param](tmp_path)
+    yield MEMBERS[request.param](tmp_path)
+    memory = fsspec.filesystem("memory")
+    if memory.exists(f"/{tmp_path.name}"):
+        memory.rm(f"/{tmp_path.name}", recursive=True)
 
 
 @pytest.fixture

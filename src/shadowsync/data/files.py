@@ -1,16 +1,23 @@
 """Files named by the user: paths, lists and globs on any file system that fsspec knows."""
 
 import glob
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec.core
 
-from shadowsync.errors import DataError
+from shadowsync.errors import DataError, ShadowSyncError
 
 _url_to_fs: Any = fsspec.core.url_to_fs  # has no types
+
+_BLOCK = 8 << 20  # bytes of one request when a remote file is read through: few enough requests, little memory
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0)  # before a request is made again; together longer than a usual outage
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, ShadowSyncError)
+_PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}  # those called otherwise than their module
 
 
 @dataclass(frozen=True)
@@ -28,32 +35,55 @@ class File:
     size: int
     filesystem: Any
 
+    @property
+    def local(self) -> bool:
+        """It lies on this machine, at `key`; else it is read by ranges of bytes, with patience."""
+        return _is_local(self.filesystem)
+
     def read(self, start: int, stop: int) -> bytes:
         """Bytes `start … stop − 1`.
 
         Raises:
             DataError: the file cannot be read, or is shorter now.
         """
-        with reading(self.path), self.filesystem.open(self.key, "rb") as stream:
-            stream.seek(start)
-            data: bytes = stream.read(stop - start)
+        data = self._local_range(start, stop) if self.local else self._remote_range(start, stop)
         if len(data) < stop - start:
             raise DataError(f"{self.path}: ends at byte {start + len(data)}, it was cut while it was being read")
         return data
 
+    def _local_range(self, start: int, stop: int) -> bytes:
+        with reading(self.path), self.filesystem.open(self.key, "rb") as stream:
+            stream.seek(start)
+            data: bytes = stream.read(stop - start)
+            return data
+
+    def _remote_range(self, start: int, stop: int) -> bytes:
+        with reading(self.path):
+            data: bytes = patiently(lambda: self.filesystem.cat_file(self.key, start=start, end=stop))
+        if len(data) > stop - start:
+            raise DataError(f"{self.path}: the server does not give parts of a file; copy it to this machine first")
+        return data
+
     def chunks(self, size: int, start: int = 0) -> Iterator[bytes]:
         """Everything from byte `start` on, `size` bytes at a time."""
+        return self._local_chunks(size, start) if self.local else self._remote_chunks(size, start)
+
+    def _local_chunks(self, size: int, start: int) -> Iterator[bytes]:
         with reading(self.path), self.filesystem.open(self.key, "rb") as stream:
             stream.seek(start)
             while chunk := stream.read(size):
                 yield chunk
 
-    def local(self) -> str:
-        """A path on this machine with the same content: of the file itself, or of a copy of a remote one."""
-        if "file" in _protocols(self.filesystem):
-            return self.key
-        with reading(self.path):
-            return str(fsspec.open_local(f"simplecache::{self.filesystem.unstrip_protocol(self.key)}"))
+    def _remote_chunks(self, size: int, start: int) -> Iterator[bytes]:
+        """Fetches the next block while the one before it is used."""
+        spans = [(begin, min(begin + _BLOCK, self.size)) for begin in range(start, self.size, _BLOCK)]
+        with ThreadPoolExecutor(1, "fetch") as pool:
+            ahead = [pool.submit(self.read, *span) for span in spans[:1]]
+            for span in [*spans[1:], None]:
+                block = ahead.pop().result() if ahead else b""
+                if span is not None:
+                    ahead.append(pool.submit(self.read, *span))
+                yield from (block[begin : begin + size] for begin in range(0, len(block), size))
 
 
 def resolve(key: str, paths: str | Sequence[str]) -> tuple[File, ...]:
@@ -74,15 +104,33 @@ def resolve(key: str, paths: str | Sequence[str]) -> tuple[File, ...]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turns errors of file systems into `DataError`s that name `path`."""
+    """Turns errors of file systems, whatever class each gives them, into `DataError`s that name `path`."""
     try:
         yield
+    except ShadowSyncError:
+        raise
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file") from error
     except IsADirectoryError as error:
         raise DataError(f"{path}: is a folder; name its files, for instance {path.rstrip('/')}/*") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except Exception as error:
+        raise DataError(f"{path}: cannot be read: {_reason(error)}") from error
+
+
+def patiently(fetch: Callable[[], bytes]) -> bytes:
+    """What `fetch` returns; a request that fails for a reason that may pass is made again, for about 20 s.
+
+    Raises:
+        Exception: what the last attempt raised.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return fetch()
+        except _LASTING:
+            raise
+        except Exception:
+            time.sleep(pause_s)
+    return fetch()
 
 
 def _expand(key: str, pattern: str) -> Iterator[File]:
@@ -95,16 +143,19 @@ def _expand(key: str, pattern: str) -> Iterator[File]:
         if not matches:
             raise DataError(f"{key}={pattern}: no file matches")
         for match in matches:
-            yield _file(filesystem, match, match)
+            yield _file(filesystem, match if _is_local(filesystem) else filesystem.unstrip_protocol(match), match)
 
 
 def _open_filesystem(key: str, pattern: str) -> tuple[Any, str]:
     try:
         filesystem, inner = _url_to_fs(pattern)
     except ImportError as error:
-        raise DataError(f"{key}={pattern}: needs a package that is not installed: {error}") from error
-    except ValueError as error:
-        raise DataError(f"{key}={pattern}: {error}") from error
+        cause = error.__cause__ or error.__context__ or error
+        module = (getattr(cause, "name", None) or "fsspec").partition(".")[0]
+        package = _PACKAGES.get(module, module)
+        raise DataError(f"{key}={pattern}: needs a package that is not installed: pip install {package}") from error
+    except Exception as error:  # each file system has its own kinds
+        raise DataError(f"{key}={pattern}: {_reason(error)}") from error
     return filesystem, inner
 
 
@@ -113,11 +164,19 @@ def _file(filesystem: Any, path: str, key: str) -> File:
         information = filesystem.info(key)
         if information["type"] == "directory":
             raise IsADirectoryError
+    if information["size"] is None:
+        raise DataError(f"{path}: the server does not say how long it is; copy it to this machine first")
     if information["size"] == 0:
         raise DataError(f"{path}: the file is empty")
     return File(path, key, information["size"], filesystem)
 
 
-def _protocols(filesystem: Any) -> tuple[str, ...]:
+def _is_local(filesystem: Any) -> bool:
     protocol = filesystem.protocol
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+
+def _reason(error: Exception) -> str:
+    """The system's words for it, on one line; the name of its class where it has none."""
+    text = getattr(error, "strerror", None) or str(error)
+    return text.strip().splitlines()[0] if text.strip() else type(error).__name__

@@ -13,6 +13,7 @@ from pydantic import Field
 from shadowsync.data.batch import Batch
 from shadowsync.data.files import File, reading, resolve
 from shadowsync.data.frame import Column, Layout, batch_of, problems
+from shadowsync.data.mirror import Mirror
 from shadowsync.data.rows import FileRows
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice, Source
 from shadowsync.errors import ConfigError, DataError
@@ -110,14 +111,15 @@ class OpenParquet(FileRows):
     """Parquet files whose columns have been checked."""
 
     def __init__(self, options: Parquet, files: Sequence[File], on_bad_row: Literal["error", "skip"]) -> None:
-        paths = [file.local() for file in files]
+        wanted = [*options.label_columns, *options.dense, *options.categorical, *options.weights.values()]
+        self._mirrors = [None if file.local else Mirror(file, wanted) for file in files]
+        paths = [file.key if m is None else m.path for file, m in zip(files, self._mirrors, strict=True)]
         opened = [_Checked(options, file, path) for file, path in zip(files, paths, strict=True)]
         self._layout = opened[0].layout()
         for other in opened[1:]:
             if other.layout() != self._layout:
                 raise DataError(f"{other.file.path}: its columns are of other types than those of {files[0].path}")
         self.labelled = options.label is not None
-        wanted = [*options.label_columns, *options.dense, *options.categorical, *options.weights.values()]
         self._frames = [pl.scan_parquet(path).select(list(dict.fromkeys(wanted))) for path in paths]
         super().__init__(_schema(options, self._layout), files, [file.rows() for file in opened], on_bad_row)
 
@@ -132,14 +134,22 @@ class OpenParquet(FileRows):
         return batch
 
     def _frame(self, part: Slice) -> pl.DataFrame:
-        path = self.files[part.file].path
-        try:
-            with reading(path):
+        path, mirror = self.files[part.file].path, self._mirrors[part.file]
+        if mirror is not None:
+            mirror.fetch(part.start, part.rows)
+        with reading(path):
+            try:
                 return self._frames[part.file].slice(part.start, part.rows).collect()
-        except pl.exceptions.PolarsError as error:
-            raise DataError(
-                f"{path}: row {part.start + 1} and those after cannot be decoded: {_line(error)}"
-            ) from error
+            except pl.exceptions.PolarsError as error:
+                raise DataError(
+                    f"{path}: row {part.start + 1} and those after cannot be decoded: {_line(error)}"
+                ) from error
+
+    def close(self) -> None:
+        """Removes what was fetched of remote files."""
+        for mirror in self._mirrors:
+            if mirror is not None:
+                mirror.close()
 
 
 class _Checked:
@@ -151,11 +161,11 @@ class _Checked:
 
     def __init__(self, options: Parquet, file: File, path: str) -> None:
         self.options, self.file, self.path = options, file, path
-        try:
-            with reading(file.path):
+        with reading(file.path):
+            try:
                 self.types = pl.read_parquet_schema(path)
-        except pl.exceptions.PolarsError as error:
-            raise DataError(f"{file.path}: is not a parquet file, or was cut: {_line(error)}") from error
+            except pl.exceptions.PolarsError as error:
+                raise DataError(f"{file.path}: is not a parquet file, or was cut: {_line(error)}") from error
 
     def rows(self) -> int:
         count = int(pl.scan_parquet(self.path).select(pl.len()).collect().item())

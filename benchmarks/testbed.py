@@ -13,34 +13,34 @@ files. A process of its own removes a testbed whose owner is gone, however it we
 
 import argparse
 import contextlib
-import fcntl
-import itertools
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-QUEUE_MS = 50  # what a link holds back before it drops, like the buffer of a switch's port
+sys.path.insert(0, str(Path(__file__).parent))
+from namespaces import (
+    TestbedError,
+    bits_per_second,
+    check_machine,
+    claim,
+    ip,
+    kill_all,
+    remove,
+    remove_namespace,
+    shape,
+    start_reaper,
+    sweep,
+)
+
 RAY_PORT = 6379
-DIED_S = 10.0
-_NAMES = re.compile(r"ss\d+n\d+(?:sw|h\d+)")
-_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-
-
-class TestbedError(Exception):
-    """What keeps a testbed from being made or changed, in one sentence."""
-
-    __test__: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,29 @@ class Host:
         """What runs `command` there, with no process in between."""
         pinned = [] if self.cores is None else ["taskset", "--cpu-list", ",".join(map(str, self.cores))]
         return ["ip", "netns", "exec", self.namespace, *pinned, *command]
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """How a Ray node is started.
+
+    Attributes:
+        cpus: what Ray may count on, which need not be there.
+        resources: custom ones, besides `host0`, `host1` … of which each host has one.
+        system: Ray's internal settings, of use at the head only.
+        extra: further arguments of `ray start`.
+    """
+
+    cpus: int = 16
+    resources: Mapping[str, float] = field(default_factory=dict)
+    system: Mapping[str, Any] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+
+    def arguments(self, host: int) -> list[str]:
+        """Of `ray start`."""
+        resources = {f"host{host}": 1.0, **self.resources}
+        system = [f"--system-config={json.dumps(dict(self.system))}"] if self.system else []
+        return [f"--num-cpus={self.cpus}", f"--resources={json.dumps(resources)}", *system, *self.extra]
 
 
 class Testbed:
@@ -90,14 +113,14 @@ class Testbed:
             raise TestbedError(f"a testbed has 1 to 250 hosts, not {hosts}")
         held = [_cores_of(index, cores) for index in range(hosts)]
         if rate is not None:
-            _bits_per_second(rate)
-        _check_machine()
+            bits_per_second(rate)
+        check_machine()
         sweep()
-        self.folder, self._lock = _claim()
-        self._reaper = _start_reaper(self.folder)
+        self.folder, self._lock = claim()
+        self._reaper = start_reaper(self.folder)
         self._processes: list[subprocess.Popen[Any]] = []
         self._closed = False
-        self._variables = _ray_variables(self.folder)
+        _make_token(self.folder / "token")
         self._rates: list[str | None] = [rate] * hosts
         self.hosts = tuple(
             Host(index, f"{self.folder.name}h{index}", f"10.0.0.{index + 1}", held[index]) for index in range(hosts)
@@ -124,10 +147,8 @@ class Testbed:
             command: program and arguments; its pid is the process's own.
             options: of `subprocess.Popen`; `env` is laid over what `environment` gives.
         """
-        options["env"] = self.environment() | dict(options.get("env") or {})
-        process = subprocess.Popen(self.hosts[host].command(command), **options)
-        self._processes = [known for known in self._processes if known.poll() is None] + [process]
-        return process
+        variables = self.environment() | dict(options.pop("env", None) or {})
+        return self._start(host, command, env=variables, **options)
 
     def output(self, host: int, command: Sequence[str], timeout_s: float = 60.0) -> str:
         """What a command in a host prints.
@@ -135,85 +156,58 @@ class Testbed:
         Raises:
             TestbedError: it fails, or is not done in time.
         """
-        process = self.run(host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        try:
-            printed: str = process.communicate(timeout=timeout_s)[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            raise TestbedError(f"host {host}: {command[0]} was not done after {timeout_s:g} s") from None
-        if process.returncode:
-            raise TestbedError(f"host {host}: {command[0]} ended with {process.returncode}: {printed.strip()[-600:]}")
-        return printed
+        return self._check(host, command, self.environment(), timeout_s)
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, ray_address: bool = True) -> dict[str, str]:
         """The variables of commands: this process's, less what it says of other Rays, and how to reach this one."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        return inherited | self._variables
+        ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.folder / "token")}
+        return inherited | ray | ({"RAY_ADDRESS": self._ray_address} if ray_address else {})
 
-    def ray_start(
-        self,
-        host: int,
-        head: bool = False,
-        cpus: int = 16,
-        system: Mapping[str, Any] | None = None,
-        extra: Sequence[str] = (),
-    ) -> None:
-        """Starts a Ray node in a host, with the custom resource `host0`, `host1` … of which it has one.
-
-        Args:
-            host: its index.
-            head: it is the head; it comes first.
-            cpus: what Ray may count on, which need not be there.
-            system: Ray's internal settings, the head's only.
-            extra: further arguments of `ray start`; the dashboard is off unless they turn it on.
+    def ray_start(self, host: int, head: bool = False, node: RayNode = RayNode()) -> None:
+        """Starts a Ray node in a host, the head's first; its dashboard is off unless `node.extra` turns it on.
 
         Raises:
             TestbedError: it does not start.
         """
-        address = self.hosts[host].address
         folder = self.folder / f"ray{host}"
         folder.mkdir(exist_ok=True)
-        there = f"{self.hosts[0].address}:{RAY_PORT}"
-        place = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"] if head else [f"--address={there}"]
+        place = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
         command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address={address}"),
-            *(f"--num-cpus={cpus}", f"--resources={json.dumps({f'host{host}': 1})}", f"--temp-dir={folder}"),
-            *("--object-store-memory=100000000", "--disable-usage-stats", *extra),
-            *([f"--system-config={json.dumps(system)}"] if system else []),
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={self.hosts[host].address}"),
+            *(place if head else [f"--address={self._ray_address}"]),
+            *(f"--temp-dir={folder}", "--object-store-memory=100000000", "--disable-usage-stats"),
+            *node.arguments(host),
         ]
-        self._variables.pop("RAY_ADDRESS", None)  # a node that starts must not take itself for a part of another
-        try:
-            self.output(host, command, timeout_s=120.0)
-        finally:
-            self._variables["RAY_ADDRESS"] = there
+        # Without an address: a node that starts must not take itself for a part of another cluster.
+        self._check(host, command, self.environment(ray_address=False), timeout_s=120.0)
 
     def kill_host(self, host: int) -> None:
         """Pulls the plug: the link falls silent, then every process of the host gets SIGKILL."""
         self.cut(host)
-        _kill_all(self.hosts[host].namespace)
+        kill_all(self.hosts[host].namespace)
 
     def restart_host(self, host: int) -> None:
         """Gives a host a fresh network stack and its link again; nothing runs in it."""
         self.kill_host(host)
-        _remove_namespace(self.hosts[host].namespace)
+        remove_namespace(self.hosts[host].namespace)
         with contextlib.suppress(TestbedError):
-            _ip("-n", self._switch, "link", "del", f"p{host}")  # it goes with the namespace, but not at once
+            ip("-n", self._switch, "link", "del", f"p{host}")  # it goes with the namespace, but not at once
         self._make_host(self.hosts[host])
 
     def cut(self, host: int) -> None:
         """Pulls a host's cable: nothing goes in or out, and neither side is told."""
-        _ip("-n", self._switch, "link", "set", f"p{host}", "down")
+        ip("-n", self._switch, "link", "set", f"p{host}", "down")
 
     def restore(self, host: int) -> None:
         """Plugs the cable in again."""
-        _ip("-n", self._switch, "link", "set", f"p{host}", "up")
+        ip("-n", self._switch, "link", "set", f"p{host}", "up")
 
     def rate(self, host: int, rate: str | None) -> None:
         """Changes the rate of a host's link; None leaves it as fast as it goes."""
         self._rates[host] = rate
-        _shape(self.hosts[host].namespace, "eth0", rate)
-        _shape(self._switch, f"p{host}", rate)
+        shape(self.hosts[host].namespace, "eth0", rate)
+        shape(self._switch, f"p{host}", rate)
 
     def measure(self, sender: int, receiver: int, seconds: float = 1.0) -> float:
         """Bit/s that one TCP connection carries."""
@@ -236,33 +230,54 @@ class Testbed:
         if self._closed:
             return
         self._closed = True
-        _remove(self.folder.name)
+        remove(self.folder.name)
         for process in self._processes:
             process.wait()
         self._reaper.communicate()
         os.close(self._lock)
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _check(self, host: int, command: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> str:
+        process = self._start(host, command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            printed: str = process.communicate(timeout=timeout_s)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise TestbedError(f"host {host}: {command[0]} was not done after {timeout_s:g} s") from None
+        if process.returncode:
+            raise TestbedError(f"host {host}: {command[0]} ended with {process.returncode}: {printed.strip()[-600:]}")
+        return printed
+
+    def _start(self, host: int, command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
+        process = subprocess.Popen(self.hosts[host].command(command), **options)
+        self._processes = [known for known in self._processes if known.poll() is None] + [process]
+        return process
+
+    @property
+    def _ray_address(self) -> str:
+        return f"{self.hosts[0].address}:{RAY_PORT}"
+
     @property
     def _switch(self) -> str:
         return f"{self.folder.name}sw"
 
     def _make_switch(self) -> None:
-        _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "bridge", "up")
+        ip("netns", "add", self._switch)
+        ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", self._switch, "link", "set", "bridge", "up")
 
     def _make_host(self, host: Host) -> None:
         inside, port = host.namespace, f"p{host.index}"
         mac = f"02:00:00:00:00:{host.index + 1:02x}"  # a host that comes again is still known to its peers
-        _ip("netns", "add", inside)
-        _ip("-n", inside, "link", "set", "lo", "up")
+        ip("netns", "add", inside)
+        ip("-n", inside, "link", "set", "lo", "up")
         veth = ["link", "add", "eth0", "address", mac, "netns", inside, "type", "veth"]
-        _ip(*veth, "peer", "name", port, "netns", self._switch)
-        _ip("-n", inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
+        ip(*veth, "peer", "name", port, "netns", self._switch)
+        ip("-n", inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
         self.rate(host.index, self._rates[host.index])
-        _ip("-n", inside, "link", "set", "eth0", "up")
-        _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
+        ip("-n", inside, "link", "set", "eth0", "up")
+        ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
 
 
 def obstacle() -> str | None:
@@ -274,70 +289,10 @@ def obstacle() -> str | None:
         return str(error)
 
 
-def sweep() -> list[str]:
-    """Removes the testbeds whose owners are gone; their names."""
-    owned = {folder.name for folder in Path(tempfile.gettempdir()).glob("ss*n*") if _is_owned(folder)}
-    found = {re.sub(r"(sw|h\d+)$", "", name) for name in _namespaces()}
-    found |= {lock.parent.name for lock in Path(tempfile.gettempdir()).glob("ss*n*/lock")}
-    for name in sorted(found - owned):
-        _remove(name)
-        shutil.rmtree(Path(tempfile.gettempdir()) / name, ignore_errors=True)
-    return sorted(found - owned)
-
-
-def _check_machine() -> None:
-    if os.geteuid() != 0:
-        raise TestbedError("a testbed needs root rights, for network namespaces: run this as root")
-    missing = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
-    if missing:
-        raise TestbedError(f"a testbed needs {' and '.join(missing)}: install iproute2 and util-linux")
-
-
-def _claim() -> tuple[Path, int]:
-    """A folder whose name no other testbed has, and the lock that says that its owner lives."""
-    root = Path(tempfile.gettempdir())
-    for number in itertools.count():
-        folder = root / f"ss{os.getpid()}n{number}"
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-            break
-    lock = os.open(folder / "lock.new", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    (folder / "lock.new").rename(folder / "lock")  # so that nobody ever sees it free
-    return folder, lock
-
-
-def _is_owned(folder: Path) -> bool:
-    """Its lock is held, or has not been made yet."""
-    try:
-        with (folder / "lock").open("r+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return folder.is_dir()
-    except BlockingIOError:
-        return True
-    return False
-
-
-def _start_reaper(folder: Path) -> "subprocess.Popen[bytes]":
-    """A process that removes the testbed when this one is gone, which it sees by the end of its input."""
-    command = [sys.executable, "-S", __file__, "reap", folder.name]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-
-
-def _reap(name: str) -> None:
-    sys.stdin.read()
-    folder = Path(tempfile.gettempdir()) / name
-    _remove(name)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _ray_variables(folder: Path) -> dict[str, str]:
-    """A token of its own, so that no other Ray can be joined by mistake."""
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+def _make_token(path: Path) -> None:
+    """Of its own, so that no other Ray can be joined by mistake."""
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
 
 
 def _cores_of(index: int, cores: int | None) -> tuple[int, ...] | None:
@@ -347,81 +302,6 @@ def _cores_of(index: int, cores: int | None) -> tuple[int, ...] | None:
     if not 1 <= cores <= len(there):
         raise TestbedError(f"a host may have 1 to {len(there)} cores on this machine, not {cores}")
     return tuple(there[(index * cores + k) % len(there)] for k in range(cores))
-
-
-def _bits_per_second(rate: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    if found is None or float(found[1]) == 0:
-        raise TestbedError(f"{rate!r} is not a rate: write a number and kbit, mbit or gbit, for instance 100mbit")
-    return float(found[1]) * _BITS[found[2]]
-
-
-def _shape(namespace: str, device: str, rate: str | None) -> None:
-    if rate is None:
-        with contextlib.suppress(TestbedError):  # there was none
-            _call(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"])
-        return
-    # A millisecond's worth at once, and not less than ten packets: more would hide the link from short exchanges.
-    burst = max(int(_bits_per_second(rate) / 8e3), 15_140)
-    bucket = ["tbf", "rate", rate, "burst", str(burst), "latency", f"{QUEUE_MS}ms"]
-    _call(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket])
-
-
-def _remove(name: str) -> None:
-    """Every namespace of a testbed, with what runs there; some may be gone already."""
-    for namespace in _namespaces():
-        if re.fullmatch(rf"{name}(sw|h\d+)", namespace):
-            _kill_all(namespace)
-            _remove_namespace(namespace)
-
-
-def _remove_namespace(namespace: str) -> None:
-    with contextlib.suppress(TestbedError):  # another may have been quicker
-        _ip("netns", "del", namespace)
-
-
-def _namespaces() -> list[str]:
-    """The namespaces of all testbeds."""
-    here = Path("/run/netns")
-    return sorted(path.name for path in here.iterdir() if _NAMES.fullmatch(path.name)) if here.is_dir() else []
-
-
-def _kill_all(namespace: str) -> None:
-    """Kills until nothing is left: a process may start another meanwhile."""
-    for _ in _until(DIED_S):
-        pids = _pids(namespace)
-        if not pids:
-            return
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    raise TestbedError(f"processes {_pids(namespace)} in {namespace} did not end after SIGKILL")
-
-
-def _pids(namespace: str) -> list[int]:
-    """Its processes; those that are dead and only not yet waited for have no namespace any more."""
-    try:
-        return [int(pid) for pid in _ip("netns", "pids", namespace).split()]
-    except TestbedError:
-        return []
-
-
-def _until(seconds: float) -> Iterator[None]:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        yield
-        time.sleep(0.01)
-
-
-def _ip(*arguments: str) -> str:
-    return _call(["ip", *arguments])
-
-
-def _call(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise TestbedError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
 
 
 _RECEIVE = """
@@ -461,8 +341,8 @@ def _run_command(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     with Testbed(arguments.hosts, rate, arguments.cores) as testbed:
         print(testbed.describe(), file=sys.stderr)
         for host in range(arguments.hosts if arguments.ray else 0):
-            extra = ["--include-dashboard=true"] if arguments.dashboard and host == 0 else []
-            testbed.ray_start(host, head=host == 0, extra=extra)
+            extra = ("--include-dashboard=true",) if arguments.dashboard and host == 0 else ()
+            testbed.ray_start(host, head=host == 0, node=RayNode(extra=extra))
         process = testbed.run(0, command)
         try:
             return process.wait()
@@ -471,10 +351,7 @@ def _run_command(arguments: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """Runs a command, sweeps, or reaps."""
-    if sys.argv[1:2] == ["reap"]:
-        _reap(sys.argv[2])
-        return 0
+    """Runs a command, or sweeps."""
     arguments = _arguments()
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

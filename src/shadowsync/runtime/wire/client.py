@@ -37,6 +37,7 @@ from shadowsync.runtime.wire.tensors import Misfit, tensors_of
 
 _LOG = logging.getLogger(__name__)
 _BYE_MS = 100
+_RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class WireConnection(Connection):
         self._ready = False
         self._session = 0
         self._incarnation = 0
-        self._heard_s = self._pinged_s = time.monotonic()
+        self._heard_s = self._pinged_s = self._opened_s = time.monotonic()
+        self._useless: ClientSocket | None = None
         courier.loop.post(partial(self._replace, None))
 
     def call(
@@ -146,6 +148,8 @@ class WireConnection(Connection):
         with self._lock:
             if self._address is None or self._closed or self._socket is not None:
                 return
+            self._useless = None
+            self._opened_s = time.monotonic()
             try:
                 self._socket = self._courier.open(self._address, self)
             except RunError as error:
@@ -176,14 +180,23 @@ class WireConnection(Connection):
         if news is LinkNews.BROKEN:
             self.receive(socket)
             self._renew(socket)
-            return
+        elif news is LinkNews.REFUSED:
+            self._refused(socket)
+        else:
+            self._useless = socket  # for the tick, so that a port that speaks something else is not hammered
+
+    def _refused(self, socket: ClientSocket) -> None:
         with self._lock:
+            if socket is not self._socket:
+                return
+            self._lost = f"{self._address} does not accept the keys of this job"  # ZeroMQ does not try again
             given_up = self._calls.take_all()
-        _fail(given_up, lambda _: PeerLost(f"{self._address} does not accept the keys of this job"))
+        _fail(given_up, lambda _: PeerLost(self._lost))
 
     def _renew(self, socket: ClientSocket) -> None:
         with self._lock:
             if socket is not self._socket:
+                self._useless = None
                 return
             self._detach()
         self._replace(socket)
@@ -227,6 +240,8 @@ class WireConnection(Connection):
             if self._ready and self._socket is not None and now_s - max(self._heard_s, self._pinged_s) >= every_s:
                 self._pinged_s = now_s
                 self._socket.send([encode(Ping(self._session, self._calls.low))])
+        if self._useless is not None and now_s - self._opened_s >= _RETRY_S:
+            self._renew(self._useless)
         _fail(late, lambda call: CallTimeout(f"{call.method} at {self._address} gave no answer in {call.limit_s:g} s"))
 
 

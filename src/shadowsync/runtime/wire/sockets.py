@@ -1,5 +1,6 @@
 """ZeroMQ sockets as the wire uses them: CURVE, quick notice of a dead link, senders in any thread."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any, TypeAlias
 
 from shadowsync.errors import MissingExtra, RunError
 from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.loop import Loop
+from shadowsync.runtime.wire.loop import Action, Loop
 
 try:
     import zmq
@@ -60,6 +61,11 @@ def _readable(socket: Socket) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
+def _watch(loop: Loop, file: int, action: Action) -> None:
+    loop.watch(file, action)
+    loop.post(action)  # a socket's file says nothing before the socket was found empty once
+
+
 class SharedSocket:
     """A socket on which any thread sends and one receives.
 
@@ -79,13 +85,14 @@ class SharedSocket:
         return int(self._socket.fd)
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Sends one message; once closed it is dropped, as by a network."""
+        """Sends one message; once closed, or where the connection is lost for good, it is dropped as by a network."""
         with self._lock:
             if self._closed:
                 return
-            for frame in frames[:-1]:
-                self._socket.send(frame, _MORE, copy=False)
-            self._socket.send(frames[-1], _NOBLOCK, copy=False)
+            with contextlib.suppress(zmq.Again):  # only before the first frame
+                for frame in frames[:-1]:
+                    self._socket.send(frame, _MORE, copy=False)
+                self._socket.send(frames[-1], _NOBLOCK, copy=False)
             waiting = _readable(self._socket)
         if waiting:
             self._wake()
@@ -128,8 +135,8 @@ class Monitor:
 
     def events(self) -> list[int]:
         """What has happened since the last time, as `zmq.EVENT_…`."""
-        found = []
-        while _readable(self._socket):
+        found: list[int] = []
+        while not self._socket.closed and _readable(self._socket):
             found.append(int(recv_monitor_message(self._socket)["event"]))
         return found
 
@@ -210,9 +217,9 @@ class ServerSocket:
             receive: to run when there may be messages.
             refused: told the number of connections that were turned away.
         """
-        loop.watch(self._door.file, self._door.answer)
-        loop.watch(self._monitor.file, lambda: refused(len(self._monitor.events())))
-        loop.watch(self._shared.file, receive)
+        _watch(loop, self._door.file, self._door.answer)
+        _watch(loop, self._monitor.file, lambda: refused(len(self._monitor.events())))
+        _watch(loop, self._shared.file, receive)
 
     def close(self) -> None:
         """Closes everything; replies that have not left are lost."""
@@ -243,7 +250,9 @@ class LinkNews(Enum):
     BROKEN = auto()
     """The connection stood and is lost: what was under way on it may or may not have arrived."""
     REFUSED = auto()
-    """The other end does not let these keys in."""
+    """The other end does not let these keys in; nobody tries again."""
+    USELESS = auto()
+    """The other end does not speak the protocol; nobody tries again."""
 
 
 class ClientSocket:
@@ -277,8 +286,8 @@ class ClientSocket:
 
     def watch(self, loop: Loop, receive: Callable[[], None], news: Callable[[LinkNews], None]) -> None:
         """Lets the loop wait for messages and for news; called in the loop."""
-        loop.watch(self._monitor.file, lambda: self._tell(news))
-        loop.watch(self._shared.file, receive)
+        _watch(loop, self._monitor.file, lambda: self._tell(news))
+        _watch(loop, self._shared.file, receive)
 
     def _tell(self, news: Callable[[LinkNews], None]) -> None:
         found = set()
@@ -287,6 +296,8 @@ class ClientSocket:
                 self._stood = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 found.add(LinkNews.REFUSED)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                found.add(LinkNews.USELESS)
             elif event == zmq.EVENT_DISCONNECTED and self._stood:
                 found.add(LinkNews.BROKEN)
         for item in found:  # last, because the listener may close this socket

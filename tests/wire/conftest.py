@@ -1,0 +1,51 @@
+"""Both ends of the wire for a test, closed after it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+from wire_cases import Bank, Link
+
+from shadowsync.runtime.wire.client import Courier, CourierOptions, WireConnection
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.server import ServerOptions, WireServer
+
+
+@pytest.fixture(scope="session")
+def keys() -> JobKeys:
+    return JobKeys.make()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def serve(keys: JobKeys, stack: ExitStack) -> Callable[..., WireServer]:
+    def make(bank: Bank, **options: object) -> WireServer:
+        server = WireServer(bank, keys, ServerOptions(**options))  # type: ignore[arg-type]
+        server.start()
+        stack.callback(server.close)
+        stack.callback(bank.open.set)
+        return server
+
+    return make
+
+
+@pytest.fixture
+def connect(keys: JobKeys, stack: ExitStack) -> Callable[..., WireConnection]:
+    def make(address: str, **options: object) -> WireConnection:
+        courier = stack.enter_context(closing(Courier(keys, CourierOptions(**options))))  # type: ignore[arg-type]
+        return courier.connect(address)
+
+    return make
+
+
+@pytest.fixture
+def link(stack: ExitStack) -> Callable[[WireServer], Link]:
+    def make(server: WireServer) -> Link:
+        return stack.enter_context(closing(Link(server.address)))
+
+    return make

@@ -1,0 +1,149 @@
+"""What every connection does: in process, and over a socket."""
+
+import gc
+import threading
+import weakref
+from concurrent.futures import wait
+
+import pytest
+import torch
+from torch import Tensor
+from wire_cases import PATIENCE_S, Balance, Bank, Deposit, until
+
+from shadowsync.errors import DataError, RunError
+from shadowsync.runtime.wire.connection import Connection, DirectConnection
+from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.runtime.wire.tensors import DTYPES
+
+
+@pytest.fixture
+def bank() -> Bank:
+    return Bank()
+
+
+@pytest.fixture(params=["direct", "wire"])
+def connection(request: pytest.FixtureRequest, bank: Bank) -> Connection:
+    if request.param == "direct":
+        return DirectConnection(bank)
+    server = request.getfixturevalue("serve")(bank)
+    connection: Connection = request.getfixturevalue("connect")(server.address)
+    return connection
+
+
+def test_a_call_is_answered(connection: Connection, bank: Bank) -> None:
+    for number in range(1, 4):
+        answer = connection.call("deposit", Deposit(f"d{number}", 5)).result(PATIENCE_S)
+        assert answer.read(Balance) == Balance(5 * number)
+        assert answer.tensors == ()
+    assert set(bank.runs.values()) == {1}
+
+
+def examples() -> list[Tensor]:
+    made = []
+    for dtype in DTYPES:
+        values = torch.arange(24).remainder(2 if dtype is torch.bool else 100).to(dtype)
+        made += [values.view(2, 3, 4), values[:0], values[3], values.view(4, 6).t()]
+    return made
+
+
+def test_tensors_of_every_type_and_shape_come_back_as_they_were(connection: Connection) -> None:
+    sent = examples()
+    came = connection.call("echo", None, sent).result(PATIENCE_S).tensors
+    assert [(t.dtype, t.shape) for t in came] == [(t.dtype, t.shape) for t in sent]
+    assert all(torch.equal(one, other) for one, other in zip(came, sent, strict=True))
+
+
+def test_tensors_that_came_are_the_callers_own(connection: Connection) -> None:
+    sent = torch.ones(50_000)
+    (came,) = connection.call("echo", None, (sent,)).result(PATIENCE_S).tensors
+    came += 1
+    assert sent.sum() == 50_000
+    assert came.sum() == 100_000
+
+
+def test_not_a_number_and_gradients_cross(connection: Connection) -> None:
+    odd = torch.tensor([float("nan"), float("inf"), -0.0], requires_grad=True)
+    (came,) = connection.call("echo", None, (odd,)).result(PATIENCE_S).tensors
+    assert torch.equal(came.detach().view(torch.int32), odd.detach().view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "words"),
+    [
+        ("refuse", DataError, "row 7 of the request has no colour"),
+        ("crash", RunError, "crash failed with ZeroDivisionError: divided$"),
+        ("undress", RunError, "no method 'undress', only crash, deposit"),
+        ("deposit", DataError, "does not hold a Deposit"),
+    ],
+)
+def test_errors_keep_their_class_and_sentence(
+    connection: Connection, method: str, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        connection.call(method).result(PATIENCE_S)
+    assert type(caught.value) is kind
+    assert connection.call("echo").result(PATIENCE_S).tensors == ()
+
+
+def test_an_answer_of_another_kind_is_refused(connection: Connection) -> None:
+    answer = connection.call("deposit", Deposit("a", 1)).result(PATIENCE_S)
+    with pytest.raises(DataError, match="does not hold a Deposit"):
+        answer.read(Deposit)
+
+
+def test_many_threads_with_many_calls(connection: Connection, bank: Bank) -> None:
+    def work(worker: int) -> None:
+        futures = [connection.call("deposit", Deposit(f"{worker}/{i}", i), (torch.ones(1000),)) for i in range(50)]
+        wait(futures, PATIENCE_S)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert bank.total == 4 * sum(range(50))
+    assert torch.equal(bank.vault, torch.full((1000,), 200.0))
+    assert len(bank.runs) == 200
+    assert set(bank.runs.values()) == {1}
+    assert len(bank.clients) == 1
+
+
+def test_a_callback_may_call_again(connection: Connection) -> None:
+    done = threading.Event()
+
+    def again(_: object) -> None:
+        connection.call("deposit", Deposit("second", 1)).add_done_callback(lambda _: done.set())
+
+    connection.call("deposit", Deposit("first", 1)).add_done_callback(again)
+    assert done.wait(PATIENCE_S)
+
+
+def test_a_closed_connection_fails_and_its_service_hears_of_it_once(connection: Connection, bank: Bank) -> None:
+    connection.call("deposit", Deposit("a", 1)).result(PATIENCE_S)
+    connection.close()
+    connection.close()
+    with pytest.raises(PeerLost, match="closed"):
+        connection.call("deposit", Deposit("b", 1)).result(PATIENCE_S)
+    until(lambda: bank.gone == list(bank.clients), "the farewell")
+    assert bank.total == 1
+
+
+def test_no_call_can_be_taken_back(connection: Connection, bank: Bank) -> None:
+    future = connection.call("deposit", Deposit("a", 1))
+    assert not future.cancel()
+    future.result(PATIENCE_S)
+    assert bank.total == 1
+
+
+def test_nothing_of_an_answered_call_is_held(connection: Connection) -> None:
+    sent = torch.ones(100_000)
+    trace = weakref.ref(sent)
+    connection.call("echo", None, (sent,)).result(PATIENCE_S)
+    del sent
+    connection.call("echo", None).result(PATIENCE_S)
+
+    def is_free() -> bool:
+        gc.collect()
+        return trace() is None
+
+    until(is_free, "the memory's release")

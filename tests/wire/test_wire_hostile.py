@@ -1,0 +1,224 @@
+"""Ten thousand messages that nobody honest sends: none changes anything, and the server goes on answering."""
+
+import random
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+import zmq
+from wire_cases import PATIENCE_S, Balance, Bank, Deposit, until
+
+from shadowsync.runtime.wire.client import Courier, WireConnection
+from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.messages import Bye, Call, Hello, Ping, Pong, Unknown, Welcome, encode, from_server
+from shadowsync.runtime.wire.packing import Cargo
+from shadowsync.runtime.wire.server import WireServer
+from shadowsync.runtime.wire.tensors import Spec
+
+EACH = 2500
+OTHER_PROTOCOL = 16
+
+
+class Raw:
+    """A bare DEALER that says what it likes; with the keys of a job, others, or none."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: JobKeys | None) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.sndhwm = 0
+        self.socket.rcvtimeo = int(PATIENCE_S * 1000)
+        if keys is not None:
+            self.socket.curve_serverkey = keys.server_public.encode()
+            self.socket.curve_publickey = keys.client_public.encode()
+            self.socket.curve_secretkey = keys.client_secret.encode()
+        self.socket.connect(address)
+        self.session = 0
+
+    def greet(self, client: str) -> None:
+        self.socket.send(encode(Hello(client, 0)))
+        welcome = from_server([self.socket.recv()])
+        assert isinstance(welcome, Welcome)
+        self.session = welcome.session
+
+    def sync(self) -> None:
+        """Until everything sent before was taken; the answers to it are passed over."""
+        self.socket.send(encode(Ping(self.session, 0)))
+        while not isinstance(from_server(self.socket.recv_multipart()), Pong):
+            pass
+
+    def deposit(self, number: int, method: str = "deposit") -> list[bytes]:
+        """An honest message."""
+        cargo = Cargo.of(Deposit(f"raw {number}", 1), (torch.ones(1000),), 1 << 20)
+        call = Call(self.session, number, 1, method, cargo.meta, cargo.specs)
+        return [encode(call), *map(bytes, cargo.frames)]
+
+
+@pytest.fixture
+def raw(stack: ExitStack, keys: JobKeys) -> Callable[..., Raw]:
+    context = stack.enter_context(zmq.Context())
+
+    def make(address: str, keys: JobKeys | None = keys) -> Raw:
+        made = Raw(context, address, keys)
+        stack.callback(made.socket.close, 0)
+        return made
+
+    return make
+
+
+def noise(randomness: random.Random) -> list[bytes]:
+    return [randomness.randbytes(randomness.choice((0, 1, 7, 60, 2000))) for _ in range(randomness.randrange(1, 5))]
+
+
+def bent(session: int, randomness: random.Random) -> list[bytes]:
+    """Well-formed headers whose tensors are not what they announce."""
+    shapes = ((1000,), (-4, 250), (1 << 62, 1 << 62), (0, 1 << 62), (251,), (2,) * 20, (10**6, 10**6))
+    specs = tuple(Spec(randomness.choice((0, 1, 9, 10, -1, 1 << 40)), randomness.choice(shapes)) for _ in range(2))
+    call = Call(session, randomness.randrange(1 << 62), 0, "deposit", b"", specs)
+    return [encode(call), *(bytes(randomness.choice((0, 1, 999, 3996))) for _ in range(randomness.randrange(3)))]
+
+
+def broken(message: list[bytes], randomness: random.Random) -> list[bytes]:
+    """An honest message, cut short or with a frame too many or too few."""
+    head, body = message
+    cut = randomness.randrange(len(head))
+    return randomness.choice(
+        ([head[:cut], body], [head, body[: randomness.randrange(len(body))]], [head], [head, body, body], [head[cut:]])
+    )
+
+
+def malformed(honest: list[bytes], session: int) -> Iterator[list[bytes]]:
+    randomness = random.Random(3)
+    for _ in range(EACH):
+        yield noise(randomness)
+        yield bent(session, randomness)
+        yield broken(honest, randomness)
+
+
+def test_ten_thousand_hostile_messages_change_nothing(
+    keys: JobKeys,
+    raw: Callable[..., Raw],
+    serve: Callable[..., WireServer],
+    connect: Callable[..., WireConnection],
+) -> None:
+    bank = Bank()
+    server = serve(bank)
+    honest = connect(server.address)
+    honest.call("deposit", Deposit("honest", 7), (torch.ones(1000),)).result(PATIENCE_S)
+
+    victim, thief = raw(server.address), raw(server.address)
+    victim.greet("a" * 32)
+    thief.greet("b" * 32)
+    caught = [victim.deposit(number) for number in range(1, 6)]
+    for message in caught:
+        victim.socket.send_multipart(message)
+    until(lambda: bank.total == 12, "the honest deposits")
+    before = (bank.total, bank.vault.clone(), dict(bank.runs))
+
+    strange_keys = (None, JobKeys.make(), wrong_client(keys))
+    outsiders = [raw(server.address, strange) for strange in strange_keys]
+    for index in range(EACH):
+        try:
+            outsiders[index % 3].socket.send_multipart(caught[index % 5], zmq.NOBLOCK)
+        except zmq.Again:  # it was refused for good
+            outsiders[index % 3] = raw(server.address, strange_keys[index % 3])
+            outsiders[index % 3].socket.send_multipart(caught[index % 5])
+        victim.socket.send_multipart(caught[index % 5])
+        thief.socket.send_multipart(caught[index % 5])
+    for message in malformed(caught[0], thief.session):
+        thief.socket.send_multipart(message)
+    thief.sync()
+    victim.sync()
+
+    assert (bank.total, dict(bank.runs)) == (before[0], before[2])
+    assert torch.equal(bank.vault, before[1])
+    counts = server.counts
+    assert counts.requests == 6
+    assert counts.replayed == EACH
+    assert counts.strangers >= EACH
+    assert counts.malformed >= EACH * 2.5
+    until(lambda: server.counts.refused >= 3, "the refusal of outsiders")
+    assert sorted(server.clients) == sorted([honest.client, "a" * 32, "b" * 32])
+    answer = honest.call("deposit", Deposit("after", 1)).result(PATIENCE_S)
+    assert answer.read(Balance).total == before[0] + 1
+
+
+def wrong_client(keys: JobKeys) -> JobKeys:
+    """Somebody who knows the server's public key, and no client key."""
+    other = JobKeys.make()
+    return JobKeys(keys.server_public, other.server_secret, other.client_public, other.client_secret)
+
+
+def test_a_session_caught_from_a_forgotten_client_is_worth_nothing(
+    raw: Callable[..., Raw], serve: Callable[..., WireServer]
+) -> None:
+    bank = Bank()
+    server = serve(bank)
+    victim = raw(server.address)
+    victim.greet("a" * 32)
+    hello, message = encode(Hello("a" * 32, 0)), victim.deposit(1)
+    victim.socket.send_multipart(message)
+    until(lambda: bank.total == 1, "the deposit")
+    victim.socket.send(encode(Bye(victim.session)))
+    until(lambda: bank.gone == ["a" * 32], "the farewell")
+    thief = raw(server.address)
+    for _ in range(3):
+        thief.socket.send(hello)
+        thief.socket.send_multipart(message)
+        assert isinstance(from_server([thief.socket.recv()]), Welcome)
+        assert isinstance(from_server([thief.socket.recv()]), Unknown)
+    assert bank.total == 1
+
+
+def test_nobody_takes_over_a_client_that_has_called(raw: Callable[..., Raw], serve: Callable[..., WireServer]) -> None:
+    bank = Bank()
+    server = serve(bank)
+    victim, thief = raw(server.address), raw(server.address)
+    victim.greet("a" * 32)
+    victim.socket.send_multipart(victim.deposit(1))
+    until(lambda: bank.total == 1, "the deposit")
+    for session in (0, 5):
+        thief.socket.send(encode(Hello("a" * 32, session)))
+    thief.greet("b" * 32)
+    victim.socket.send_multipart(victim.deposit(2))
+    until(lambda: bank.total == 2, "the next deposit")
+    assert server.counts.strangers == 2
+
+
+def test_what_is_no_protocol_at_all_is_refused(
+    serve: Callable[..., WireServer], connect: Callable[..., WireConnection]
+) -> None:
+    bank = Bank()
+    server = serve(bank)
+    port = int(server.address.rpartition(":")[2])
+    randomness = random.Random(1)
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(randomness.randbytes(500))
+    connect(server.address).call("deposit", Deposit("honest", 1)).result(PATIENCE_S)
+    assert bank.total == 1
+
+
+def test_a_frame_that_is_too_long_ends_its_connection_before_it_is_read(
+    raw: Callable[..., Raw], serve: Callable[..., WireServer], connect: Callable[..., WireConnection]
+) -> None:
+    bank = Bank()
+    server = serve(bank, max_message_bytes=10_000)
+    thief = raw(server.address)
+    thief.greet("b" * 32)
+    thief.socket.send(bytes(20_000))
+    thief.socket.rcvtimeo = 200
+    thief.socket.send(encode(Ping(thief.session, 0)))
+    connection = connect(server.address, max_message_bytes=10_000)
+    connection.call("deposit", Deposit("honest", 1), (torch.ones(1000),)).result(PATIENCE_S)
+    assert server.counts.malformed == 0
+
+
+def test_a_client_learns_that_its_keys_are_refused(keys: JobKeys, serve: Callable[..., WireServer]) -> None:
+    server = serve(Bank())
+    with closing(Courier(wrong_client(keys))) as courier:
+        call = courier.connect(server.address).call("echo")
+        with pytest.raises(PeerLost, match="does not accept the keys of this job"):
+            call.result(PATIENCE_S)

@@ -1,0 +1,271 @@
+"""A link that is lost, half delivers, stalls or leads to another server: nothing is lost and nothing runs twice."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from wire_cases import PATIENCE_S, Balance, Bank, Deposit, Link, until
+
+from shadowsync.runtime.wire.client import WireConnection
+from shadowsync.runtime.wire.clients import Limits
+from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
+from shadowsync.runtime.wire.server import WireServer
+
+Serve = Callable[..., WireServer]
+Connect = Callable[..., WireConnection]
+MakeLink = Callable[[WireServer], Link]
+
+
+def settled(connection: WireConnection) -> None:
+    """Until the connection stands."""
+    connection.call("echo").result(PATIENCE_S)
+
+
+def test_calls_before_the_server_is_there_wait_for_it(serve: Serve, connect: Connect, link: MakeLink) -> None:
+    bank = Bank()
+    way = link(serve(bank))
+    way.cut()
+    connection = connect(way.address)
+    futures = [connection.call("deposit", Deposit(str(i), i)) for i in range(10)]
+    way.mend()
+    assert [future.result(PATIENCE_S).read(Balance) for future in futures]
+    assert bank.total == 45
+
+
+def test_a_link_lost_again_and_again_loses_and_doubles_nothing(serve: Serve, connect: Connect, link: MakeLink) -> None:
+    bank = Bank()
+    server = serve(bank)
+    way = link(server)
+    connection = connect(way.address)
+
+    def work(worker: int) -> None:
+        for i in range(40):
+            connection.call("deposit", Deposit(f"{worker}/{i}", 1), (torch.ones(1000),)).result(PATIENCE_S)
+            ran.release()
+
+    ran = threading.Semaphore(0)
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        for _ in range(15):
+            assert ran.acquire(timeout=PATIENCE_S)
+        way.cut()
+        way.mend()
+    for thread in threads:
+        thread.join()
+    assert bank.total == 120
+    assert len(bank.runs) == 120
+    assert set(bank.runs.values()) == {1}
+    assert way.made >= 4
+
+
+@pytest.mark.parametrize("byte_count", [1, 60, 1500])
+def test_a_lost_reply_is_sent_again_and_the_method_does_not_run_again(
+    serve: Serve, connect: Connect, link: MakeLink, byte_count: int
+) -> None:
+    bank = Bank()
+    server = serve(bank)
+    way = link(server)
+    connection = connect(way.address, ping_every_s=100)
+    settled(connection)
+    way.break_after("back", byte_count)
+    futures = [connection.call("deposit", Deposit(str(i), 1)) for i in range(50)]
+    balances = {future.result(PATIENCE_S).read(Balance).total for future in futures}
+    assert balances == set(range(1, 51))
+    assert set(bank.runs.values()) == {1}
+    assert way.made == 2
+    assert server.counts.replayed > 0
+
+
+@pytest.mark.parametrize("byte_count", [1, 5000, 500_000])
+def test_a_request_that_arrives_in_part_runs_once(
+    serve: Serve, connect: Connect, link: MakeLink, byte_count: int
+) -> None:
+    bank = Bank()
+    way = link(serve(bank))
+    connection = connect(way.address, ping_every_s=100)
+    settled(connection)
+    way.break_after("there", byte_count)
+    future = connection.call("deposit", Deposit("large", 1), [torch.ones(1000)] * 200)
+    assert future.result(PATIENCE_S).read(Balance).total == 1
+    assert bank.vault[0] == 200
+    assert way.made == 2
+
+
+def test_a_request_that_comes_again_while_it_runs_is_answered_by_the_first(
+    serve: Serve, connect: Connect, link: MakeLink
+) -> None:
+    bank = Bank()
+    server = serve(bank)
+    way = link(server)
+    connection = connect(way.address)
+    future = connection.call("slow_deposit", Deposit("slow", 1))
+    assert bank.entered.wait(PATIENCE_S)
+    way.cut()
+    way.mend()
+    until(lambda: server.counts.replayed == 1, "the request's return")
+    bank.open.set()
+    assert future.result(PATIENCE_S).read(Balance).total == 1
+    assert bank.runs["slow"] == 1
+
+
+def test_a_stalled_link_shows_and_harms_nothing(serve: Serve, connect: Connect, link: MakeLink) -> None:
+    bank = Bank()
+    way = link(serve(bank))
+    connection = connect(way.address, ping_every_s=0.05, tick_s=0.01)
+    settled(connection)
+    way.hold()
+    futures = [connection.call("deposit", Deposit(str(i), 1)) for i in range(10)]
+    until(lambda: connection.silent_s() > 0.3, "the silence")
+    assert bank.total <= 1  # what was on its way
+    way.release()
+    for future in futures:
+        future.result(PATIENCE_S)
+    assert bank.total == 10
+    until(lambda: connection.silent_s() < 0.2, "a sign of life")
+    idle = connection.silent_s()
+    until(lambda: connection.silent_s() < idle, "a sign of life without a call")
+
+
+def test_a_deadline_passes(serve: Serve, connect: Connect) -> None:
+    bank = Bank()
+    connection = connect(serve(bank).address, tick_s=0.01)
+    late = connection.call("slow_deposit", Deposit("late", 1), timeout_s=0.1)
+    with pytest.raises(CallTimeout, match=r"slow_deposit at tcp://.* gave no answer in 0\.1 s"):
+        late.result(PATIENCE_S)
+    bank.open.set()
+    connection.call("deposit", Deposit("next", 1)).result(PATIENCE_S)
+    until(lambda: bank.total == 2, "the end of the late one")
+
+
+def test_the_default_deadline_holds_where_nobody_listens(connect: Connect) -> None:
+    connection = connect("tcp://127.0.0.1:1", timeout_s=0.05, tick_s=0.01)
+    with pytest.raises(CallTimeout, match=r"gave no answer in 0\.05 s"):
+        connection.call("echo").result(PATIENCE_S)
+
+
+def test_what_is_under_way_goes_to_the_replacement(serve: Serve, connect: Connect) -> None:
+    first, second = Bank(), Bank()
+    connection = connect(serve(first).address)
+    connection.call("deposit", Deposit("old", 1)).result(PATIENCE_S)
+    waiting = connection.call("slow_deposit", Deposit("waiting", 1))
+    assert first.entered.wait(PATIENCE_S)
+    second.open.set()
+    connection.redirect(serve(second).address)
+    assert waiting.result(PATIENCE_S).read(Balance).total == 1
+    assert second.runs == {"waiting": 1}
+    assert connection.call("deposit", Deposit("new", 1)).result(PATIENCE_S).read(Balance).total == 2
+
+
+def test_a_redirect_to_the_same_server_runs_nothing_twice(serve: Serve, connect: Connect) -> None:
+    bank = Bank()
+    server = serve(bank)
+    connection = connect(server.address)
+    waiting = connection.call("slow_deposit", Deposit("waiting", 1))
+    assert bank.entered.wait(PATIENCE_S)
+    connection.redirect(server.address)
+    until(lambda: server.counts.replayed == 1, "the request's return")
+    bank.open.set()
+    assert waiting.result(PATIENCE_S).read(Balance).total == 1
+    assert bank.runs["waiting"] == 1
+
+
+def test_a_peer_that_is_given_up_fails_calls_until_it_is_replaced(serve: Serve, connect: Connect) -> None:
+    bank = Bank()
+    server = serve(bank)
+    connection = connect(server.address)
+    waiting = connection.call("slow_deposit", Deposit("waiting", 1))
+    assert bank.entered.wait(PATIENCE_S)
+    connection.redirect(None)
+    for future in (waiting, connection.call("deposit", Deposit("no", 1))):
+        with pytest.raises(PeerLost, match="given up"):
+            future.result(PATIENCE_S)
+    replacement = Bank()
+    connection.redirect(serve(replacement).address)
+    connection.call("deposit", Deposit("yes", 1)).result(PATIENCE_S)
+    assert replacement.runs == {"yes": 1}
+
+
+def test_a_server_that_is_back_at_its_address_is_a_new_one(serve: Serve, connect: Connect) -> None:
+    first, second = Bank(), Bank()
+    server = serve(first)
+    connection = connect(server.address)
+    waiting = connection.call("slow_deposit", Deposit("waiting", 1))
+    assert first.entered.wait(PATIENCE_S)
+    first.open.set()
+    server.close()
+    second.open.set()
+    serve(second, port=int(server.address.rpartition(":")[2]))
+    waiting.result(PATIENCE_S)
+    connection.call("deposit", Deposit("next", 1)).result(PATIENCE_S)
+    assert second.runs["next"] == 1
+    assert first.runs["waiting"] == 1
+
+
+def test_a_client_that_vanishes_is_forgotten_when_its_methods_have_ended(
+    serve: Serve, connect: Connect, link: MakeLink
+) -> None:
+    bank = Bank()
+    server = serve(bank, tick_s=0.01, limits=Limits(forget_client_after_s=0.2))
+    way = link(server)
+    connection = connect(way.address, ping_every_s=0.05, tick_s=0.01)
+    waiting = connection.call("slow_deposit", Deposit("waiting", 1))
+    assert bank.entered.wait(PATIENCE_S)
+    way.hold()
+    unsent = connection.call("deposit", Deposit("lost on the way", 1))
+    until(lambda: server.counts.forgotten == 1, "the forgetting")
+    assert bank.gone == []
+    assert server.clients == []
+    bank.open.set()
+    until(lambda: bank.gone == [connection.client], "the client's end")
+    way.release()
+    assert waiting.result(PATIENCE_S).read(Balance).total == 1  # its answer was on the way
+    with pytest.raises(PeerLost, match="has forgotten this connection"):
+        unsent.result(PATIENCE_S)
+    connection.call("deposit", Deposit("again", 1)).result(PATIENCE_S)
+    assert bank.runs == {"waiting": 1, "again": 1}
+
+
+def test_a_full_queue_holds_up_its_clients_and_loses_nothing(serve: Serve, connect: Connect) -> None:
+    bank = Bank()
+    server = serve(bank, threads=1, max_waiting=4)
+    connection = connect(server.address)
+    first = connection.call("slow_deposit", Deposit("first", 1))
+    assert bank.entered.wait(PATIENCE_S)
+    futures = [connection.call("deposit", Deposit(str(i), 1), (torch.ones(1000),)) for i in range(300)]
+    until(lambda: server.queue_depth >= 4, "the queue")
+    other = connect(server.address).call("echo")
+    assert server.queue_depth <= 4 + 64
+    bank.open.set()
+    for future in (first, *futures, other):
+        future.result(PATIENCE_S)
+    assert bank.total == 301
+    assert server.queue_depth == 0
+
+
+def test_one_client_cannot_open_calls_without_end(serve: Serve, connect: Connect) -> None:
+    bank = Bank()
+    server = serve(bank, threads=1, limits=Limits(open_calls=3))
+    connection = connect(server.address)
+    waiting = [connection.call("slow_deposit", Deposit(str(i), 1)) for i in range(3)]
+    assert bank.entered.wait(PATIENCE_S)
+    with pytest.raises(Exception, match="too many calls of this client are open"):
+        connection.call("deposit", Deposit("fourth", 1)).result(PATIENCE_S)
+    bank.open.set()
+    for future in waiting:
+        future.result(PATIENCE_S)
+    assert bank.runs["fourth"] == 0
+
+
+def test_a_reply_that_could_not_be_kept_is_said_to_be_lost(serve: Serve, connect: Connect, link: MakeLink) -> None:
+    bank = Bank()
+    server = serve(bank, limits=Limits(keep_bytes=0))
+    way = link(server)
+    connection = connect(way.address, ping_every_s=100)
+    settled(connection)
+    way.break_after("back", 1)
+    with pytest.raises(Exception, match="has run, and its reply could not be kept"):
+        connection.call("deposit", Deposit("one", 1)).result(PATIENCE_S)
+    assert bank.runs == {"one": 1}

@@ -1,0 +1,165 @@
+"""The small parts: tensors in frames, errors by name, keys that do not show, the loop."""
+
+import logging
+import sys
+import threading
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_cases import PATIENCE_S, Bank, Deposit
+
+from shadowsync import errors
+from shadowsync.errors import MissingExtra, NonFiniteLoss, RunError, SaveError, ShadowSyncError
+from shadowsync.runtime.wire.connection import DirectConnection
+from shadowsync.runtime.wire.errors import CallTimeout, Fault, PeerLost
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.loop import Loop
+from shadowsync.runtime.wire.messages import MAX_TENSORS, META_BYTES
+from shadowsync.runtime.wire.packing import Cargo
+from shadowsync.runtime.wire.server import WireServer
+from shadowsync.runtime.wire.service import Meta
+from shadowsync.runtime.wire.tensors import DTYPES, Misfit, Spec, bytes_of, spec_of, tensor_of
+
+KINDS = [PeerLost, CallTimeout, NonFiniteLoss, SaveError, errors.DataError, errors.ConfigError, ShadowSyncError]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_crosses_by_its_name(kind: type[ShadowSyncError]) -> None:
+    fault = msgspec.msgpack.decode(msgspec.msgpack.encode(Fault.of(kind("so it is"))), type=Fault)
+    assert type(fault.error()) is kind
+    assert str(fault.error()) == "so it is"
+
+
+def test_an_error_that_builds_its_own_sentence_crosses_with_it() -> None:
+    error = Fault.of(MissingExtra("zmq", "ray")).error()
+    assert type(error) is MissingExtra
+    assert str(error) == "zmq is not installed: pip install 'shadowsync[ray]'"
+
+
+def test_an_error_that_this_process_does_not_know_is_of_its_nearest_base() -> None:
+    assert type(Fault(("Meltdown", "SaveError", "RunError"), "hot").error()) is SaveError
+    assert type(Fault(("Meltdown",), "hot").error()) is ShadowSyncError
+
+
+def test_secrets_do_not_show() -> None:
+    keys, other = JobKeys.make(), JobKeys.make()
+    assert keys != other
+    shown = f"{keys!r} {keys}"
+    assert keys.server_public in shown
+    assert keys.server_secret not in shown
+    assert keys.client_secret not in shown
+    assert msgspec.json.decode(msgspec.json.encode(keys), type=JobKeys) == keys
+
+
+def test_without_zeromq_the_line_that_installs_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(MissingExtra, match=r"pyzmq is not installed: pip install 'shadowsync\[ray\]'"):
+        JobKeys.make()
+    monkeypatch.delitem(sys.modules, "shadowsync.runtime.wire.sockets", raising=False)
+    with pytest.raises(MissingExtra, match="pyzmq is not installed"):
+        __import__("shadowsync.runtime.wire.sockets")
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=5), st.integers(0, 15))
+def test_a_tensor_comes_out_as_it_went_in(dtype: torch.dtype, shape: list[int], shift: int) -> None:
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    frame = bytearray(shift) + bytes_of(tensor)
+    came = tensor_of(memoryview(frame)[shift:], spec_of(tensor))  # also where the memory is not aligned
+    assert came.dtype == dtype
+    assert torch.equal(came, tensor)
+
+
+def test_nothing_is_copied_where_memory_is_contiguous() -> None:
+    tensor = torch.zeros(100)
+    frame = bytes_of(tensor)
+    tensor += 1
+    assert tensor_of(frame, spec_of(tensor)).sum() == 100
+    assert tensor_of(frame, spec_of(tensor)).data_ptr() == tensor.data_ptr()
+
+
+SPECS = [Spec(0, (3,)), Spec(0, (5,)), Spec(99, (4,)), Spec(-1, (4,)), Spec(0, (-4,)), Spec(0, (-2, -2))]
+SPECS += [Spec(0, (1,) * 17), Spec(0, (0, 1 << 62, 1 << 62)), Spec(0, (1 << 62, 4)), Spec(1, (4,))]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_frame_that_is_not_what_was_announced_is_refused(spec: Spec) -> None:
+    with pytest.raises(Misfit):
+        tensor_of(bytearray(16), spec)
+
+
+class Long(Meta, frozen=True):
+    text: str
+
+
+@pytest.mark.parametrize(
+    ("meta", "tensors", "words"),
+    [
+        (None, [torch.zeros(2, dtype=torch.complex64)], "complex64 with 1 dimensions cannot cross"),
+        (None, [torch.zeros((1,) * 17)], "with 17 dimensions cannot cross"),
+        (None, [torch.zeros(0)] * (MAX_TENSORS + 1), "has 1025 tensors, and at most 1024"),
+        (None, [torch.zeros(300)], "has 1200 bytes, and at most 1000"),
+        (Long("x" * (META_BYTES + 1)), [], "typed part has 1048"),
+    ],
+)
+def test_what_cannot_cross_is_refused_by_its_sender(meta: Meta | None, tensors: list[torch.Tensor], words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        Cargo.of(meta, tensors, max_message_bytes=1000)
+
+
+def test_an_address_that_is_taken_is_refused_in_a_sentence(keys: JobKeys, serve: object) -> None:
+    server = serve(Bank())  # type: ignore[operator]
+    port = server.address.rpartition(":")[2]
+    with pytest.raises(RunError, match=f"nothing can be served at 127.0.0.1:{port}: Address already in use"):
+        serve(Bank(), port=int(port))  # type: ignore[operator]
+
+
+def test_an_address_that_is_none_fails_its_calls(connect: object) -> None:
+    connection = connect("nowhere")  # type: ignore[operator]
+    with pytest.raises(PeerLost, match="there can be no peer at nowhere"):
+        connection.call("echo").result(PATIENCE_S)
+
+
+def test_a_server_frees_its_clients_when_it_is_closed(keys: JobKeys, connect: object) -> None:
+    bank = Bank()
+    server = WireServer(bank, keys)
+    server.start()
+    connection = connect(server.address)  # type: ignore[operator]
+    connection.call("deposit", Deposit("a", 1)).result(PATIENCE_S)
+    server.close()
+    server.close()
+    assert bank.gone == [connection.client]
+
+
+def test_a_reply_that_cannot_cross_is_an_error_of_its_call(serve: object, connect: object) -> None:
+    connection = connect(serve(Bank()).address)  # type: ignore[operator]
+    with pytest.raises(RunError, match="complex64 with 1 dimensions cannot cross the wire"):
+        connection.call("unspeakable").result(PATIENCE_S)
+    connection.call("deposit", Deposit("a", 1)).result(PATIENCE_S)
+
+
+def test_a_loop_outlives_an_action_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    ticked, done = threading.Event(), threading.Event()
+    loop = Loop("test", ticked.set, 0.01)
+    loop.post(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    loop.post(done.set)
+    with caplog.at_level(logging.ERROR):
+        loop.start()
+        assert done.wait(PATIENCE_S)
+        assert ticked.wait(PATIENCE_S)
+        loop.close()
+    assert "an action of the wire failed" in caplog.text
+
+
+def test_in_process_no_tensor_is_copied() -> None:
+    sent = torch.ones(10)
+    seen = []
+    bank = Bank()
+    bank.methods["keep"] = type(bank.methods["echo"])(
+        lambda request: (seen.append(request.tensors[0]), bank.echo(request))[1]
+    )
+    DirectConnection(bank).call("keep", None, (sent,)).result(PATIENCE_S)
+    assert seen[0] is sent

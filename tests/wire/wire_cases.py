@@ -1,0 +1,193 @@
+"""A service to talk to, and a network between the two ends that does what tests want."""
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from shadowsync.errors import DataError
+from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
+
+PATIENCE_S = 20.0
+T = TypeVar("T")
+Pair: TypeAlias = tuple[asyncio.StreamWriter, asyncio.StreamWriter]
+
+
+class Deposit(Meta, frozen=True):
+    """A deposit, named so that a second run of the same one shows."""
+
+    name: str
+    amount: int
+
+
+class Balance(Meta, frozen=True):
+    """What an account holds."""
+
+    total: int
+
+
+class Bank:
+    """Adds up deposits; every method that runs is written down."""
+
+    def __init__(self) -> None:
+        self.methods = {
+            "deposit": Method(self.deposit),
+            "slow_deposit": Method(self.slow_deposit),
+            "echo": Method(self.echo, once=False),
+            "refuse": Method(self.refuse),
+            "crash": Method(self.crash),
+            "unspeakable": Method(self.unspeakable),
+        }
+        self.total = 0
+        self.vault = torch.zeros(1000)
+        self.runs: Counter[str] = Counter()
+        self.clients: set[str] = set()
+        self.gone: list[str] = []
+        self.entered = threading.Event()
+        self.open = threading.Event()
+        self._lock = threading.Lock()
+
+    def client_gone(self, client: str) -> None:
+        self.gone.append(client)
+
+    def deposit(self, request: Request) -> Reply:
+        deposit = request.read(Deposit)
+        with self._lock:
+            self.clients.add(request.client)
+            self.runs[deposit.name] += 1
+            self.total += deposit.amount
+            for tensor in request.tensors:
+                self.vault += tensor
+            return Reply(Balance(self.total))
+
+    def slow_deposit(self, request: Request) -> Reply:
+        self.entered.set()
+        assert self.open.wait(PATIENCE_S)
+        return self.deposit(request)
+
+    def echo(self, request: Request) -> Reply:
+        return Reply(None, tuple(tensor.clone() for tensor in request.tensors))
+
+    def refuse(self, request: Request) -> Reply:
+        raise DataError("row 7 of the request has no colour")
+
+    def crash(self, request: Request) -> Reply:
+        raise ZeroDivisionError("divided\nby nothing")
+
+    def unspeakable(self, request: Request) -> Reply:
+        return Reply(None, (torch.zeros(2, dtype=torch.complex64),))
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits for something that another thread brings about."""
+    pause = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.002)):
+        if condition():
+            return
+        pause.wait(0.002)
+    raise AssertionError(f"{what} has not come about")
+
+
+class Link:
+    """A TCP connection's way through a machine that can lose it: listens on a port and forwards to another."""
+
+    def __init__(self, target: str) -> None:
+        self._target = int(target.rpartition(":")[2])
+        self._loop = asyncio.new_event_loop()
+        self._flowing = asyncio.Event()
+        self._pairs: set[Pair] = set()
+        self._up = True
+        self._left: dict[str, int] = {}
+        self.made = 0
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._server = self._do(self._listen())
+        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self.release()
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
+
+    async def _listen(self) -> asyncio.Server:
+        return await asyncio.start_server(self._accept, "127.0.0.1", 0)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._up:
+            writer.transport.abort()
+            return
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        self.made += 1
+        pair = (writer, far_writer)
+        self._pairs.add(pair)
+        await asyncio.gather(
+            self._pump("there", reader, far_writer, pair), self._pump("back", far_reader, writer, pair)
+        )
+
+    async def _pump(self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pair: Pair) -> None:
+        try:
+            while data := await reader.read(4096):
+                await self._flowing.wait()
+                if way in self._left:
+                    data, self._left[way] = data[: self._left[way]], self._left[way] - len(data)
+                writer.write(data)
+                await writer.drain()
+                if self._left.get(way, 1) <= 0:
+                    del self._left[way]
+                    break
+        except OSError:
+            pass
+        self._drop(pair)
+
+    def _drop(self, pair: Pair) -> None:
+        self._pairs.discard(pair)
+        for writer in pair:
+            writer.close()
+
+    async def _set(self, up: bool) -> None:
+        self._up = up
+        if not up:
+            for writer, far_writer in list(self._pairs):
+                writer.transport.abort()
+                far_writer.transport.abort()
+
+    def cut(self) -> None:
+        """Loses all connections; new ones are refused."""
+        self._do(self._set(False))
+
+    def mend(self) -> None:
+        """Lets connections through again."""
+        self._do(self._set(True))
+
+    def hold(self) -> None:
+        """Lets nothing through, while connections stand."""
+        self._loop.call_soon_threadsafe(self._flowing.clear)
+
+    def release(self) -> None:
+        """Lets everything through that was held."""
+        self._loop.call_soon_threadsafe(self._flowing.set)
+
+    def break_after(self, way: str, byte_count: int) -> None:
+        """Loses the connection, once, after so many more bytes `there` or `back`."""
+        self._left[way] = byte_count
+
+    async def _end(self) -> None:
+        await self._set(False)
+        self._server.close()
+        await self._server.wait_closed()
+        self._flowing.set()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=PATIENCE_S)
+
+    def close(self) -> None:
+        self._do(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

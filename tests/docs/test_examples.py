@@ -30,6 +30,7 @@ def test_every_example_is_tested_here() -> None:
         "criteo.yaml",
         "own_model.py",
         "parquet.yaml",
+        "tune.py",
     }
 
 

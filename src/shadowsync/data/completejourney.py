@@ -202,9 +202,10 @@ def _store(folder: Path, splits: Mapping[str, pl.DataFrame], columns: Mapping[st
             sizes = {name: (temporary / f"{name}.parquet").stat().st_size for name in splits}
             manifest = {"columns": columns, "bytes": sizes}
             (temporary / "manifest.json").write_text(json.dumps(manifest))
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another process was quicker: its files are the same
-                temporary.rename(folder)
+            if _manifest(folder) is None:  # else another process was quicker, and may be reading its files already
+                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    temporary.rename(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, pl.exceptions.PolarsError) as error:

@@ -5,10 +5,10 @@
 
 Speed: the DLRM 13-512-256-64-16 / 512-256-1 with 26 tables of 200,000 × 16, Zipf ids, batch 1,024 per host, rows made
 once and repeated from memory. Quality: the demo, once through, at the same sizes, batch, optimizers and learning rates.
-Variants take turns, each run in a testbed of its own (see `testbed.py`); a finished run is one line of
-FOLDER/runs.jsonl, and the script goes on where it stopped. `torchrec_trainer.py` says how TorchRec is installed and
-what is done to make it fast; here it runs as it comes, in fp32, and as fast as we could make it, with the dense part
-in bf16 and all traffic in bf16. Root rights are needed.
+Variants take turns, each run in a testbed of its own (see `testbed.py`); a finished run is one file of FOLDER, and the
+script goes on where it stopped. `torchrec_trainer.py` says how TorchRec is installed; here it runs as it comes, in
+fp32, and as fast as we could make it: the dense part in bf16 with shadowsync's own layers, all traffic in bf16. Root
+rights are needed.
 """
 
 import argparse
@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from clustered import Cells, load_average, start_ray, train
 from machine import describe, ratios, table
-from testbed import Testbed
+from testbed import RayNode, Testbed
 
 HERE = Path(__file__).parent
 RATES = ("10gbit", "1gbit", "100mbit")
@@ -40,7 +41,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
 }
 THEIRS: Mapping[str, tuple[str, ...]] = {
     "TorchRec, fp32": ("train.precision=fp32",),
-    "TorchRec, bf16": ("--wire=bf16", "train.precision=bf16"),
+    "TorchRec, bf16": ("--wire=bf16", "--fast-linear", "train.precision=bf16"),
 }
 PROBE_ROWS = 60_000
 TIMEOUT_S = 900.0
@@ -54,6 +55,11 @@ class Cell:
     rate: str
     variant: str
     round: int
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.task} {self.rate} {self.variant} {self.round:02}".replace(",", "").replace(" ", "-")
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,13 @@ def measure(cell: Cell, setup: Setup, speeds: dict[tuple[str, str], float]) -> d
         At least `eps`, `samples`, `auc` and `ne`.
     """
     common = [*TASKS[cell.task], "train.batch_size=1024", f"train.seed={cell.round}"]
-    train = _train_theirs if cell.variant in THEIRS else _train_ours
+    train_it = _train_theirs if cell.variant in THEIRS else _train_ours
     if cell.task == "demo":
-        return train(cell, setup, common)
+        return train_it(cell, setup, common)
     key = (cell.rate, cell.variant)
     if key not in speeds:
-        speeds[key] = train(cell, setup, [*common, f"data.rows={PROBE_ROWS}"])["eps"]
-    found = train(cell, setup, [*common, f"data.rows={int(max(PROBE_ROWS, speeds[key] * setup.seconds))}"])
+        speeds[key] = train_it(cell, setup, [*common, f"data.rows={PROBE_ROWS}"])["eps"]
+    found = train_it(cell, setup, [*common, f"data.rows={int(max(PROBE_ROWS, speeds[key] * setup.seconds))}"])
     speeds[key] = found["eps"]
     return found
 
@@ -119,14 +125,10 @@ def _train_theirs(cell: Cell, setup: Setup, overrides: Sequence[str]) -> dict[st
 
 
 def _train_ours(cell: Cell, setup: Setup, overrides: Sequence[str]) -> dict[str, Any]:
-    cluster = ["cluster.runtime=ray", "cluster.address=auto", "train.trainers=2", *setup.cluster]
+    given = ["train.trainers=2", *setup.cluster, *OURS[cell.variant], *overrides]
     with tempfile.TemporaryDirectory() as folder, Testbed(hosts=2, rate=cell.rate, cores=1) as testbed:
-        for host in (0, 1):
-            testbed.ray_start(host, head=host == 0)
-        out = Path(folder) / "run"
-        command = [sys.executable, "-c", "from shadowsync.cli import main; main()", "train", "--out", str(out)]
-        testbed.output(0, [*command, *cluster, *OURS[cell.variant], *overrides], timeout_s=TIMEOUT_S)
-        result = json.loads((out / "result.json").read_text())
+        start_ray(testbed, [RayNode(), RayNode()])
+        result = train(testbed, Path(folder) / "run", given, TIMEOUT_S)
     test = result.get("test") or {}
     return {
         "eps": result["throughput"]["eps"],
@@ -138,24 +140,14 @@ def _train_ours(cell: Cell, setup: Setup, overrides: Sequence[str]) -> dict[str,
     }
 
 
-def run_all(cells: Sequence[Cell], setup: Setup, path: Path) -> list[dict[str, Any]]:
-    """Runs what is not in the file yet, and returns everything that is."""
-    rows = read(path)
-    done = {Cell(row["task"], row["rate"], row["variant"], row["round"]) for row in rows}
-    speeds = {(row["rate"], row["variant"]): row["eps"] for row in rows if row["task"] == "speed"}
+def run_all(cells: Sequence[Cell], setup: Setup, kept: Cells) -> None:
+    """Runs what has not been run."""
+    speeds = {(row["rate"], row["variant"]): row["eps"] for row in kept.all() if row["task"] == "speed"}
     for cell in cells:
-        if cell in done:
-            continue
-        rows.append(asdict(cell) | measure(cell, setup, speeds))
-        print(rows[-1], file=sys.stderr, flush=True)
-        with path.open("a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
-    return rows
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The runs so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if kept.read(cell.name) is None:
+            found = asdict(cell) | measure(cell, setup, speeds) | {"load": load_average()}
+            kept.write(cell.name, found)
+            print(found, file=sys.stderr, flush=True)
 
 
 def speed_table(rows: Sequence[dict[str, Any]], rate: str) -> str:
@@ -206,13 +198,14 @@ def main() -> None:
     parser.add_argument("--demo-rounds", type=int, default=2)
     parser.add_argument("--demo-rate", default="1gbit")
     parser.add_argument("--seconds", type=float, default=10.0, help="about how long each run for speed trains")
-    parser.add_argument("--cluster", nargs="*", default=["train.prefetch=2"], help="more overrides of our runs")
+    parser.add_argument("--cluster", nargs="*", default=[], help="more overrides of our runs")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     setup = Setup(arguments.torchrec, tuple(arguments.cluster), arguments.seconds)
-    path = arguments.out / "runs.jsonl"
-    rows = read(path) if arguments.report else run_all(list(grid(arguments)), setup, path)
+    kept = Cells(arguments.out)
+    if not arguments.report:
+        run_all(list(grid(arguments)), setup, kept)
+    rows = kept.all()
     print("\n".join(describe()))
     for rate in arguments.rates:
         print("\n" + speed_table(rows, rate))

@@ -1,0 +1,76 @@
+"""What the benchmarks of a cluster share: runs inside a testbed, and results kept a file each, so that they go on."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from testbed import RayNode, Testbed
+
+
+class Cells:
+    """Results by name, each a JSON file in a folder: what is there need not be run again.
+
+    Args:
+        folder: made if it is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """The result called `name`; None if it has not been run yet."""
+        path = self._path(name)
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def write(self, name: str, result: dict[str, Any]) -> None:
+        """Keeps a result, whole or not at all."""
+        beside = self._path(name).with_suffix(".new")
+        beside.write_text(json.dumps(result, indent=1) + "\n")
+        beside.replace(self._path(name))
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every result, by name."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+
+def train_command(out: Path, overrides: Sequence[str]) -> list[str]:
+    """`shadowsync train` on the Ray cluster of the testbed it runs in."""
+    cluster = ["cluster.runtime=ray", "cluster.address=auto"]
+    program = [sys.executable, "-c", "from shadowsync.cli import main; main()"]
+    return [*program, "train", "--out", str(out), *cluster, *overrides]
+
+
+def train(testbed: Testbed, out: Path, overrides: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Trains from host 0 of a testbed with Ray in it.
+
+    Returns:
+        What is in `result.json`.
+
+    Raises:
+        TestbedError: the run fails, or takes too long.
+    """
+    testbed.output(0, train_command(out, overrides), timeout_s)
+    found: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return found
+
+
+def start_ray(testbed: Testbed, nodes: Sequence[RayNode]) -> None:
+    """A Ray node in every host, the head in host 0, the others a few at a time."""
+    testbed.ray_start(0, head=True, node=nodes[0])
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for _ in pool.map(lambda host: testbed.ray_start(host, node=nodes[host]), range(1, len(nodes))):
+            pass
+
+
+def load_average() -> float:
+    """Of the last minute: what else the machine was doing."""
+    return os.getloadavg()[0]

@@ -1,0 +1,308 @@
+"""Speed and sync gap of the replica methods against the number of trainers, where the dense servers' network is short.
+
+    python benchmarks/scaling.py --out FOLDER [--trainers 1 2 4 8 16] [--picture scaling.png]
+    python benchmarks/scaling.py --out FOLDER --report      prints the table of what has been run so far
+
+Every trainer is emulated: it computes a small batch, then waits until its step has lasted as long as on the machine it
+stands for, so that sixteen of them fit on two cores. Servers and network are real: each dense server has a host of its
+own in the testbed, behind a link of `--rate`, and each trainer has as much of its host's link. A finished run is one
+file of FOLDER; started again, the script goes on where it stopped. Root rights are needed.
+
+The law (the project's own arithmetic), `|w|` bytes of the dense part, `P` servers of usable bandwidth `b`, steps of
+`T` seconds: every-k EASGD saturates at `n = P·b·k·T / |w|` trainers; background EASGD stays linear, and its gap is
+`n·|w| / (P·b·T)` iterations, at least 1.
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from shadowsync.assembly import make_module, make_tables
+from shadowsync.choices import choose_all
+from shadowsync.config import load
+from shadowsync.report.history import read_frames
+
+sys.path.insert(0, str(Path(__file__).parent))
+from clustered import Cells, load_average, start_ray, train
+from machine import describe, table
+from namespaces import bits_per_second
+from testbed import RayNode, Testbed
+
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "background EASGD": ("sync.method=easgd", "sync.schedule=background"),
+    "EASGD every 5": ("sync.method=easgd", "sync.schedule=every_k", "sync.k=5"),
+    "EASGD every 30": ("sync.method=easgd", "sync.schedule=every_k", "sync.k=30"),
+    "background MA": ("sync.method=ma", "sync.schedule=background"),
+    "background BMUF": ("sync.method=bmuf", "sync.schedule=background"),
+}
+FOREGROUND_K = {"EASGD every 5": 5, "EASGD every 30": 30}
+TASK = (
+    *(
+        "data.name=synthetic",
+        "data.features=2",
+        "data.table_rows=1000",
+        "data.dense_share=0.9",
+        "data.repeat_blocks=16",
+    ),
+    *(
+        "data.test_rows=50000",
+        "data.slice_rows=256",
+        "train.warmup_samples=0",
+        "train.workers=1",
+        "embedding.servers=1",
+    ),
+    *("report.html=false", "report.tensorboard=false", "report.every_s=0.5"),
+)
+BATCH = 64
+TRAINER_HOSTS = 4
+USABLE = 0.95  # of a link's rate, for what TCP carries
+MORE_SERVERS_FOR = "EASGD every 5"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    trainers: int
+    dense_servers: int
+    method: str
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.method} on {self.dense_servers} with {self.trainers:02}".replace(" ", "-")
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What is emulated.
+
+    Attributes:
+        rate: of a dense server's link, and of each trainer's.
+        step_ms: how long a trainer's step lasts.
+        steps: of each trainer.
+    """
+
+    rate: str
+    step_ms: float
+    steps: int
+
+
+def grid(trainers: Sequence[int], servers: Sequence[int]) -> Iterator[list[Cell]]:
+    """All runs, those that share a testbed together; only one method is run on more servers than the first."""
+    for place, count in itertools.product(range(len(servers)), trainers):
+        methods = METHODS if place == 0 else [MORE_SERVERS_FOR]
+        yield [Cell(count, servers[place], method) for method in methods]
+
+
+def layout(trainers: int, dense_servers: int) -> tuple[list[RayNode], list[int]]:
+    """The Ray nodes, host 0 for the driver alone, and on how many links' worth each host's link is.
+
+    Returns:
+        A node for each host, and for each host the multiple of the rate that its link has; 0 for unshaped.
+    """
+    hosts = min(trainers, TRAINER_HOSTS)
+    each = [trainers // hosts + (index < trainers % hosts) for index in range(hosts)]
+    servers = [RayNode(resources={"server": 1000}) for _ in range(dense_servers)]
+    trainer_hosts = [RayNode(cpus=count, resources={"trainer": 1000}) for count in each]
+    return [RayNode(cpus=0), *servers, *trainer_hosts], [0, *([1] * dense_servers), *each]
+
+
+def overrides(cell: Cell, emulated: Emulated) -> list[str]:
+    """Of a run."""
+    return [
+        *TASK,
+        *METHODS[cell.method],
+        f"data.rows={cell.trainers * emulated.steps * BATCH}",
+        f"train.trainers={cell.trainers}",
+        f"train.batch_size={BATCH}",
+        f"train.emulate_step_ms={emulated.step_ms:g}",
+        f"cluster.dense_servers={cell.dense_servers}",
+        *("cluster.trainer_resource=trainer", "cluster.server_resource=server"),
+    ]
+
+
+def run_group(cells: Sequence[Cell], emulated: Emulated, kept: Cells, extra: Sequence[str]) -> None:
+    """Runs what has not been run of cells that share a testbed."""
+    missing = [cell for cell in cells if kept.read(cell.name) is None]
+    if not missing:
+        return
+    nodes, links = layout(cells[0].trainers, cells[0].dense_servers)
+    with Testbed(hosts=len(nodes), rate=None) as testbed:
+        for host, multiple in enumerate(links):
+            bits = bits_per_second(emulated.rate) * multiple
+            testbed.rate(host, f"{bits / 1e3:.0f}kbit" if multiple else None)
+        start_ray(testbed, nodes)
+        for cell in missing:
+            kept.write(cell.name, run(testbed, cell, emulated, extra))
+            print(cell, "done", file=sys.stderr, flush=True)
+
+
+def run(testbed: Testbed, cell: Cell, emulated: Emulated, extra: Sequence[str]) -> dict[str, Any]:
+    """One run's figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        result = train(testbed, out, [*overrides(cell, emulated), *extra], timeout_s=900.0)
+        points = [(frame.seconds, frame.samples) for frame in read_frames(out)]
+    return {
+        **asdict(cell),
+        **asdict(emulated),
+        "eps": steady_rate(points, result["data"]["train_samples"]) or result["throughput"]["eps"],
+        "eps_whole": result["throughput"]["eps"],
+        "gap": result["sync"]["average_gap"],
+        "auc": result["test"]["auc"],
+        "samples": result["data"]["trained_samples"],
+        "dense_bytes": dense_bytes(overrides(cell, emulated)),
+        "load": load_average(),
+    }
+
+
+def steady_rate(points: Sequence[tuple[float, int]], total: int) -> float | None:
+    """Samples per second between a quarter and nine tenths of the run, when all trainers are at work.
+
+    Args:
+        points: seconds and samples so far.
+        total: samples of the run.
+
+    Returns:
+        None where the points are too few to tell.
+    """
+    inside = [point for point in points if 0.25 * total <= point[1] <= 0.9 * total]
+    if len(inside) < 2 or inside[-1][0] <= inside[0][0]:
+        return None
+    return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
+
+
+def dense_bytes(given: Sequence[str]) -> int:
+    """`|w|` of a run's model, float32."""
+    config = load(None, given)
+    choices = choose_all(config, own_model=False)
+    source = choices.source.open("train", "error")
+    assert source is not None
+    tables = make_tables(config, source.schema)
+    dims = {feature: table.dim for table in tables for feature in table.features}
+    module = make_module(config, choices, source.schema, dims, None)
+    return 4 * sum(parameter.numel() for parameter in module.parameters())
+
+
+def saturation(row: Mapping[str, Any], k: int) -> float:
+    """The number of trainers at which every-k EASGD saturates, by the law."""
+    usable = USABLE * bits_per_second(row["rate"]) / 8
+    return float(row["dense_servers"] * usable * k * row["step_ms"] / 1e3 / row["dense_bytes"])
+
+
+def predicted_gap(row: Mapping[str, Any]) -> float | None:
+    """Iterations between two syncs, by the law; None for methods that it does not cover."""
+    if row["method"] in FOREGROUND_K:
+        return float(FOREGROUND_K[row["method"]])
+    return max(1.0, int(row["trainers"]) / saturation(row, 1)) if row["method"] == "background EASGD" else None
+
+
+def predicted_share(row: Mapping[str, Any]) -> float | None:
+    """Of linear speed, by the law; None for methods that it does not cover."""
+    if row["method"] in FOREGROUND_K:
+        return min(1.0, saturation(row, FOREGROUND_K[row["method"]]) / int(row["trainers"]))
+    return 1.0 if row["method"] == "background EASGD" else None
+
+
+def linear(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> float | None:
+    """This row's speed over that of so many times one trainer with the same method and servers; None without one."""
+    single = [
+        other["eps"]
+        for other in rows
+        if (other["method"], other["dense_servers"], other["trainers"]) == (row["method"], row["dense_servers"], 1)
+    ]
+    return float(row["eps"] / (row["trainers"] * single[0])) if single else None
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table of all runs."""
+    order = list(METHODS)
+    ordered = sorted(rows, key=lambda row: (row["dense_servers"], order.index(row["method"]), row["trainers"]))
+    lines = [
+        (
+            row["method"],
+            *(row["dense_servers"], row["trainers"], f"{row['eps']:,.0f}"),
+            *(_share(linear(rows, row)), _share(predicted_share(row))),
+            *(_number(row["gap"]), _number(predicted_gap(row)), _number(row["auc"], 4), f"{row['load']:.1f}"),
+        )
+        for row in ordered
+    ]
+    head = ["emulated", "servers", "trainers", "examples/s", "of linear", "law", "gap", "law", "AUC", "load"]
+    return table(head, lines)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws speed and gap over the trainers, and where the law has every-5 EASGD saturate."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    speed, gap = figure.subplots(1, 2)
+    counts = sorted({row["trainers"] for row in rows})
+    for place, (method, servers) in enumerate(sorted({(row["method"], row["dense_servers"]) for row in rows})):
+        line = sorted((r for r in rows if (r["method"], r["dense_servers"]) == (method, servers)), key=_trainers)
+        style: dict[str, Any] = {"marker": "o", "ms": 4, "color": f"C{place}", "label": f"{method}, {servers} servers"}
+        speed.plot([r["trainers"] for r in line], [r["eps"] for r in line], **style)
+        gaps = [r for r in line if r["gap"] is not None]
+        gap.plot([r["trainers"] for r in gaps], [r["gap"] for r in gaps], **style)
+        if method == MORE_SERVERS_FOR:
+            speed.axvline(saturation(line[0], FOREGROUND_K[method]), color=f"C{place}", linestyle=":", lw=1)
+    single = [row["eps"] for row in rows if row["trainers"] == 1]
+    if single:
+        speed.plot(counts, [max(single) * count for count in counts], color="0.6", linestyle="--", label="linear")
+    for axes, title in (
+        (speed, "examples/s (dotted: where the law has it saturate)"),
+        (gap, "average sync gap, iterations"),
+    ):
+        axes.set(title=title, xlabel="emulated trainers", xscale="log", yscale="log")
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    speed.legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+
+
+def _trainers(row: Mapping[str, Any]) -> int:
+    return int(row["trainers"])
+
+
+def main() -> None:
+    """Runs what is missing and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--trainers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument(
+        "--servers", type=int, nargs="+", default=[2, 4], help="dense servers; all methods on the first"
+    )
+    parser.add_argument("--rate", default="60mbit", help="of each dense server's link and each trainer's")
+    parser.add_argument("--step-ms", type=float, default=100.0, help="of an emulated step")
+    parser.add_argument("--steps", type=int, default=120, help="of each trainer")
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("overrides", nargs="*", help="of every run")
+    arguments = parser.parse_args()
+    kept = Cells(arguments.out)
+    emulated = Emulated(arguments.rate, arguments.step_ms, arguments.steps)
+    for cells in () if arguments.report else grid(arguments.trainers, arguments.servers):
+        run_group(cells, emulated, kept, arguments.overrides)
+    rows = kept.all()
+    print("\n".join(describe()), report(rows), sep="\n\n")
+    if arguments.picture is not None:
+        picture(rows, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -163,3 +163,25 @@ def test_in_process_no_tensor_is_copied() -> None:
     )
     DirectConnection(bank).call("keep", None, (sent,)).result(PATIENCE_S)
     assert seen[0] is sent
+
+
+def test_a_loop_misses_no_post() -> None:
+    """Its tick is far away, so that an action whose bell was not heard would wait for ever."""
+    loop = Loop("test", lambda: None, tick_s=1000)
+    loop.start()
+    posts, turns = 4, 500
+    ran = [threading.Semaphore(0) for _ in range(posts)]
+
+    def post(index: int) -> None:
+        for _ in range(turns):
+            loop.post(ran[index].release)
+            heard.append(ran[index].acquire(timeout=PATIENCE_S))
+
+    heard: list[bool] = []
+    threads = [threading.Thread(target=post, args=(index,)) for index in range(posts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    loop.close()
+    assert heard == [True] * (posts * turns)

@@ -63,9 +63,9 @@ class Loop:
         self._stopping = True
 
     def _answer_bell(self) -> None:
-        self._rung = False  # before the actions are taken, so that one posted now rings again
         with contextlib.suppress(BlockingIOError):
             self._bell.recv(4096)
+        self._rung = False  # after the bell is silent, before the actions are taken: no post is missed in between
 
     def _run(self) -> None:
         ticks_at = time.monotonic() + self._tick_s

@@ -114,9 +114,8 @@ class WireServer:
         self._loop.post(self._receive)
 
     def _receive(self) -> None:
-        if self.queue_depth >= self._options.max_waiting:
-            self._full = True  # a worker calls again
-            return
+        if self._is_full():
+            return  # a worker calls again
         now_s = time.monotonic()
         for frames in self._socket.receive():
             route = frames[0].bytes
@@ -127,6 +126,14 @@ class WireServer:
                 self._socket.send([route, *step.answer])
             if step.gone is not None:
                 self._free([step.gone])
+
+    def _is_full(self) -> bool:
+        if self.queue_depth >= self._options.max_waiting:
+            self._full = True
+            if self.queue_depth > self._options.max_waiting // 2:  # as seen after saying so: a worker will see it too
+                return True
+            self._full = False
+        return False
 
     def _tick(self) -> None:
         self._free(self._reception.forget_silent(time.monotonic()))

@@ -1,0 +1,68 @@
+"""The inside of a role's process: a server on the wire whose service is the part that was built last."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from shadowsync.runtime.runtime import Builder, Home, Part
+from shadowsync.runtime.wire.client import Courier
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.server import ServerOptions, WireServer
+from shadowsync.runtime.wire.service import Method
+
+
+class Switch:
+    """Serves whichever part is in place (a `Service`)."""
+
+    def __init__(self) -> None:
+        self.part: Part | None = None
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """Of the part in place."""
+        return {} if self.part is None else self.part.methods
+
+    def client_gone(self, client: str) -> None:
+        """Passed on to the part."""
+        if self.part is not None:
+            self.part.client_gone(client)
+
+
+class RoleHost:
+    """One role's process from start to end.
+
+    Args:
+        role: its name.
+        keys: of the job.
+        host: address of this machine as the others see it.
+        threads: that answer requests.
+    """
+
+    def __init__(self, role: str, keys: JobKeys, host: str, threads: int = 4) -> None:
+        self._switch = Switch()
+        self._home = Home(role, Courier(keys))
+        self._lock = threading.Lock()
+        self._server = WireServer(self._switch, keys, ServerOptions(host=host, threads=threads))
+        self._server.start()
+
+    @property
+    def address(self) -> str:
+        """On which the part is served."""
+        return self._server.address
+
+    def build(self, builder: Builder, spec: Any) -> None:
+        """Ends the part in place and puts a new one there; meanwhile nothing is served."""
+        with self._lock:
+            before, self._switch.part = self._switch.part, None
+            if before is not None:
+                before.close()
+            self._switch.part = builder(spec, self._home)
+
+    def close(self) -> None:
+        """Ends the part and the server."""
+        with self._lock:
+            before, self._switch.part = self._switch.part, None
+            if before is not None:
+                before.close()
+        self._server.close()
+        self._home.courier.close()

@@ -1,0 +1,99 @@
+"""A role's process: parts are built there, served, replaced, and gone when it is killed."""
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from shadowsync.errors import ConfigError, RunError
+from shadowsync.runtime.inprocess import InProcess
+from shadowsync.runtime.runtime import Home, Order, Part
+from shadowsync.runtime.wire.client import Courier
+from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
+
+CLOSED: list[str] = []
+
+
+class Said(Meta, frozen=True):
+    text: str
+
+
+class Greeter:
+    """Says what it was built with."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.methods: Mapping[str, Method] = {"greet": Method(self._greet)}
+
+    def _greet(self, request: Request) -> Reply:
+        return Reply(Said(self.text))
+
+    def client_gone(self, client: str) -> None:
+        """Keeps nothing."""
+
+    def close(self) -> None:
+        CLOSED.append(self.text)
+
+
+def greeter(spec: str, home: Home) -> Part:
+    return Greeter(f"{spec} from {home.role}")
+
+
+def refuses(spec: str, home: Home) -> Part:
+    raise ConfigError(f"{home.role} cannot be built from {spec}")
+
+
+@pytest.fixture
+def runtime() -> Iterator[InProcess]:
+    CLOSED.clear()
+    made = InProcess(JobKeys.make(), machines=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def courier(runtime: InProcess) -> Iterator[Courier]:
+    made = Courier(runtime.keys)
+    yield made
+    made.close()
+
+
+def test_a_part_is_served_and_another_takes_its_place(runtime: InProcess, courier: Courier) -> None:
+    process = runtime.start(Order("reader-0", "machine-1"))
+    connection = courier.connect(process.place(10).address)
+    for spec in ("first", "second"):
+        process.build(greeter, spec).result(10)
+        assert connection.call("greet", timeout_s=10).result(10).read(Said).text == f"{spec} from reader-0"
+    assert CLOSED == ["first from reader-0"]
+    assert process.ended() is None
+    process.kill()
+    assert CLOSED == ["first from reader-0", "second from reader-0"]
+    assert process.ended() == "it was killed"
+
+
+def test_a_part_that_cannot_be_built_says_why_and_the_process_goes_on(runtime: InProcess, courier: Courier) -> None:
+    process = runtime.start(Order("trainer-3"))
+    with pytest.raises(ConfigError, match="trainer-3 cannot be built from sand"):
+        process.build(refuses, "sand").result(10)
+    process.build(greeter, "stone").result(10)
+    connection = courier.connect(process.place(10).address)
+    assert connection.call("greet", timeout_s=10).result(10).read(Said).text == "stone from trainer-3"
+
+
+def test_a_killed_process_answers_nobody_and_has_no_place(runtime: InProcess, courier: Courier) -> None:
+    process = runtime.start(Order("dense-0"))
+    process.build(greeter, "one").result(10)
+    connection = courier.connect(process.place(10).address)
+    process.kill()
+    with pytest.raises((CallTimeout, PeerLost)):
+        connection.call("greet", timeout_s=0.5).result(10)
+    with pytest.raises(PeerLost, match="dense-0 ended: it was killed"):
+        process.place(1)
+
+
+def test_what_no_machine_has_is_refused_before_anything_starts(runtime: InProcess) -> None:
+    orders = [Order("trainer-0", "machine-0"), Order("trainer-1", "machine-7")]
+    with pytest.raises(RunError, match="trainer-1 needs machine machine-7"):
+        runtime.reserve(orders, 1)
+    assert not runtime.processes

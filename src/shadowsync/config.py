@@ -125,6 +125,9 @@ class TrainConfig(Section):
         le=64,
         description="pulls under way per worker; more hides a network (in process there is none), adds staleness",
     )
+    emulate_step_ms: float | None = Field(
+        None, gt=0, description="each step lasts at least this long, as on a slower machine; results say so"
+    )
     save_every_s: float | None = Field(
         None, gt=0, description="seconds between checkpoints; None saves at the end only"
     )
@@ -163,6 +166,9 @@ class ReportConfig(Section):
     window: int = Field(100_000, ge=1, description="samples in the window of NE; more is smoother and slower to react")
     tensorboard: bool = Field(True, description="write TensorBoard events")
     html: bool = Field(True, description="write report.html")
+    prometheus_port: int | None = Field(
+        None, ge=0, le=65535, description="port on which Prometheus finds the job's figures; 0 takes a free one"
+    )
 
 
 class Config(Section):

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from shadowsync.imaging import column_difference, put_back, take
 from shadowsync.job_state import job_state
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
+from shadowsync.metrics.roles import Happening, RoleEvent, RoleState
 from shadowsync.prediction import Predictor, score
 from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.loading import LoadedCheckpoint
@@ -33,6 +34,7 @@ from shadowsync.report.history import frames_until, read_frames
 from shadowsync.report.machine import machine, versions
 from shadowsync.report.reporter import Outputs, Reporter
 from shadowsync.report.result import Result
+from shadowsync.report.role_log import read_events
 from shadowsync.runs import check_folder, checkpoint_root, load_checkpoint, make_folder, new_folder
 from shadowsync.session import Own, Session, no_failures
 
@@ -75,11 +77,12 @@ class Job:
         self.out = Path(out) if out is not None else self.resume or new_folder()
         self.own = Own(model, tables, failures)
 
-    def run(self, console: Console | None = None) -> Result:
+    def run(self, console: Console | None = None, on_frame: Callable[[Frame], None] | None = None) -> Result:
         """Trains to the end, evaluates on the test rows, and writes the results into `out`.
 
         Args:
             console: where progress is shown; None shows nothing.
+            on_frame: called with each line of the history as it is written; what it raises ends the run.
 
         Raises:
             UserError: data, configuration or checkpoint cannot be used.
@@ -89,7 +92,8 @@ class Job:
         check_folder(self.out, self.resume)
         keep_freed_memory()
         with _single_threaded(), contextlib.ExitStack() as stack:
-            return _Run(self, time.monotonic(), console or Console(quiet=True), stack).to_the_end()
+            watch = _Watch(console or Console(quiet=True), on_frame)
+            return _Run(self, time.monotonic(), watch, stack).to_the_end()
 
 
 def train_from_command_line(path: Path | None, overrides: Sequence[str], out: Path | None, resume: Path | None) -> None:
@@ -120,11 +124,20 @@ class _Sources:
                 source.close()
 
 
+@dataclass(frozen=True)
+class _Watch:
+    """Who looks on."""
+
+    console: Console
+    on_frame: Callable[[Frame], None] | None
+
+
 class _Run:
     """One run from the first part to the last file."""
 
-    def __init__(self, job: Job, began: float, console: Console, stack: contextlib.ExitStack) -> None:
-        self.job, self.config, self.choices, self.console = job, job.config, job.choices, console
+    def __init__(self, job: Job, began: float, watch: _Watch, stack: contextlib.ExitStack) -> None:
+        self.job, self.config, self.choices, self.console = job, job.config, job.choices, watch.console
+        self._on_frame = watch.on_frame
         self.began = began
         store = CheckpointStore(checkpoint_root(job.out, self.config.train.checkpoint_dir), self.config.train.keep)
         self.saved = self._load(store)
@@ -134,6 +147,7 @@ class _Run:
         self.session = Session(self.config, self.choices, job.own, (sources.train, sources.test), position)
         stack.callback(self.session.close)
         self.load_s = self._restore()
+        self.seconds_before = 0.0
         self.saver = AsyncSaver(store)
         self.saved_samples = self.saved.samples if self.saved is not None and job.resume == job.out else -1
 
@@ -170,7 +184,7 @@ class _Run:
                 with self.session.recorder:
                     started = time.monotonic()
                     self._train(reporter, request)
-                reporter.show(self.session.recorder.frame(self.session.counts(self.saver.saves), ended=True))
+                self._show(reporter, ended=True)
                 self._save()
                 self.saver.wait()
             self._raise_if_unfinished(request)
@@ -180,26 +194,30 @@ class _Run:
 
     def _reporter(self) -> Reporter:
         report = self.config.report
-        outputs = Outputs(tensorboard=report.tensorboard, html=report.html)
+        outputs = Outputs(report.tensorboard, report.html, report.prometheus_port)
         if self.saved is None or self.job.resume is None:
             return Reporter(self.job.out, self.console, outputs)
         earlier = frames_until(read_frames(self.job.resume), self.saved.samples)
-        return Reporter(self.job.out, self.console, outputs, earlier, self.saved.samples)
+        events = read_events(self.job.resume)
+        self.seconds_before = max([event.seconds for event in events] + [frame.seconds for frame in earlier[-1:]] + [0])
+        return Reporter(self.job.out, self.console, outputs, earlier, self.saved.samples, events)
 
     def _train(self, reporter: Reporter, request: StopRequest) -> None:
         if self.session.reader.finished:
             return  # a finished run was resumed: synchronising without training would still move the replicas
         pace = _Pace(self.config.report.every_s, self.config.train.save_every_s, time.monotonic())
+        roles = _Roles(reporter, time.monotonic() - self.seconds_before)
         self.session.start()
         try:
             while self.session.alive():
                 self.session.ended.wait(pace.seconds_left(time.monotonic()))
                 self.session.ended.clear()
                 self.session.reap()
+                roles.notice(self.session.role_states(), self.saver.busy, time.monotonic())
                 if request.requested:
                     self.session.stop()
                 if pace.frame_due(time.monotonic()):
-                    reporter.show(self._frame())
+                    self._show(reporter)
                 # A disk slower than the interval costs checkpoints, neither training time nor memory.
                 if pace.save_due(time.monotonic()) and not self.saver.busy:
                     with self.session.gate.pause():
@@ -209,9 +227,13 @@ class _Run:
             raise
         finally:
             self.session.finish()
+            roles.notice(self.session.role_states(), False, time.monotonic())
 
-    def _frame(self) -> Frame:
-        return self.session.recorder.frame(self.session.counts(self.saver.saves))
+    def _show(self, reporter: Reporter, *, ended: bool = False) -> None:
+        frame = self.session.recorder.frame(self.session.counts(self.saver.saves), ended=ended)
+        reporter.show(frame)
+        if self._on_frame is not None:
+            self._on_frame(frame)
 
     def _save(self) -> None:
         if self.session.reader.trained != self.saved_samples:
@@ -256,6 +278,31 @@ class _Run:
             wire=sections.wire(session),
             recovery=sections.recovery(session, self.saver, self.load_s),
         )
+
+
+@dataclass
+class _Roles:
+    """Tells a reporter what changed about the roles; `began` is when the run first started."""
+
+    reporter: Reporter
+    began: float
+    states: dict[str, RoleState] = field(default_factory=dict)
+    saving: bool = False
+
+    def notice(self, states: Mapping[str, RoleState], saving: bool, now: float) -> None:
+        """Compares with what was told last."""
+        for role, state in states.items():
+            if state != self.states.get(role) and state in _TOLD:
+                self._tell(role, _TOLD[state], now)
+        if saving != self.saving:
+            self._tell("driver", "saving" if saving else "saved", now)
+        self.states, self.saving = dict(states), saving
+
+    def _tell(self, role: str, event: Happening, now: float) -> None:
+        self.reporter.note(RoleEvent(now - self.began, role, event))
+
+
+_TOLD: Mapping[RoleState, Happening] = {"alive": "alive", "dead": "dead", "left": "left"}
 
 
 @dataclass

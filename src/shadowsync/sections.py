@@ -50,6 +50,7 @@ def throughput(config: TrainConfig, speed: Speed, startup_s: float) -> result.Th
         elp=example_level_parallelism(config.batch_size, config.workers, config.trainers),
         eps_per_trainer=speed.eps_per_trainer,
         startup_seconds=startup_s,
+        emulated_step_ms=config.emulate_step_ms,
     )
 
 

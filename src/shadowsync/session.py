@@ -23,6 +23,7 @@ from shadowsync.data.source import OpenSource
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Table
 from shadowsync.metrics.recorder import JobCounts, Recorder
+from shadowsync.metrics.roles import RoleState
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
 from shadowsync.runtime.lines import Line
@@ -146,7 +147,8 @@ class Session:
     def _step_settings(self) -> StepSettings:
         train = self.config.train
         rates = Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
-        return StepSettings(rates, train.prefetch)
+        emulated = train.emulate_step_ms
+        return StepSettings(rates, train.prefetch, None if emulated is None else emulated / 1e3)
 
     def _local_update(self, client: EmbeddingClient, feed: Feed) -> LocalUpdate:
         return LocalUpdate(client, feed, self.config.train.lr, self.config.embedding.lr)
@@ -181,8 +183,23 @@ class Session:
 
     def counts(self, saves: int) -> JobCounts:
         """What the recorder does not know by itself."""
-        wire = self.wire_totals()["bytes"]
-        return JobCounts(self.total_samples, self.sync_count, wire, saves, self._replica_distance())
+        wire = self.wire_totals()
+        return JobCounts(
+            total_samples=self.total_samples,
+            sync_count=self.sync_count,
+            wire_bytes=wire["bytes"],
+            saves=saves,
+            replica_distance=self._replica_distance(),
+            wire_raw_bytes=wire["raw_bytes"],
+            failures=self.failures,
+            roles=self.role_states(),
+            queue_depth={f"trainer-{trainer.rank}": self.reader.waiting(trainer.rank) for trainer in self.trainers},
+            emulated_step_ms=self.config.train.emulate_step_ms,
+        )
+
+    def role_states(self) -> dict[str, RoleState]:
+        """The state of each role that can die by itself."""
+        return {f"trainer-{trainer.rank}": "dead" if trainer.lost else "alive" for trainer in self.trainers}
 
     def _replica_distance(self) -> float | None:
         if len(self.replicas) < 2:

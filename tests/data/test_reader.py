@@ -220,6 +220,35 @@ def test_a_state_of_other_data_is_refused():
         Reader(CountedRows(51), OPTIONS, reader.state())
 
 
+def test_closing_lets_go_of_those_who_wait_for_a_slice_that_nobody_will_parse():
+    """One thread parses, held up in the first slice; the second trainer's slice never gets its turn."""
+    source = Held(32)
+    reader = Reader(source, ReaderOptions(4, 8, 1, prefetch=0))
+    waiting = [threading.Thread(target=reader.feed(trainer).next, daemon=True) for trainer in (0, 1)]
+    for thread in waiting:
+        thread.start()
+    assert source.reading.wait(30)
+    closing = threading.Thread(target=reader.close, daemon=True)
+    closing.start()
+    source.go_on.set()
+    for thread in (*waiting, closing):
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+class Held(CountedRows):
+    """Reads when it is told to."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def read(self, part):
+        self.reading.set()
+        assert self.go_on.wait(30)
+        return super().read(part)
+
+
 class Broken(CountedRows):
     def read(self, part):
         raise OSError("the disk is gone")

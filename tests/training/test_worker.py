@@ -72,12 +72,16 @@ class Kept:
     numbers: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
     gradients: list[tuple[Tensor, ...]] = field(default_factory=list)
+    settled_at: list[int] = field(default_factory=list)
 
     def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
         assert gradient.shape == pulled.pooled.shape
         self.numbers.append(leased.number)
         self.factors.append(factor)
         self.gradients.append(module.gradients)
+
+    def settle(self) -> None:
+        self.settled_at.append(len(self.numbers))
 
 
 def batches(count: int) -> Iterator[LeasedBatch]:
@@ -137,6 +141,8 @@ def test_every_batch_reaches_the_update_once_and_in_order() -> None:
     assert not bench.rows.pushed
     assert not bench.feed.finished
     assert all(found is not None for gradients in update.gradients for found in gradients)
+    assert update.settled_at
+    assert set(update.settled_at) == {bench.count}, "nothing is on its way while the worker idles, and at its end"
 
 
 def test_the_local_update_is_sgd_on_both_parts() -> None:

@@ -3,11 +3,11 @@
 `B` samples of a batch.
 """
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 
 from shadowsync.data.batch import Batch
@@ -84,7 +84,7 @@ class Feed:
             if head is None:
                 self.desk.wait(version)
             else:
-                wait_for([head])
+                _wait_for(head)
         return None
 
     def done(self, leased: LeasedBatch) -> bool:
@@ -152,3 +152,12 @@ class Feed:
             return []
         pairs = zip(parsed.spans, parsed.batches, strict=True)
         return [LeasedBatch(batch, lease, *span) for span, batch in pairs]
+
+
+def _wait_for(parsing: Future[Parsed]) -> None:
+    """Waits until a lease is parsed, cannot be, or nobody will.
+
+    `concurrent.futures.wait` would wait for ever for one that the end of its pool cancelled.
+    """
+    with contextlib.suppress(CancelledError):
+        parsing.exception()

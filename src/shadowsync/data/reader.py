@@ -107,6 +107,11 @@ class Reader:
         if feed is not None:
             feed.close()
 
+    def waiting(self, trainer: int) -> int:
+        """Batches that are parsed for the trainer and not begun."""
+        feed = self._feeds.get(trainer)
+        return 0 if feed is None else feed.depth
+
     def state(self) -> dict[str, Any]:
         """The position as plain JSON values; batches that were handed out and not done count as not trained."""
         options = self.options

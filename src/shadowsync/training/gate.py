@@ -16,6 +16,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
+        self._turn = threading.Lock()
         self._paused = False
         self._members = 0
         self._still = 0
@@ -32,6 +33,11 @@ class Gate:
         with self._condition:
             self._members -= 1
             self._condition.notify_all()
+
+    @property
+    def pausing(self) -> bool:
+        """Members are asked to stand still."""
+        return self._paused
 
     def step(self) -> None:
         """A step boundary of a member: stands still here while the job is paused."""
@@ -89,17 +95,32 @@ class Gate:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Inside, every member stands still."""
+        with self._turn:
+            self.hold()
+            try:
+                yield
+            finally:
+                self.release()
+
+    def hold(self, timeout_s: float | None = None) -> bool:
+        """Asks every member to stand still and waits until they do; `release` lets them go on.
+
+        Returns:
+            False if somebody does not stand still yet after `timeout_s`; they stay asked, and it may be called again.
+        """
         with self._condition:
-            self._condition.wait_for(lambda: not self._paused)
             self._paused = True
             self._condition.notify_all()
-            self._condition.wait_for(lambda: self._still == self._members and not self._waiting)
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._paused = False
-                self._condition.notify_all()
+            return self._condition.wait_for(self._all_still, timeout_s)
+
+    def release(self) -> None:
+        """Ends a pause, complete or not."""
+        with self._condition:
+            self._paused = False
+            self._condition.notify_all()
+
+    def _all_still(self) -> bool:
+        return self._still == self._members and not self._waiting
 
     def _stand_still(self) -> None:
         if not self._paused:

@@ -3,6 +3,7 @@
 `B` samples of a batch, `D` total width of the pooled embeddings.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,10 +46,12 @@ class StepSettings:
     Attributes:
         rates: the factor on all learning rates, from the samples trained so far.
         prefetch: pulls under way per worker.
+        emulate_step_s: forward and backward are made to last at least this long; None leaves them as they are.
     """
 
     rates: Rates
     prefetch: int
+    emulate_step_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,12 @@ class Worker:
             self._parts.hooks.before_step(self._parts.rank, self.iterations + 1)
             self._step(leased, pulled)
             self._parts.listener.after_step(self._parts.index, self.iterations)
+            if self._parts.gate.pausing:
+                self._update.settle()
             self._parts.gate.step()
             if self._parts.hooks.stopping():
-                return
+                break
+        self._update.settle()
 
     def ended(self) -> None:
         """Tells the job that this worker is done."""
@@ -118,16 +124,23 @@ class Worker:
 
     def _step(self, leased: LeasedBatch, pulled: Pulled) -> None:
         parts, batch = self._parts, leased.batch
-        factor = self._factor(len(batch))
+        factor, started = self._factor(len(batch)), time.monotonic()
         loss, logits, gradient = parts.module.loss_and_gradients(batch.dense, pulled.pooled, batch.labels)
         if not torch.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss became {loss.item()} at {parts.hooks.place(leased)} after {parts.hooks.trained()} samples: "
                 "lower train.lr or embedding.lr, set train.clip_norm=1, or check these rows for extreme values"
             )
+        self._emulate(started)
         self._update.apply(leased, pulled, parts.module, gradient, factor)
         self.iterations += 1
         parts.hooks.record(parts.rank, logits, batch.labels)
+
+    def _emulate(self, started: float) -> None:
+        """Waits as long as a slower machine would still compute; a pause need not wait for it."""
+        least = self._parts.settings.emulate_step_s
+        if least is not None and (left := started + least - time.monotonic()) > 0:
+            self._parts.gate.rest(left, self._parts.hooks.stopping)
 
     def _factor(self, batch_size: int) -> float:
         """On the learning rates; the samples of the job, behind the reader's lock, are asked for only as it moves."""
@@ -150,6 +163,7 @@ class Worker:
         return None if leased is None else (leased, self._parts.embeddings.pull(leased.batch.ids))
 
     def _wait_for_more(self) -> _Ready | None:
+        self._update.settle()
         self._parts.listener.worker_idle(self._parts.index)
         self.idle = True
         with self._parts.gate.resting():

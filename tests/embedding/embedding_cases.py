@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.lines import EmbeddingLine, Line
 
@@ -32,6 +34,19 @@ STORAGES = [
 OPTIMIZERS = [RowOptimizer(name, 0.01, 0.9, 0.999) for name in ("rowwise_adagrad", "adam", "sgd")]
 ADAGRAD, ADAM, SGD = OPTIMIZERS
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+TABLES = [
+    Table("user", 40, 8, ("user",)),
+    Table("item", 30, 4, ("viewed", "bought"), "mean"),
+    Table("day", 3, 6, ("day",)),
+    Table("shop", 25, 8, ("here", "there")),
+    Table("tag", 12, 4, ("tag",), "mean"),
+]
+SOURCE = ["bought", "user", "tag", "there", "viewed", "here", "day"]
+ROWS = [30, 40, 12, 25, 30, 25, 3]
+"""Of the features in `SOURCE`."""
+KINDS = ("single", "multi", "weighted")
 
 
 def whole(tables: Sequence[Table]) -> list[Shard]:
@@ -107,14 +122,51 @@ def client(
     servers: Sequence[Sequence[Shard]],
     storage: type[Storage] = TorchStorage,
     optimizer: RowOptimizer = ADAGRAD,
+    *,
     codec: Codec | None = None,
+    unique: UniqueRows = NEVER,
 ) -> tuple[EmbeddingClient, list[EmbeddingServer], WireCounter]:
     """A client with its servers and the counter of its bytes."""
     held = [EmbeddingServer(shards, storage, optimizer, seed=3) for shards in servers]
     counter = WireCounter()
     pull, push = (Line(kind, codec or Plain(), counter) for kind in ("pull", "push"))
     lines = [EmbeddingLine(server, position, pull, push) for position, server in enumerate(held)]
-    return EmbeddingClient(tables, features, lines), held, counter
+    return EmbeddingClient(tables, features, lines, unique), held, counter
+
+
+def placements() -> st.SearchStrategy[list[list[Shard]]]:
+    """Every row of `TABLES` on one of up to four servers, tables in up to four parts."""
+    return st.integers(1, 4).flatmap(
+        lambda count: st.tuples(*(_cuts(t, count) for t in TABLES)).map(lambda cuts: _gather(cuts, count))
+    )
+
+
+def _cuts(found: Table, count: int) -> st.SearchStrategy[tuple[list[Shard], list[int]]]:
+    edges = st.sets(st.integers(1, found.rows - 1), max_size=3).map(lambda inner: [0, *sorted(inner), found.rows])
+    return edges.flatmap(
+        lambda edges: st.tuples(
+            st.just([Shard(found, *edge) for edge in pairwise(edges)]),
+            st.lists(st.integers(0, count - 1), min_size=len(edges) - 1, max_size=len(edges) - 1),
+        )
+    )
+
+
+def _gather(cuts: Sequence[tuple[list[Shard], list[int]]], count: int) -> list[list[Shard]]:
+    servers: list[list[Shard]] = [[] for _ in range(count)]
+    for shards, homes in cuts:
+        for shard, home in zip(shards, homes, strict=True):
+            servers[home].append(shard)
+    return servers
+
+
+def train(job: EmbeddingClient, steps: int, kind: str) -> list[Tensor]:
+    """Trains on random batches; the pooled vectors of each step."""
+    seen = []
+    for step in range(steps):
+        pulled = job.pull(random_ids(ROWS, 6, step, kind))
+        seen.append(pulled.pooled.clone())
+        job.push(pulled, dense_gradient(6, job.width, step), 0.1).result()
+    return seen
 
 
 def rows_of(servers: Sequence[EmbeddingServer], name: str, tensor: str = "weight") -> Tensor:

@@ -1,6 +1,7 @@
 """The client: any placement gives the same, and bytes are counted as on a wire."""
 
-from itertools import pairwise
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,15 +9,21 @@ from embedding_cases import (
     ADAGRAD,
     ADAM,
     CLOSE,
+    KINDS,
     OPTIMIZERS,
+    ROWS,
     SGD,
+    SOURCE,
     STORAGES,
+    TABLES,
     client,
     dense_gradient,
     jagged,
+    placements,
     random_ids,
     rows_of,
     table,
+    train,
     whole,
 )
 from hypothesis import given, settings
@@ -25,6 +32,7 @@ from hypothesis import strategies as st
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.pending import Promise
 from shadowsync.embedding.selection import mean_weighted
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
@@ -33,52 +41,6 @@ from shadowsync.errors import ConfigError, DataError
 
 EACH = pytest.mark.parametrize("storage", STORAGES)
 BY_NAME = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
-KINDS = ("single", "multi", "weighted")
-
-TABLES = [
-    table("user", 40, 8),
-    table("item", 30, 4, ("viewed", "bought"), "mean"),
-    table("day", 3, 6),
-    table("shop", 25, 8, ("here", "there")),
-    table("tag", 12, 4, pooling="mean"),
-]
-SOURCE = ["bought", "user", "tag", "there", "viewed", "here", "day"]
-ROWS = [30, 40, 12, 25, 30, 25, 3]
-
-
-def placements():
-    """Every row on one of up to four servers, tables in up to four parts."""
-    return st.integers(1, 4).flatmap(
-        lambda count: st.tuples(*(_cuts(t, count) for t in TABLES)).map(lambda cuts: _gather(cuts, count))
-    )
-
-
-def _cuts(found, count):
-    edges = st.sets(st.integers(1, found.rows - 1), max_size=3).map(lambda inner: [0, *sorted(inner), found.rows])
-    return edges.flatmap(
-        lambda edges: st.tuples(
-            st.just([Shard(found, *edge) for edge in pairwise(edges)]),
-            st.lists(st.integers(0, count - 1), min_size=len(edges) - 1, max_size=len(edges) - 1),
-        )
-    )
-
-
-def _gather(cuts, count):
-    servers = [[] for _ in range(count)]
-    for shards, homes in cuts:
-        for shard, home in zip(shards, homes, strict=True):
-            servers[home].append(shard)
-    return servers
-
-
-def _train(job, steps, kind):
-    """The pooled vectors of each step."""
-    seen = []
-    for step in range(steps):
-        pulled = job.pull(random_ids(ROWS, 6, step, kind))
-        seen.append(pulled.pooled.clone())
-        job.push(pulled, dense_gradient(6, job.width, step), 0.1)
-    return seen
 
 
 @EACH
@@ -88,7 +50,7 @@ def _train(job, steps, kind):
 def test_any_placement_gives_the_same_outputs_and_rows(storage, optimizer, servers, kind):
     one, held_by_one, _ = client(TABLES, SOURCE, [whole(TABLES)], storage, optimizer)
     many, held_by_many, _ = client(TABLES, SOURCE, servers, storage, optimizer)
-    torch.testing.assert_close(_train(many, 3, kind), _train(one, 3, kind), **CLOSE)
+    torch.testing.assert_close(train(many, 3, kind), train(one, 3, kind), **CLOSE)
     for found in TABLES:
         torch.testing.assert_close(rows_of(held_by_many, found.name), rows_of(held_by_one, found.name), **CLOSE)
 
@@ -293,6 +255,52 @@ def test_servers_must_hold_each_row_once(shards):
     servers = [EmbeddingServer(shards, TorchStorage, ADAGRAD, 0)]
     with pytest.raises(ConfigError, match="table user: the servers do not hold each of its 40 rows exactly once"):
         EmbeddingClient([TABLES[0]], ["user"], servers)
+
+
+class Late:
+    """A server that answers when it is told to."""
+
+    def __init__(self, server, asked):
+        self.server, self.shards, self.asked, self.answer = server, server.shards, asked, None
+
+    def pull(self, lookup):
+        return self._promise(lambda: self.server.pull(lookup))
+
+    def push(self, lookup, gradient, lr):
+        return self._promise(lambda: self.server.push(lookup, gradient, lr))
+
+    def _promise(self, act):
+        promise = Promise()
+        self.answer = lambda: promise.keep(act())
+        self.asked.release()
+        return promise
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_all_servers_are_asked_before_the_first_answers(order):
+    placed = [whole(TABLES[:2]), whole(TABLES[2:4]), whole(TABLES[4:])]
+    asked, held = threading.Semaphore(0), [EmbeddingServer(shards, TorchStorage, SGD, 3) for shards in placed]
+    late = [Late(server, asked) for server in held]
+    job = EmbeddingClient(TABLES, SOURCE, late)
+    same, same_held, _ = client(TABLES, SOURCE, placed, optimizer=SGD)
+    ids, gradient = random_ids(ROWS, 6, 0, "single"), dense_gradient(6, job.width, 0)
+    with ThreadPoolExecutor(1) as threads:
+        pull = threads.submit(job.pull, ids)
+        assert all(asked.acquire(timeout=10) for _ in order)
+        for position in order:
+            assert not pull.done()
+            late[position].answer()
+        pulled = pull.result(10)
+    pushed = job.push(pulled, gradient, 0.1)
+    for position in order:
+        assert not pushed.done()
+        late[position].answer()
+    pushed.result()
+    same_pulled = same.pull(ids)
+    assert torch.equal(pulled.pooled, same_pulled.pooled)
+    same.push(same_pulled, gradient, 0.1)
+    for found in TABLES:
+        assert torch.equal(rows_of(held, found.name), rows_of(same_held, found.name))
 
 
 def test_adam_counts_pushes_alike_in_every_part():

@@ -8,7 +8,7 @@ import torch
 from embedding_cases import ADAGRAD, ADAM, OPTIMIZERS, SGD, STORAGES, dense_gradient, jagged, random_ids, table, whole
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.server import EmbeddingServer, Lookup
+from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import CheckpointError, DataError
@@ -80,6 +80,52 @@ def test_an_id_of_a_part_is_named_as_the_user_knows_it():
 def test_an_unknown_slot_is_refused(slots):
     with pytest.raises(DataError, match=rf"slot {slots[0]} is asked for and this server has 2 slots"):
         server().pull(Lookup(slots, random_ids([3], 2, 0)))
+
+
+@pytest.mark.parametrize(
+    ("shards", "rows", "message"),
+    [
+        ((0, 2), [1], "shard 2 is asked for and this server has 2 shards"),
+        ((-1,), [1], "shard -1 is asked for"),
+        ((0, 1), [3, 3], "distinct and in ascending order"),
+        ((0, 1), [4, 3], "distinct and in ascending order"),
+        ((0, 1), [-1, 3], "1 of 2 row numbers are not rows of the shards"),
+        ((0, 1), [28, 29], "1 of 2 row numbers are not rows of the shards"),
+        ((1,), [8, 9], "1 of 2 row numbers are not rows of the shards"),
+        ((), [0], "1 of 1 row numbers are not rows of the shards"),
+        ((0,), [[0]], r"row numbers are int64 \[K\], not rows int64\[1, 1\]"),
+        ((0,), [0.0], r"row numbers are int64 \[K\], not rows float32\[1\]"),
+    ],
+)
+def test_row_numbers_that_are_none_are_refused(shards, rows, message):
+    made, lookup = server(), RowLookup(shards, torch.tensor(rows))
+    before = copied(made.state())
+    for call in (lambda: made.read_rows(lookup), lambda: made.step_rows(lookup, [torch.zeros(1, 4)] * 2, 0.1)):
+        with pytest.raises(DataError, match=message):
+            call()
+    torch.testing.assert_close([dict(r.tensors) for r in made.state()], [r.tensors for r in before], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        [],
+        [torch.zeros(2, 4)],
+        [torch.zeros(2, 4), torch.zeros(2, 6)],
+        [torch.zeros(2, 4), torch.zeros(1, 6).double()],
+    ],
+)
+def test_gradients_of_other_rows_are_refused(gradients):
+    with pytest.raises(DataError, match=r"do not fit rows of float32 \[2, 4\], \[1, 6\]"):
+        server().step_rows(RowLookup((0, 1), torch.tensor([0, 8, 9])), gradients, 0.1)
+
+
+def test_no_rows_of_no_shards_are_nothing():
+    made = server()
+    assert [found.shape for found in made.read_rows(RowLookup((), torch.zeros(0, dtype=torch.int64)))] == [
+        (0, 4),
+        (0, 6),
+    ]
 
 
 def test_slots_are_looked_up_in_the_order_asked_for():

@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from shadowsync.embedding import fbgemm_storage
 from shadowsync.embedding.choose import storage_class
 from shadowsync.embedding.fbgemm_storage import FbgemmStorage
+from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Shard
 from shadowsync.embedding.torch_storage import TorchStorage
@@ -72,6 +73,70 @@ def test_push_steps_each_row_once_with_the_sum_of_its_gradients(storage, optimiz
             expected = _stepped(before[shard.key], leaf.grad if looked_up else None, optimizer)
             for name, tensor in made.state()[shard.key].items():
                 torch.testing.assert_close(tensor, expected[name], **CLOSE)
+
+
+@EACH
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(request=requests())
+def test_rows_are_read_by_number_width_by_width(storage, request):
+    tables, features, _, seed, _ = request
+    made = storage(whole(tables), features, SGD, 0)
+    numbers = RowNumbers(whole(tables))
+    rows = chosen_rows(numbers, seed)
+    by_width = sorted(range(len(tables)), key=lambda index: tables[index].dim)
+    all_rows = [row for index in by_width for row in weights_of(made, tables)[index]]
+    read = made.read_rows(rows)
+    assert [found.shape[1] for found in read] == sorted({found.dim for found in tables})
+    for found, row in zip((row for part in read for row in part), rows.tolist(), strict=True):
+        assert torch.equal(found, all_rows[row])
+
+
+@EACH
+@BY_NAME
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(request=requests())
+def test_a_step_of_rows_is_a_push_with_these_gradients(storage, optimizer, request):
+    tables, _, _, seed, _ = request
+    by_push, by_rows = (storage(whole(tables), range(len(tables)), optimizer, 0) for _ in range(2))
+    numbers, shards = RowNumbers(whole(tables)), list(range(len(tables)))
+    for step in range(3):
+        rows = chosen_rows(numbers, seed + step)
+        sums = [
+            dense_gradient(len(part), width.dim, step)
+            for part, width in zip(numbers.split(rows), numbers.widths, strict=True)
+        ]
+        by_rows.step_rows(rows, sums, shards, 0.1)
+        ids, gradient = as_push(tables, numbers, rows, torch.cat([part.flatten() for part in sums]))
+        by_push.push(ids, shards, gradient, 0.1)
+    torch.testing.assert_close(by_rows.state(), by_push.state(), **CLOSE)
+
+
+def chosen_rows(numbers, seed):
+    return torch.randperm(numbers.total, generator=torch.Generator().manual_seed(seed))[: 1 + 3 * seed].sort().values
+
+
+def as_push(tables, numbers, rows, flat):
+    """One sample for each row, in which the row's table looks up this row and the others nothing."""
+    bags = [[[] for _ in rows] for _ in tables]
+    gradient = torch.zeros(len(rows), sum(found.dim for found in tables))
+    columns = [sum(found.dim for found in tables[:index]) for index in range(len(tables))]
+    taken = 0
+    for sample, row in enumerate(rows.tolist()):
+        index = max((start, index) for index, start in enumerate(numbers.starts) if start <= row)[1]
+        dim = tables[index].dim
+        bags[index][sample] = [row - numbers.starts[index]]
+        gradient[sample, columns[index] : columns[index] + dim] = flat[taken : taken + dim]
+        taken += dim
+    return jagged(bags, len(rows)), gradient
+
+
+@EACH
+def test_adam_counts_a_step_for_the_shards_that_are_named(storage):
+    made = storage(whole([table("a", dim=4), table("b", dim=8), table("c", dim=4)]), [0, 1, 2], ADAM, 0)
+    nothing = [torch.zeros(0, 4), torch.zeros(0, 8)]
+    made.step_rows(torch.zeros(0, dtype=torch.int64), nothing, [0, 2], 0.1)
+    made.step_rows(torch.tensor([14]), [torch.zeros(0, 4), torch.ones(1, 8)], [1, 2], 0.1)
+    assert [int(tensors["step"]) for tensors in made.state().values()] == [1, 1, 2]
 
 
 def _stepped(state, gradient, optimizer):

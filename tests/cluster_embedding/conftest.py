@@ -1,0 +1,72 @@
+"""Ways to a served embedding server: the twin in process, and the wire."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from shadowsync.runtime.embedding_service import EmbeddingService
+from shadowsync.runtime.wire.connection import Connection, DirectConnection
+from shadowsync.runtime.wire.keys import JobKeys
+
+sys.path.append(str(Path(__file__).parents[1] / "embedding"))  # `embedding_cases`
+
+Connect = Callable[[EmbeddingService], Connection]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def keys() -> JobKeys:
+    pytest.importorskip("zmq", reason="needs ZeroMQ: pip install 'shadowsync[ray]'")
+    return JobKeys.make()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=["direct", "wire"])
+def connect(request: pytest.FixtureRequest, stack: ExitStack) -> Connect:
+    """Serves what it is given and connects to it; all connections of a test are closed after it."""
+    if request.param == "direct":
+        return lambda service: stack.enter_context(closing(DirectConnection(service)))
+    wire = request.getfixturevalue("wire")
+    return lambda service: wire.connect(wire.serve(service).address)
+
+
+@pytest.fixture
+def wire(keys: JobKeys, stack: ExitStack) -> "Wire":
+    return Wire(keys, stack)
+
+
+class Wire:
+    """Servers and one courier on this machine."""
+
+    def __init__(self, keys: JobKeys, stack: ExitStack) -> None:
+        from shadowsync.runtime.wire.client import Courier, CourierOptions  # noqa: PLC0415 (needs ZeroMQ)
+
+        self._keys, self._stack = keys, stack
+        self._courier = stack.enter_context(closing(Courier(keys, CourierOptions(timeout_s=20))))
+
+    def serve(self, service):
+        from shadowsync.runtime.wire.server import WireServer  # noqa: PLC0415 (needs ZeroMQ)
+
+        server = WireServer(service, self._keys)
+        server.start()
+        self._stack.callback(server.close)
+        return server
+
+    def connect(self, address):
+        return self._stack.enter_context(closing(self._courier.connect(address)))

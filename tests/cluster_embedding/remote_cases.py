@@ -1,0 +1,71 @@
+"""Jobs whose embedding servers are served."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from embedding_cases import ADAGRAD, SOURCE, TABLES, whole
+
+from shadowsync.compression.codec import Codec
+from shadowsync.compression.plain import Plain
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.storage import RowOptimizer, Storage
+from shadowsync.embedding.table import Shard
+from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.embedding.unique_rows import NEVER, UniqueRows
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
+from shadowsync.runtime.embedding_service import EmbeddingService, KeptLimits
+from shadowsync.runtime.lines import EmbeddingLine, Line
+from shadowsync.runtime.wire.connection import Connection
+
+user, item, day, shop, tag = TABLES
+ONE = [whole(TABLES)]
+CUT = [[Shard(user, 20, 40), *whole([day, shop, tag])], [Shard(item, 0, 7), Shard(user, 0, 20)], [Shard(item, 7, 30)]]
+
+
+@dataclass
+class Far:
+    """A job over connections."""
+
+    servers: list[EmbeddingServer]
+    services: list[EmbeddingService]
+    connections: list[Connection]
+    lines: tuple[Line, Line]
+    counter: WireCounter
+
+    def client(self, unique: UniqueRows = NEVER, stream: int = 0, learns: bool = True) -> EmbeddingClient:
+        pairs = enumerate(zip(self.connections, self.servers, strict=True))
+        ways = [Remote(way, held.shards, index, stream, learns=learns) for index, (way, held) in pairs]
+        return EmbeddingClient(TABLES, SOURCE, [EmbeddingRemote(way, *self.lines) for way in ways], unique)
+
+
+def far(
+    connect: Callable[[EmbeddingService], Connection],
+    placed: Sequence[Sequence[Shard]] = ONE,
+    optimizer: RowOptimizer = ADAGRAD,
+    storage: type[Storage] = TorchStorage,
+    *,
+    codec: Codec | None = None,
+    limits: KeptLimits | None = None,
+) -> Far:
+    codec = codec or Plain()
+    servers = [EmbeddingServer(shards, storage, optimizer, seed=3) for shards in placed]
+    services = [EmbeddingService(server, codec, codec, limits or KeptLimits()) for server in servers]
+    counter = WireCounter()
+    lines = Line("pull", codec, counter), Line("push", codec, counter)
+    return Far(servers, services, [connect(service) for service in services], lines, counter)
+
+
+def near(
+    placed: Sequence[Sequence[Shard]] = ONE,
+    optimizer: RowOptimizer = ADAGRAD,
+    *,
+    codec: Codec | None = None,
+    unique: UniqueRows = NEVER,
+) -> tuple[EmbeddingClient, list[EmbeddingServer], WireCounter]:
+    """The same job in process."""
+    servers, counter = [EmbeddingServer(shards, TorchStorage, optimizer, seed=3) for shards in placed], WireCounter()
+    lines = Line("pull", codec or Plain(), counter), Line("push", codec or Plain(), counter)
+    ways = [EmbeddingLine(server, index, *lines) for index, server in enumerate(servers)]
+    return EmbeddingClient(TABLES, SOURCE, ways, unique), servers, counter

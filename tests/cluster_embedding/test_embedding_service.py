@@ -1,0 +1,270 @@
+"""What a served embedding server refuses, remembers and gives out."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from embedding_cases import ADAGRAD, ADAM, ROWS, SOURCE, TABLES, dense_gradient, random_ids, train, whole
+from remote_cases import CUT, ONE, far
+
+from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.plain import Plain
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.table import Rows, Shard, Table
+from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.errors import DataError
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.embedding_messages import (
+    Coded,
+    Ids,
+    PullAsked,
+    PushAsked,
+    Pushed,
+    ReadAsked,
+    RowsAsked,
+    RowsGiven,
+    StepAsked,
+)
+from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
+from shadowsync.runtime.embedding_rows import RemoteRows
+from shadowsync.runtime.embedding_service import EmbeddingService
+from shadowsync.runtime.lines import Line
+from shadowsync.runtime.wire.connection import DirectConnection
+
+INT = torch.int32
+HELD = [Shard(Table("user", 40, 8, ("user",)), 0, 40), Shard(Table("item", 30, 4, ("item",)), 0, 30)]
+IDS = Ids((0, 1), 2, True, False)
+VALUES, OFFSETS = torch.tensor([0, 39, 1, 2], dtype=INT), torch.tensor([0, 2, 2, 3, 4], dtype=INT)
+GRADIENT, SHAPE = torch.ones(2, 12), Coded(((2, 12),), (1,))
+NUMBERS = torch.tensor([0, 29, 31], dtype=INT)
+"""Two rows of item, then one of user: narrow rows have the lower numbers."""
+SUMS, SHAPES = (torch.ones(2, 4), torch.ones(1, 8)), Coded(((2, 4), (1, 8)), (1, 1))
+
+
+def serve(codec=None):
+    """A server of `HELD` and a connection to it."""
+    server = EmbeddingServer(HELD, TorchStorage, ADAGRAD, seed=3)
+    return server, DirectConnection(EmbeddingService(server, codec or Plain(), codec or Plain()))
+
+
+def copied(server):
+    return [{name: tensor.clone() for name, tensor in rows.tensors.items()} for rows in server.state()]
+
+
+def test_the_messages_that_the_others_spoil_are_good():
+    server, connection = serve()
+    before = copied(server)
+    pulled = connection.call("pull", PullAsked(0, 1, IDS), (VALUES, OFFSETS)).result()
+    assert (pulled.read(Coded), pulled.tensors[0].shape) == (SHAPE, (2, 12))
+    read = connection.call("read", ReadAsked(0, 2, (0, 1)), (NUMBERS,)).result()
+    assert read.read(Coded) == SHAPES
+    for known in (True, False):
+        assert (
+            connection.call("push", PushAsked(0, 1, 0.1, SHAPE, None), (GRADIENT,)).result().read(Pushed).known is known
+        )
+        assert connection.call("step", StepAsked(0, 2, 0.1, SHAPES, None), SUMS).result().read(Pushed).known is known
+    changed = [
+        (rows["weight"] != old["weight"]).any(1).nonzero().flatten().tolist()
+        for rows, old in zip(copied(server), before, strict=True)
+    ]
+    assert changed == [[0, 1, 39], [0, 1, 2, 29]]
+    connection.call("push", PushAsked(0, 9, 0.1, SHAPE, IDS), (VALUES, OFFSETS, GRADIENT)).result()
+    connection.call("step", StepAsked(0, 9, 0.1, SHAPES, (0, 1)), (NUMBERS, *SUMS)).result()
+
+
+def pull(ids=IDS, *tensors):
+    return "pull", PullAsked(0, 1, ids), tensors or (VALUES, OFFSETS)
+
+
+def push(coded=SHAPE, *tensors, lr=0.1, ids=IDS):
+    return "push", PushAsked(0, 5, lr, coded, ids), tensors or (VALUES, OFFSETS, GRADIENT)
+
+
+def step(coded=SHAPES, *tensors, lr=0.1, shards=(0, 1)):
+    return "step", StepAsked(0, 5, lr, coded, shards), tensors or (NUMBERS, *SUMS)
+
+
+def row(*numbers, dtype=INT):
+    return torch.tensor(numbers, dtype=dtype)
+
+
+BAD = [
+    pull(IDS, VALUES),
+    pull(IDS, VALUES, OFFSETS, OFFSETS),
+    pull(IDS, VALUES.float(), OFFSETS),
+    pull(IDS, VALUES, OFFSETS.float()),
+    pull(IDS, VALUES[:3], OFFSETS),
+    pull(IDS, VALUES.view(2, 2), OFFSETS),
+    pull(IDS, row(0, 40, 1, 2), OFFSETS),
+    pull(IDS, row(0, -1, 1, 2), OFFSETS),
+    pull(IDS, VALUES, OFFSETS[:4]),
+    pull(IDS, VALUES, row(0, 4, 2, 3, 4)),
+    pull(IDS, VALUES, row(0, 2, 2, 3, 5)),
+    pull(Ids((0, 1), 2, True, True), VALUES, OFFSETS, torch.ones(4, dtype=torch.float64)),
+    pull(Ids((0, 1), 2, True, True), VALUES, OFFSETS, torch.ones(3)),
+    pull(Ids((0, 2), 2, True, False)),
+    pull(Ids((0, -1), 2, True, False)),
+    pull(Ids((0,), 2, True, False)),
+    pull(Ids((0, 1), 3, True, False)),
+    pull(Ids((0, 1), 1 << 60, False, False), VALUES),
+    pull(Ids((), -1, False, False), VALUES[:0]),
+    push(SHAPE, VALUES, OFFSETS),
+    push(SHAPE, VALUES, OFFSETS, GRADIENT, GRADIENT),
+    push(SHAPE, VALUES, OFFSETS, GRADIENT.double()),
+    push(SHAPE, VALUES, OFFSETS, GRADIENT[:1]),
+    push(Coded(((12, 2),), (1,))),
+    push(Coded(((2, 12),), (2,))),
+    push(Coded(((-2, -12),), (1,))),
+    push(Coded(((2, 12),), (0,)), VALUES, OFFSETS),
+    push(Coded(((2, 6), (2, 6)), (1, 1)), VALUES, OFFSETS, torch.ones(2, 6), torch.ones(2, 6)),
+    push(Coded((), (1,))),
+    push(Coded(((2, 12), (2, 12)), (2, -1))),
+    push(lr=float("nan")),
+    push(lr=float("inf")),
+    push(ids=Ids((0, 1), 2, True, True)),
+    ("read", ReadAsked(0, 1, (0, 1)), ()),
+    ("read", ReadAsked(0, 1, (0, 1)), (NUMBERS, NUMBERS)),
+    ("read", ReadAsked(0, 1, (0, 1)), (NUMBERS.float(),)),
+    ("read", ReadAsked(0, 1, (0, 1)), (row(1, 0),)),
+    ("read", ReadAsked(0, 1, (0, 1)), (row(-1, 0),)),
+    ("read", ReadAsked(0, 1, (0, 1)), (row(69, 70),)),
+    ("read", ReadAsked(0, 1, (1,)), (NUMBERS,)),
+    ("read", ReadAsked(0, 1, (0, 2)), (NUMBERS,)),
+    step(SHAPES, NUMBERS, SUMS[0]),
+    step(Coded(((1, 8), (2, 4)), (1, 1)), NUMBERS, *reversed(SUMS)),
+    step(Coded(((2, 4),), (1,)), NUMBERS, SUMS[0]),
+    step(SHAPES, row(0, 0, 31), *SUMS),
+    step(SHAPES, row(0, 29, 70), *SUMS),
+    step(lr=float("-inf")),
+    step(shards=(0,)),
+    step(shards=(0, 9)),
+    ("rows", RowsAsked(2, 0, 1), ()),
+    ("rows", RowsAsked(-1, 0, 1), ()),
+    ("rows", RowsAsked(0, 0, 41), ()),
+    ("rows", RowsAsked(0, -1, 4), ()),
+    ("rows", RowsAsked(0, 4, 4), ()),
+    ("load_rows", RowsGiven(0, 0, 2, ("weight",)), (torch.ones(2, 8),)),
+    ("load_rows", RowsGiven(0, 0, 2, ("weight", "momentum")), (torch.ones(2, 8), torch.ones(1))),
+    ("load_rows", RowsGiven(0, 0, 2, ("weight", "momentum")), (torch.ones(2, 8), torch.ones(2).double())),
+    ("load_rows", RowsGiven(0, 0, 2, ("weight", "momentum")), (torch.ones(2, 8),)),
+    ("load_rows", RowsGiven(0, 0, 2, ("weight", "exp_avg")), (torch.ones(2, 8), torch.ones(2))),
+    ("load_rows", RowsGiven(0, 39, 41, ("weight", "momentum")), (torch.ones(2, 8), torch.ones(2))),
+    ("pull", Coded((), ()), (VALUES, OFFSETS)),
+    ("push", None, (GRADIENT,)),
+]
+
+
+@pytest.mark.parametrize("message", BAD, ids=[f"{number}-{message[0]}" for number, message in enumerate(BAD)])
+def test_what_is_wrong_is_refused_and_changes_nothing(message):
+    server, connection = serve()
+    before = copied(server)
+    with pytest.raises(DataError):
+        connection.call(*message).result()
+    torch.testing.assert_close(copied(server), before, rtol=0, atol=0)
+    assert connection.call(*pull()).result().tensors[0].shape == (2, 12)
+
+
+def test_a_push_of_a_read_and_a_step_of_a_pull_are_unknown():
+    _, connection = serve()
+    connection.call("pull", PullAsked(0, 1, IDS), (VALUES, OFFSETS)).result()
+    connection.call("read", ReadAsked(0, 2, (0, 1)), (NUMBERS,)).result()
+    wrong = [
+        ("step", StepAsked(0, 1, 0.1, SHAPES, None), SUMS),
+        ("push", PushAsked(0, 2, 0.1, SHAPE, None), (GRADIENT,)),
+    ]
+    assert [connection.call(*message).result().read(Pushed).known for message in wrong] == [False, False]
+
+
+@dataclass(frozen=True)
+class Rounded(Codec):
+    """Whole numbers, with error feedback: what a message leaves out is added to the stream's next one."""
+
+    name = "rounded"
+
+    def encode(self, tensor, state=None):
+        wanted = tensor if state is None else tensor + state
+        return Encoded((wanted.round(),), tuple(tensor.shape), wanted - wanted.round())
+
+    def decode(self, frames, shape):
+        return frames[0].view(shape)
+
+
+def test_what_a_codec_remembers_belongs_to_one_client_stream_and_route():
+    """Sent and residual make the sum in each stream, so the mean of what arrives becomes what was meant."""
+    server, _ = serve()
+    service = EmbeddingService(server, Rounded(), Rounded())
+    connections = [DirectConnection(service), DirectConnection(service)]
+    lookups = [
+        Lookup((0,), Jagged(torch.tensor([1, 2]), None, None, 1, 2)),
+        Lookup((1,), Jagged(torch.tensor([3, 4]), None, None, 1, 2)),
+        RowLookup((0, 1), torch.tensor([3, 35])),
+    ]
+    for rows in server.state():
+        rows.tensors["weight"].uniform_(-2, 2, generator=torch.Generator().manual_seed(1))
+    remotes = [
+        EmbeddingRemote(
+            Remote(connection, server.shards, 0, stream, learns=False),
+            Line("pull", Rounded(), WireCounter()),
+            Line("push", Rounded(), WireCounter()),
+        )
+        for connection in connections
+        for stream in (0, 1)
+    ]
+    totals = {}
+    for _ in range(40):
+        for index, remote in enumerate(remotes):
+            for route, lookup in enumerate(lookups):
+                answers = remote.read_rows(lookup).result() if route == 2 else (remote.pull(lookup).result(),)
+                for width, answer in enumerate(answers):
+                    key = index, route, width
+                    totals[key] = totals.get(key, torch.zeros_like(answer)) + answer
+    for (_, route, width), total in totals.items():
+        lookup = lookups[route]
+        exact = server.read_rows(lookup)[width] if route == 2 else server.pull(lookup)
+        assert float((total - 40 * exact).abs().max()) < 0.51
+
+
+def test_rows_go_out_in_chunks_and_into_servers_of_another_cut(connect):
+    source, target = far(connect, CUT, ADAM), far(connect, ONE, ADAM)
+    train(source.client(), 3, "multi")
+    chunks = [chunk for way in source.connections for chunk in RemoteRows(way).read(chunk_bytes=8 * 4 * 7)]
+    assert max(len(chunk.tensors["weight"]) * chunk.table.dim for chunk in chunks) == 7 * 8
+    for chunk in chunks:
+        for way in target.connections:
+            RemoteRows(way).write(chunk)
+    (held,) = target.servers
+    for rows in held.state():
+        for name, tensor in rows.tensors.items():
+            parts = [r for s in source.servers for r in s.state() if r.table == rows.table]
+            expected = torch.cat([r.tensors[name] for r in sorted(parts, key=lambda r: r.start)])
+            assert torch.equal(tensor, expected[: len(tensor)])
+
+
+def test_a_row_that_is_given_out_is_a_copy():
+    job = far(DirectConnection)
+    rows = next(RemoteRows(job.connections[0]).read())
+    before = rows.tensors["weight"].clone()
+    client = job.client()
+    client.push(client.pull(random_ids(ROWS, 6, 0)), dense_gradient(6, client.width, 0), 0.1).result()
+    assert torch.equal(rows.tensors["weight"], before)
+    assert not torch.equal(job.servers[0].state()[0].tensors["weight"], before)
+
+
+def test_rows_of_other_tables_are_passed_over_and_those_of_others_refused(connect):
+    job = far(connect, [whole(TABLES[:1])])
+    ways, before = RemoteRows(job.connections[0]), copied(job.servers[0])
+    ways.write(Rows(TABLES[2], 0, {"weight": torch.ones(3, 6), "momentum": torch.ones(3)}))
+    with pytest.raises(
+        DataError, match=r"weight \[2, 8\] do not fit rows 38 to 39 of a shard that has weight \[2, 8\], mom"
+    ):
+        ways.write(Rows(TABLES[0], 38, {"weight": torch.ones(2, 8)}))
+    torch.testing.assert_close(copied(job.servers[0]), before, rtol=0, atol=0)
+
+
+def test_a_client_learns_what_a_server_holds(connect):
+    job = far(connect, CUT)
+    assert [RemoteRows(way).shards() for way in job.connections] == [tuple(shards) for shards in CUT]
+    assert {
+        feature for way in job.connections for s in RemoteRows(way).shards() for feature in s.table.features
+    } == set(SOURCE)

@@ -1,0 +1,223 @@
+"""Distinct rows instead of pooled vectors: the same job with less traffic, where there is less."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from embedding_cases import (
+    ADAM,
+    CLOSE,
+    KINDS,
+    OPTIMIZERS,
+    ROWS,
+    SOURCE,
+    STORAGES,
+    TABLES,
+    client,
+    dense_gradient,
+    jagged,
+    placements,
+    random_ids,
+    rows_of,
+    table,
+    train,
+    whole,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowsync.compression.bf16 import Bf16
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.table import Shard
+from shadowsync.embedding.unique_rows import REQUEST_BYTES, Traffic, UniqueChoice, UniqueRows, choose
+from shadowsync.errors import DataError
+
+EACH = pytest.mark.parametrize("storage", STORAGES)
+BY_NAME = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+ALWAYS, AUTO = UniqueRows("always"), UniqueRows("auto", every=2)
+
+
+@EACH
+@BY_NAME
+@settings(deadline=None, max_examples=12, derandomize=True)
+@given(servers=placements(), kind=st.sampled_from(KINDS))
+def test_rows_pooled_here_are_those_pooled_there(storage, optimizer, servers, kind):
+    there, held_there, _ = client(TABLES, SOURCE, [whole(TABLES)], storage, optimizer)
+    here, held_here, _ = client(TABLES, SOURCE, servers, storage, optimizer, unique=ALWAYS)
+    torch.testing.assert_close(train(here, 3, kind), train(there, 3, kind), **CLOSE)
+    for found in TABLES:
+        torch.testing.assert_close(rows_of(held_here, found.name), rows_of(held_there, found.name), **CLOSE)
+
+
+class Chosen(UniqueChoice):
+    """Another set of tables in each pull."""
+
+    sets = (frozenset({"user", "tag"}), frozenset({"shop"}), frozenset({"item", "day", "shop"}), frozenset())
+
+    def tables(self, ids):
+        return self.sets[next(self._pulls) % len(self.sets)]
+
+
+@EACH
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_tables_may_be_pooled_here_and_others_there(storage, kind, monkeypatch):
+    one, held, _ = client(TABLES, SOURCE, [whole(TABLES)], storage, ADAM)
+    monkeypatch.setattr("shadowsync.embedding.client.UniqueChoice", Chosen)
+    user, item = TABLES[:2]
+    placed = [[Shard(user, 15, 40), *whole(TABLES[2:4])], [*whole(TABLES[4:]), Shard(item, 0, 30), Shard(user, 0, 15)]]
+    mixed, held_mixed, _ = client(TABLES, SOURCE, placed, storage, ADAM)
+    torch.testing.assert_close(train(mixed, 5, kind), train(one, 5, kind), **CLOSE)
+    for found in TABLES:
+        for name in ("weight", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(rows_of(held_mixed, found.name, name), rows_of(held, found.name, name), **CLOSE)
+    assert [int(rows.tensors["step"]) for server in held_mixed for rows in server.state()] == [5] * 6
+
+
+def test_weights_of_single_ids_count():
+    ids = replace(random_ids(ROWS, 6, 0, "single"), weights=torch.linspace(-2, 2, 42))
+    answers = []
+    for unique in (ALWAYS, UniqueRows()):
+        job, held, _ = client(TABLES, SOURCE, [whole(TABLES)], unique=unique)
+        pulled = job.pull(ids)
+        job.push(pulled, dense_gradient(6, job.width, 1), 0.1).result()
+        answers.append([pulled.pooled, *(rows_of(held, found.name) for found in TABLES)])
+    torch.testing.assert_close(*answers, **CLOSE)
+
+
+def test_each_row_crosses_once_either_way():
+    wide, narrow = table("wide", 10, 8, ("a", "b")), table("narrow", 10, 4)
+    for codec, size in ((None, 4), (Bf16(), 2)):
+        placed = [[Shard(wide, 0, 5)], [Shard(wide, 5, 10), Shard(narrow, 0, 10)]]
+        job, _, counter = client([wide, narrow], ["a", "narrow", "b"], placed, codec=codec, unique=ALWAYS)
+        ids = jagged([[[1, 1], [6]], [[3], [3]], [[6, 1], [9]]], 2)  # rows 1, 6, 9 of wide and 3 of narrow
+        pulled = job.pull(ids)
+        job.push(pulled, torch.ones(2, 20), 0.1).result()
+        floats = 3 * 8 + 1 * 4
+        assert counter.totals().bytes == {"pull": 4 * 4 + floats * size, "push": floats * size}
+        assert counter.totals().raw_bytes == {"pull": 4 * 4 + floats * 4, "push": floats * 4}
+
+
+class Watched(EmbeddingServer):
+    """Writes down what it is asked for."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = []
+
+    def read_rows(self, lookup):
+        self.seen.append(lookup)
+        return super().read_rows(lookup)
+
+
+def test_look_ups_have_numbers_of_their_own():
+    servers = [Watched(whole(found), STORAGES[0].values[0], ADAM, 0) for found in (TABLES[:2], TABLES[2:])]
+    job = EmbeddingClient(TABLES, SOURCE, servers, ALWAYS)
+    for step in range(3):
+        job.pull(random_ids(ROWS, 6, step))
+    numbers = [lookup.number for server in servers for lookup in server.seen]
+    assert len(numbers) == len(set(numbers)) == 6
+
+
+@pytest.mark.parametrize("bad", [-1, 40, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("kind", ["single", "multi"])
+def test_an_id_that_is_no_row_is_refused_before_anybody_is_asked(bad, kind):
+    job, _, counter = client(TABLES, SOURCE, [whole(TABLES)], unique=ALWAYS)
+    ids = random_ids(ROWS, 6, 0, kind)
+    user = 6 if ids.offsets is None else int(ids.offsets[6])
+    ids.values[user] = bad
+    with pytest.raises(DataError, match=rf"^feature user: id {bad} is not a row of table user, which has rows 0 to 39"):
+        job.pull(ids)
+    assert counter.totals().bytes == {}
+
+
+def test_a_gradient_of_another_shape_is_refused_here():
+    job, _, _ = client(TABLES, SOURCE, [whole(TABLES)], unique=ALWAYS)
+    pulled = job.pull(random_ids(ROWS, 6, 0))
+    with pytest.raises(DataError, match=r"a gradient of torch.float32 \[6, 2\] does not fit .*\[6, 42\]"):
+        job.push(pulled, torch.zeros(6, 2), 0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_batches_are_nothing(kind):
+    job, held, _ = client(TABLES, SOURCE, [whole(TABLES[:2]), whole(TABLES[2:])], unique=ALWAYS)
+    before = rows_of(held, "user").clone()
+    pulled = job.pull(random_ids(ROWS, 0, 0, kind))
+    assert pulled.pooled.shape == (0, job.width)
+    job.push(pulled, torch.zeros(0, job.width), 0.1).result()
+    assert torch.equal(rows_of(held, "user"), before)
+
+
+def test_a_job_without_features_has_no_rows():
+    bare, _, counter = client([], [], [[]], unique=ALWAYS)
+    pulled = bare.pull(random_ids([], 5, 0, "single"))
+    assert pulled.pooled.shape == (5, 0)
+    bare.push(pulled, torch.zeros(5, 0), 0.1).result()
+    assert counter.totals().bytes == {}
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def ids_of(counts):
+    """One feature for each count, with that many distinct single ids in 1,000 samples."""
+    return Jagged(torch.cat([torch.arange(1000) % count for count in counts]), None, None, len(counts), 1000)
+
+
+@pytest.mark.parametrize(
+    ("counts", "unique"), [((1000, 1000), False), ((1000, 850), False), ((1000, 700), True), ((10, 1000), True)]
+)
+def test_single_ids_never_get_larger_so_that_all_tables_go_together_or_none(counts, unique):
+    tables = [table("a", 1000, 16), table("b", 1000, 16)]
+    choice = UniqueChoice(AUTO, tables, ["a", "b"], [whole(tables)])
+    assert choice.tables(ids_of(counts)) == ({"a", "b"} if unique else set())
+
+
+def test_the_estimate_is_what_is_counted():
+    tables = [table("a", 50, 16), table("b", 50, 4, pooling="mean")]
+    features, servers = ["b", "a"], [[Shard(tables[0], 0, 20), *whole(tables[1:])], [Shard(tables[0], 20, 50)]]
+    ids = random_ids([50, 50], 40, 0)
+    choice = UniqueChoice(AUTO, tables, features, servers)
+    expected = {True: 0.0, False: 0.0}
+    for found in tables:
+        traffic = choice._traffic(found, ids)
+        expected[True] += traffic.unique
+        expected[False] += traffic.pooled
+    for unique, estimate in expected.items():
+        job, _, counter = client(tables, features, servers, unique=ALWAYS if unique else UniqueRows())
+        job.push(job.pull(ids), torch.ones(40, 20), 0.1).result()
+        counted = sum(counter.totals().bytes.values())
+        # look-ups of a route have one offset more than bags
+        assert counted - estimate == (0 if unique else 4 * 3)
+
+
+def test_the_choice_follows_the_data_now_and_then():
+    tables = [table("a", 1000, 16)]
+    choice = UniqueChoice(UniqueRows("auto", every=3), tables, ["a"], [whole(tables)])
+    repeated, distinct = ids_of([10]), ids_of([1000])
+    batches = [repeated, distinct, distinct, distinct, repeated, repeated, repeated]
+    assert [bool(choice.tables(ids)) for ids in batches] == [True, True, True, False, False, False, True]
+    for mode in ("always", "never"):
+        fixed = UniqueChoice(UniqueRows(mode), tables, ["a"], [whole(tables)])
+        assert {bool(fixed.tables(ids)) for ids in batches} == {mode == "always"}
+
+
+LARGE = 100 * REQUEST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("traffic", "chosen"),
+    [
+        ({"few": Traffic(100, 50)}, {"few"}),
+        ({"few": Traffic(100, 91)}, set()),
+        ({"few": Traffic(100, 50), "many": Traffic(100, 140)}, set()),  # not worth requests of their own
+        ({"few": Traffic(LARGE, LARGE / 2), "many": Traffic(100, 140)}, {"few", "many"}),
+        ({"few": Traffic(LARGE, LARGE / 2), "many": Traffic(LARGE, 1.5 * LARGE)}, {"few"}),
+        ({"few": Traffic(LARGE, 0.9 * LARGE), "many": Traffic(LARGE, 1.5 * LARGE)}, set()),
+        ({"many": Traffic(LARGE, 1.5 * LARGE)}, set()),
+        ({}, set()),
+    ],
+)
+def test_tables_are_pooled_there_where_that_pays_for_requests_of_their_own(traffic, chosen):
+    assert choose(traffic, servers=2) == chosen

@@ -168,7 +168,7 @@ class RemoteAveraging:
         return self._ask("arrive", Turn(self._rank, round_.turn), round_)
 
     def _out(self, round_: _Round, _: Verdict) -> Verdict:
-        if self._generation != round_.generation:
+        if self._left.is_set() or self._generation != round_.generation:  # it may have joined again meanwhile
             raise Left
         raise RunError(f"trainer {self._rank} was given up by the driver, so it cannot average any more")
 

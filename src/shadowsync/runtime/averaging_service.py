@@ -240,7 +240,7 @@ class _Board:
         if epoch != self._epoch:
             self._epoch, self._notes = epoch, {}
         if len(self._notes) >= BOARD_NOTES or max(len(key), len(value)) > NOTE_BYTES:
-            raise DataError(f"a board holds {BOARD_NOTES} notes of {NOTE_BYTES} bytes")
+            raise DataError(f"a ring's board holds at most {BOARD_NOTES} notes of {NOTE_BYTES} bytes")
         self._notes[key] = value
 
     def read(self, epoch: int, keys: Iterable[str]) -> tuple[bytes, ...] | None:

@@ -1,0 +1,41 @@
+"""Connections to a service, in process and over the real wire."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from shadowsync.runtime.wire.client import Courier
+from shadowsync.runtime.wire.connection import Connection, DirectConnection
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.server import ServerOptions, WireServer
+from shadowsync.runtime.wire.service import Service
+
+Connect = Callable[[Service, int], list[Connection]]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def over_the_wire(stack: ExitStack) -> Connect:
+    keys = JobKeys.make()
+
+    def connect(service: Service, clients: int) -> list[Connection]:
+        server = WireServer(service, keys, ServerOptions(threads=6))
+        server.start()
+        stack.callback(server.close)
+        courier = stack.enter_context(closing(Courier(keys)))
+        return [courier.connect(server.address) for _ in range(clients)]
+
+    return connect
+
+
+@pytest.fixture(params=["direct", "wire"])
+def connect(request: pytest.FixtureRequest, stack: ExitStack) -> Connect:
+    """Makes so many connections to a service."""
+    if request.param == "wire":
+        return over_the_wire(stack)
+    return lambda service, clients: [DirectConnection(service) for _ in range(clients)]

@@ -1,0 +1,99 @@
+"""Rings that reduce inside the test, late and in the wrong order, and fail where they are told to."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shadowsync.runtime.ring import RingBroken, Seat
+
+PATIENCE_S = 20.0
+
+
+@dataclass
+class Epoch:
+    """What has come together in one epoch, by position."""
+
+    given: dict[int, tuple[Tensor, Future[Tensor]]] = field(default_factory=dict)
+    broken: bool = False
+
+
+class Hall:
+    """Makes rings.
+
+    Args:
+        fails: epoch and position of a member's end that fails although the others succeed.
+        deaf: epochs in which nothing ever comes back.
+    """
+
+    def __init__(self, fails: set[tuple[int, int]] | None = None, deaf: set[int] | None = None) -> None:
+        self.fails, self.deaf = fails or set(), deaf or set()
+        self.always_fails = False
+        self.moved: list[Tensor] = []
+        self.seats: list[Seat] = []
+        self.before_reduction: Callable[[], None] = lambda: None
+        self._epochs: dict[int, Epoch] = {}
+        self._lock = threading.Lock()
+
+    def ring(self, seat: Seat) -> "HallRing":
+        self.seats.append(seat)
+        return HallRing(self, seat)
+
+    def give(self, seat: Seat, vector: Tensor) -> Future[Tensor]:
+        future: Future[Tensor] = Future()
+        with self._lock:
+            epoch = self._epochs.setdefault(seat.epoch, Epoch())
+            self.moved.append(vector)
+            if epoch.broken or self.always_fails:
+                future.set_exception(RingBroken("closed"))
+                return future
+            epoch.given[seat.position] = (vector, future)
+            if len(epoch.given) < seat.size or seat.epoch in self.deaf:
+                return future
+            given, epoch.given = epoch.given, {}
+        threading.Thread(target=self._reduce, args=(seat.epoch, given), daemon=True).start()
+        return future
+
+    def _reduce(self, epoch: int, given: dict[int, tuple[Tensor, Future[Tensor]]]) -> None:
+        self.before_reduction()
+        mean = torch.stack([given[position][0].float() for position in sorted(given)]).mean(0)
+        for position in sorted(given, reverse=True):
+            if (epoch, position) in self.fails:
+                given[position][1].set_exception(RingBroken("on purpose"))
+            else:
+                given[position][1].set_result(mean.clone())
+
+    def close(self, seat: Seat) -> None:
+        with self._lock:
+            epoch = self._epochs.setdefault(seat.epoch, Epoch())
+            epoch.broken, given, epoch.given = True, epoch.given, {}
+        if seat.epoch not in self.deaf:
+            for _, future in given.values():
+                future.set_exception(RingBroken("a member closed it"))
+
+
+@dataclass(frozen=True)
+class HallRing:
+    """One member's end."""
+
+    hall: Hall
+    seat: Seat
+
+    def mean(self, vector: Tensor) -> Future[Tensor]:
+        return self.hall.give(self.seat, vector)
+
+    def close(self) -> None:
+        self.hall.close(self.seat)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Looks again and again, for a while."""
+    nothing = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.001)):
+        if true():
+            return
+        nothing.wait(0.001)
+    raise AssertionError("it did not happen")

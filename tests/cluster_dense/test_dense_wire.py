@@ -1,0 +1,193 @@
+"""Dense servers behind connections: what in-process servers do, bit for bit, and all of them at once."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.plain import Plain
+from shadowsync.errors import DataError, RunError
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.dense_remote import DenseRemote
+from shadowsync.runtime.dense_service import DenseService, Exchange
+from shadowsync.runtime.group import DenseServers, split_evenly
+from shadowsync.runtime.lines import Line
+from shadowsync.runtime.wire.connection import Answer, Connection, DirectConnection
+from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.runtime.wire.service import Meta, Service
+from shadowsync.sync.dense import DenseServer
+
+ODD_SIZE = 1003
+Connect = Callable[[Service, int], list[Connection]]
+
+
+@dataclass(frozen=True)
+class Rounded(Codec):
+    """Whole numbers with error feedback: it shows whose residuals a message gets."""
+
+    name = "rounded"
+
+    def encode(self, tensor: Tensor, state: Tensor | None = None) -> Encoded:
+        wanted = tensor if state is None else tensor + state
+        return Encoded((wanted.round().to(torch.int8),), tuple(tensor.shape), wanted - wanted.round())
+
+    def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        return frames[0].view(shape).to(torch.float32)
+
+
+def services(center: Tensor, count: int, codec: Codec) -> list[DenseService]:
+    spans = split_evenly(len(center), count)
+    return [DenseService(DenseServer(center[start:stop].clone()), codec) for start, stop in spans]
+
+
+def remote(center: Tensor, count: int, codec: Codec, connect: Connect, counter: WireCounter) -> DenseRemote:
+    connections = [connect(service, 1)[0] for service in services(center, count, codec)]
+    return DenseRemote(connections, split_evenly(len(center), count), codec, counter)
+
+
+def direct(service: Service, clients: int) -> list[Connection]:
+    return [DirectConnection(service) for _ in range(clients)]
+
+
+@pytest.mark.parametrize("codec", [Plain(), Bf16(), Rounded()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_remote_and_in_process_servers_agree_bit_for_bit(count: int, codec: Codec, connect: Connect) -> None:
+    generator = torch.Generator().manual_seed(count)
+    center, counters = torch.randn(ODD_SIZE, generator=generator), (WireCounter(), WireCounter())
+    near = DenseServers(center, count, Line("dense", codec, counters[0]))
+    far = remote(center, count, codec, connect, counters[1])
+    for step in range(6):
+        weights, rank = torch.randn(ODD_SIZE, generator=generator) * 3, step % 2
+        for exchange in ("elastic", "sequential"):
+            expected = getattr(near, exchange)(rank, weights, 0.3)
+            assert torch.equal(getattr(far, exchange)(rank, weights, 0.3), expected)
+        assert torch.equal(far.read(), near.read())
+    assert counters[1].totals() == counters[0].totals()
+    far.write(center)
+    assert torch.equal(far.read(), center)
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 7)),
+    ranks=st.lists(st.integers(0, 3), min_size=2, max_size=12),
+    alpha=st.floats(0.01, 1.0),
+    codec=st.sampled_from([Plain(), Bf16()]),
+)
+@settings(deadline=None, max_examples=40, derandomize=True)
+def test_what_a_trainer_loses_the_center_gains(
+    sizes: tuple[int, int], ranks: list[int], alpha: float, codec: Codec
+) -> None:
+    """`w_PS + Σ w_i` is conserved, also with more servers than parameters and with a lossy codec."""
+    length, count = sizes
+    generator = torch.Generator().manual_seed(length)
+    trainers = [torch.randn(length, generator=generator) for _ in range(4)]
+    servers = remote(torch.randn(length, generator=generator), count, codec, direct, WireCounter())
+    before = servers.read() + sum(trainers)
+    for rank in ranks:
+        trainers[rank] -= servers.elastic(rank, trainers[rank], alpha)
+    torch.testing.assert_close(servers.read() + sum(trainers), before, rtol=0, atol=1e-4)
+
+
+class Held(Connection):
+    """Lets nothing through until so many calls wait on all connections of its kind, then the last one first."""
+
+    def __init__(self, service: Service, waiting: list[Callable[[], None]], until: int) -> None:
+        self._inner, self._waiting, self._until = DirectConnection(service), waiting, until
+
+    def call(
+        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
+    ) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        self._waiting.append(lambda: future.set_result(self._inner.call(method, meta, tensors).result()))
+        if len(self._waiting) == self._until:
+            while self._waiting:
+                self._waiting.pop()()
+        return future
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.timeout(20)
+def test_all_servers_are_asked_before_any_answer_is_awaited() -> None:
+    """With one at a time this would never end; the answers come in the wrong order."""
+    center, count, waiting = torch.arange(11.0), 3, []
+    connections = [Held(service, waiting, count) for service in services(center, count, Plain())]
+    servers = DenseRemote(connections, split_evenly(11, count), Plain(), WireCounter())
+    assert torch.equal(servers.read(), center)
+    assert torch.equal(servers.elastic(0, center + 2, 0.5), torch.ones(11))
+    assert torch.equal(servers.sequential(0, center, 0.5), center + 0.5)
+
+
+def test_a_server_that_is_lost_is_told_after_the_others_are_done() -> None:
+    center = torch.zeros(6)
+    parts = services(center, 2, Plain())
+    connections = [DirectConnection(part) for part in parts]
+    servers = DenseRemote(connections, split_evenly(6, 2), Plain(), WireCounter())
+    connections[0].close()
+    with pytest.raises(PeerLost):
+        servers.elastic(0, torch.ones(6), 0.5)
+    assert connections[1].call("read").result().tensors[0].tolist() == [0.5] * 3
+
+
+def test_a_connection_that_goes_takes_its_residuals_along(connect: Connect) -> None:
+    (service,) = services(torch.zeros(1), 1, Rounded())
+    (first, second) = connect(service, 2)
+    half = torch.tensor([0.4])
+
+    def sequential(connection: Connection) -> float:
+        """With a local copy that leaves the center where it is, so that only the way back rounds."""
+        servers = DenseRemote([connection], [(0, 1)], Rounded(), WireCounter())
+        servers.write(half)
+        answer = connection.call("sequential", Exchange(0, 1e-9), (torch.zeros(1, dtype=torch.int8),)).result()
+        return float(answer.tensors[0])
+
+    assert [sequential(first), sequential(first)] == [0, 1], "0.4, then 0.8 with what was left out"
+    assert sequential(second) == 0, "another connection has no part in it"
+    service.client_gone(second.client)  # type: ignore[attr-defined]
+    assert sequential(second) == 0, "it begins anew"
+
+
+MISFITS = [
+    ("elastic", Exchange(0, 0.5), ()),
+    ("elastic", Exchange(0, 0.5), (torch.zeros(4),)),
+    ("elastic", Exchange(0, 0.0), (torch.ones(3),)),
+    ("elastic", Exchange(0, 1.5), (torch.ones(3),)),
+    ("elastic", Exchange(0, float("nan")), (torch.ones(3),)),
+    ("elastic", None, (torch.ones(3),)),
+    ("write", None, ()),
+    ("write", None, (torch.zeros(2),)),
+    ("write", None, (torch.zeros(3), torch.zeros(3))),
+    ("write", None, (torch.zeros(3, dtype=torch.bfloat16),)),
+]
+ONLY_PLAIN = [
+    ("elastic", Exchange(0, 0.5), (torch.zeros(3, dtype=torch.float64),)),
+    ("sequential", Exchange(0, 0.5), (torch.zeros(3, dtype=torch.int32),)),
+]
+
+
+@pytest.mark.parametrize(
+    ("codec", "method", "meta", "tensors"),
+    [(Plain(), *misfit) for misfit in MISFITS + ONLY_PLAIN] + [(Bf16(), *misfit) for misfit in MISFITS],
+)
+def test_what_does_not_fit_changes_nothing(
+    codec: Codec, method: str, meta: Meta | None, tensors: tuple[Tensor, ...], connect: Connect
+) -> None:
+    (service,) = services(torch.arange(3.0), 1, codec)
+    (connection,) = connect(service, 1)
+    with pytest.raises(DataError):
+        connection.call(method, meta, tensors).result()
+    assert connection.call("read").result().tensors[0].tolist() == [0, 1, 2]
+
+
+def test_an_unknown_method_is_an_error(connect: Connect) -> None:
+    (service,) = services(torch.zeros(1), 1, Plain())
+    with pytest.raises(RunError, match="elastic, read, sequential, write"):
+        connect(service, 1)[0].call("steal").result()

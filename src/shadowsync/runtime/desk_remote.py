@@ -1,0 +1,100 @@
+"""A trainer's end of the desk."""
+
+import threading
+from concurrent.futures import Future
+from typing import TypeVar
+
+from shadowsync.data.desk import Claim
+from shadowsync.data.leases import Lease
+from shadowsync.runtime.reading_messages import (
+    ClaimGiven,
+    DeskStatus,
+    Held,
+    LeaseAsked,
+    LeaseGiven,
+    RowsAsked,
+)
+from shadowsync.runtime.wire.connection import Answer, Connection
+from shadowsync.runtime.wire.service import Meta
+
+LOOK_AGAIN_S = 0.025
+
+S = TypeVar("S", LeaseGiven, ClaimGiven, Held)
+
+
+class DeskRemote:
+    """The desk as a feed sees it (a `data.desk.Leasing`).
+
+    What the desk said last is remembered, so that nobody asks how things stand while there is something to train;
+    `wait` asks again every 25 ms, at the end of a job only.
+
+    Attributes:
+        trained: rows of the whole job, as of the last reply.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._said = DeskStatus(0, False, 0)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    @property
+    def finished(self) -> bool:
+        """As `Leasing.finished`, as of the last reply."""
+        return self._said.finished
+
+    @property
+    def trained(self) -> int:
+        """Rows trained by the whole job, as of the last reply."""
+        return self._said.trained
+
+    def version(self) -> int:
+        """As `Leasing.version`, as of the last reply."""
+        return self._said.version
+
+    def wait(self, version: int) -> None:
+        """As `Leasing.wait`."""
+        if self._said.version == version and not self._closed.wait(LOOK_AGAIN_S):
+            self._heard(self._connection.call("status").result().read(DeskStatus))
+
+    def lease(self, trainer: int, idle: bool) -> Lease | None:
+        """As `Leasing.lease`."""
+        given = self._ask("lease", LeaseAsked(trainer, idle), LeaseGiven)
+        return None if given.lease is None else given.lease.lease()
+
+    def opened(self, lease: Lease, rows: int) -> bool:
+        """As `Leasing.opened`."""
+        return self._ask("opened", RowsAsked(lease.number, 0, rows), Held).held
+
+    def claim(self, lease: Lease, start: int, stop: int) -> Claim | None:
+        """As `Leasing.claim`."""
+        given = self._ask("claim", RowsAsked(lease.number, start, stop), ClaimGiven)
+        return None if given.number < 0 else Claim(given.number, given.stop)
+
+    def done(self, lease: Lease, start: int, stop: int) -> bool:
+        """Tells the desk, without waiting for it: always True, since it cannot be known here yet."""
+        told = self._connection.call("done", RowsAsked(lease.number, start, stop))
+        told.add_done_callback(self._acknowledged)
+        return True
+
+    def abandon(self, trainer: int) -> None:
+        """As `Leasing.abandon`."""
+        self._heard(self._connection.call("abandon", LeaseAsked(trainer, False)).result().read(DeskStatus))
+
+    def close(self) -> None:
+        """Lets go of whoever waits."""
+        self._closed.set()
+
+    def _ask(self, method: str, meta: Meta, kind: type[S]) -> S:
+        answer = self._connection.call(method, meta).result().read(kind)
+        self._heard(answer.status)
+        return answer
+
+    def _acknowledged(self, told: Future[Answer]) -> None:
+        if told.exception() is None:
+            self._heard(told.result().read(Held).status)
+
+    def _heard(self, said: DeskStatus) -> None:
+        with self._lock:  # replies may overtake each other
+            if (said.version, said.trained) >= (self._said.version, self._said.trained):
+                self._said = said

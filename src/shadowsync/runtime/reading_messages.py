@@ -1,0 +1,90 @@
+"""What crosses between trainers, the desk and readers: leases, claims, batches."""
+
+from shadowsync.data.leases import Lease
+from shadowsync.runtime.wire.service import Meta
+
+
+class LeaseInfo(Meta, frozen=True):
+    """A `data.leases.Lease`."""
+
+    number: int
+    trainer: int
+    epoch: int
+    slice: int
+    spans: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, lease: Lease) -> "LeaseInfo":
+        """What crosses for a lease."""
+        return cls(lease.number, lease.trainer, lease.epoch, lease.slice, lease.spans)
+
+    def lease(self) -> Lease:
+        """The lease again."""
+        return Lease(self.number, self.trainer, self.epoch, self.slice, self.spans)
+
+
+class LeaseAsked(Meta, frozen=True):
+    """A trainer wants rows; an idle one also those that others have not begun."""
+
+    trainer: int
+    idle: bool
+
+
+class RowsAsked(Meta, frozen=True):
+    """Rows `start … stop − 1` of a lease (for `opened`: its slice has `stop` good rows)."""
+
+    lease: int
+    start: int
+    stop: int
+
+
+class DeskStatus(Meta, frozen=True):
+    """How things stand; comes with every reply of the desk.
+
+    Attributes:
+        version: as `Leasing.version`.
+        finished: as `Leasing.finished`.
+        trained: rows, all epochs.
+    """
+
+    version: int
+    finished: bool
+    trained: int
+
+
+class LeaseGiven(Meta, frozen=True):
+    """A lease, or None."""
+
+    status: DeskStatus
+    lease: LeaseInfo | None
+
+
+class ClaimGiven(Meta, frozen=True):
+    """A claim; `number` is −1 where the rows are not the caller's any more."""
+
+    status: DeskStatus
+    number: int
+    stop: int
+
+
+class Held(Meta, frozen=True):
+    """Whether the lease is still the caller's."""
+
+    status: DeskStatus
+    held: bool
+
+
+class ParsedInfo(Meta, frozen=True):
+    """A `data.parsing.Parsed`; its tensors follow: labels, dense, values and, where they are, offsets and weights.
+
+    Attributes:
+        rows: good rows of the slice.
+        spans: of each batch.
+        feature_count: `F`.
+        parts: of each batch: 4 if it has offsets, and 1 if it has weights, added up.
+    """
+
+    rows: int
+    spans: tuple[tuple[int, int], ...]
+    feature_count: int
+    parts: tuple[int, ...]

@@ -1,0 +1,161 @@
+"""Desk and readers behind a wire: the same batches as in process, every row once, whoever dies."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+
+from shadowsync.data.batch import Batch, Jagged
+from shadowsync.data.desk import Desk
+from shadowsync.data.feed import Feed, LeasedBatch
+from shadowsync.data.leases import LeaseBook, Plan
+from shadowsync.data.parsing import Parser, ReaderOptions
+from shadowsync.data.reader import Reader
+from shadowsync.data.source import Feature, OpenSource, Schema, Slice
+from shadowsync.errors import DataError
+from shadowsync.runtime.desk_remote import DeskRemote
+from shadowsync.runtime.desk_service import DeskService
+from shadowsync.runtime.reader_service import ReaderRemote, ReaderService
+from shadowsync.runtime.reading_messages import LeaseInfo, RowsAsked
+from shadowsync.runtime.wire.client import Courier
+from shadowsync.runtime.wire.connection import Connection, DirectConnection
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.server import WireServer
+from shadowsync.runtime.wire.service import Service
+
+OPTIONS = ReaderOptions(batch_size=4, slice_rows=8, epochs=2, seed=3)
+Connect = Callable[[Service], Connection]
+
+
+class Bags(OpenSource):
+    """Row n has n % 3 weighted ids of one feature and one id of another."""
+
+    def __init__(self, rows: int) -> None:
+        self.schema = Schema(("number",), (Feature("many", 9, multi_hot=True), Feature("one", 9)))
+        self.rows = rows
+
+    def slices(self, rows_per_slice: int) -> Sequence[Slice]:
+        starts = range(0, self.rows, rows_per_slice)
+        return [Slice(k, 0, start, min(rows_per_slice, self.rows - start)) for k, start in enumerate(starts)]
+
+    def read(self, part: Slice) -> Batch:
+        numbers = torch.arange(part.start, part.start + part.rows)
+        lengths = torch.cat([numbers % 3, torch.ones_like(numbers)])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        values = torch.arange(int(offsets[-1])) % 9
+        ids = Jagged(values, offsets, values.float() / 9, 2, part.rows)
+        return Batch(numbers.float() % 2, numbers.float()[:, None], ids)
+
+    def place(self, part: Slice, row: int) -> str:
+        return f"bags, row {part.start + row + 1}"
+
+
+class Broken(Bags):
+    def read(self, part: Slice) -> Batch:
+        raise DataError("row 7 of bags.tsv has 3 columns")
+
+
+@pytest.fixture(params=["direct", "wire"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    with ExitStack() as stack:
+        if request.param == "direct":
+            yield lambda service: stack.enter_context(closing(DirectConnection(service)))
+            return
+        keys = JobKeys.make()
+        courier = stack.enter_context(closing(Courier(keys)))
+
+        def over_the_wire(service: Service) -> Connection:
+            server = stack.enter_context(closing(WireServer(service, keys)))
+            server.start()
+            return courier.connect(server.address)
+
+        yield over_the_wire
+
+
+def desk_for(source: OpenSource) -> Desk:
+    parser = Parser(source, OPTIONS)
+    return Desk(LeaseBook(Plan([part.rows for part in parser.slices], OPTIONS.epochs, True, OPTIONS.seed)), 4)
+
+
+def feed_over(connect: Connect, desk: Desk, source: OpenSource, trainer: int) -> Feed:
+    reader = ReaderRemote(connect(ReaderService(Parser(source, OPTIONS))))
+    return Feed(trainer, DeskRemote(connect(DeskService(desk))), reader.parse, OPTIONS.prefetch)
+
+
+def drain(feed: Feed) -> Iterator[LeasedBatch]:
+    while (leased := feed.next()) is not None:
+        yield leased
+        feed.done(leased)
+
+
+def test_batches_are_those_of_a_reader_in_process(connect: Connect) -> None:
+    reader = Reader(Bags(29), OPTIONS)
+    expected = list(drain(reader.feed(0)))
+    reader.close()
+    desk = desk_for(Bags(29))
+    found = list(drain(feed_over(connect, desk, Bags(29), 0)))
+    assert [leased.number for leased in found] == list(range(len(expected)))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.start, mine.stop, mine.lease.slice) == (theirs.start, theirs.stop, theirs.lease.slice)
+        for name in ("values", "offsets", "weights"):
+            assert torch.equal(getattr(mine.batch.ids, name), getattr(theirs.batch.ids, name))
+        assert torch.equal(mine.batch.labels, theirs.batch.labels)
+        assert torch.equal(mine.batch.dense, theirs.batch.dense)
+    assert desk.finished
+    assert desk.trained == 58
+
+
+def test_rows_of_a_dead_trainer_and_of_a_slow_one_are_trained_by_the_others(connect: Connect) -> None:
+    desk, source = desk_for(Bags(61)), Bags(61)
+    dead, slow = (feed_over(connect, desk, source, trainer) for trainer in (0, 1))
+    lost, held = dead.next(), slow.next()
+    assert lost is not None
+    assert held is not None
+    seen: Counter[float] = Counter()
+    quick = [feed_over(connect, desk, source, trainer) for trainer in (2, 3)]
+    threads = [
+        threading.Thread(target=lambda feed=feed: [seen.update(b.batch.dense[:, 0].tolist()) for b in drain(feed)])
+        for feed in quick
+    ]
+    for thread in threads:
+        thread.start()
+    desk.abandon(0)
+    seen.update(held.batch.dense[:, 0].tolist())
+    slow.done(held)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    dead.done(lost)
+    assert seen == dict.fromkeys(map(float, range(61)), 2)
+    assert desk.finished
+    assert desk.trained == 122
+
+
+def test_an_error_of_the_data_reaches_the_trainer_in_its_own_words(connect: Connect) -> None:
+    feed = feed_over(connect, desk_for(Bags(8)), Broken(8), 0)
+    with pytest.raises(DataError, match=r"^row 7 of bags.tsv has 3 columns$"):
+        feed.next()
+
+
+@pytest.mark.parametrize(
+    "lease", [LeaseInfo(0, 0, 0, 9, ((0, 4),)), LeaseInfo(0, 0, -1, 0, ()), LeaseInfo(0, 0, 0, 0, ((4, 99),))]
+)
+def test_leases_that_no_desk_gives_are_refused(connect: Connect, lease: LeaseInfo) -> None:
+    connection = connect(ReaderService(Parser(Bags(29), OPTIONS)))
+    with pytest.raises(DataError, match="does not fit this data"):
+        connection.call("parse", lease).result(30)
+
+
+def test_rows_that_were_not_leased_cannot_be_reported_done(connect: Connect) -> None:
+    desk = desk_for(Bags(29))
+    connection = connect(DeskService(desk))
+    remote = DeskRemote(connection)
+    lease = remote.lease(0, True)
+    assert lease is not None
+    assert remote.opened(lease, 8)
+    with pytest.raises(DataError, match="are not among those to train"):
+        connection.call("done", RowsAsked(lease.number, 4, 400)).result(30)
+    assert desk.trained == 0

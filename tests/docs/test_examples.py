@@ -25,11 +25,12 @@ def train(example: str, *settings: str) -> Result:
     return read_result(Path("out"))
 
 
-def test_every_example_is_tested_here() -> None:
+def test_every_example_is_tested_in_this_folder() -> None:
     assert {path.name for path in EXAMPLES.iterdir() if not path.name.startswith((".", "__"))} == {
         "criteo.yaml",
         "own_model.py",
         "parquet.yaml",
+        "rayjob.yaml",
         "tune.py",
     }
 

@@ -32,7 +32,7 @@ class Timeline:
 
 
 def make_timeline(events: Sequence[RoleEvent], frames: Sequence[Frame]) -> Timeline | None:
-    """None where nothing is known of any role: in one process they live and die together."""
+    """None where no role was told of."""
     if not events:
         return None
     ordered = sorted(events, key=lambda event: event.seconds)

@@ -29,7 +29,7 @@ from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.unique_rows import UniqueRows
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.embedding_messages import Pushed
+from shadowsync.runtime.embedding_messages import Coded, Pushed
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
 from shadowsync.runtime.embedding_service import KeptLimits
 from shadowsync.runtime.lines import Line
@@ -258,6 +258,14 @@ def test_what_goes_wrong_on_the_way_is_raised():
     slow.calls[-1][-1].set_result(Answer(b"nonsense", ()))
     with pytest.raises(DataError, match="does not hold a Pushed"):
         nonsense.result()
+
+
+def test_an_answer_of_another_number_of_tensors_is_refused():
+    slow, remote = slow_remote()
+    pulled = remote.pull(LOOKUP)
+    slow.calls[-1][-1].set_result(Answer(encode_meta(Coded((), ())), ()))
+    with pytest.raises(DataError, match="answered a pull with 0 tensors"):
+        pulled.result()
 
 
 def test_a_gradient_is_sent_as_it_lies_in_memory():

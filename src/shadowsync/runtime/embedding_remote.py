@@ -12,7 +12,7 @@ from shadowsync.embedding.pending import Callback, Pending, Promise
 from shadowsync.embedding.requests import Bounds, check_range
 from shadowsync.embedding.server import Lookup, RowLookup
 from shadowsync.embedding.table import Shard, slots_of
-from shadowsync.errors import RunError
+from shadowsync.errors import DataError, RunError
 from shadowsync.runtime.embedding_messages import (
     Coded,
     PullAsked,
@@ -141,8 +141,10 @@ class EmbeddingRemote:
         return tensors
 
     def _only(self, answer: Answer) -> Tensor:
-        (tensor,) = self._decode(answer)
-        return tensor
+        tensors = self._decode(answer)
+        if len(tensors) != 1:
+            raise DataError(f"an embedding server answered a pull with {len(tensors)} tensors instead of one")
+        return tensors[0]
 
 
 class _Fetched(Pending[T], Generic[T]):

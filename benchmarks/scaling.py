@@ -159,7 +159,7 @@ def run(testbed: Testbed, cell: Cell, emulated: Emulated, extra: Sequence[str]) 
         "gap": result["sync"]["average_gap"],
         "auc": result["test"]["auc"],
         "samples": result["data"]["trained_samples"],
-        "dense_bytes": dense_bytes(overrides(cell, emulated)),
+        "dense_bytes": dense_bytes(),
         "load": load_average(),
     }
 
@@ -180,9 +180,9 @@ def steady_rate(points: Sequence[tuple[float, int]], total: int) -> float | None
     return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
 
 
-def dense_bytes(given: Sequence[str]) -> int:
-    """`|w|` of a run's model, float32."""
-    config = load(None, given)
+def dense_bytes() -> int:
+    """`|w|` of the model, float32."""
+    config = load(None, TASK)
     choices = choose_all(config, own_model=False)
     source = choices.source.open("train", "error")
     assert source is not None

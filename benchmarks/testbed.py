@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +120,7 @@ class Testbed:
         self.folder, self._lock = claim()
         self._reaper = start_reaper(self.folder)
         self._processes: list[subprocess.Popen[Any]] = []
+        self._changing = threading.Lock()
         self._closed = False
         _make_token(self.folder / "token")
         self._rates: list[str | None] = [rate] * hosts
@@ -251,7 +253,8 @@ class Testbed:
 
     def _start(self, host: int, command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
         process = subprocess.Popen(self.hosts[host].command(command), **options)
-        self._processes = [known for known in self._processes if known.poll() is None] + [process]
+        with self._changing:
+            self._processes = [known for known in self._processes if known.poll() is None] + [process]
         return process
 
     @property

@@ -22,7 +22,6 @@ TorchRec pins a torch of its own, so it is installed beside this project's envir
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import logging
@@ -32,6 +31,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,13 +43,15 @@ from shadowsync.assembly import make_module, make_tables
 from shadowsync.choices import Choices, choose_all
 from shadowsync.config import Config, load
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.reader import Reader, ReaderOptions
 from shadowsync.data.reader import batches as in_order
 from shadowsync.data.source import OpenSource
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.models.dlrm import DlrmModule
 from shadowsync.training.fast_linear import accelerate
 from shadowsync.training.rates import Rates
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shares import share, share_of
 
 warnings.filterwarnings("ignore")  # torch, FBGEMM and TorchRec warn of each other's deprecations at import
 try:
@@ -225,7 +227,7 @@ class Trainer:
         scores = []
         with torch.no_grad():
             for whole in in_order(source, self.config.train.batch_size * self.world):
-                batch = _share(whole, self.rank, self.world)
+                batch = share(whole, self.rank, self.world)
                 scores.append(torch.stack([model(self._samples(batch))[1], batch.labels]))
         gathered: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(torch.cat(scores, dim=1), gathered)
@@ -302,41 +304,6 @@ def _rates(config: Config, total_samples: int) -> Rates:
     train = config.train
     warmup = train.warmup_samples if train.warmup_samples is not None else min(total_samples // 20, 50_000)
     return Rates(warmup, train.decay, train.final_lr, total_samples)
-
-
-def read_all(config: Config, source: OpenSource) -> Iterator[Batch]:
-    """The batches that shadowsync's reader hands to a single trainer, in their order."""
-    data = config.data
-    options = ReaderOptions(
-        config.train.batch_size, data.slice_rows, data.epochs, data.shuffle, config.train.seed, data.readers
-    )
-    reader = Reader(source, options)
-    feed = reader.feed(0)
-    with contextlib.closing(reader):
-        while (leased := feed.next()) is not None:
-            yield leased.batch
-            feed.done(leased)
-
-
-def share_of(config: Config, source: OpenSource, rank: int, world: int) -> list[Batch]:
-    """This process's half, third … of each step's samples; all in memory, so that reading costs the yardstick nothing.
-
-    Where samples do not divide, the last process has fewer; a step that would leave one with none is joined to the one
-    before.
-    """
-    steps: list[list[Batch]] = [[]]
-    for batch in read_all(config, source):
-        if len(steps[-1]) == world:
-            steps.append([])
-        steps[-1].append(batch)
-    if len(steps) > 1 and sum(map(len, steps[-1])) < world:
-        steps[-2] += steps.pop()
-    return [_share(Batch.join(step), rank, world) for step in steps]
-
-
-def _share(whole: Batch, rank: int, world: int) -> Batch:
-    edges = [len(whole) * part // world for part in (rank, rank + 1)]
-    return whole.narrow(*edges)
 
 
 def run(config: Config, options: Options) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""The grid, the layout of hosts, the law, and the table of the scaling benchmark."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scaling
+from clustered import Cells
+from scaling import Cell, Emulated
+
+from shadowsync.config import ClusterConfig, load
+
+EMULATED = Emulated("60mbit", 100.0, 120)
+
+
+def row(method: str, trainers: int, **changes: Any) -> dict[str, Any]:
+    plain = {"method": method, "trainers": trainers, "dense_servers": 2, "rate": "60mbit", "step_ms": 100.0}
+    return {**plain, "dense_bytes": 1_187_500, "eps": 640.0, "gap": 5.0, "auc": 0.8, "load": 1.0, **changes}
+
+
+def test_every_method_runs_on_the_first_number_of_servers_and_one_on_the_others() -> None:
+    groups = list(scaling.grid([1, 4], [2, 4]))
+    assert [len(cells) for cells in groups] == [5, 5, 1, 1]
+    assert all(len({(cell.trainers, cell.dense_servers) for cell in cells}) == 1 for cells in groups)
+    assert groups[-1] == [Cell(4, 4, "EASGD every 5")]
+    assert len({cell.name for cells in groups for cell in cells}) == 12
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3, 4, 6, 16])
+def test_each_trainer_has_a_place_and_as_much_of_a_link_as_a_server(trainers: int) -> None:
+    nodes, links = scaling.layout(trainers, dense_servers=2)
+    assert len(nodes) == len(links)
+    assert links[:3] == [0, 1, 1]
+    assert [node.cpus for node in nodes[3:]] == links[3:]
+    assert sum(links[3:]) == trainers
+    assert max(links[3:]) - min(links[3:]) <= 1
+    assert ["server" in node.resources for node in nodes] == [False, True, True] + [False] * len(links[3:])
+    assert ["trainer" in node.resources for node in nodes] == [False] * 3 + [True] * len(links[3:])
+
+
+def test_the_dense_part_is_weighed() -> None:
+    assert scaling.dense_bytes() == 4 * 296_929
+
+
+@pytest.mark.skipif("trainer_resource" not in ClusterConfig.model_fields, reason="there is no runtime=ray yet")
+def test_the_configuration_of_every_run_is_accepted() -> None:
+    for cells in scaling.grid([2], [2, 4]):
+        for cell in cells:
+            config = load(None, scaling.overrides(cell, EMULATED))
+            assert config.cluster.dense_servers == cell.dense_servers
+            assert config.train.trainers == 2
+
+
+def test_the_law() -> None:
+    # 2 servers of 7.125 MB/s take in 12 dense parts of 1.1875 MB a second; every 5th step of 100 ms is 2 a trainer
+    assert scaling.saturation(row("EASGD every 5", 1), 5) == pytest.approx(6.0)
+    assert scaling.saturation(row("EASGD every 5", 1, dense_servers=4), 5) == pytest.approx(12.0)
+    assert scaling.predicted_share(row("EASGD every 5", 12)) == pytest.approx(0.5)
+    assert scaling.predicted_share(row("EASGD every 5", 4)) == 1.0
+    assert scaling.predicted_share(row("background EASGD", 16)) == 1.0
+    assert scaling.predicted_gap(row("background EASGD", 12)) == pytest.approx(10.0)
+    assert scaling.predicted_gap(row("background EASGD", 1)) == 1.0
+    assert scaling.predicted_gap(row("background MA", 8)) is None
+    assert scaling.predicted_share(row("background MA", 8)) is None
+
+
+def test_the_rate_is_that_of_the_middle_of_the_run() -> None:
+    slow_start = [(0.0, 0), (10.0, 300), (11.0, 400), (13.0, 600), (15.0, 800), (15.5, 900), (40.0, 1000)]
+    assert scaling.steady_rate(slow_start, 1000) == pytest.approx(600 / 5.5)
+    assert scaling.steady_rate(slow_start[:2], 1000) is None
+    assert scaling.steady_rate([(1.0, 300), (1.0, 300)], 1000) is None
+    assert scaling.steady_rate([], 1000) is None
+
+
+def test_the_table_and_the_picture_are_made_from_the_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Cells(tmp_path / "cells")
+    rows = [row("EASGD every 5", 1), row("EASGD every 5", 16, eps=3_840.0), row("background MA", 2, gap=None)]
+    for number, one in enumerate(rows):
+        kept.write(str(number), one)
+    picture = tmp_path / "picture.png"
+    monkeypatch.setattr(sys, "argv", ["s", "--out", str(tmp_path / "cells"), "--report", "--picture", str(picture)])
+    scaling.main()
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["EASGD", "every", "5", "2", "16", "3,840", "38%", "38%", "5.0", "5.0", "0.8000", "1.0"] in said
+    assert ["background", "MA", "2", "2", "640", "-", "-", "-", "-", "0.8000", "1.0"] in said
+    assert picture.read_bytes().startswith(b"\x89PNG")

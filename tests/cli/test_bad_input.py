@@ -231,5 +231,5 @@ def check(shadowsync: CommandLine, mistake: Mistake) -> None:
     mistake.prepare(shadowsync.folder)
     before = everything_in(shadowsync.folder)
     assert_sentence(shadowsync(*mistake.arguments), mistake.status, mistake.named)
-    begun = {"out", "out/config.yaml", "out/metrics.jsonl"} if mistake.begins else set()
+    begun = {"out", "out/config.yaml", "out/metrics.jsonl", "out/events.jsonl"} if mistake.begins else set()
     assert everything_in(shadowsync.folder) - before <= begun

@@ -20,6 +20,7 @@ def test_train_says_where_the_results_are(shadowsync: CommandLine) -> None:
     assert {path.name for path in Path("out").iterdir()} == {
         "checkpoints",
         "config.yaml",
+        "events.jsonl",
         "metrics.jsonl",
         "result.json",
     }

@@ -1,6 +1,7 @@
 """A link that is lost, half delivers, stalls or leads to another server: nothing is lost and nothing runs twice."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -238,6 +239,10 @@ def test_a_full_queue_holds_up_its_clients_and_loses_nothing(serve: Serve, conne
     until(lambda: server.queue_depth >= 4, "the queue")
     other = connect(server.address).call("echo")
     assert server.queue_depth <= 4 + 64
+    busy_s = time.process_time()
+    with pytest.raises(CallTimeout):  # half a second in which nothing can be done
+        connection.call("echo", timeout_s=0.5).result(PATIENCE_S)
+    assert time.process_time() - busy_s < 0.4
     bank.open.set()
     for future in (first, *futures, other):
         future.result(PATIENCE_S)

@@ -105,7 +105,10 @@ class WireConnection(Connection):
                 self._socket.send(self._calls.message(number, self._session))
 
     def silent_s(self) -> float:
-        """Seconds since anything was heard from the peer, or since it was first looked for at its address."""
+        """Seconds since anything was heard from the peer, or since it was first looked for at its address.
+
+        A message counts when it is complete: a long one over a slow link is silence until then.
+        """
         return time.monotonic() - self._heard_s
 
     def redirect(self, address: str | None) -> None:
@@ -174,6 +177,8 @@ class WireConnection(Connection):
                 self._take(socket, from_server(frames), frames[1:])
             except Malformed as reason:
                 _LOG.warning("a message of %s was dropped: %s", self._address, reason)
+            except Exception:  # whatever it was, the messages behind it are not to suffer
+                _LOG.exception("a message of %s was dropped", self._address)
 
     def news(self, socket: ClientSocket, news: LinkNews) -> None:
         """Takes what has become of a socket's connection."""

@@ -20,7 +20,7 @@ class Limits:
     """
 
     clients: int = 4096
-    window: int = 1 << 16
+    window: int = 1 << 18
     open_calls: int = 1024
     keep_bytes: int = 1 << 26
     forget_client_after_s: float = 120.0

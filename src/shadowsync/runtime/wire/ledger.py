@@ -1,5 +1,6 @@
 """The server's book about one client's requests: each runs once, however often it comes."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeAlias
@@ -45,6 +46,8 @@ class Ledger:
     running: int = 0
     kept_bytes: int = 0
     _entries: dict[int, _State | Frames] = field(default_factory=dict)
+    _order: deque[int] = field(default_factory=deque)
+    """Numbers in the order in which their replies were kept; some may have been settled since."""
 
     def admit(self, number: int, low: int) -> Verdict:
         """Enters a request that came; after `RUN` the caller owes a `finish`."""
@@ -80,30 +83,30 @@ class Ledger:
             del self._entries[number]
             return
         self._entries[number] = reply
+        self._order.append(number)
         self.kept_bytes += _byte_count(reply)
-        if self.kept_bytes > self.keep_bytes:
-            self._evict()
+        while self.kept_bytes > self.keep_bytes:
+            self._evict(self._order.popleft())
 
     def settle(self, low: int) -> None:
         """The client no longer waits for numbers below `low`."""
         if low <= self.low:
             return
         self.low = low
+        while self._order and self._order[0] < low:
+            self._order.popleft()
         for number in [number for number in self._entries if number < low]:
             self._release(self._entries.pop(number))
 
-    def _evict(self) -> None:
-        for number, entry in self._entries.items():
-            if self.kept_bytes <= self.keep_bytes:
-                return
-            if self._release(entry):
-                self._entries[number] = _State.EVICTED
+    def _evict(self, number: int) -> None:
+        entry = self._entries.get(number)
+        if entry is not None:
+            self._release(entry)
+            self._entries[number] = _State.EVICTED
 
-    def _release(self, entry: _State | Frames) -> bool:
-        if not isinstance(entry, list):
-            return False
-        self.kept_bytes -= _byte_count(entry)
-        return True
+    def _release(self, entry: _State | Frames) -> None:
+        if isinstance(entry, list):
+            self.kept_bytes -= _byte_count(entry)
 
 
 def _byte_count(frames: Frames) -> int:

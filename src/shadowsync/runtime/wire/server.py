@@ -98,15 +98,16 @@ class WireServer:
             self._threads[-1].start()
 
     def close(self) -> None:
-        """Stops answering and frees what the service keeps for clients; waits for methods under way, up to 5 s each."""
+        """Stops answering and frees what the service keeps for clients; waits up to 5 s for methods under way."""
         if not self._threads:
             return
         self._loop.close()
         self._free(self._reception.clients)
         for _ in self._threads:
             self._jobs.put(None)
+        until_s = time.monotonic() + _JOIN_S
         for thread in self._threads:
-            thread.join(_JOIN_S)
+            thread.join(max(0.0, until_s - time.monotonic()))
         self._threads.clear()
         self._socket.close()
 
@@ -115,17 +116,23 @@ class WireServer:
 
     def _receive(self) -> None:
         if self._is_full():
+            self._socket.quieten()
             return  # a worker calls again
         now_s = time.monotonic()
         for frames in self._socket.receive():
-            route = frames[0].bytes
-            step = self._reception.take(route, frames[1:], now_s)
-            if step.job is not None:
-                self._jobs.put(partial(self._run, step.job))
-            if step.answer is not None:
-                self._socket.send([route, *step.answer])
-            if step.gone is not None:
-                self._free([step.gone])
+            try:
+                self._take(frames[0].bytes, frames[1:], now_s)
+            except Exception:  # whatever it was, the messages behind it are not to suffer
+                _LOG.exception("a message was dropped")
+
+    def _take(self, route: bytes, frames: Frames, now_s: float) -> None:
+        step = self._reception.take(route, frames, now_s)
+        if step.job is not None:
+            self._jobs.put(partial(self._run, step.job))
+        if step.answer is not None:
+            self._socket.send([route, *step.answer])
+        if step.gone is not None:
+            self._free([step.gone])
 
     def _is_full(self) -> bool:
         if self.queue_depth >= self._options.max_waiting:

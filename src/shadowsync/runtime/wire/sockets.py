@@ -30,6 +30,8 @@ _BATCH = 64
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN = int(zmq.POLLIN)
+_COPIED = 1 << 19
+"""Bytes below which a frame is copied into ZeroMQ's memory: quicker than to learn when it needs the tensor no more."""
 _RECEIVED = 64
 """Messages of one client that wait inside ZeroMQ; beyond them its network connection is held up."""
 
@@ -47,6 +49,7 @@ def tune(socket: Socket, max_message_bytes: int, link_timeout_s: float) -> None:
     """
     socket.linger = 0
     socket.maxmsgsize = max_message_bytes
+    socket.copy_threshold = _COPIED
     socket.sndhwm = 0  # what is open is bounded by the window of numbers
     socket.handshake_ivl = 5_000
     socket.setsockopt(zmq.TCP_MAXRT, int(link_timeout_s * 1000))
@@ -107,6 +110,12 @@ class SharedSocket:
                     break
                 messages.append(self._receive_one())
         return messages
+
+    def quieten(self) -> None:
+        """Leaves messages where they are; its file speaks again when something changes."""
+        with self._lock:
+            if not self._closed:
+                _readable(self._socket)
 
     def _receive_one(self) -> list[zmq.Frame]:
         frames = [self._socket.recv(_NOBLOCK, copy=False)]
@@ -191,6 +200,7 @@ class ServerSocket:
         self._shared = SharedSocket(self._socket, wake)
         self.send = self._shared.send
         self.receive = self._shared.receive
+        self.quieten = self._shared.quieten
 
     def bind(self, host: str, port: int) -> str:
         """Opens the address and returns it with the port that it got; on an error everything is closed.

@@ -119,7 +119,7 @@ class Testbed:
         sweep()
         self.folder, self._lock = claim()
         self._reaper = start_reaper(self.folder)
-        self._processes: list[subprocess.Popen[Any]] = []
+        self._processes: list[tuple[int, subprocess.Popen[Any]]] = []
         self._changing = threading.Lock()
         self._closed = False
         _make_token(self.folder / "token")
@@ -187,6 +187,7 @@ class Testbed:
     def kill_host(self, host: int) -> None:
         """Pulls the plug: the link falls silent, then every process of the host gets SIGKILL."""
         self.cut(host)
+        self._kill_started([host])
         kill_all(self.hosts[host].namespace)
 
     def restart_host(self, host: int) -> None:
@@ -232,12 +233,13 @@ class Testbed:
         if self._closed:
             return
         self._closed = True
-        remove(self.folder.name)
-        for process in self._processes:
-            process.wait()
-        self._reaper.communicate()
-        os.close(self._lock)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            self._kill_started(range(len(self.hosts)))
+            remove(self.folder.name)
+        finally:
+            self._reaper.communicate()
+            os.close(self._lock)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _check(self, host: int, command: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> str:
         process = self._start(host, command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -254,8 +256,16 @@ class Testbed:
     def _start(self, host: int, command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
         process = subprocess.Popen(self.hosts[host].command(command), **options)
         with self._changing:
-            self._processes = [known for known in self._processes if known.poll() is None] + [process]
+            self._processes = [*((at, known) for at, known in self._processes if known.poll() is None), (host, process)]
         return process
+
+    def _kill_started(self, hosts: Sequence[int]) -> None:
+        """Those that have only begun to start are in no namespace yet, so they are not found there."""
+        with self._changing:
+            started = [process for host, process in self._processes if host in hosts]
+        for process in started:
+            process.kill()
+            process.wait()
 
     @property
     def _ray_address(self) -> str:

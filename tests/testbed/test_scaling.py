@@ -40,7 +40,9 @@ def test_each_trainer_has_a_place_and_as_much_of_a_link_as_a_server(trainers: in
 
 
 def test_the_dense_part_is_weighed() -> None:
-    assert scaling.dense_bytes() == 4 * 296_929
+    bottom = 13 * 512 + 512 + 512 * 256 + 256 + 256 * 64 + 64 + 64 * 16 + 16
+    top = (3 + 16) * 512 + 512 + 512 * 256 + 256 + 256 + 1
+    assert scaling.dense_bytes() == 4 * (bottom + top)
 
 
 @pytest.mark.skipif("trainer_resource" not in ClusterConfig.model_fields, reason="there is no runtime=ray yet")

@@ -180,6 +180,16 @@ def test_an_exception_leaves_nothing_behind(allowed: None) -> None:
     assert not testbed.folder.exists()
 
 
+def test_a_process_that_has_not_entered_its_host_yet_ends_too(allowed: None) -> None:
+    for _ in range(3):
+        with Testbed(hosts=1, rate=None) as testbed:
+            started = [testbed.run(0, ["sleep", "600"]) for _ in range(4)]
+            testbed.kill_host(0)
+            assert [process.returncode for process in started] == [-signal.SIGKILL] * 4
+            late = testbed.run(0, ["sleep", "600"])
+        assert late.returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_owner_leaves_nothing_behind(allowed: None, number: signal.Signals) -> None:
     with owner(HOLD) as process:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from hypothesis import given, settings
@@ -103,11 +103,13 @@ def test_who_left_may_join_again() -> None:
     assert meeting.arrive(1, 7) == 7
 
 
+@pytest.mark.parametrize("rests", [False, True])
 @pytest.mark.parametrize("steps", [[40, 40], [40, 13], [7, 0, 25], [30] * 8])
-def test_a_pause_never_deadlocks_with_a_barrier(steps: list[int]) -> None:
+def test_a_pause_never_deadlocks_with_a_barrier(steps: list[int], rests: bool) -> None:
     """Members meet every third step, while another thread pauses them again and again."""
     gate = Gate()
-    meeting: Rendezvous[int, int] = Rendezvous(range(len(steps)), total, gate.waiting)
+    resting = gate.resting if rests else nullcontext
+    meeting: Rendezvous[int, int] = Rendezvous(range(len(steps)), total, gate.waiting, resting)
     trained = [0] * len(steps)
 
     def member(index: int) -> None:
@@ -163,6 +165,72 @@ def test_a_pause_waits_for_one_meeting_and_not_for_many() -> None:
     stop.set()
     join_all(threads)
     assert max(meetings) <= 5
+
+
+class Meeting:
+    """A meeting that takes as long as a test wants."""
+
+    def __init__(self, members: int, gate: Gate) -> None:
+        self.begun, self.may_end, self.values = threading.Semaphore(0), threading.Semaphore(0), []
+        self.under_way = self.most_under_way = 0
+        self.rendezvous: Rendezvous[int, int] = Rendezvous(range(members), self._combine, gate.waiting, gate.resting)
+
+    def _combine(self, values: Mapping[int, int]) -> int:
+        self.under_way += 1
+        self.most_under_way = max(self.under_way, self.most_under_way)
+        self.values.append(dict(values))
+        self.begun.release()
+        assert self.may_end.acquire(timeout=TIMEOUT_S)
+        self.under_way -= 1
+        return total(values)
+
+    def arrives(self, member: int, results: dict[int, int]) -> threading.Thread:
+        def arrive() -> None:
+            results[member] = self.rendezvous.arrive(member, member)
+
+        thread = threading.Thread(target=arrive, daemon=True)
+        thread.start()
+        return thread
+
+
+def test_members_come_and_go_while_a_meeting_is_under_way() -> None:
+    """Who leaves has its value used, and who comes meanwhile meets after it; two meetings never overlap."""
+    meeting, results = Meeting(2, Gate()), dict[int, int]()
+    threads = [meeting.arrives(member, results) for member in (0, 1)]
+    assert meeting.begun.acquire(timeout=TIMEOUT_S)
+    meeting.rendezvous.join(5)
+    for member in (0, 1):
+        meeting.rendezvous.leave(member)
+    threads.append(meeting.arrives(5, results))
+    assert not meeting.begun.acquire(timeout=0.02), "all that are present have come, but there is a meeting"
+    meeting.may_end.release()
+    assert meeting.begun.acquire(timeout=TIMEOUT_S)
+    meeting.may_end.release()
+    join_all(threads)
+    assert results == {0: 1, 1: 1, 5: 5}
+    assert meeting.values == [{0: 0, 1: 1}, {5: 5}]
+    assert meeting.most_under_way == 1
+
+
+def test_who_waits_for_a_meeting_stands_still_and_who_holds_it_does_not() -> None:
+    """0 and 1 meet, and 2 comes meanwhile: a pause waits for the one that combines, and for nobody else."""
+    gate, results = Gate(), dict[int, int]()
+    meeting = Meeting(2, gate)
+    for _ in range(3):
+        gate.join()
+    threads = [meeting.arrives(member, results) for member in (0, 1)]
+    assert meeting.begun.acquire(timeout=TIMEOUT_S)
+    meeting.rendezvous.join(2)
+    threads.append(meeting.arrives(2, results))
+    while gate._still < 2:
+        assert not gate.hold(0.01), "the one that combines is not still"
+    assert gate._waiting == 0
+    gate.release()
+    meeting.may_end.release(2)
+    for member in (0, 1):
+        meeting.rendezvous.leave(member)
+    join_all(threads)
+    assert results == {0: 1, 1: 1, 2: 2}
 
 
 def test_nothing_moves_during_a_pause() -> None:

@@ -1,0 +1,171 @@
+"""Rings over Gloo: the mean that one process would get, and an end that nobody has to wait for."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from rings import PATIENCE_S
+from torch import Tensor
+
+from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.plain import Plain
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.averaging_remote import AveragingOptions, RemoteAveraging
+from shadowsync.runtime.averaging_service import AveragingService
+from shadowsync.runtime.gloo import GlooOptions, GlooRing
+from shadowsync.runtime.group import Averaging
+from shadowsync.runtime.lines import Line
+from shadowsync.runtime.ring import RingBroken, Seat
+from shadowsync.runtime.wire.connection import DirectConnection
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@dataclass
+class Pinboard:
+    """A board within the test."""
+
+    notes: dict[str, bytes] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    void: bool = False
+
+    def pin(self, key: str, value: bytes) -> None:
+        with self.changed:
+            self.notes[key] = value
+            self.changed.notify_all()
+
+    def read(self, keys: Sequence[str]) -> tuple[bytes, ...]:
+        with self.changed:
+            self.changed.wait_for(lambda: self.void or all(key in self.notes for key in keys), PATIENCE_S)
+            if self.void:
+                raise RingBroken("ring 1 is void")
+            return tuple(self.notes[key] for key in keys)
+
+    def make_void(self) -> None:
+        with self.changed:
+            self.void = True
+            self.changed.notify_all()
+
+
+def rings(n: int, board: Pinboard, timeout_s: float = PATIENCE_S) -> list[GlooRing]:
+    return [GlooRing(Seat(1, position, n, board), GlooOptions(timeout_s=timeout_s)) for position in range(n)]
+
+
+def results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:
+    return [future.result(PATIENCE_S) for future in futures]
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("length", [1, 2, 1003])
+@pytest.mark.parametrize("n", [2, 3])
+def test_all_members_get_the_same_bits(n: int, length: int) -> None:
+    generator, members = torch.Generator().manual_seed(n), rings(n, Pinboard())
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        vectors = [torch.randn(length, generator=generator).to(dtype) for _ in range(n)]
+        first, *others = results([ring.mean(vector) for ring, vector in zip(members, vectors, strict=True)])
+        total = vectors[0].float()
+        for vector in vectors[1:]:
+            total = total + vector.float()
+        assert torch.equal(first, (total / n).to(dtype).float())
+        assert all(torch.equal(first, other) for other in others)
+        assert first.dtype == torch.float32
+    for ring in members:
+        ring.close()
+    assert all(ring.join(PATIENCE_S) for ring in members)
+
+
+def test_who_closes_a_ring_ends_it_for_the_others() -> None:
+    members = rings(3, Pinboard())
+    results([ring.mean(torch.ones(10)) for ring in members])
+    waiting = [ring.mean(torch.ones(10)) for ring in members[:2]]
+    members[2].close()
+    for future in waiting:
+        with pytest.raises(RingBroken, match="closed"):
+            future.result(PATIENCE_S)
+    with pytest.raises(RingBroken):
+        members[0].mean(torch.ones(10)).result(PATIENCE_S)
+    for ring in members:
+        ring.close()
+        assert ring.join(PATIENCE_S)
+
+
+def test_a_ring_that_is_never_complete_ends_with_its_board() -> None:
+    board = Pinboard()
+    first, _ = Seat(1, 0, 2, board), Seat(1, 1, 2, board)
+    ring = GlooRing(first)
+    waiting = ring.mean(torch.ones(3))
+    board.make_void()
+    with pytest.raises(RingBroken):
+        waiting.result(PATIENCE_S)
+    ring.close()
+    assert ring.join(PATIENCE_S)
+
+
+def test_a_silent_member_is_given_up_after_the_timeout() -> None:
+    first, second = rings(2, Pinboard(), timeout_s=0.2)
+    results([ring.mean(torch.ones(3)) for ring in (first, second)])
+    with pytest.raises(RingBroken, match=r"(?i)time"):
+        first.mean(torch.ones(3)).result(PATIENCE_S)
+    for ring in (first, second):
+        ring.close()
+        assert ring.join(PATIENCE_S)
+
+
+def test_an_address_of_another_machine_breaks_the_ring() -> None:
+    ring = GlooRing(Seat(1, 0, 2, Pinboard()), GlooOptions(host="192.0.2.1"))
+    with pytest.raises(RingBroken):
+        ring.mean(torch.ones(3)).result(PATIENCE_S)
+    ring.close()
+    assert ring.join(PATIENCE_S)
+
+
+class Both:
+    """Trainers that average in one process, and the same over Gloo."""
+
+    def __init__(self, n: int, codec: Plain | Bf16) -> None:
+        self.counters = WireCounter(), WireCounter()
+        self.near = Averaging(range(n), Line("dense", codec, self.counters[0]), nullcontext)
+        service, options = AveragingService(range(n), seats=n), AveragingOptions(check_s=0.05)
+        self.far = [
+            RemoteAveraging(rank, DirectConnection(service), GlooRing, codec, self.counters[1], options)
+            for rank in range(n)
+        ]
+
+
+@pytest.mark.parametrize("codec", [Plain(), Bf16()], ids=lambda codec: codec.name)
+def test_it_averages_as_in_one_process_while_members_come_and_go(
+    codec: Plain | Bf16, threads: ThreadPoolExecutor
+) -> None:
+    """With bf16 the mean itself crosses too, and is rounded."""
+    n, both, generator = 3, Both(3, codec), torch.Generator().manual_seed(1)
+    present = [[0, 1, 2], [0, 1, 2], [0, 2], [2], [0, 1, 2], [1, 2]]
+    before = present[0]
+    for members in present:
+        for rank in range(n):
+            if rank in before and rank not in members:
+                both.near.leave(rank)
+                both.far[rank].leave()
+            elif rank in members and rank not in before:
+                both.near.join(rank)
+                both.far[rank].join()
+        before = members
+        vectors = {rank: torch.randn(101, generator=generator) for rank in members}
+        near = [threads.submit(both.near.mean, rank, vector) for rank, vector in vectors.items()]
+        far = [threads.submit(both.far[rank].mean, vector) for rank, vector in vectors.items()]
+        expected = results(near)[0]
+        if isinstance(codec, Bf16) and len(members) > 1:
+            expected = expected.to(torch.bfloat16).float()
+        assert all(torch.equal(got, expected) for got in results(far))
+        assert [both.far[rank].missed() for rank in members] == [both.near.missed(rank) for rank in members]
+    assert both.counters[1].totals() == both.counters[0].totals()
+    for end in both.far:
+        end.leave()

@@ -26,7 +26,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import Cells, load_average, start_ray, train_command
+from clustered import Cells, in_sentences, load_average, start_ray, train_command
 from failures import KINDS, Chaos, Failure, RunFiles, schedules
 from machine import describe, table
 from testbed import RayNode, Testbed
@@ -197,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_sentences(main)

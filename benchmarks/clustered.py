@@ -3,12 +3,13 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from namespaces import TestbedError
 from testbed import RayNode, Testbed
 
 
@@ -69,6 +70,14 @@ def start_ray(testbed: Testbed, nodes: Sequence[RayNode]) -> None:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for _ in pool.map(lambda host: testbed.ray_start(host, node=nodes[host]), range(1, len(nodes))):
             pass
+
+
+def in_sentences(main: Callable[[], None]) -> None:
+    """Runs a script; what keeps a testbed from being made ends it with that sentence alone."""
+    try:
+        main()
+    except TestbedError as error:
+        sys.exit(str(error))
 
 
 def load_average() -> float:

@@ -30,7 +30,7 @@ from shadowsync.config import load
 from shadowsync.report.history import read_frames
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import Cells, load_average, start_ray, train
+from clustered import Cells, in_sentences, load_average, start_ray, train
 from machine import describe, table
 from namespaces import bits_per_second
 from testbed import RayNode, Testbed
@@ -305,4 +305,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_sentences(main)

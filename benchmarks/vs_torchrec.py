@@ -12,6 +12,7 @@ rights are needed.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
@@ -24,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import Cells, load_average, start_ray, train
+from clustered import Cells, in_sentences, load_average, start_ray, train
 from machine import describe, ratios, table
+from namespaces import TestbedError
 from testbed import RayNode, Testbed
 
 HERE = Path(__file__).parent
@@ -109,17 +111,19 @@ def measure(cell: Cell, setup: Setup, speeds: dict[tuple[str, str], float]) -> d
 
 
 def _train_theirs(cell: Cell, setup: Setup, overrides: Sequence[str]) -> dict[str, Any]:
-    with Testbed(hosts=2, rate=cell.rate, cores=1) as testbed:
+    with Testbed(hosts=2, rate=cell.rate, cores=1) as testbed, tempfile.TemporaryFile("w+") as said:
         processes = []
         for rank in (0, 1):
             place = ["--rank", str(rank), "--world", "2", "--master", testbed.hosts[0].address]
             command = [setup.torchrec, str(HERE / "torchrec_trainer.py"), *place, *THEIRS[cell.variant], *overrides]
             network = {"GLOO_SOCKET_IFNAME": "eth0"}
-            processes.append(testbed.run(rank, command, env=network, stdout=subprocess.PIPE, text=True))
+            processes.append(testbed.run(rank, command, env=network, stdout=subprocess.PIPE, stderr=said, text=True))
         printed, _ = processes[0].communicate(timeout=TIMEOUT_S)
-        processes[1].communicate(timeout=60.0)
-    if not printed.strip():
-        sys.exit(f"{cell}: TorchRec printed no result")
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it prints nothing, and ends with the testbed at last
+            processes[1].communicate(timeout=10.0)
+        said.seek(0)
+        if not printed.strip():
+            raise TestbedError(f"{cell.variant} printed no result: {said.read().strip()[-600:]}")
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
@@ -213,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_sentences(main)

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import testbed as library
 import torch
 import vs_torchrec
-from clustered import Cells
+from clustered import Cells, in_sentences
 from shares import read_all, share_of
 
 from shadowsync.config import parse
@@ -39,6 +40,14 @@ def test_results_are_kept_a_file_each(tmp_path: Path) -> None:
     assert Cells(tmp_path / "new").read("one") == {"eps": 1.5}
     assert kept.all() == [{"eps": 1.5}, {"eps": 2.0}]
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["one.json", "two.json"]
+
+
+def test_what_keeps_a_testbed_from_being_made_ends_a_script_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main() -> None:
+        raise library.TestbedError("it cannot be")
+
+    with pytest.raises(SystemExit, match="it cannot be"):
+        in_sentences(main)
 
 
 def test_names_of_runs_are_files_and_differ() -> None:
@@ -94,3 +103,23 @@ def test_a_speed_run_is_as_long_as_its_variant_needs(monkeypatch: pytest.MonkeyP
         ["train.seed=1"],
     ]
     assert json.loads(json.dumps(list(speeds.values()))) == [10_000.0]
+
+
+def fake_python(folder: Path, script: str) -> vs_torchrec.Setup:
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return vs_torchrec.Setup(str(path), (), 1.0)
+
+
+def test_the_yardstick_runs_in_both_hosts_and_rank_0_is_heard(tmp_path: Path) -> None:
+    if (reason := library.obstacle()) is not None:
+        pytest.skip(reason)
+    cell = vs_torchrec.Cell("demo", "1gbit", "TorchRec, bf16", 0)
+    script = f'echo "$*" > {tmp_path}/$3; [ $3 = 0 ] && echo noise && echo "{{\\"eps\\": 5.0}}"'
+    assert vs_torchrec.measure(cell, fake_python(tmp_path, script), {}) == {"eps": 5.0}
+    given = [(tmp_path / rank).read_text().split() for rank in "01"]
+    assert all("--master 10.0.0.1 --wire=bf16" in " ".join(words) for words in given)
+    assert all("train.batch_size=1024" in words for words in given)
+    with pytest.raises(library.TestbedError, match="TorchRec, bf16 printed no result: it broke"):
+        vs_torchrec.measure(cell, fake_python(tmp_path, "echo it broke >&2"), {})

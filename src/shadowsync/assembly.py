@@ -1,15 +1,17 @@
 """Builds the parts that a job, an evaluation and an export share, from a configuration."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shadowsync.choices import Choices
+from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, EmbeddingConfig
 from shadowsync.data.batch import Jagged
+from shadowsync.data.feed import Feed
 from shadowsync.data.source import OpenSource, Schema
 from shadowsync.embedding.catalog import check_rows, check_tables, default_tables
 from shadowsync.embedding.client import EmbeddingClient
@@ -19,12 +21,20 @@ from shadowsync.embedding.profile import Probe, measure_costs
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Rows, Shard, Table
+from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
 from shadowsync.runtime.lines import EmbeddingLine, Line
+from shadowsync.sync.schedule import Driver
+from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica
+from shadowsync.training.trainer import Trainer
+from shadowsync.training.update import LocalUpdate
+from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
 
+GIB = 1 << 30
+PREFETCH = {"inprocess": 0, "ray": 2}
 PROFILED_ROWS = 2048
 PROFILED_SLICES = 4
 LOADED_ROWS = 1 << 20
@@ -68,24 +78,96 @@ def make_embeddings(
         tables: from `make_tables`.
         source: whose first rows the costs are profiled on; None where speed does not matter.
     """
+    servers = tuple(
+        EmbeddingServer(shards, choices.storage, row_optimizer(config.embedding), config.train.seed)
+        for shards in place_tables(config, choices, schema, tables, source)
+    )
+    return Embeddings(tables, servers, EmbeddingClient(tables, [feature.name for feature in schema.features], servers))
+
+
+def place_tables(
+    config: Config, choices: Choices, schema: Schema, tables: tuple[Table, ...], source: OpenSource | None
+) -> tuple[tuple[Shard, ...], ...]:
+    """What each embedding server holds; arguments and errors as `make_embeddings`. Servers left without rows drop out.
+
+    Raises:
+        ConfigError: the tables do not fit the servers' memory.
+    """
     names = [feature.name for feature in schema.features]
     optimizer = row_optimizer(config.embedding)
     costs = {table.name: 1.0 for table in tables}
     if config.embedding.servers > 1 and source is not None and (ids := _first_ids(source)) is not None:
         costs = measure_costs(tables, names, [ids], Probe(choices.storage, optimizer))
-    bins = Servers(config.embedding.servers, split_rows=config.embedding.split_rows)
-    placed: Sequence[Sequence[Shard]] = place(tables, costs, rule_class(optimizer.name), bins)
-    servers = tuple(
-        EmbeddingServer(shards, choices.storage, optimizer, config.train.seed) for shards in placed if shards
-    )
-    return Embeddings(tables, servers, EmbeddingClient(tables, names, servers))
+    memory = config.cluster.server_memory_gib
+    capacity = None if memory is None else int(memory * GIB)
+    bins = Servers(config.embedding.servers, capacity, split_rows=config.embedding.split_rows)
+    return tuple(shards for shards in place(tables, costs, rule_class(optimizer.name), bins) if shards)
 
 
-def connect(embeddings: Embeddings, schema: Schema, choices: Choices, counter: WireCounter) -> EmbeddingClient:
+def connect(
+    embeddings: Embeddings, schema: Schema, choices: Choices, counter: WireCounter, unique: UniqueRows
+) -> EmbeddingClient:
     """A client whose traffic passes the codecs and is counted; one for each worker."""
     pull, push = (Line(kind, choices.codecs[kind], counter) for kind in ("pull", "push"))
     lines = [EmbeddingLine(server, position, pull, push) for position, server in enumerate(embeddings.servers)]
-    return EmbeddingClient(embeddings.tables, [feature.name for feature in schema.features], lines)
+    return EmbeddingClient(embeddings.tables, [feature.name for feature in schema.features], lines, unique)
+
+
+def unique_rows(config: Config, choices: Choices) -> UniqueRows:
+    """Where trainers have duplicates removed before rows and gradients cross; `auto` does it where there is a wire."""
+    mode = config.embedding.unique_rows
+    if mode == "auto" and config.cluster.runtime == "inprocess":
+        return NEVER
+    return UniqueRows(mode, sum(_bytes_per_float(choices.codecs[kind]) for kind in ("pull", "push")))
+
+
+def _bytes_per_float(codec: Codec) -> float:
+    values = torch.zeros(256)
+    return codec.encode(values).byte_count / len(values)
+
+
+@dataclass(frozen=True)
+class TrainerKit:
+    """What all trainers of a job have in common.
+
+    Attributes:
+        config, choices: of the job.
+        warmup_samples, total_samples: of the job.
+        failures: the script of deaths (see `session.Own`).
+    """
+
+    config: Config
+    choices: Choices
+    warmup_samples: int
+    total_samples: int
+    failures: Callable[[int, int], None]
+
+    def settings(self) -> StepSettings:
+        """What a step needs."""
+        train = self.config.train
+        rates = Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
+        emulated = train.emulate_step_ms
+        return StepSettings(
+            rates, prefetch(self.config), None if emulated is None else emulated / 1e3, train.emulate_compute
+        )
+
+
+def make_trainer(
+    kit: TrainerKit, trainer: Trainer, driver: Driver, clients: Sequence[EmbeddingClient], feed: Feed, hooks: Hooks
+) -> Trainer:
+    """Gives a trainer its workers, one for each client."""
+    train, embedding = kit.config.train, kit.config.embedding
+    for index, client in enumerate(clients):
+        module = trainer.replica.worker_module(train.precision, train.clip_norm)
+        parts = WorkerParts(trainer.rank, index, module, feed, client, driver, trainer.gate, kit.settings(), hooks)
+        trainer.add(Worker(parts, LocalUpdate(client, feed, train.lr, embedding.lr)))
+    return trainer
+
+
+def prefetch(config: Config) -> int:
+    """Pulls under way per worker: as given, else as many as hide a network where there is one."""
+    given = config.train.prefetch
+    return given if given is not None else PREFETCH[config.cluster.runtime]
 
 
 def restore_tables(embeddings: Embeddings, saved: LoadedCheckpoint) -> None:

@@ -17,6 +17,9 @@ from shadowsync.sync.method import SyncMethod
 from shadowsync.sync.schedule import Schedule
 from shadowsync.training.optimizers import DenseOptimizer
 
+IN_PROCESS_KEYS = {"runtime", "dense_servers", "server_memory_gib"}
+"""Keys of `cluster` that matter in one process too."""
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -50,6 +53,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     """
     method, schedule = _choose_sync(config)
     _check_used(config)
+    _check_cluster(config)
     if own_model and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
         raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
     return Choices(
@@ -130,6 +134,21 @@ def _check_used(config: Config) -> None:
     _check_optimizer("train", config.train, option_names(dense[config.train.optimizer]))
     if config.train.decay == "none" and "final_lr" in config.train.model_fields_set:
         raise ConfigError("train.final_lr has no effect with train.decay=none: set train.decay=linear or cosine")
+
+
+def _check_cluster(config: Config) -> None:
+    """Raises `ConfigError` for what has no effect or cannot be met."""
+    cluster, train = config.cluster, config.train
+    if cluster.runtime == "inprocess":
+        for key in sorted(cluster.model_fields_set - IN_PROCESS_KEYS):
+            raise ConfigError(f"cluster.{key} has no effect in one process: set cluster.runtime=ray, or leave it out")
+    if not train.emulate_compute and train.emulate_step_ms is None:
+        raise ConfigError("train.emulate_compute=false needs train.emulate_step_ms: how long the machine would compute")
+    most = cluster.max_trainers
+    if most is not None and most < train.trainers:
+        raise ConfigError(f"cluster.max_trainers={most} is below train.trainers={train.trainers}")
+    if cluster.min_trainers > train.trainers:
+        raise ConfigError(f"cluster.min_trainers={cluster.min_trainers} is above train.trainers={train.trainers}")
 
 
 def _check_optimizer(section: str, given: EmbeddingConfig | TrainConfig, used: tuple[str, ...]) -> None:

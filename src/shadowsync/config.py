@@ -82,6 +82,11 @@ class EmbeddingConfig(Section):
     eps: float = Field(1e-8, gt=0, description="added to the denominator of Adagrad and Adam")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam: decay of the second moment")
+    unique_rows: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="send each distinct row of a batch once: where that is less traffic (auto: never in process), "
+        "always or never",
+    )
     split_rows: int | None = Field(
         None,
         ge=1,
@@ -119,14 +124,20 @@ class TrainConfig(Section):
     )
     final_lr: float = Field(0.0, ge=0, le=1, description="share of the learning rate left at the end of the decay")
     seed: int = Field(0, ge=0, lt=1 << 63, description="of initial values and of the order of the data")
-    prefetch: int = Field(
-        0,
+    prefetch: int | None = Field(
+        None,
         ge=0,
         le=64,
-        description="pulls under way per worker; more hides a network (in process there is none), adds staleness",
+        description="pulls under way per worker; more hides a slower network and adds staleness; null is 0 in process "
+        "and 2 on a cluster",
     )
     emulate_step_ms: float | None = Field(
         None, gt=0, description="each step lasts at least this long, as on a slower machine; results say so"
+    )
+    emulate_compute: bool = Field(
+        True,
+        description="false with emulate_step_ms: wait instead of computing, to study servers and networks with more "
+        "trainers than cores; nothing is learned",
     )
     save_every_s: float | None = Field(
         None, gt=0, description="seconds between checkpoints; None saves at the end only"
@@ -155,8 +166,38 @@ class CompressionConfig(Section):
 class ClusterConfig(Section):
     """Where roles run."""
 
-    runtime: Literal["inprocess"] = Field("inprocess", description="where roles run")
-    dense_servers: int = Field(1, ge=1, le=1024, description="servers over which the central dense copy is split")
+    runtime: Literal["inprocess", "ray"] = Field("inprocess", description="where roles run")
+    address: str | None = Field(
+        None,
+        description="of the Ray cluster to join, host:port or auto; null starts one of its own on this machine",
+    )
+    dense_servers: int = Field(
+        1, ge=1, le=1024, description="servers over which the central dense copy is split; more shortens the sync gap"
+    )
+    readers: int | None = Field(
+        None, ge=1, le=1024, description="processes that parse; more feeds more trainers; null is one per machine"
+    )
+    placement: Literal["together", "apart"] = Field(
+        "together", description="trainers share machines with embedding servers, or keep off them"
+    )
+    server_memory_gib: float | None = Field(
+        None, gt=0, description="what one embedding server may hold; null leaves it to the machines' memory"
+    )
+    trainer_cpus: float = Field(1.0, ge=0, le=1024, description="CPUs reserved for a trainer; more keeps others off")
+    server_cpus: float = Field(0.0, ge=0, le=1024, description="CPUs reserved for an embedding or dense server")
+    trainer_resource: str | None = Field(
+        None, min_length=1, description="Ray resource that machines of trainers and readers must have"
+    )
+    server_resource: str | None = Field(
+        None, min_length=1, description="Ray resource that machines of embedding and dense servers must have"
+    )
+    min_trainers: int = Field(1, ge=1, le=1024, description="with fewer for lost_after_s, the job saves and ends")
+    max_trainers: int | None = Field(
+        None, ge=1, le=1024, description="trainers may join up to so many while it runs; null is train.trainers"
+    )
+    lost_after_s: float = Field(
+        60.0, gt=0, description="silence after which a role is given up; more rides out longer cuts of the network"
+    )
 
 
 class ReportConfig(Section):

@@ -1,6 +1,7 @@
 """Puts the dense part of a checkpoint back, into any number of trainers and under any replica method."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,8 +10,40 @@ from shadowsync.errors import CheckpointError
 from shadowsync.job_state import job_state
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.sync.method import State, SyncMethod
-from shadowsync.sync.schedule import Synchronisation
 from shadowsync.training.replica import Replica
+
+
+@dataclass(frozen=True)
+class TrainerImage:
+    """One trainer's dense part.
+
+    Attributes:
+        replica: as `dense_tensors` names them.
+        method: what the replica method keeps.
+    """
+
+    replica: Mapping[str, Tensor]
+    method: State
+
+    @classmethod
+    def of(cls, replica: Replica, state: State) -> "TrainerImage":
+        """A copy."""
+        return cls(
+            {name: t.clone() for name, t in dense_tensors(replica).items()}, {n: t.clone() for n, t in state.items()}
+        )
+
+    def put_into(self, replica: Replica) -> None:
+        """Overwrites what the replica holds, in place."""
+        for name, tensor in dense_tensors(replica).items():
+            tensor.copy_(self.replica[name].view_as(tensor))
+
+
+@dataclass(frozen=True)
+class DenseImage:
+    """The dense part of a job: each trainer's, and the central copy `[P]`, None where the method keeps none."""
+
+    trainers: tuple[TrainerImage, ...]
+    center: Tensor | None
 
 
 def layout(replica: Replica) -> dict[str, list[int]]:
@@ -36,30 +69,36 @@ def check_layout(saved: LoadedCheckpoint, replica: Replica) -> None:
             )
 
 
-def restore_dense(
-    saved: LoadedCheckpoint, method: SyncMethod, replicas: Sequence[Replica], parts: Sequence[Synchronisation]
-) -> Tensor:
-    """Fills the replicas and the method's states; returns the central copy `[P]`.
+def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replica, trainers: int) -> DenseImage:
+    """The dense part of a checkpoint for so many trainers.
 
     With as many trainers as were saved each goes on with its own replica. With another number, all of them start from
     one point: the central copy if there was one, else the mean replica, with the mean of the optimizers' states.
 
+    Args:
+        saved: the checkpoint.
+        method: of the job that goes on.
+        template: a replica of the job that goes on; says what is needed and is left as it is.
+        trainers: of the job that goes on.
+
     Raises:
         CheckpointError: the checkpoint is of another model or dense optimizer.
     """
-    check_layout(saved, replicas[0])
-    _check_optimizer(saved, replicas[0])
-    count, size = job_state(saved).trainers, len(replicas[0].flat)
-    same = count == len(replicas)
-    consensus = saved_weights(saved, size).to(replicas[0].flat)
-    for rank, replica in enumerate(replicas):
-        for name, tensor in dense_tensors(replica).items():
-            tensor.copy_(_saved_state(saved, name, rank if same else None, tensor.numel()).view_as(tensor))
+    check_layout(saved, template)
+    _check_optimizer(saved, template)
+    same = job_state(saved).trainers == trainers
+    consensus = saved_weights(saved, len(template.flat)).to(template.flat)
+    fresh = method.init(consensus)
+    images = []
+    for rank in range(trainers):
+        tensors = {
+            name: _saved_state(saved, name, rank if same else None, tensor.numel()).to(tensor.dtype).view_as(tensor)
+            for name, tensor in dense_tensors(template).items()
+        }
         if not same:
-            replica.flat.copy_(consensus)
-    for rank, part in enumerate(parts):
-        part.state = _method_state(saved, rank if same else 0, method.init(consensus))
-    return consensus
+            tensors["weight"] = consensus
+        images.append(TrainerImage(tensors, _method_state(saved, rank if same else 0, fresh)))
+    return DenseImage(tuple(images), consensus)
 
 
 def _check_optimizer(saved: LoadedCheckpoint, replica: Replica) -> None:

@@ -7,10 +7,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shadowsync.assembly import restore_tables
 from shadowsync.data.source import Schema
-from shadowsync.dense_state import dense_tensors, layout, restore_dense
-from shadowsync.embedding.table import Rows
+from shadowsync.dense_state import DenseImage, layout, restored_dense
 from shadowsync.errors import CheckpointError, NonFiniteLoss
 from shadowsync.job_state import JobState, job_state
 from shadowsync.recovery.loading import LoadedCheckpoint
@@ -30,7 +28,8 @@ def take(session: Session, given: Mapping[str, Any]) -> Snapshot:
     Raises:
         NonFiniteLoss: a dense parameter is NaN or infinite, which no checkpoint should hold.
     """
-    final = session.final_weights().clone()
+    image = session.dense_image()
+    final = session.final_weights(image).clone()
     if not torch.isfinite(final).all():
         raise NonFiniteLoss(
             f"a dense parameter is no longer finite after {session.reader.trained} samples: lower train.lr, or set "
@@ -39,42 +38,37 @@ def take(session: Session, given: Mapping[str, Any]) -> Snapshot:
     return Snapshot(
         config=dict(given),
         samples=session.reader.trained,
-        tables=tuple(
-            Rows(rows.table, rows.start, {name: tensor.clone() for name, tensor in rows.tensors.items()})
-            for server in session.embeddings.servers
-            for rows in server.state()
-        ),
-        dense={"final": final} | _dense(session),
+        tables=session.rows(),
+        dense={"final": final} | _dense(image),
         position=session.reader.state(),
         random={"torch": torch.get_rng_state()},
-        extra=_state(session).builtins(),
+        extra=_state(session, len(image.trainers)).builtins(),
     )
 
 
-def _dense(session: Session) -> dict[str, Tensor]:
-    dense = {"center": session.dense_servers.read()} if session.choices.method.centralised else {}
-    for number, rank in enumerate(session.living()):
-        replica, part = session.replicas[rank], session.synchronisations[rank]
-        dense |= {f"replica.{number}.{name}": tensor.clone() for name, tensor in dense_tensors(replica).items()}
-        dense |= {f"sync.{number}.{name}": tensor.clone() for name, tensor in part.state.items()}
+def _dense(image: DenseImage) -> dict[str, Tensor]:
+    dense = {} if image.center is None else {"center": image.center}
+    for number, trainer in enumerate(image.trainers):
+        dense |= {f"replica.{number}.{name}": tensor for name, tensor in trainer.replica.items()}
+        dense |= {f"sync.{number}.{name}": tensor for name, tensor in trainer.method.items()}
     return dense
 
 
-def _state(session: Session) -> JobState:
+def _state(session: Session, trainers: int) -> JobState:
     return JobState(
         recorder=session.recorder.state(),
         syncs=session.sync_count,
         wire=session.wire_totals(),
         schema=session.schema,
-        tables=[table.name for table in session.embeddings.tables],
-        trainers=len(session.living()),
-        layout=layout(session.replicas[0]),
+        tables=[table.name for table in session.tables],
+        trainers=trainers,
+        layout=layout(session.template),
         own_model=session.choices.model is None,
     )
 
 
-def put_back(session: Session, saved: LoadedCheckpoint) -> None:
-    """Fills rows, replicas, method states and counts; the reader was made with the position already.
+def put_back(session: Session, saved: LoadedCheckpoint, trainers: int) -> None:
+    """Fills rows, replicas of so many trainers, method states and counts; the reader was made with the position.
 
     Raises:
         CheckpointError: it is of another model, other tables, another optimizer or other data.
@@ -82,9 +76,8 @@ def put_back(session: Session, saved: LoadedCheckpoint) -> None:
     state = job_state(saved)
     if (difference := column_difference(state.schema, session.schema)) is not None:
         raise CheckpointError(f"{saved.name} was trained on {difference}: give the same columns in the same order")
-    restore_tables(session.embeddings, saved)
-    center = restore_dense(saved, session.choices.method, session.replicas, session.synchronisations)
-    session.dense_servers.write(center)
+    session.load_rows(saved)
+    session.load_dense(restored_dense(saved, session.choices.method, session.template, trainers))
     session.go_on(state.syncs, state.wire)
     try:
         torch.set_rng_state(saved.random["torch"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ from typing import Any
 import msgspec
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from shadowsync import sections
+from shadowsync.assembly import prefetch
 from shadowsync.choices import Choices, choose_all, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
@@ -24,19 +26,38 @@ from shadowsync.imaging import column_difference, put_back, take
 from shadowsync.job_state import job_state
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
-from shadowsync.metrics.roles import Happening, RoleEvent, RoleState
+from shadowsync.metrics.roles import RoleEvent
 from shadowsync.prediction import Predictor, score
 from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.saver import AsyncSaver
 from shadowsync.recovery.signals import StopRequest, stop_on_signals
+from shadowsync.report.files import write_atomically
 from shadowsync.report.history import frames_until, read_frames
 from shadowsync.report.machine import machine, versions
 from shadowsync.report.reporter import Outputs, Reporter
 from shadowsync.report.result import Result
 from shadowsync.report.role_log import read_events
 from shadowsync.runs import check_folder, checkpoint_root, load_checkpoint, make_folder, new_folder
-from shadowsync.session import Own, Session, no_failures
+from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
+from shadowsync.session import Material, Newest, Own, RolePlace, Session, no_failures
+
+
+def _local(material: Material, _: Newest) -> Session:
+    from shadowsync.local_session import LocalSession  # noqa: PLC0415 either session has parts the other does without
+
+    return LocalSession(material)
+
+
+def _ray(material: Material, newest: Newest) -> Session:
+    from shadowsync.cluster.session import ClusterSession, cpus_needed, resources_needed  # noqa: PLC0415
+    from shadowsync.runtime.ray_runtime import RayRuntime  # noqa: PLC0415 an extra
+
+    address = material.config.cluster.address
+    return ClusterSession(material, RayRuntime(address, cpus_needed(material), resources_needed(material)), newest)
+
+
+_SESSIONS: Mapping[str, Callable[[Material, Newest], Session]] = {"inprocess": _local, "ray": _ray}
 
 
 class Interrupted(ShadowSyncError):
@@ -140,15 +161,18 @@ class _Run:
         self._on_frame = watch.on_frame
         self.began = began
         store = CheckpointStore(checkpoint_root(job.out, self.config.train.checkpoint_dir), self.config.train.keep)
+        self.store = store
         self.saved = self._load(store)
         sources = open_sources(self.config, self.choices)
         stack.callback(sources.close)
         position = None if self.saved is None else self.saved.position
-        self.session = Session(self.config, self.choices, job.own, (sources.train, sources.test), position)
+        material = Material(self.config, self.choices, job.own, sources.train, sources.test, position)
+        self.session = _SESSIONS[self.config.cluster.runtime](material, self._newest)
         stack.callback(self.session.close)
         self.load_s = self._restore()
         self.seconds_before = 0.0
         self.saver = AsyncSaver(store)
+        self.places: dict[str, RolePlace] = {}
         self.saved_samples = self.saved.samples if self.saved is not None and job.resume == job.out else -1
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
@@ -168,12 +192,17 @@ class _Run:
             self.console.print(sentence, highlight=False)
         return saved
 
+    def _newest(self) -> LoadedCheckpoint | None:
+        """What to go back to in mid-run; None for the very start."""
+        self.saver.wait()
+        return self.saved if self.store.newest() is None else self.store.load()
+
     def _restore(self) -> float:
         """Puts the checkpoint back, if there is one; the seconds that took."""
         started = time.monotonic()
         if self.saved is not None:
             _check_order(self.saved, self.config)
-            put_back(self.session, self.saved)
+            put_back(self.session, self.saved, self.config.train.trainers)
         return time.monotonic() - started
 
     def to_the_end(self) -> Result:
@@ -185,7 +214,6 @@ class _Run:
                     started = time.monotonic()
                     self._train(reporter, request)
                 self._show(reporter, ended=True)
-                self._save()
                 self.saver.wait()
             self._raise_if_unfinished(request)
             result = self._result(started - self.began, self._evaluate())
@@ -204,30 +232,37 @@ class _Run:
 
     def _train(self, reporter: Reporter, request: StopRequest) -> None:
         if self.session.reader.finished:
+            self._save()
             return  # a finished run was resumed: synchronising without training would still move the replicas
         pace = _Pace(self.config.report.every_s, self.config.train.save_every_s, time.monotonic())
-        roles = _Roles(reporter, time.monotonic() - self.seconds_before)
+        roles = _Roles(reporter, self.job.out, time.monotonic() - self.seconds_before)
         self.session.start()
         try:
-            while self.session.alive():
+            while not self._ended():
                 self.session.ended.wait(pace.seconds_left(time.monotonic()))
                 self.session.ended.clear()
                 self.session.reap()
-                roles.notice(self.session.role_states(), self.saver.busy, time.monotonic())
+                roles.notice(self.session, self.saver.busy)
                 if request.requested:
                     self.session.stop()
                 if pace.frame_due(time.monotonic()):
                     self._show(reporter)
                 # A disk slower than the interval costs checkpoints, neither training time nor memory.
                 if pace.save_due(time.monotonic()) and not self.saver.busy:
-                    with self.session.gate.pause():
-                        self._save()
+                    self._save()
         except BaseException:
             self.session.stop()
             raise
         finally:
             self.session.finish()
-            roles.notice(self.session.role_states(), False, time.monotonic())
+            roles.notice(self.session, saving=False)
+
+    def _ended(self) -> bool:
+        """Nobody trains any more and the last image is taken; a server that dies before that is a reason to go on."""
+        if self.session.alive():
+            return False
+        self.session.finish()
+        return self._save() or self.session.given_up is not None
 
     def _show(self, reporter: Reporter, *, ended: bool = False) -> None:
         frame = self.session.recorder.frame(self.session.counts(self.saver.saves), ended=ended)
@@ -235,10 +270,16 @@ class _Run:
         if self._on_frame is not None:
             self._on_frame(frame)
 
-    def _save(self) -> None:
-        if self.session.reader.trained != self.saved_samples:
-            self.saver.submit(take(self.session, given(self.config)))
-            self.saved_samples = self.session.reader.trained
+    def _save(self) -> bool:
+        """Has a checkpoint written in the background, unless the newest one is of now; false if somebody died."""
+        try:
+            with self.session.standing_still():
+                if self.session.reader.trained != self.saved_samples:
+                    self.saver.submit(take(self.session, given(self.config)))
+                    self.saved_samples = self.session.reader.trained
+        except (PeerLost, CallTimeout):
+            return False
+        return True
 
     def _raise_if_unfinished(self, request: StopRequest) -> None:
         reader = self.session.reader
@@ -249,18 +290,30 @@ class _Run:
         saved = f"a checkpoint is written: go on with shadowsync train --resume {self.job.out}"
         if request.requested:
             raise Interrupted(f"stopped by {request.name} after {reader.trained} samples; {saved}")
-        raise RunError(f"every trainer died, after {reader.trained} of {self.session.total_samples} samples; {saved}")
+        why = self.session.given_up or "every trainer died"
+        raise RunError(f"{why}, after {reader.trained} of {self.session.total_samples} samples; {saved}")
 
     def _evaluate(self) -> TestMetrics | None:
         if self.session.test_source is None:
             return None
-        predictor = Predictor(self.session.evaluation_replica(), self.session.embeddings.client)
-        logits, labels = score(predictor, self.session.test_source)
+        logits, labels = self._scores()
         if not torch.isfinite(logits).all():
             raise NonFiniteLoss(
                 "a test prediction is not finite: lower train.lr or embedding.lr, or set train.clip_norm=1"
             )
         return evaluate_scores(logits, labels) if len(logits) else None
+
+    def _scores(self) -> tuple[Tensor, Tensor]:
+        """Of the test rows; if a server dies meanwhile, once more from the last checkpoint."""
+        assert self.session.test_source is not None
+        while True:
+            try:
+                predictor = Predictor(self.session.evaluation_replica(), self.session.predicting_client())
+                return score(predictor, self.session.test_source)
+            except (PeerLost, CallTimeout):
+                self.session.reap()
+                if self.session.given_up is not None:
+                    raise
 
     def _result(self, startup_s: float, test: TestMetrics | None) -> Result:
         session, train = self.session, self.config.train
@@ -282,27 +335,28 @@ class _Run:
 
 @dataclass
 class _Roles:
-    """Tells a reporter what changed about the roles; `began` is when the run first started."""
+    """Tells a reporter what happened to the roles, and writes where they are; `began` is when the run first started."""
 
     reporter: Reporter
+    out: Path
     began: float
-    states: dict[str, RoleState] = field(default_factory=dict)
+    places: Mapping[str, RolePlace] = field(default_factory=dict)
     saving: bool = False
 
-    def notice(self, states: Mapping[str, RoleState], saving: bool, now: float) -> None:
-        """Compares with what was told last."""
-        for role, state in states.items():
-            if state != self.states.get(role) and state in _TOLD:
-                self._tell(role, _TOLD[state], now)
+    def notice(self, session: Session, saving: bool) -> None:
+        """Tells what has happened since the last time."""
         if saving != self.saving:
-            self._tell("driver", "saving" if saving else "saved", now)
-        self.states, self.saving = dict(states), saving
-
-    def _tell(self, role: str, event: Happening, now: float) -> None:
-        self.reporter.note(RoleEvent(now - self.began, role, event))
-
-
-_TOLD: Mapping[RoleState, Happening] = {"alive": "alive", "dead": "dead", "left": "left"}
+            session.happenings.add("driver", "saving" if saving else "saved")
+            self.saving = saving
+        for happened in session.happenings.take():
+            self.reporter.note(
+                RoleEvent(max(0.0, happened.at - self.began), happened.role, happened.event, happened.detail)
+            )
+        places = session.places()
+        if places != self.places:
+            self.places = places
+            plain = {role: dataclasses.asdict(place) for role, place in places.items()}
+            write_atomically(self.out / "roles.json", json.dumps(plain, indent=1).encode() + b"\n")
 
 
 @dataclass
@@ -355,6 +409,7 @@ def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str,
     """The whole configuration with every default, those of the chosen members too."""
     plain = config.model_dump(mode="json")
     plain["train"]["warmup_samples"] = warmup_samples
+    plain["train"]["prefetch"] = prefetch(config)
     plain["data"] |= _plain_options(choices.source)
     plain["sync"] |= _plain_options(choices.method) | _plain_options(choices.schedule)
     if choices.model is not None:

@@ -1,39 +1,29 @@
-"""The parts of one run in one process, put together and connected."""
+"""A job's roles, put together and connected, wherever they run: what a run starts, watches, images and ends."""
 
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shadowsync.assembly import (
-    Embeddings,
-    connect,
-    make_embeddings,
-    make_module,
-    make_replica,
-    make_tables,
-)
+from shadowsync.assembly import make_module, make_replica, make_tables
 from shadowsync.choices import Choices
 from shadowsync.config import Config
-from shadowsync.data.reader import Feed, LeasedBatch, Reader, ReaderOptions
-from shadowsync.data.source import OpenSource
+from shadowsync.data.reader import Reader, ReaderOptions
+from shadowsync.data.source import OpenSource, Schema
+from shadowsync.dense_state import DenseImage
+from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.table import Table
+from shadowsync.embedding.table import Rows, Table
 from shadowsync.metrics.recorder import JobCounts, Recorder
-from shadowsync.metrics.roles import RoleState
-from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.runtime.lines import Line
-from shadowsync.sync.schedule import Synchronisation
-from shadowsync.training.gate import Gate
-from shadowsync.training.rates import Rates
+from shadowsync.metrics.roles import Happening, RoleState
+from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.training.replica import Replica
-from shadowsync.training.trainer import Trainer
-from shadowsync.training.update import LocalUpdate
-from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
 
 WARMUP_SAMPLES = 50_000
 
@@ -57,105 +47,219 @@ class Own:
     failures: Callable[[int, int], None] = no_failures
 
 
-class Session:
-    """All roles of a run in one process."""
+@dataclass(frozen=True)
+class Material:
+    """What a session is made of.
 
-    def __init__(
-        self,
-        config: Config,
-        choices: Choices,
-        own: Own,
-        sources: tuple[OpenSource, OpenSource | None],
-        position: Mapping[str, Any] | None,
-    ) -> None:
-        self.config = config
-        self.choices = choices
-        self.train_source, self.test_source = sources
-        self.schema = self.train_source.schema
-        self.wire = WireCounter()
-        self.gate = Gate()
+    Attributes:
+        config: of the job.
+        choices: what it chose.
+        own: what the user brings.
+        train: the training rows.
+        test: the test rows, if there are any.
+        position: in the training rows, of a checkpoint; None from the start.
+    """
+
+    config: Config
+    choices: Choices
+    own: Own
+    train: OpenSource
+    test: OpenSource | None
+    position: Mapping[str, Any] | None = None
+
+
+Newest = Callable[[], LoadedCheckpoint | None]
+"""Loads the checkpoint to go back to in mid-run; None where that is the very start."""
+
+
+class Happened(NamedTuple):
+    """Something that happened to a role; `at` as `time.monotonic`."""
+
+    at: float
+    role: str
+    event: Happening
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RolePlace:
+    """Where a role is.
+
+    Attributes:
+        pid: of its process.
+        host: name of the machine.
+        incarnation: from 0; one more for each process that has taken the role's place.
+        log: path of its log there; empty where it has none of its own.
+    """
+
+    pid: int
+    host: str
+    incarnation: int
+    log: str
+
+
+@dataclass
+class Happenings:
+    """What has happened to the roles and was not told yet; any thread may add to it."""
+
+    _waiting: list[Happened] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, role: str, event: Happening, detail: str = "") -> None:
+        """Notes that it happens now."""
+        with self._lock:
+            self._waiting.append(Happened(time.monotonic(), role, event, detail))
+
+    def take(self) -> list[Happened]:
+        """All of them, in order; they are not given again."""
+        with self._lock:
+            taken, self._waiting = self._waiting, []
+        return taken
+
+
+class Session(ABC):
+    """All roles of a run.
+
+    Attributes:
+        config, choices: of the job.
+        train_source, test_source: the rows.
+        schema: of the training rows.
+        tables: the embedding tables, in the job's order.
+        template: a replica with the initial values, which nobody trains.
+        reader: who trains what, and how far it is.
+        recorder: gathers what workers did.
+        ended: set when something may have ended.
+        happenings: what happened to roles.
+        given_up: why the job cannot go on, once it cannot.
+    """
+
+    reader: Reader
+
+    def __init__(self, material: Material) -> None:
+        self.config, self.choices = material.config, material.choices
+        self.train_source, self.test_source = material.train, material.test
+        self.schema: Schema = material.train.schema
+        self.tables = make_tables(self.config, self.schema, material.own.tables)
+        self.dims = widths(self.tables)
+        module = make_module(self.config, self.choices, self.schema, self.dims, material.own.model)
+        self.template = make_replica(self.config, self.choices, module, self.dims)
+        self.recorder = Recorder(self.config.train.trainers, self.config.report.window)
         self.ended = threading.Event()
-        self.stopping = False
-        self.recorder = Recorder(config.train.trainers, config.report.window)
-        self.embeddings = self._make_embeddings(own)
-        self.replicas = self._make_replicas(own)
-        self.dense_servers, self.synchronisations = self._make_synchronisations()
-        self.reader = _make_reader(config, self.train_source, position)
-        self.trainers = [self._make_trainer(rank, own) for rank in range(config.train.trainers)]
+        self.happenings = Happenings()
+        self.given_up: str | None = None
         self._wire_before: dict[str, dict[str, int]] = {"bytes": {}, "raw_bytes": {}}
         self._syncs_before = 0
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start(self) -> None:
+        """Starts every trainer."""
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Somebody is still training, or will be."""
+
+    @abstractmethod
+    def reap(self) -> None:
+        """Sees to roles that died, and stops everybody if something failed.
+
+        Raises:
+            RunError: the job cannot go on.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Asks every worker to end at its next step boundary."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits for everybody; raises what ended the job early."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all roles."""
+
+    # --- images ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def standing_still(self) -> AbstractContextManager[None]:
+        """Inside, nobody changes anything.
+
+        Raises:
+            PeerLost: somebody died before everybody stood still.
+        """
+
+    @abstractmethod
+    def rows(self) -> tuple[Rows, ...]:
+        """Copies of all rows with their optimizer state."""
+
+    @abstractmethod
+    def load_rows(self, saved: LoadedCheckpoint) -> None:
+        """Fills all rows.
+
+        Raises:
+            CheckpointError: it has other tables, another optimizer, or is damaged.
+        """
+
+    @abstractmethod
+    def dense_image(self) -> DenseImage:
+        """Copies of the dense part of every living trainer (one that died, where none lives), and the central one."""
+
+    @abstractmethod
+    def load_dense(self, image: DenseImage) -> None:
+        """Fills the dense part of every trainer and the dense servers."""
+
+    @abstractmethod
+    def predicting_client(self) -> EmbeddingClient:
+        """Pulls rows as they are, for predictions."""
 
     def go_on(self, syncs: int, wire: dict[str, dict[str, int]]) -> None:
         """Counts on from a checkpoint's synchronisations and bytes."""
         self._syncs_before, self._wire_before = syncs, wire
 
-    def _make_embeddings(self, own: Own) -> Embeddings:
-        tables = make_tables(self.config, self.schema, own.tables)
-        return make_embeddings(self.config, self.choices, self.schema, tables, self.train_source)
+    def final_weights(self, image: DenseImage) -> Tensor:
+        """The dense parameters that the method would evaluate, `[P]`."""
+        return self.choices.method.final([trainer.replica["weight"] for trainer in image.trainers], image.center)
 
-    def _make_replicas(self, own: Own) -> list[Replica]:
-        module = make_module(self.config, self.choices, self.schema, self.embeddings.dims, own.model)
-        count = self.config.train.trainers
-        return [make_replica(self.config, self.choices, module, self.embeddings.dims) for _ in range(count)]
+    def evaluation_replica(self) -> Replica:
+        """A replica with the final weights, apart from those that train; buffers are the first living trainer's."""
+        image = self.dense_image()
+        replica = Replica(self.template.module, self.choices.optimizer, self.dims, self.config.train.device)
+        image.trainers[0].put_into(replica)
+        replica.load(self.final_weights(image))
+        return replica
 
-    def _make_synchronisations(self) -> tuple[DenseServers, list[Synchronisation]]:
-        line = Line("dense", self.choices.codecs["dense"], self.wire)
-        start = self.replicas[0].flat.detach()
-        servers = DenseServers(start, self.config.cluster.dense_servers, line)
-        averaging = Averaging(range(len(self.replicas)), line, self.gate.waiting)
-        method = self.choices.method
-        return servers, [
-            Synchronisation(
-                method,
-                replica.flat,
-                InProcessGroup(rank, averaging, servers),
-                self.config.train.workers,
-                self.gate,
-                method.init(replica.flat),
-            )
-            for rank, replica in enumerate(self.replicas)
-        ]
+    # --- figures -----------------------------------------------------------------------------------------------------
 
-    def _make_trainer(self, rank: int, own: Own) -> Trainer:
-        replica, driver = self.replicas[rank], self.choices.schedule.drive(self.synchronisations[rank])
-        trainer = Trainer(rank, replica, driver, self.gate)
-        hooks = Hooks(
-            record=self.recorder.record,
-            trained=lambda: self.reader.trained,
-            stopping=lambda: self.stopping or trainer.error is not None,
-            before_step=own.failures,
-            place=self._place,
-            ended=self.ended.set,
-        )
-        feed = self.reader.feed(rank)
-        for index in range(self.config.train.workers):
-            client = connect(self.embeddings, self.schema, self.choices, self.wire)
-            parts = WorkerParts(
-                rank,
-                index,
-                replica.worker_module(self.config.train.precision, self.config.train.clip_norm),
-                feed,
-                client,
-                driver,
-                self.gate,
-                self._step_settings(),
-                hooks,
-            )
-            trainer.add(Worker(parts, self._local_update(client, feed)))
-        return trainer
+    @property
+    @abstractmethod
+    def failures(self) -> int:
+        """Roles that died since the start."""
 
-    def _step_settings(self) -> StepSettings:
-        train = self.config.train
-        rates = Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
-        emulated = train.emulate_step_ms
-        return StepSettings(rates, train.prefetch, None if emulated is None else emulated / 1e3)
+    @abstractmethod
+    def _syncs_now(self) -> int:
+        """Synchronisations since the start."""
 
-    def _local_update(self, client: EmbeddingClient, feed: Feed) -> LocalUpdate:
-        return LocalUpdate(client, feed, self.config.train.lr, self.config.embedding.lr)
+    @abstractmethod
+    def _wire_now(self) -> dict[str, dict[str, int]]:
+        """Bytes since the start, as sent and raw."""
 
-    def _place(self, leased: LeasedBatch) -> str:
-        part = self.reader.slices[leased.lease.slice]
-        return f"a batch of the {part.rows} rows from {self.train_source.place(part, 0)} on"
+    @abstractmethod
+    def _replica_distance(self) -> float | None:
+        """Mean over trainers of ‖w_i − mean w‖ / ‖mean w‖, or None."""
+
+    @abstractmethod
+    def role_states(self) -> dict[str, RoleState]:
+        """The state of each role that can die by itself."""
+
+    @abstractmethod
+    def _queue_depths(self) -> dict[str, int]:
+        """Batches that wait at each trainer."""
+
+    def places(self) -> dict[str, RolePlace]:
+        """Where each role is that has a process of its own, by name."""
+        return {}
 
     @property
     def total_samples(self) -> int:
@@ -171,15 +275,12 @@ class Session:
     @property
     def sync_count(self) -> int:
         """Synchronisations so far, all trainers, those before a resume included."""
-        return self._syncs_before + sum(part.count for part in self.synchronisations)
+        return self._syncs_before + self._syncs_now()
 
     def wire_totals(self) -> dict[str, dict[str, int]]:
         """Bytes so far, as sent and raw, those before a resume included."""
-        totals, before = self.wire.totals(), self._wire_before
-        return {
-            "bytes": _added(before["bytes"], totals.bytes),
-            "raw_bytes": _added(before["raw_bytes"], totals.raw_bytes),
-        }
+        now = self._wire_now()
+        return {kind: added(before, now[kind]) for kind, before in self._wire_before.items()}
 
     def counts(self, saves: int) -> JobCounts:
         """What the recorder does not know by itself."""
@@ -193,88 +294,15 @@ class Session:
             wire_raw_bytes=wire["raw_bytes"],
             failures=self.failures,
             roles=self.role_states(),
-            queue_depth={f"trainer-{trainer.rank}": self.reader.waiting(trainer.rank) for trainer in self.trainers},
+            queue_depth=self._queue_depths(),
             emulated_step_ms=self.config.train.emulate_step_ms,
         )
 
-    def role_states(self) -> dict[str, RoleState]:
-        """The state of each role that can die by itself."""
-        return {f"trainer-{trainer.rank}": "dead" if trainer.lost else "alive" for trainer in self.trainers}
 
-    def _replica_distance(self) -> float | None:
-        if len(self.replicas) < 2:
-            return None
-        stacked = torch.stack([replica.flat for replica in self.replicas])
-        mean = stacked.mean(0)
-        return float((stacked - mean).norm(dim=1).mean() / mean.norm().clamp_min(1e-12))
-
-    def final_weights(self) -> Tensor:
-        """The dense parameters that the method would evaluate now, `[P]`; replicas of dead trainers do not count."""
-        center = self.dense_servers.read() if self.choices.method.centralised else None
-        weights = [self.replicas[rank].flat for rank in self.living()]
-        return self.choices.method.final(weights, center)
-
-    def living(self) -> list[int]:
-        """Ranks of the trainers that have not died; all of them where none is left."""
-        return [trainer.rank for trainer in self.trainers if not trainer.lost] or list(range(len(self.trainers)))
-
-    @property
-    def failures(self) -> int:
-        """Trainers that died since the start."""
-        return sum(trainer.lost for trainer in self.trainers)
-
-    def evaluation_replica(self) -> Replica:
-        """A replica with the final weights, apart from those that train."""
-        replica = Replica(
-            self.replicas[self.living()[0]].module,
-            self.choices.optimizer,
-            self.embeddings.dims,
-            self.config.train.device,
-        )
-        replica.load(self.final_weights())
-        return replica
-
-    # --- running -----------------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Starts every trainer."""
-        for trainer in self.trainers:
-            trainer.start()
-
-    def alive(self) -> bool:
-        """Somebody is still training."""
-        return any(trainer.alive() for trainer in self.trainers)
-
-    def reap(self) -> None:
-        """Gives the leases of trainers that died to the others, and stops everybody if something failed."""
-        for trainer in self.trainers:
-            if trainer.error is not None and not trainer.stepping() and not trainer.finished:
-                self.reader.abandon(trainer.rank)  # first: its other workers may be waiting for these very rows
-                trainer.finish()
-        if any(trainer.failed for trainer in self.trainers):
-            self.stop()
-
-    def stop(self) -> None:
-        """Asks every worker to end at its next step boundary."""
-        self.stopping = True
-        self.reader.close()
-
-    def finish(self) -> None:
-        """Waits for everybody; raises what ended the job early."""
-        for trainer in self.trainers:
-            trainer.finish()
-        failed = [trainer.error for trainer in self.trainers if trainer.failed]
-        if failed and failed[0] is not None:
-            raise failed[0]
-
-    def close(self) -> None:
-        """Stops the reader's threads."""
-        self.reader.close()
-
-
-def _make_reader(config: Config, source: OpenSource, position: Mapping[str, Any] | None) -> Reader:
+def reader_options(config: Config) -> ReaderOptions:
+    """How the training rows are read."""
     data, batch_size = config.data, config.train.batch_size
-    options = ReaderOptions(
+    return ReaderOptions(
         batch_size=batch_size,
         slice_rows=max(batch_size, data.slice_rows // batch_size * batch_size),
         epochs=data.epochs,
@@ -283,8 +311,17 @@ def _make_reader(config: Config, source: OpenSource, position: Mapping[str, Any]
         readers=data.readers,
         prefetch=data.prefetch,
     )
-    return Reader(source, options, position)
 
 
-def _added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+def added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """The sums of two counts by name."""
     return {kind: before.get(kind, 0) + now.get(kind, 0) for kind in {**before, **now}}
+
+
+def distance(replicas: Sequence[Tensor]) -> float | None:
+    """Mean of ‖w_i − mean w‖ / ‖mean w‖ over replicas `[P]`, or over the same coordinates of each; None for one."""
+    if len(replicas) < 2:
+        return None
+    stacked = torch.stack(list(replicas))
+    mean = stacked.mean(0)
+    return float((stacked - mean).norm(dim=1).mean() / mean.norm().clamp_min(1e-12))

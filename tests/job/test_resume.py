@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from shadowsync import Interrupted, Job, Trained
 from shadowsync.config import merge
 from shadowsync.errors import CheckpointError, ConfigError, SaveError
+from shadowsync.local_session import LocalSession
 from shadowsync.recovery.files import LocalFiles
-from shadowsync.session import Session
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,12 +57,12 @@ class SignalAt:
     def run(self, job: Job) -> str:
         """Runs a job of which this is the script until the signal; returns what was said."""
 
-        def stop(session: Session) -> None:
+        def stop(session: LocalSession) -> None:
             original(session)
             self.seen.set()
 
-        original = Session.stop
-        with mock.patch.object(Session, "stop", stop):
+        original = LocalSession.stop
+        with mock.patch.object(LocalSession, "stop", stop):
             error = error_of(job.run)
         assert isinstance(error, Interrupted)
         return str(error)

@@ -119,6 +119,9 @@ class Membership:
     def join(self) -> None:
         self.inside = True
 
+    def cpu_s(self) -> float:
+        return 0.0
+
     def leave(self) -> None:
         self.before_leaving()
         self.inside = False
@@ -200,6 +203,9 @@ class Announced:
 
     def join(self) -> None:
         self._group.join()
+
+    def cpu_s(self) -> float:
+        return 0.0
 
     def leave(self) -> None:
         self._group.leave()

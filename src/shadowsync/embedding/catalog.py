@@ -31,6 +31,11 @@ def _shared(name: str, features: Sequence[Feature], dim: int) -> Table:
     return Table(name, rows, dim, tuple(feature.name for feature in features), features[0].pooling)
 
 
+def widths(tables: Sequence[Table]) -> dict[str, int]:
+    """Width of each feature's vector, in the order of the columns of pooled vectors."""
+    return {feature: table.dim for table in tables for feature in table.features}
+
+
 def check_tables(tables: Sequence[Table], features: Sequence[str]) -> None:
     """Checks that every feature of the source has exactly one table, and every table only such features.
 

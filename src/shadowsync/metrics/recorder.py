@@ -162,17 +162,21 @@ class Recorder:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def record(self, trainer: int, logits: Tensor, labels: Tensor) -> None:
-        """Notes that a worker of `trainer` has trained a batch of which it had predicted `logits [B]`.
+    def record(self, trainer: int, logits: Tensor, labels: Tensor, age_s: float = 0.0) -> None:
+        """Notes that a worker of `trainer` has trained a batch of which it had predicted `logits [B]`, `age_s` ago.
 
         Called by workers after each step. The tensors are read later, so they must not be written to afterwards;
         logits of any float type and device do.
         """
         count = labels.shape[0]
         if len(self._queue) * count < self._backlog_samples:
-            self._queue.append(_Step(trainer, self._clock(), count, logits.detach(), labels))
+            self._queue.append(_Step(trainer, self._clock() - age_s, count, logits.detach(), labels))
         else:
-            self._queue.append(_Step(trainer, self._clock(), count, None, None))
+            self.count(trainer, count, age_s)
+
+    def count(self, trainer: int, samples: int, age_s: float = 0.0) -> None:
+        """Notes that a batch was trained of which nothing else is known."""
+        self._queue.append(_Step(trainer, self._clock() - age_s, samples, None, None))
 
     def __enter__(self) -> "Recorder":
         self._stop.clear()

@@ -126,6 +126,15 @@ class AveragingService:
         with self._changed:
             self._forget(rank)
 
+    def expect(self, rank: int) -> None:
+        """Trainer `rank` is about to start, in place of one that died or as one more, and is waited for."""
+        with self._changed:
+            self._book.join(rank)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
     def client_gone(self, client: str) -> None:
         """As `dead` of the trainer that spoke over that connection, if one did."""
         with self._changed:

@@ -36,7 +36,13 @@ class DenseRemote:
     codec: Codec
     counter: Counter
     timeout_s: float | None = None
+    _exchanged: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
     _there: dict[tuple[int, int], Encoder] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Bytes of exchanges so far, both directions, about."""
+        return self._exchanged[0]
 
     def elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.elastic` of trainer `rank`.
@@ -82,12 +88,16 @@ class DenseRemote:
         # setdefault is atomic: of several workers that come first, all get one encoder
         encoder = self._there.get(key) or self._there.setdefault(key, Encoder(self.codec))
         encoded = encoder.encode(part)
-        self.counter.add("dense", encoded.byte_count, part.numel() * part.element_size())
+        self._count(encoded.byte_count, part.nbytes)
         return encoded.frames
+
+    def _count(self, sent: int, raw: int) -> None:
+        self._exchanged[0] += sent  # of several workers at once a message may be missed
+        self.counter.add("dense", sent, raw)
 
     def _decode(self, frames: tuple[Tensor, ...], length: int) -> Tensor:
         part = self.codec.decode(frames, (length,))
-        self.counter.add("dense", sum(frame.nbytes for frame in frames), part.nbytes)
+        self._count(sum(frame.nbytes for frame in frames), part.nbytes)
         return part
 
 

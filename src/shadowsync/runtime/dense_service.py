@@ -56,6 +56,9 @@ class DenseService:
         with self._lock:
             self._back.pop(client, None)
 
+    def close(self) -> None:
+        """Nothing to end."""
+
     def _exchange(self, mix: _Mix, request: Request) -> Reply:
         asked = request.read(Exchange)
         if not (math.isfinite(asked.alpha) and 0 < asked.alpha <= 1):

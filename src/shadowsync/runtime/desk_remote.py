@@ -1,7 +1,8 @@
 """A trainer's end of the desk."""
 
 import threading
-from concurrent.futures import Future
+from collections import deque
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from shadowsync.data.desk import Claim
@@ -36,6 +37,7 @@ class DeskRemote:
         self._connection = connection
         self._said = DeskStatus(0, False, 0)
         self._lock = threading.Lock()
+        self._told: deque[Future[Answer]] = deque()
         self._closed = threading.Event()
 
     @property
@@ -74,8 +76,18 @@ class DeskRemote:
     def done(self, lease: Lease, start: int, stop: int) -> bool:
         """Tells the desk, without waiting for it: always True, since it cannot be known here yet."""
         told = self._connection.call("done", RowsAsked(lease.number, start, stop))
+        with self._lock:
+            self._told.append(told)
+            while self._told[0].done() and len(self._told) > 1:
+                self._told.popleft()
         told.add_done_callback(self._acknowledged)
         return True
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until the desk knows of everything that was done; false if it does not after that time."""
+        with self._lock:
+            told = list(self._told)
+        return not wait(told, timeout_s).not_done
 
     def abandon(self, trainer: int) -> None:
         """As `Leasing.abandon`."""

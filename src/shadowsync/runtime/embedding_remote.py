@@ -43,7 +43,8 @@ class Remote:
         stream: of this client among those that share the connection, one for each worker: numbers of look-ups and
             what codecs remember are its own.
         timeout_s: the deadline of every call; None leaves it to the connection.
-        learns: pushes follow the pulls; False for a client that only predicts, so that the server keeps nothing.
+        learns: pushes follow the pulls; False for a client that only predicts: the server keeps nothing, and sends the
+            rows as they are, whatever the codec (the line of pulls has to be `plain`).
     """
 
     connection: Connection

@@ -33,6 +33,15 @@ class RemoteRows:
         answer = self.connection.call("shards", timeout_s=self.timeout_s).result()
         return tuple(info.shard() for info in answer.read(Shards).shards)
 
+    def tensor_names(self) -> dict[str, tuple[str, ...]]:
+        """Names of the tensors kept for each table."""
+        found = {}
+        for index, shard in enumerate(self.shards()):
+            asked = RowsAsked(index, shard.start, shard.start + 1)
+            answer = self.connection.call("rows", asked, timeout_s=self.timeout_s).result()
+            found[shard.table.name] = answer.read(RowsFound).names
+        return found
+
     def read(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Rows]:
         """All rows, shard by shard and in their order, in chunks whose weights take about `chunk_bytes` at most."""
         under_way: deque[tuple[Shard, RowsAsked, Future[Answer]]] = deque()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.plain import Plain
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Rows
 from shadowsync.errors import DataError
@@ -117,6 +118,7 @@ class EmbeddingService:
             "load_rows": Method(self._load_rows),
         }
         self._server = server
+        self._plain = Plain()
         self._pull_codec = pull
         self._push_codec = push
         self._limits = limits
@@ -125,6 +127,13 @@ class EmbeddingService:
     def client_gone(self, client: str) -> None:
         """As `Service.client_gone`."""
         self._clients.pop(client, None)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _codec(self, asked: PullAsked | ReadAsked) -> Codec:
+        """Who only predicts is to see the rows as they are."""
+        return self._plain if asked.number is None else self._pull_codec
 
     @property
     def kept(self) -> int:
@@ -141,7 +150,7 @@ class EmbeddingService:
         pooled = self._server.pull(lookup)
         if asked.number is not None:
             client.keep(asked.stream, lookup)
-        encoder = client.encoder(self._pull_codec, (asked.stream, lookup.slots))
+        encoder = client.encoder(self._codec(asked), (asked.stream, lookup.slots))
         return Reply(*pack_coded([encoder.encode(pooled)]))
 
     def _push(self, request: Request) -> Reply:
@@ -164,7 +173,7 @@ class EmbeddingService:
         rows = self._server.read_rows(lookup)
         if asked.number is not None:
             client.keep(asked.stream, lookup)
-        encoders = [client.encoder(self._pull_codec, (asked.stream, "rows", width)) for width in range(len(rows))]
+        encoders = [client.encoder(self._codec(asked), (asked.stream, "rows", width)) for width in range(len(rows))]
         return Reply(*pack_coded([encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]))
 
     def _step(self, request: Request) -> Reply:

@@ -125,6 +125,10 @@ class InProcessGroup:
         """As `Group.sequential`."""
         return self.servers.sequential(self.rank, weights, alpha)
 
+    def cpu_s(self) -> float:
+        """As `Group.cpu_s`: here all is done in the calling thread."""
+        return 0.0
+
     def join(self) -> None:
         """As `Group.join`."""
         self.averaging.join(self.rank)

@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from shadowsync.runtime.runtime import Builder, Home, Part
-from shadowsync.runtime.wire.client import Courier
+from shadowsync.runtime.wire.client import Courier, CourierOptions
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.server import ServerOptions, WireServer
 from shadowsync.runtime.wire.service import Method
+
+CALL_S = 3600.0
+"""Deadline of a role's calls. Who gives up a peer is the driver, which ends the wait by moving or ending the role."""
 
 
 class Switch:
@@ -40,7 +43,7 @@ class RoleHost:
 
     def __init__(self, role: str, keys: JobKeys, host: str, threads: int = 4) -> None:
         self._switch = Switch()
-        self._home = Home(role, Courier(keys))
+        self._home = Home(role, Courier(keys, CourierOptions(timeout_s=CALL_S)), host)
         self._lock = threading.Lock()
         self._server = WireServer(self._switch, keys, ServerOptions(host=host, threads=threads))
         self._server.start()
@@ -53,16 +56,17 @@ class RoleHost:
     def build(self, builder: Builder, spec: Any) -> None:
         """Ends the part in place and puts a new one there; meanwhile nothing is served."""
         with self._lock:
-            before, self._switch.part = self._switch.part, None
-            if before is not None:
-                before.close()
+            self._end()
             self._switch.part = builder(spec, self._home)
 
     def close(self) -> None:
         """Ends the part and the server."""
         with self._lock:
-            before, self._switch.part = self._switch.part, None
-            if before is not None:
-                before.close()
+            self._end()
         self._server.close()
         self._home.courier.close()
+
+    def _end(self) -> None:
+        before, self._switch.part = self._switch.part, None
+        if before is not None:
+            before.close()

@@ -8,6 +8,10 @@ from shadowsync.runtime.averaging_remote import RemoteAveraging
 from shadowsync.runtime.dense_remote import DenseRemote
 from shadowsync.sync.schedule import Rest
 
+CPU_S_PER_BYTE = 3e-9
+"""What a byte of an exchange costs in other threads than the caller's, both ends together: to encrypt and decrypt it
+(most of it), to copy it and to add it up. Measured on one machine; see docs/decisions.md."""
+
 
 @dataclass(frozen=True)
 class RemoteGroup:
@@ -38,6 +42,10 @@ class RemoteGroup:
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential`."""
         return self.servers.sequential(self.rank, weights, alpha)
+
+    def cpu_s(self) -> float:
+        """As `Group.cpu_s`."""
+        return self.servers.exchanged_bytes * CPU_S_PER_BYTE
 
     def join(self) -> None:
         """As `Group.join`."""

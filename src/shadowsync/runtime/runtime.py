@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from shadowsync.runtime.wire.client import Courier
+from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.service import Method
 
 
@@ -31,10 +32,12 @@ class Home:
     Attributes:
         role: its name, for instance `trainer-0`.
         courier: connects to the other roles.
+        host: address of this machine as the others see it.
     """
 
     role: str
     courier: Courier
+    host: str
 
 
 Builder = Callable[[Any, Home], Part]
@@ -69,12 +72,14 @@ class Order:
         machine: where; None leaves it to the runtime.
         cpus: to reserve there.
         resource: custom resource the machine must have.
+        threads: that answer requests there.
     """
 
     role: str
     machine: str | None = None
     cpus: float = 0.0
     resource: str | None = None
+    threads: int = 4
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,7 @@ class Runtime(ABC):
     """Starts processes; made for one job with its keys. Used as a context, which ends all of them."""
 
     name: ClassVar[str]
+    keys: JobKeys
 
     @abstractmethod
     def machines(self) -> Sequence[Machine]:

@@ -39,6 +39,10 @@ class Group(Protocol):
         """The new central copy `[P]`, after `w_PS ← (1−α) w_PS + α w_i`."""
         ...
 
+    def cpu_s(self) -> float:
+        """Processor time in seconds that its traffic has cost so far outside the calling thread, about."""
+        ...
+
     def join(self) -> None:
         """This trainer takes part again."""
         ...

@@ -20,10 +20,10 @@ class Trainer:
     def __init__(self, rank: int, replica: Replica, listener: StepListener, gate: Gate) -> None:
         self.rank = rank
         self.replica = replica
+        self.gate = gate
         self.error: BaseException | None = None
         self.finished = False
         self._listener = listener
-        self._gate = gate
         self._workers: list[Worker] = []
         self._threads: list[threading.Thread] = []
         self._left: list[int] = []
@@ -49,7 +49,7 @@ class Trainer:
         """Starts the shadow and the workers."""
         self._listener.start()
         for thread in self._threads:
-            self._gate.join()
+            self.gate.join()
             thread.start()
 
     def alive(self) -> bool:
@@ -79,6 +79,6 @@ class Trainer:
             self.error = self.error or error
         finally:
             self._listener.worker_left(index)
-            self._gate.leave()
+            self.gate.leave()
             self._left.append(index)
             worker.ended()

@@ -47,11 +47,14 @@ class StepSettings:
         rates: the factor on all learning rates, from the samples trained so far.
         prefetch: pulls under way per worker.
         emulate_step_s: forward and backward are made to last at least this long; None leaves them as they are.
+        compute: do the forward and the backward pass; False sends gradients of zeros and moves no parameter, for
+            studies of servers and networks alone.
     """
 
     rates: Rates
     prefetch: int
     emulate_step_s: float | None = None
+    compute: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ class Worker:
     def _step(self, leased: LeasedBatch, pulled: Pulled) -> None:
         parts, batch = self._parts, leased.batch
         factor, started = self._factor(len(batch)), time.monotonic()
-        loss, logits, gradient = parts.module.loss_and_gradients(batch.dense, pulled.pooled, batch.labels)
+        forward_and_backward = parts.module.loss_and_gradients if parts.settings.compute else _nothing_computed
+        loss, logits, gradient = forward_and_backward(batch.dense, pulled.pooled, batch.labels)
         if not torch.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss became {loss.item()} at {parts.hooks.place(leased)} after {parts.hooks.trained()} samples: "
@@ -173,6 +177,11 @@ class Worker:
             return None
         self._parts.listener.worker_back(self._parts.index)
         return ready
+
+
+def _nothing_computed(_: Tensor, pooled: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a step gives that computes nothing: no loss, even odds, and a gradient of zeros."""
+    return torch.zeros(()), torch.zeros_like(labels), torch.zeros_like(pooled)
 
 
 class _Prefetcher:

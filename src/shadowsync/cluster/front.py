@@ -1,0 +1,105 @@
+"""The driver's two doors: the desk with the records, and the averaging at which trainers wait for each other."""
+
+import threading
+from collections.abc import Callable
+
+from shadowsync.cluster.records import RecordTaker
+from shadowsync.cluster.trainer_messages import SliceAsked, SlicePlace
+from shadowsync.data.reader import Reader
+from shadowsync.data.source import OpenSource
+from shadowsync.errors import DataError, RunError
+from shadowsync.runtime.averaging_service import AveragingService
+from shadowsync.runtime.desk_service import DeskService
+from shadowsync.runtime.host import Switch
+from shadowsync.runtime.reading_messages import LeaseAsked
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.server import ServerOptions, WireServer
+from shadowsync.runtime.wire.service import Method, Reply, Request
+
+MOST_SEATS = 32
+
+
+class FrontDesk:
+    """What trainers ask the driver for: leases, where rows come from; and what they tell it.
+
+    A trainer that was given up may still run on a machine that cannot be reached; once banned it gets no answer but an
+    error, so that it takes no rows from the one that has its place.
+    """
+
+    def __init__(self, reader: Reader, source: OpenSource, records: RecordTaker) -> None:
+        self._reader, self._source = reader, source
+        self._clients: dict[int, set[str]] = {}
+        self._banned: set[str] = set()
+        self._lock = threading.Lock()
+        desk = DeskService(reader.desk)
+        methods = {**desk.methods, "records": Method(records.take), "place": Method(self._place, once=False)}
+        self.methods = {name: Method(self._guarded(name, m.handle), m.once) for name, m in methods.items()}
+
+    def client_gone(self, client: str) -> None:
+        """What a trainer holds goes back when the job gives the trainer up, not with its connection."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def ban(self, rank: int) -> None:
+        """Gives up a trainer: its leases go to the others, and its connections are not listened to any more."""
+        with self._lock:
+            self._banned |= self._clients.pop(rank, set())
+        self._reader.desk.abandon(rank)
+
+    def _guarded(self, name: str, handle: Callable[[Request], Reply]) -> Callable[[Request], Reply]:
+        def guarded(request: Request) -> Reply:
+            if request.client in self._banned:
+                raise RunError("this trainer was given up")
+            if name == "lease":
+                with self._lock:
+                    self._clients.setdefault(request.read(LeaseAsked).trainer, set()).add(request.client)
+            return handle(request)
+
+        return guarded
+
+    def _place(self, request: Request) -> Reply:
+        number = request.read(SliceAsked).slice
+        if not 0 <= number < len(self._reader.slices):
+            raise DataError(f"there is no slice {number}")
+        part = self._reader.slices[number]
+        return Reply(SlicePlace(f"the {part.rows} rows from {self._source.place(part, 0)} on"))
+
+
+class Doors:
+    """The servers of the driver.
+
+    Attributes:
+        desk: what the first door serves now.
+        averaging: what the second one does.
+        records: takes the records of the present generation.
+    """
+
+    def __init__(self, keys: JobKeys, host: str, records: RecordTaker, trainers: int) -> None:
+        self.records = records
+        self._seats = min(MOST_SEATS, trainers)
+        self._desk_switch, self._averaging_switch = Switch(), Switch()
+        self._servers = [
+            WireServer(self._desk_switch, keys, ServerOptions(host=host)),
+            WireServer(self._averaging_switch, keys, ServerOptions(host=host, threads=self._seats + 1)),
+        ]
+        for server in self._servers:
+            server.start()
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Of the desk and of the averaging."""
+        return self._servers[0].address, self._servers[1].address
+
+    def open(self, reader: Reader, source: OpenSource, ranks: list[int], generation: int) -> None:
+        """Serves these rows to these trainers from now on; those of the generation before are heard no more."""
+        self.records.generation = generation
+        self.desk = FrontDesk(reader, source, self.records)
+        self.averaging = AveragingService(ranks, seats=self._seats)
+        self._desk_switch.part = self.desk
+        self._averaging_switch.part = self.averaging
+
+    def close(self) -> None:
+        """Ends the servers."""
+        for server in self._servers:
+            server.close()

@@ -1,0 +1,107 @@
+"""What the other roles' processes serve, each from a specification that travels to its machine."""
+
+from dataclasses import dataclass
+
+import torch
+
+from shadowsync.assembly import row_optimizer
+from shadowsync.choices import choose_all
+from shadowsync.compression.codec import Codec
+from shadowsync.config import Config
+from shadowsync.data.parsing import Parser, ReaderOptions
+from shadowsync.data.source import OpenSource
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.table import Shard
+from shadowsync.errors import DataError
+from shadowsync.runtime.dense_service import DenseService
+from shadowsync.runtime.embedding_service import EmbeddingService
+from shadowsync.runtime.reader_service import ReaderService
+from shadowsync.runtime.runtime import Home
+from shadowsync.runtime.wire.service import Method
+from shadowsync.sync.dense import DenseServer
+
+
+class Nothing:
+    """A part without methods, for a process that is to do nothing until it gets its next one."""
+
+    def __init__(self) -> None:
+        self.methods: dict[str, Method] = {}
+
+    def client_gone(self, client: str) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def build_nothing(_: None, __: Home) -> Nothing:
+    """Ends what was there."""
+    return Nothing()
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """An embedding server with the initial values of its rows."""
+
+    config: Config
+    own_model: bool
+    shards: tuple[Shard, ...]
+
+
+def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
+    """Makes one."""
+    choices = choose_all(spec.config, spec.own_model)
+    optimizer = row_optimizer(spec.config.embedding)
+    server = EmbeddingServer(spec.shards, choices.storage, optimizer, spec.config.train.seed)
+    return EmbeddingService(server, choices.codecs["pull"], choices.codecs["push"])
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """A dense server of so many parameters, zero until they are written."""
+
+    codec: Codec
+    length: int
+
+
+def build_dense(spec: DenseSpec, _: Home) -> DenseService:
+    """Makes one."""
+    return DenseService(DenseServer(torch.zeros(spec.length)), spec.codec)
+
+
+@dataclass(frozen=True)
+class ReaderSpec:
+    """A reader of the training rows, with the driver's options and as many rows as the driver has found."""
+
+    config: Config
+    own_model: bool
+    options: ReaderOptions
+    rows: int
+
+
+class OpenReader(ReaderService):
+    """A reader with the source that it opened."""
+
+    def __init__(self, parser: Parser, source: OpenSource) -> None:
+        super().__init__(parser)
+        self._source = source
+
+    def close(self) -> None:
+        """Lets go of open files."""
+        self._source.close()
+
+
+def build_reader(spec: ReaderSpec, home: Home) -> OpenReader:
+    """Makes one.
+
+    Raises:
+        DataError: this machine sees other rows than the driver.
+    """
+    source = choose_all(spec.config, spec.own_model).source.open("train", spec.config.data.on_bad_row)
+    if source is None or source.rows != spec.rows:
+        found = 0 if source is None else source.rows
+        raise DataError(
+            f"{home.role} finds {found} training rows on its machine, the driver {spec.rows}: data.path must mean the "
+            "same on every machine"
+        )
+    return OpenReader(Parser(source, spec.options), source)

@@ -1,0 +1,184 @@
+"""The processes of the roles: hired, watched and given up."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shadowsync.metrics.roles import RoleState
+from shadowsync.runtime.runtime import Builder, Order, Place, RoleProcess, Runtime
+from shadowsync.runtime.wire.client import Courier, WireConnection
+from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.session import Happenings, RolePlace
+
+WATCH_S = 0.25
+UNREACHABLE_S = 3.5
+START_S = 120.0
+BUILD_S = 300.0
+
+
+@dataclass(eq=False)
+class Member:
+    """A role's present process.
+
+    Attributes:
+        order: what was asked for.
+        incarnation: how many processes the role had before.
+        process: it.
+        place: where it is.
+        connection: the driver's, to what it serves.
+        state: as the driver sees it.
+    """
+
+    order: Order
+    incarnation: int
+    process: RoleProcess
+    place: Place
+    connection: WireConnection
+    state: RoleState = "alive"
+
+    @property
+    def role(self) -> str:
+        """Its name."""
+        return self.order.role
+
+    @property
+    def kind(self) -> str:
+        """`reader`, `trainer`, `embedding` or `dense`."""
+        return self.role.rpartition("-")[0]
+
+    @property
+    def index(self) -> int:
+        """Among its kind."""
+        return int(self.role.rpartition("-")[2])
+
+    @property
+    def living(self) -> bool:
+        """It was not given up."""
+        return self.state in ("alive", "unreachable")
+
+    def build(self, builder: Builder, spec: Any) -> None:
+        """Has a part made there and waits for it.
+
+        Raises:
+            PeerLost: the process ended meanwhile.
+            ShadowSyncError: what the builder raised.
+        """
+        try:
+            self.process.build(builder, spec).result(BUILD_S)
+        except TimeoutError as error:
+            raise PeerLost(f"{self.role} did not get ready within {BUILD_S:g} s") from error
+
+
+@dataclass
+class Staff:
+    """All members of a job, the newest of each role; a thread of its own looks after them.
+
+    Args:
+        runtime: starts processes.
+        courier: the driver's.
+        lost_after_s: silence after which a member is given up.
+        happenings: hears of what happens to them.
+        wake: called when somebody died.
+    """
+
+    runtime: Runtime
+    courier: Courier
+    lost_after_s: float
+    happenings: Happenings
+    wake: Callable[[], None]
+    members: dict[str, Member] = field(default_factory=dict)
+    _dead: list[Member] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _closed: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="staff", daemon=True)
+        self._thread.start()
+
+    def hire(self, order: Order) -> Member:
+        """Starts a process for a role, waits until it is there, and lets it take the place of the one before.
+
+        Raises:
+            PeerLost: it did not start, or ended at once.
+        """
+        process = self.runtime.start(order)
+        try:
+            place = process.place(START_S)
+        except BaseException:
+            process.kill()
+            raise
+        before = self.members.get(order.role)
+        incarnation = 0 if before is None else before.incarnation + 1
+        member = Member(order, incarnation, process, place, self.courier.connect(place.address))
+        with self._lock:
+            if self._closed.is_set():
+                process.kill()
+                raise PeerLost("the job has ended")
+            self.members[order.role] = member
+        self.happenings.add(order.role, "alive" if before is None else "restarted", place.host)
+        return member
+
+    def of_kind(self, kind: str) -> list[Member]:
+        """The living members of a kind, by index."""
+        found = [member for member in list(self.members.values()) if member.kind == kind and member.living]
+        return sorted(found, key=lambda member: member.index)
+
+    def take_dead(self) -> list[Member]:
+        """Those that died since the last call."""
+        with self._lock:
+            dead, self._dead = self._dead, []
+        return dead
+
+    @property
+    def anybody_died(self) -> bool:
+        """Somebody did, and nobody has taken note."""
+        return bool(self._dead)
+
+    def give_up(self, member: Member, reason: str) -> None:
+        """Ends a member: calls to it fail from now on."""
+        with self._lock:
+            if not member.living:
+                return
+            member.state = "dead"
+            if self._closed.is_set():
+                return
+            self._dead.append(member)
+        self.happenings.add(member.role, "dead", reason)
+        member.process.kill()
+        member.connection.redirect(None)
+        self.wake()
+
+    def places(self) -> dict[str, RolePlace]:
+        """Where the members are, by role."""
+        return {
+            role: RolePlace(member.place.pid, member.place.host, member.incarnation, member.place.log)
+            for role, member in sorted(self.members.items())
+        }
+
+    def close(self) -> None:
+        """Ends the watch; the members are the runtime's to end."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCH_S):
+            for member in list(self.members.values()):
+                if member.living:
+                    self._look_at(member)
+
+    def _look_at(self, member: Member) -> None:
+        reason, silent_s = member.process.ended(), member.connection.silent_s()
+        if reason is None and silent_s > self.lost_after_s:
+            reason = f"silent for {silent_s:.0f} s"
+        if reason is not None:
+            self.give_up(member, reason)
+        elif (silent_s > UNREACHABLE_S) != (member.state == "unreachable"):
+            member.state = "unreachable" if member.state == "alive" else "alive"
+            self.happenings.add(member.role, "unreachable" if member.state == "unreachable" else "reachable")
+
+
+def first_error(errors: Sequence[BaseException | None]) -> BaseException | None:
+    """The one to raise: what a part found wrong rather than that somebody is gone."""
+    found = [error for error in errors if error is not None]
+    return next((error for error in found if not isinstance(error, PeerLost)), found[0] if found else None)

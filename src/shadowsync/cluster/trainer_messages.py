@@ -1,0 +1,74 @@
+"""What the driver and a trainer say to each other."""
+
+from shadowsync.runtime.wire.errors import Fault
+from shadowsync.runtime.wire.service import Meta
+
+SKETCH = 4096
+"""Coordinates of a replica that a status brings, so that the driver knows how far apart replicas are."""
+
+
+class TrainerStatus(Meta, frozen=True):
+    """How a trainer is; its one tensor are at most `SKETCH` coordinates of the replica, the same of every trainer.
+
+    Attributes:
+        syncs: synchronisations so far.
+        ended: all its workers have ended, and the driver knows all that they did.
+        lost: it died by script.
+        fault: what went wrong, if anything did.
+        sent: bytes so far by kind, as sent.
+        raw: the same without codecs.
+        waiting: batches parsed and not begun.
+    """
+
+    syncs: int
+    ended: bool
+    lost: bool
+    fault: Fault | None
+    sent: dict[str, int]
+    raw: dict[str, int]
+    waiting: int
+
+
+class HoldAsked(Meta, frozen=True):
+    """Stand still; answered as soon as that is so, or after `patience_s` at the latest."""
+
+    patience_s: float
+
+
+class Held(Meta, frozen=True):
+    """Whether the trainer stands still, and all that it did is where it belongs."""
+
+    still: bool
+
+
+class ImageNames(Meta, frozen=True):
+    """What the tensors of a trainer's image are: those of its replica, then those of its method."""
+
+    replica: tuple[str, ...]
+    method: tuple[str, ...]
+
+
+class Moved(Meta, frozen=True):
+    """A server of this kind (`dense` or `reader`) was replaced and is reached at another address.
+
+    Attributes:
+        kind: of the server.
+        index: of the server; for `reader` 0, since a trainer knows one.
+        address: the new one.
+    """
+
+    kind: str
+    index: int
+    address: str
+
+
+class SliceAsked(Meta, frozen=True):
+    """Where does a slice of the training rows come from?"""
+
+    slice: int
+
+
+class SlicePlace(Meta, frozen=True):
+    """For messages: `the 8192 rows from rows.tsv, row 17 on`."""
+
+    words: str

@@ -1,0 +1,333 @@
+"""A trainer in a process of its own: the same parts as in one process, behind connections."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shadowsync.assembly import TrainerKit, make_module, make_replica, make_trainer, unique_rows
+from shadowsync.choices import choose_all
+from shadowsync.cluster.records import RecordSender
+from shadowsync.cluster.trainer_messages import (
+    SKETCH,
+    Held,
+    HoldAsked,
+    ImageNames,
+    Moved,
+    SliceAsked,
+    SlicePlace,
+    TrainerStatus,
+)
+from shadowsync.config import Config
+from shadowsync.data.feed import Feed, LeasedBatch
+from shadowsync.data.source import Schema
+from shadowsync.dense_state import TrainerImage, dense_tensors
+from shadowsync.embedding.catalog import widths
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.table import Shard, Table
+from shadowsync.errors import DataError, RunError, ShadowSyncError
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.averaging_remote import RemoteAveraging
+from shadowsync.runtime.dense_remote import DenseRemote
+from shadowsync.runtime.desk_remote import DeskRemote
+from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
+from shadowsync.runtime.gloo import GlooOptions, GlooRing
+from shadowsync.runtime.group import split_evenly
+from shadowsync.runtime.lines import Line
+from shadowsync.runtime.reader_service import ReaderRemote
+from shadowsync.runtime.remote_group import RemoteGroup
+from shadowsync.runtime.runtime import Home
+from shadowsync.runtime.wire.client import WireConnection
+from shadowsync.runtime.wire.errors import Fault
+from shadowsync.runtime.wire.service import Method, Reply, Request
+from shadowsync.sync.schedule import Synchronisation
+from shadowsync.training.gate import Gate
+from shadowsync.training.trainer import Trainer
+from shadowsync.training.worker import Hooks
+
+LOOK_S = 0.05
+END_S = 30.0
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the others are.
+
+    Attributes:
+        driver: the desk, the records.
+        averaging: the driver's other door, at which trainers wait for each other.
+        reader: of this trainer.
+        embedding: each server's, with what it holds.
+        dense: each server's, in the order of their parts.
+    """
+
+    driver: str
+    averaging: str
+    reader: str
+    embedding: tuple[tuple[str, tuple[Shard, ...]], ...]
+    dense: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """What a trainer is made from.
+
+    Attributes:
+        rank: among the trainers.
+        generation: of the job's parts.
+        config: of the job.
+        schema: of the rows.
+        tables: of the job, in their order.
+        warmup_samples, total_samples: of the job.
+        addresses: of the others.
+        model: the user's own module, or None.
+        failures: the script of deaths.
+    """
+
+    rank: int
+    generation: int
+    config: Config
+    schema: Schema
+    tables: tuple[Table, ...]
+    warmup_samples: int
+    total_samples: int
+    addresses: Addresses
+    model: nn.Module | None = field(repr=False)
+    failures: Callable[[int, int], None] = field(repr=False)
+
+
+def build_trainer(spec: TrainerSpec, home: Home) -> "TrainerPart":
+    """Makes a trainer that stands ready; `start` starts it."""
+    return TrainerPart(spec, home)
+
+
+class TrainerPart:
+    """Serves one trainer to the driver (a `runtime.Part`)."""
+
+    def __init__(self, spec: TrainerSpec, home: Home) -> None:
+        self._spec, self._home = spec, home
+        self._connections: dict[tuple[str, int], WireConnection] = {}
+        self._counter = WireCounter()
+        self._gate = Gate()
+        self._stopping = False
+        self._ended = False
+        self._wake = threading.Event()
+        self._kit = TrainerKit(
+            spec.config,
+            choose_all(spec.config, own_model=spec.model is not None),
+            spec.warmup_samples,
+            spec.total_samples,
+            spec.failures,
+        )
+        self._desk = DeskRemote(self._connect("driver", 0, spec.addresses.driver))
+        parse = ReaderRemote(self._connect("reader", 0, spec.addresses.reader)).parse
+        self._feed = Feed(spec.rank, self._desk, parse, spec.config.data.prefetch)
+        self._records = RecordSender(self._connections["driver", 0], spec.rank, spec.generation)
+        self._trainer, self._synchronisation = self._make_trainer()
+        self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
+        self.methods: Mapping[str, Method] = {
+            "start": Method(self._start),
+            "status": Method(self._status, once=False),
+            "hold": Method(self._hold, once=False),
+            "release": Method(self._release),
+            "snapshot": Method(self._snapshot, once=False),
+            "restore": Method(self._restore),
+            "moved": Method(self._moved),
+            "stop": Method(self._stop),
+        }
+
+    def client_gone(self, client: str) -> None:
+        """The trainer goes on: Ray ends it with its driver."""
+
+    def close(self) -> None:
+        """Ends the workers, whatever they wait for."""
+        self._end_feed()
+        for connection in self._connections.values():
+            connection.close()
+        self._gate.release()
+        self._wake.set()
+        if self._watcher.is_alive():
+            self._watcher.join(END_S)
+        self._records.close()
+
+    def _connect(self, kind: str, index: int, address: str) -> WireConnection:
+        self._connections[kind, index] = connection = self._home.courier.connect(address)
+        return connection
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _make_trainer(self) -> tuple[Trainer, Synchronisation]:
+        spec, config, choices = self._spec, self._spec.config, self._kit.choices
+        dims = widths(spec.tables)
+        replica = make_replica(config, choices, make_module(config, choices, spec.schema, dims, spec.model), dims)
+        group = self._make_group(len(replica.flat))
+        state = choices.method.init(replica.flat)
+        synchronisation = Synchronisation(choices.method, replica.flat, group, config.train.workers, self._gate, state)
+        driver = choices.schedule.drive(synchronisation)
+        trainer = Trainer(spec.rank, replica, driver, self._gate)
+        hooks = Hooks(
+            record=self._records.record,
+            trained=lambda: self._desk.trained,
+            stopping=lambda: self._stopping or trainer.error is not None,
+            before_step=spec.failures,
+            place=self._place,
+            ended=self._wake.set,
+        )
+        make_trainer(self._kit, trainer, driver, self._make_clients(), self._feed, hooks)
+        return trainer, synchronisation
+
+    def _make_group(self, length: int) -> RemoteGroup:
+        spec, codec = self._spec, self._kit.choices.codecs["dense"]
+        options = GlooOptions(self._home.host)
+        averaging = RemoteAveraging(
+            spec.rank,
+            self._connect("averaging", 0, spec.addresses.averaging),
+            lambda seat: GlooRing(seat, options),
+            codec,
+            self._counter,
+        )
+        dense = [self._connect("dense", index, address) for index, address in enumerate(spec.addresses.dense)]
+        spans = split_evenly(length, max(1, len(dense)))[: len(dense)]
+        return RemoteGroup(spec.rank, averaging, DenseRemote(dense, spans, codec, self._counter), self._gate)
+
+    def _make_clients(self) -> list[EmbeddingClient]:
+        servers = [
+            (self._connect("embedding", index, address), shards)
+            for index, (address, shards) in enumerate(self._spec.addresses.embedding)
+        ]
+        return [self._make_client(stream, servers) for stream in range(self._kit.config.train.workers)]
+
+    def _make_client(self, stream: int, servers: Sequence[tuple[WireConnection, tuple[Shard, ...]]]) -> EmbeddingClient:
+        spec, choices = self._spec, self._kit.choices
+        pulls, pushes = (Line(kind, choices.codecs[kind], self._counter) for kind in ("pull", "push"))
+        remotes = [
+            EmbeddingRemote(Remote(connection, shards, position, stream), pulls, pushes)
+            for position, (connection, shards) in enumerate(servers)
+        ]
+        names = [feature.name for feature in spec.schema.features]
+        return EmbeddingClient(spec.tables, names, remotes, unique_rows(spec.config, choices))
+
+    def _place(self, leased: LeasedBatch) -> str:
+        """The driver knows the files."""
+        answer = self._connections["driver", 0].call("place", SliceAsked(leased.lease.slice)).result()
+        return f"a batch of {answer.read(SlicePlace).words}"
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def _start(self, _: Request) -> Reply:
+        self._trainer.start()
+        self._watcher.start()
+        return Reply()
+
+    def _watch(self) -> None:
+        """Sees the workers to their end, tells the driver the last of what they did, and leaves the group."""
+        trainer = self._trainer
+        while trainer.alive() and not (trainer.error is not None and not trainer.stepping()):
+            self._wake.wait(LOOK_S)
+            self._wake.clear()
+        try:
+            if trainer.error is not None:
+                self._feed.close()  # first: its other workers may be waiting for these very rows
+            trainer.finish()
+            self._desk.settle(END_S)
+            self._records.flush(END_S)
+        except ShadowSyncError as error:
+            trainer.error = trainer.error or error
+        finally:
+            self._ended = True
+
+    def _end_feed(self) -> None:
+        self._stopping = True
+        self._feed.closed = True
+        self._desk.close()
+
+    def _stop(self, _: Request) -> Reply:
+        self._end_feed()
+        return Reply()
+
+    def _hold(self, request: Request) -> Reply:
+        patience_s = min(request.read(HoldAsked).patience_s, 1.0)
+        still = self._gate.hold(patience_s)
+        return Reply(Held(still and self._desk.settle(patience_s) and self._records.flush(patience_s)))
+
+    def _release(self, _: Request) -> Reply:
+        self._gate.release()
+        return Reply()
+
+    def _moved(self, request: Request) -> Reply:
+        moved = request.read(Moved)
+        connection = self._connections.get((moved.kind, moved.index))
+        if connection is None:
+            raise RunError(f"trainer {self._spec.rank} knows no {moved.kind} {moved.index}")
+        connection.redirect(moved.address)
+        return Reply()
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def _status(self, _: Request) -> Reply:
+        trainer, totals = self._trainer, self._counter.totals()
+        fault = Fault.of(_known(trainer.error)) if trainer.failed and trainer.error is not None else None
+        flat = trainer.replica.flat
+        sketch = flat[:: max(1, -(-len(flat) // SKETCH))].detach().cpu().clone()
+        status = TrainerStatus(
+            self._synchronisation.count,
+            self._ended,
+            trainer.lost,
+            fault,
+            totals.bytes,
+            totals.raw_bytes,
+            self._feed.depth,
+        )
+        return Reply(status, (sketch,))
+
+    def _snapshot(self, _: Request) -> Reply:
+        return image_reply(TrainerImage.of(self._trainer.replica, self._synchronisation.state))
+
+    def _restore(self, request: Request) -> Reply:
+        image = read_image(request.read(ImageNames), request.tensors)
+        replica = self._trainer.replica
+        _check_image(image.replica, dense_tensors(replica))
+        _check_image(image.method, self._synchronisation.state)
+        image.put_into(replica)
+        self._synchronisation.state = {
+            name: image.method[name].view_as(tensor).to(tensor.device)
+            for name, tensor in self._synchronisation.state.items()
+        }
+        return Reply()
+
+
+def image_reply(image: TrainerImage) -> Reply:
+    """An image as it crosses."""
+    tensors = [*image.replica.values(), *image.method.values()]
+    names = ImageNames(tuple(image.replica), tuple(image.method))
+    return Reply(names, tuple(tensor.detach().cpu().contiguous() for tensor in tensors))
+
+
+def read_image(names: ImageNames, tensors: Sequence[Tensor]) -> TrainerImage:
+    """An image from what crossed.
+
+    Raises:
+        DataError: names and tensors are not of the same number.
+    """
+    if len(names.replica) + len(names.method) != len(tensors):
+        raise DataError(f"an image of {len(names.replica) + len(names.method)} names came with {len(tensors)} tensors")
+    split = len(names.replica)
+    replica = dict(zip(names.replica, tensors[:split], strict=True))
+    return TrainerImage(replica, dict(zip(names.method, tensors[split:], strict=True)))
+
+
+def _check_image(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, int]]:
+        return {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
+
+    if described(given) != described(own):
+        raise DataError(f"an image of {described(given)} does not fit a trainer of {described(own)}")
+
+
+def _known(error: BaseException) -> ShadowSyncError:
+    if isinstance(error, ShadowSyncError):
+        return error
+    reason = str(error).partition("\n")[0]
+    return RunError(f"a trainer failed with {type(error).__name__}: {reason}")

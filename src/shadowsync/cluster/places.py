@@ -50,7 +50,7 @@ class Map:
     def put(self, need: Need, threads: int = 4) -> Order | None:
         """The best place for a role, which it takes; None if there is none now.
 
-        Embedding servers go where most memory is free, everything else where fewest of its kind are; trainers keep off
+        Embedding servers go where they fill the least share of the memory, everything else where fewest of its kind are; trainers keep off
         machines with embedding servers if they are to be `apart`, and readers go where trainers are.
         """
         able = [machine for machine in self._machines if self._can_take(machine, need)]
@@ -98,7 +98,8 @@ class Map:
         there = Counter(other.kind for other in self._on(machine))
         same, all_there = there[need.kind], sum(there.values())
         if need.kind == "embedding":
-            return (-self._free_bytes(machine) // (64 << 20), same, all_there)
+            filled = sum(other.bytes for other in self._on(machine)) + need.bytes
+            return (filled / max(1, machine.memory_bytes), same, all_there)
         if need.kind == "reader":
             return (-min(1, there["trainer"]), same, all_there)
         return (same, all_there, -machine.cpus)

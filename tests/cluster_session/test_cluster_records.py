@@ -1,0 +1,295 @@
+"""What trainers elsewhere tell of their batches reaches the driver's recorder."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shadowsync.cluster import records
+from shadowsync.cluster.records import Records, RecordSender, RecordTaker
+from shadowsync.errors import DataError
+from shadowsync.metrics.recorder import Recorder
+from shadowsync.runtime.wire.connection import Answer, Connection, DirectConnection
+from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.runtime.wire.service import Meta, Method, Reply, Request, encode_meta
+
+WINDOW = 10_000
+Batches = list[tuple[Tensor, Tensor]]
+
+
+class Desk:
+    """Serves a taker."""
+
+    def __init__(self, taker: RecordTaker) -> None:
+        self.methods = {"records": Method(taker.take)}
+
+    def client_gone(self, client: str) -> None:
+        """Keeps nothing."""
+
+
+class Slow(Connection):
+    """Answers when told to."""
+
+    def __init__(self, behind: Connection) -> None:
+        self.behind = behind
+        self.calls: list[tuple[str, Meta | None, list[Tensor]]] = []
+        self.futures: list[Future[Answer]] = []
+
+    def call(
+        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
+    ) -> Future[Answer]:
+        self.calls.append((method, meta, list(tensors)))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def answer(self) -> None:
+        """All that was asked."""
+        for call, future in zip(self.calls, self.futures, strict=True):
+            if not future.done():
+                future.set_result(self.behind.call(*call).result())
+
+    def close(self) -> None:
+        self.behind.close()
+
+
+def batches(count: int = 40, size: int = 32, seed: int = 0) -> Batches:
+    """Logits that say something about the labels."""
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        logits = torch.randn(size, generator=draw) * 2
+        made.append((logits, (torch.rand(size, generator=draw) < logits.sigmoid()).float()))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def sent_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "EVERY_S", 3600.0)
+
+
+def taker_of(recorder: Recorder, generation: int = 1) -> RecordTaker:
+    taker = RecordTaker(recorder)
+    taker.generation = generation
+    return taker
+
+
+def test_counts_are_the_same_and_quality_is_near() -> None:
+    near, far = Recorder(2, WINDOW), Recorder(2, WINDOW)
+    taker = taker_of(far)
+    senders = [RecordSender(DirectConnection(Desk(taker)), rank, 1) for rank in range(2)]
+    for number, (logits, labels) in enumerate(batches()):
+        near.record(number % 2, logits, labels)
+        senders[number % 2].record(number % 2, logits, labels)
+        if number % 7 == 0:
+            senders[number % 2].flush(5)
+    for sender in senders:
+        assert sender.flush(5)
+        sender.close()
+    assert far.samples == near.samples == 40 * 32
+    assert far.iterations() == near.iterations() == [20, 20]
+    assert far.unmeasured == 0
+    assert far.quality.ne_lifetime == pytest.approx(near.quality.ne_lifetime, abs=1e-3)
+    assert far.quality.ne_window == pytest.approx(near.quality.ne_window, abs=1e-3)
+    assert far.quality.auc == pytest.approx(near.quality.auc, abs=1e-3)
+    assert far.quality.calibration == pytest.approx(near.quality.calibration, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_logits_of_any_float_type_and_shape_are_taken(kind: torch.dtype) -> None:
+    recorder = Recorder(1, WINDOW)
+    sender = RecordSender(DirectConnection(Desk(taker_of(recorder))), 0, 1)
+    logits, labels = batches(1)[0]
+    sender.record(0, logits.to(kind), labels)
+    assert sender.flush(5)
+    sender.close()
+    assert recorder.samples == 32
+    assert recorder.unmeasured == 0
+
+
+def test_the_time_of_a_batch_is_when_it_was_done_not_when_it_was_told() -> None:
+    clock = [100.0]
+    recorder = Recorder(1, WINDOW, lambda: clock[0])
+    taker = taker_of(recorder)
+    taker.take(request(sizes=[4, 4, 4], ages=[6.0, 3.0, 0.0]))
+    speed = recorder.speed()
+    assert (speed.samples, speed.iterations) == (12, 3)
+    assert speed.seconds == pytest.approx(6.0)
+    assert speed.eps == pytest.approx(8 / 6)
+
+
+def test_a_driver_that_is_behind_with_answers_still_counts_everything() -> None:
+    recorder = Recorder(1, WINDOW)
+    slow = Slow(DirectConnection(Desk(taker_of(recorder))))
+    sender = RecordSender(slow, 0, 1)
+    made = batches(records.UNDER_WAY + 3)
+    for logits, labels in made:
+        sender.record(0, logits, labels)
+        sender.flush(0)
+    assert [len(tensors) for _, _, tensors in slow.calls] == [4] * records.UNDER_WAY + [2] * 3
+    slow.answer()
+    assert sender.flush(5)
+    assert recorder.samples == 32 * len(made)
+    assert recorder.unmeasured == 32 * 3
+    sender.record(0, *made[0])  # it has caught up
+    sender.flush(0)
+    slow.answer()
+    assert recorder.unmeasured == 32 * 3
+    sender.close()
+
+
+def test_flush_waits_for_the_answers() -> None:
+    slow = Slow(DirectConnection(Desk(taker_of(Recorder(1, WINDOW)))))
+    sender = RecordSender(slow, 0, 1)
+    assert sender.flush(0)  # there is nothing to wait for
+    assert not slow.calls
+    sender.record(0, *batches(1)[0])
+    assert not sender.flush(0.01)
+    threading.Timer(0.05, slow.answer).start()
+    assert sender.flush(20)
+    sender.close()
+
+
+def test_a_lost_driver_ends_the_wait() -> None:
+    slow = Slow(DirectConnection(Desk(taker_of(Recorder(1, WINDOW)))))
+    sender = RecordSender(slow, 0, 1)
+    sender.record(0, *batches(1)[0])
+    assert not sender.flush(0)
+    slow.futures[0].set_exception(PeerLost("the connection is closed"))
+    assert sender.flush(0)
+    sender.close()
+
+
+def test_it_sends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "EVERY_S", 0.01)
+    recorder, told = Recorder(1, WINDOW), threading.Event()
+    taker = taker_of(recorder)
+
+    class Telling(Desk):
+        def __init__(self) -> None:
+            self.methods = {"records": Method(self._take)}
+
+        def _take(self, request: Request) -> Reply:
+            reply = taker.take(request)
+            told.set()
+            return reply
+
+    sender = RecordSender(DirectConnection(Telling()), 0, 1)
+    sender.record(0, *batches(1)[0])
+    assert told.wait(20)
+    sender.close()
+    assert recorder.samples == 32
+
+
+def request(
+    sizes: Any = (2, 3),
+    ages: Any = (0.1, 0.0),
+    *,
+    samples: int | None = None,
+    measured: bool = True,
+    trainer: int = 0,
+    generation: int = 1,
+    kinds: dict[str, torch.dtype] | None = None,
+) -> Request:
+    """What a sender sends, with anything in it wrong."""
+    kinds = kinds or {}
+    sizes = torch.tensor(sizes, dtype=kinds.get("sizes", torch.int32))
+    samples = int(sizes.sum()) if samples is None else samples
+    tensors = [sizes, torch.tensor(ages, dtype=kinds.get("ages", torch.float32))]
+    if measured:
+        tensors += [
+            torch.zeros(samples, dtype=kinds.get("logits", torch.float16)),
+            torch.ones(samples, dtype=kinds.get("labels", torch.uint8)),
+        ]
+    return Request("records", encode_meta(Records(trainer, generation, measured)), tuple(tensors), "somebody")
+
+
+def without(made: Request, index: int) -> Request:
+    tensors = tuple(tensor for i, tensor in enumerate(made.tensors) if i != index)
+    return Request(made.method, made.meta, tensors, made.client)
+
+
+MALFORMED = {
+    "no tensors": Request("records", request().meta, (), "somebody"),
+    "labels are missing": without(request(), 3),
+    "logits though not measured": Request("records", request(measured=False).meta, request().tensors, "somebody"),
+    "measured without logits": Request("records", request().meta, request(measured=False).tensors, "somebody"),
+    "sizes of another type": request(kinds={"sizes": torch.int64}),
+    "ages of another type": request(kinds={"ages": torch.float64}),
+    "logits of another type": request(kinds={"logits": torch.float32}),
+    "labels of another type": request(kinds={"labels": torch.int8}),
+    "sizes of two dimensions": request(sizes=[[2, 3]], ages=[0.1]),
+    "fewer ages than sizes": request(ages=[0.1]),
+    "too few samples": request(samples=4),
+    "too many samples": request(samples=6),
+    "an empty batch": request(sizes=[0, 3]),
+    "a negative batch": request(sizes=[-1, 6], samples=5),
+    "a negative batch, counted": request(sizes=[-1, 6], measured=False),
+    "a negative trainer": request(trainer=-1),
+    "a trainer beyond all bounds": request(trainer=1 << 16),
+    "no records": Request("records", b"\xc0", request().tensors, "somebody"),
+}
+
+
+@pytest.mark.parametrize("wrong", MALFORMED.values(), ids=MALFORMED)
+def test_what_does_not_fit_is_refused_and_changes_nothing(wrong: Request) -> None:
+    recorder = Recorder(1, WINDOW)
+    taker = taker_of(recorder)
+    taker.take(request())
+    with pytest.raises(DataError):
+        taker.take(wrong)
+    assert (recorder.samples, list(recorder.iterations()), recorder.unmeasured) == (5, [2], 0)
+
+
+def test_records_of_no_batches_are_nothing() -> None:
+    recorder = Recorder(1, WINDOW)
+    taker_of(recorder).take(request(sizes=[], ages=[]))
+    assert recorder.samples == 0
+
+
+@pytest.mark.parametrize("age", [-5.0, float("nan")])
+def test_an_age_that_cannot_be_counts_as_none(age: float) -> None:
+    recorder = Recorder(1, WINDOW, lambda: 50.0)
+    taker_of(recorder).take(request(sizes=[1, 1], ages=[age, 0.0]))
+    assert recorder.speed().seconds == 0.0
+
+
+@pytest.mark.parametrize("generation", [0, 2])
+def test_records_of_another_generation_are_dropped(generation: int) -> None:
+    recorder = Recorder(1, WINDOW)
+    taker = taker_of(recorder)
+    taker.take(request(generation=generation))
+    assert recorder.samples == 0
+    taker.generation = generation
+    taker.take(request(generation=generation))
+    assert recorder.samples == 5
+
+
+def test_a_trainer_that_joined_later_is_counted_by_its_rank() -> None:
+    recorder = Recorder(1, WINDOW)
+    taker_of(recorder).take(request(trainer=3))
+    assert list(recorder.iterations()) == [0, 0, 0, 2]
+
+
+def test_many_threads_may_record() -> None:
+    recorder = Recorder(1, WINDOW)
+    sender = RecordSender(DirectConnection(Desk(taker_of(recorder))), 0, 1)
+    made = batches(50, 4)
+    done: list[Future[None]] = [Future() for _ in range(4)]
+
+    def work(future: Future[None]) -> None:
+        for logits, labels in made:
+            sender.record(0, logits, labels)
+            sender.flush(1)
+        future.set_result(None)
+
+    for future in done:
+        threading.Thread(target=work, args=(future,), daemon=True).start()
+    assert not wait(done, 20).not_done
+    assert sender.flush(5)
+    sender.close()
+    assert recorder.samples == 4 * 50 * 4
+    assert list(recorder.iterations()) == [200]

@@ -288,6 +288,8 @@ class _Run:
                 raise DataError(f"none of the {self.session.train_source.rows} training rows can be used")
             return
         saved = f"a checkpoint is written: go on with shadowsync train --resume {self.job.out}"
+        if self.store.newest() is None:
+            saved = "nobody was left of whom a checkpoint could be written"
         if request.requested:
             raise Interrupted(f"stopped by {request.name} after {reader.trained} samples; {saved}")
         why = self.session.given_up or "every trainer died"

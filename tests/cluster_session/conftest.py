@@ -1,8 +1,10 @@
 """One thread for torch's operators, and the helpers of the tests of whole jobs."""
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,3 +18,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return importlib.import_module("cluster_jobs").Cluster(monkeypatch)

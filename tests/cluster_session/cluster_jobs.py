@@ -1,0 +1,186 @@
+"""Whole jobs on a cluster whose processes are in this one, and scripts of what happens to them."""
+
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from job_helpers import Ledger, Witness, beside_own_model, checkpoints, error_of, settings
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import shadowsync.job
+from shadowsync import Interrupted, Job, Trained
+from shadowsync.cluster.session import ClusterSession
+from shadowsync.metrics.roles import RoleEvent
+from shadowsync.report.role_log import read_events
+from shadowsync.runtime.inprocess import InProcess
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.session import Happenings, Material, Newest, Session
+
+DEADLINE_S = 30.0
+CLUSTER = {"runtime": "ray"}
+
+
+class Cluster:
+    """Stands in for Ray: the sessions of jobs, their processes, and what has happened to them.
+
+    Attributes:
+        runtime, session: of the newest job.
+        machines: how many a runtime pretends to have.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.machines = 1
+        self.make: Callable[[], InProcess] = lambda: InProcess(JobKeys.make(), self.machines)
+        self.runtime: InProcess
+        self.session: ClusterSession
+        self._told: list[tuple[str, str]] = []
+        self._changed = threading.Condition()
+        monkeypatch.setitem(shadowsync.job._SESSIONS, "ray", self._make_session)
+        add = Happenings.add
+
+        def told(happenings: Happenings, role: str, event: Any, detail: str = "") -> None:
+            add(happenings, role, event, detail)
+            with self._changed:
+                self._told.append((role, event))
+                self._changed.notify_all()
+
+        monkeypatch.setattr(Happenings, "add", told)
+
+    def _make_session(self, material: Material, newest: Newest) -> Session:
+        self.runtime = self.make()
+        self.session = ClusterSession(material, self.runtime, newest)
+        return self.session
+
+    def wait_for(self, role: str, event: str) -> bool:
+        """Waits until that has happened; False if it does not."""
+        with self._changed:
+            return self._changed.wait_for(lambda: (role, event) in self._told, DEADLINE_S)
+
+    def kill(self, role: str) -> None:
+        """As `kill -9` of the role's present process."""
+        process = next(process for process in reversed(self.runtime.processes) if process.order.role == role)
+        threading.Thread(target=process.kill, name=f"kill-{role}", daemon=True).start()
+
+
+class Killing:
+    """Kills processes once, before an iteration of any worker; everybody waits then until all that was seen.
+
+    Args:
+        cluster: whose.
+        roles: to kill, at once.
+        iteration: before which.
+        until: what has to happen to each of them before anybody goes on.
+        when: is asked too.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        roles: Sequence[str],
+        iteration: int = 5,
+        until: str = "dead",
+        when: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.cluster, self.roles, self.iteration, self.until, self.when = cluster, roles, iteration, until, when
+        self.done = False
+        self._lock = threading.Lock()
+
+    def __call__(self, rank: int, iteration: int) -> None:
+        if iteration < self.iteration or not self.when():
+            return
+        with self._lock:
+            first, self.done = not self.done, True
+        if first:
+            for role in self.roles:
+                self.cluster.kill(role)
+        for role in self.roles:
+            assert self.cluster.wait_for(role, self.until), f"{role} is not {self.until}"
+
+
+class SignalInCluster:
+    """Sends a signal to this process before an iteration, and holds everybody until it was seen."""
+
+    def __init__(self, iteration: int = 4) -> None:
+        self.iteration = iteration
+        self.sent, self.seen = threading.Event(), threading.Event()
+
+    def __call__(self, rank: int, iteration: int) -> None:
+        if iteration >= self.iteration and not self.sent.is_set():
+            self.sent.set()
+            signal.raise_signal(signal.SIGTERM)
+        if self.sent.is_set():
+            assert self.seen.wait(DEADLINE_S), "nobody asked the workers to stop"
+
+    def run(self, job: Job) -> str:
+        """Runs a job of which this is the script until the signal; returns what was said."""
+        kind = ClusterSession if job.config.cluster.runtime == "ray" else _local_kind()
+        original = kind.stop
+
+        def stop(session: Any) -> None:
+            original(session)
+            self.seen.set()
+
+        with mock.patch.object(kind, "stop", stop):
+            error = error_of(job.run)
+        assert isinstance(error, Interrupted), error
+        return str(error)
+
+
+def _local_kind() -> type[Session]:
+    from shadowsync.local_session import LocalSession  # noqa: PLC0415 the only place that needs it
+
+    return LocalSession
+
+
+def interrupted(config: dict[str, Any], out: Path, iteration: int = 4, **own: Any) -> tuple[Counter[int], str]:
+    """Trains the witness until a signal; returns what was trained and what was said."""
+    ledger, script = Ledger(), SignalInCluster(iteration)
+    said = script.run(Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script, **own))
+    assert not (out / "result.json").exists()
+    return ledger.rows, said
+
+
+class Tower(nn.Module):
+    """A small model of one's own with two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(14, 8), nn.Linear(8, 1)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    def forward(self, dense: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        vectors = [embeddings[name] for name in ("c0", "c1", "many")]
+        return self.out(self.hidden(torch.cat([dense, *vectors], dim=1)).relu()).squeeze(1)
+
+
+def everything(out: Path) -> dict[str, Tensor]:
+    """Every number of the newest checkpoint of a run of the tower, optimizer state included."""
+    trained = Trained(out, model=Tower())
+    parts = [part for server in trained.embeddings.servers for part in server.state()]
+    rows = {f"{part.table.name}.{part.start}.{name}": tensor for part in parts for name, tensor in part.tensors.items()}
+    return rows | load_file(checkpoints(out)[-1] / "dense.safetensors")
+
+
+def cluster_settings(path: Path, test_path: Path | None = None, **sections: Any) -> dict[str, Any]:
+    """As `settings`, on the cluster."""
+    cluster = CLUSTER | dict(sections.pop("cluster", {}))
+    return settings(path, test_path, cluster=cluster, **sections)
+
+
+def events_of(out: Path) -> dict[str, list[str]]:
+    """What happened to each role, in order."""
+    found: dict[str, list[str]] = {}
+    for event in read_events(out):
+        assert isinstance(event, RoleEvent)
+        found.setdefault(event.role, []).append(event.event)
+    return found

@@ -50,8 +50,9 @@ class Map:
     def put(self, need: Need, threads: int = 4) -> Order | None:
         """The best place for a role, which it takes; None if there is none now.
 
-        Embedding servers go where they fill the least share of the memory, everything else where fewest of its kind are; trainers keep off
-        machines with embedding servers if they are to be `apart`, and readers go where trainers are.
+        Embedding servers go where they fill the least share of the memory, everything else where fewest of its kind
+        are; trainers keep off machines with embedding servers if they are to be `apart`, and readers go where trainers
+        are.
         """
         able = [machine for machine in self._machines if self._can_take(machine, need)]
         if not able:

@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +54,8 @@ from shadowsync.session import Material, Newest, RolePlace, Session, added, dist
 RESERVE_S = 120.0
 CALL_S = 3600.0
 """Deadline of the driver's calls; that a member died ends them at once."""
+IMAGE_S = 20.0
+"""Deadline of each message of an image, during which everybody stands still: rather no checkpoint than a long wait."""
 STATUS_S = 1.0
 QUICK_STATUS_S = 0.1
 PATIENCE_S = 0.5
@@ -116,10 +118,12 @@ class ClusterSession(Session):
         self._scripted: set[str] = set()
         self._installs: dict[str, Future[None]] = {}
         self._must_go_back: str | None = None
+        self._going_back: Future[None] | None = None
         self._few_since: float | None = None
         self._error: BaseException | None = None
         self._started = self._stopping = self._closed = False
         self._turn = threading.Lock()
+        self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(POOL, thread_name_prefix="session")
         self._courier = Courier(runtime.keys, CourierOptions(timeout_s=CALL_S))
         lost_after_s = self.config.cluster.lost_after_s
@@ -255,6 +259,8 @@ class ClusterSession(Session):
         member.connection.call("start")  # who is gone is found by the staff
 
     def alive(self) -> bool:
+        if self._going_back is not None:
+            return True
         if self.given_up is not None:
             return False
         if self._must_go_back is not None or self._staff.anybody_died:
@@ -272,12 +278,18 @@ class ClusterSession(Session):
         return NOTHING_YET if seen is None else seen.status
 
     def reap(self) -> None:
+        if self._going_back is not None:
+            if not self._going_back.done():
+                return  # who dies meanwhile is seen to there
+            going, self._going_back = self._going_back, None
+            going.result()
         for member in self._staff.take_dead():
             self._mourn(member)
         self._collect_installs()
         self._ask_statuses()
-        if self._must_go_back is not None:
-            self._go_back()
+        if self._must_go_back is not None and self.given_up is None:
+            self._going_back = self._pool.submit(self._go_back)
+            self._going_back.add_done_callback(lambda _: self.ended.set())
         elif not self._stopping:
             self._recruit()
 
@@ -330,12 +342,17 @@ class ClusterSession(Session):
     def stop(self) -> None:
         if not self._stopping:
             self._stopping = True
-            for member in self._staff.of_kind("trainer"):
-                member.connection.call("stop")
+            self._ask_to_stop()
         self.reader.close()
+
+    def _ask_to_stop(self) -> None:
+        for member in self._staff.of_kind("trainer"):
+            member.connection.call("stop")
 
     def finish(self) -> None:
         until = time.monotonic() + FINISH_S
+        if self._going_back is not None:
+            self._going_back.exception(FINISH_S)
         while self._started and time.monotonic() < until and self._error is None:
             if all(self._status(member).ended for member in self._staff.of_kind("trainer")):
                 break
@@ -351,6 +368,7 @@ class ClusterSession(Session):
         if self._closed:
             return
         self._closed = True
+        self._closing.set()
         self._staff.close()
         self._runtime.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -496,6 +514,8 @@ class ClusterSession(Session):
             self.happenings.add(role, "restored")
         if self._started and not self.reader.finished:
             self.start()
+            if self._stopping:
+                self._ask_to_stop()
 
     def _load(self, saved: LoadedCheckpoint | None) -> None:
         """Rows, dense part and counts of a checkpoint into fresh parts; they are the initial ones without it."""
@@ -534,7 +554,7 @@ class ClusterSession(Session):
             if time.monotonic() > until:
                 self.given_up = places.why_not(homeless[0])
                 return []
-            self.ended.wait(1.0)
+            self._closing.wait(1.0)
         found = [order for _, order in orders if order is not None]
         trainers = self._missing_trainers()
         found += [order for role in trainers if (order := places.put(Need(role))) is not None]
@@ -548,7 +568,11 @@ class ClusterSession(Session):
     @contextmanager
     def standing_still(self) -> Iterator[None]:
         with self._turn:
-            if self._must_go_back is not None or any(role.startswith("dense") for role in self._vacant):
+            if (
+                self._must_go_back is not None
+                or self._going_back is not None
+                or any(role.startswith("dense") for role in self._vacant)
+            ):
                 raise PeerLost("a server is not there")
             trainers = self._staff.of_kind("trainer")
             try:
@@ -563,8 +587,11 @@ class ClusterSession(Session):
         while moving:
             if self._staff.anybody_died:
                 raise PeerLost("somebody died while the job was to stand still")
-            asked = [(member, member.connection.call("hold", HoldAsked(PATIENCE_S))) for member in moving]
-            moving = [member for member, answered in asked if not answered.result().read(Held).still]
+            asked = [member.connection.call("hold", HoldAsked(PATIENCE_S)) for member in moving]
+            while wait(asked, PATIENCE_S).not_done:
+                if any(member.state != "alive" for member in moving):
+                    raise PeerLost("a trainer cannot be reached, so the job cannot stand still")
+            moving = [m for m, answered in zip(moving, asked, strict=True) if not answered.result().read(Held).still]
 
     def rows(self) -> tuple[Rows, ...]:
         read = [self._pool.submit(_read_all, member) for member in self._row_servers()]
@@ -601,7 +628,7 @@ class ClusterSession(Session):
         trainers = self._staff.of_kind("trainer")
         if running:
             trainers = [member for member in trainers if member in self._seen][:1]
-        asked = [member.connection.call("snapshot") for member in trainers]
+        asked = [member.connection.call("snapshot", timeout_s=IMAGE_S) for member in trainers]
         return [read_image(answered.result().read(ImageNames), answered.result().tensors) for answered in asked]
 
     def load_dense(self, image: DenseImage) -> None:
@@ -618,7 +645,7 @@ class ClusterSession(Session):
         member.connection.call("restore", crossing.meta, crossing.tensors).result()
 
     def _read_center(self) -> Tensor:
-        asked = [member.connection.call("read") for member in self._dense_servers()]
+        asked = [member.connection.call("read", timeout_s=IMAGE_S) for member in self._dense_servers()]
         return torch.cat([answered.result().tensors[0] for answered in asked])
 
     def _write_center(self, center: Tensor) -> None:
@@ -673,7 +700,7 @@ class ClusterSession(Session):
 
 
 def _read_all(member: Member) -> list[Rows]:
-    return list(RemoteRows(member.connection).read())
+    return list(RemoteRows(member.connection, IMAGE_S).read())
 
 
 def cpus_needed(material: Material) -> float:

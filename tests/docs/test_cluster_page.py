@@ -3,7 +3,7 @@
 import re
 import shlex
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,23 +17,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text("utf-8")
 
 
-RUNTIMES = get_args(ClusterConfig.model_fields["runtime"].annotation)
-AHEAD = pytest.mark.xfail(
-    "ray" not in RUNTIMES, reason="cluster.runtime=ray is not put together yet, as the page says", strict=True
-)
-
-
 def manifest() -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "rayjob.yaml").read_text("utf-8"))
     return found
 
 
-def test_the_page_says_whether_it_is_ahead_of_the_code() -> None:
-    assert ("**Not finished.**" in PAGE) == ("ray" not in RUNTIMES)
-    assert ("not finished" in (ROOT / "examples" / "rayjob.yaml").read_text("utf-8")) == ("ray" not in RUNTIMES)
-
-
-@AHEAD
 def test_the_manifests_command_is_one_that_trains() -> None:
     program, command, *words = shlex.split(manifest()["spec"]["entrypoint"])
     assert (program, command, words[-2]) == ("shadowsync", "train", "--out")
@@ -51,7 +39,6 @@ def test_the_manifests_command_is_one_that_trains() -> None:
     assert mount["name"] in {volume["name"] for volume in head["spec"]["volumes"]}
 
 
-@AHEAD
 def test_the_manifests_trainers_and_servers_have_room() -> None:
     config = load(None, shlex.split(manifest()["spec"]["entrypoint"])[2:-2])
     (group,) = manifest()["spec"]["rayClusterSpec"]["workerGroupSpecs"]
@@ -61,7 +48,6 @@ def test_the_manifests_trainers_and_servers_have_room() -> None:
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
-@AHEAD
 def test_the_page_names_every_key_of_the_section() -> None:
     assert set(re.findall(r"`cluster\.([a-z_]+)", PAGE)) == set(ClusterConfig.model_fields)
 

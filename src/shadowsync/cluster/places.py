@@ -40,10 +40,15 @@ class Map:
     """The machines with what is on them.
 
     Machines without CPUs are left to the driver, as on a KubeRay head.
+
+    Args:
+        cluster: what roles take and where they may go.
+        machines: those that are there.
+        placed: roles that have a place already.
     """
 
-    def __init__(self, config: ClusterConfig, machines: Sequence[Machine], placed: Iterable[Placed] = ()) -> None:
-        self._config = config
+    def __init__(self, cluster: ClusterConfig, machines: Sequence[Machine], placed: Iterable[Placed] = ()) -> None:
+        self.cluster = cluster
         self._machines = [machine for machine in machines if machine.cpus > 0]
         self._placed = list(placed)
 
@@ -72,18 +77,18 @@ class Map:
             *([f"{self._cpus(need):g} free CPUs"] if self._cpus(need) else []),
             *([f"{need.bytes / GIB:.1f} GiB of memory"] if need.bytes else []),
             *([f"the resource {resource}"] if resource else []),
-            *(["no embedding server"] if need.kind == "trainer" and self._config.placement == "apart" else []),
+            *(["no embedding server"] if need.kind == "trainer" and self.cluster.placement == "apart" else []),
         ]
         what = f" with {' and '.join(wanted)}" if wanted else ""
         return f"{need.role} needs a machine{what}, and none of the {len(self._machines)} has room"
 
     def _cpus(self, need: Need) -> float:
-        cpus = {"trainer": self._config.trainer_cpus, "reader": 0.0}
-        return cpus.get(need.kind, self._config.server_cpus)
+        cpus = {"trainer": self.cluster.trainer_cpus, "reader": 0.0}
+        return cpus.get(need.kind, self.cluster.server_cpus)
 
     def _resource(self, need: Need) -> str | None:
         near_trainers = need.kind in ("trainer", "reader")
-        return self._config.trainer_resource if near_trainers else self._config.server_resource
+        return self.cluster.trainer_resource if near_trainers else self.cluster.server_resource
 
     def _can_take(self, machine: Machine, need: Need) -> bool:
         resource, there = self._resource(need), self._on(machine)
@@ -91,7 +96,7 @@ class Map:
             return False
         if machine.cpus - sum(self._cpus(other) for other in there) < self._cpus(need):
             return False
-        if need.kind == "trainer" and self._config.placement == "apart":
+        if need.kind == "trainer" and self.cluster.placement == "apart":
             return all(other.kind != "embedding" for other in there)
         return need.bytes <= self._free_bytes(machine)
 

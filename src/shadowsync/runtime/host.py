@@ -59,6 +59,11 @@ class RoleHost:
             self._end()
             self._switch.part = builder(spec, self._home)
 
+    def vanish(self) -> None:
+        """As `close`, but what was asked for gets no answer, not even an error, as if the process were killed."""
+        self._server.silence()
+        self.close()
+
     def close(self) -> None:
         """Ends the part and the server."""
         with self._lock:

@@ -48,7 +48,7 @@ class HostedRole(RoleProcess):
     def kill(self) -> None:
         if self._ended is None:
             self._ended = "it was killed"
-            self._host.close()
+            self._host.vanish()
 
 
 class InProcess(Runtime):

@@ -97,6 +97,10 @@ class WireServer:
             self._threads.append(threading.Thread(target=self._work, name=f"wire-worker-{index}", daemon=True))
             self._threads[-1].start()
 
+    def silence(self) -> None:
+        """Hears and answers nobody any more, as if its process were gone; it is still to be closed."""
+        self._loop.close()
+
     def close(self) -> None:
         """Stops answering and frees what the service keeps for clients; waits up to 5 s for methods under way."""
         if not self._threads:

@@ -70,16 +70,16 @@ def wire(session: Session) -> result.Wire:
 
 
 def recovery(session: Session, saver: AsyncSaver, load_s: float) -> result.Recovery:
-    """Checkpoints written and read, and trainers that died.
+    """Checkpoints written and read, and roles that died.
 
-    No sample is lost and nobody waits when a trainer dies: the others train its rows. `mode` is `none`: what happens
-    when an embedding server dies is a policy of its own.
+    No sample is lost and nobody waits when a trainer dies: the others train its rows.
     """
+    recovered = session.recovered
     return result.Recovery(
         failures=session.failures,
         pls=0.0,
         saves=saver.saves,
-        seconds=result.RecoverySeconds(save=saver.seconds, load=load_s, lost=0.0, wait=0.0),
+        seconds=result.RecoverySeconds(save=saver.seconds, load=load_s, lost=recovered.lost_s, wait=recovered.wait_s),
         interval_s=session.config.train.save_every_s,
-        mode="none",
+        mode=recovered.mode,
     )

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,20 @@ class RolePlace:
     host: str
     incarnation: int
     log: str
+
+
+class Recovered(NamedTuple):
+    """What going back to checkpoints has cost.
+
+    Attributes:
+        mode: what happens when an embedding server dies: `full`, everybody goes back; `none`, none dies by itself.
+        lost_s: seconds of training that were repeated, at the speed of the run.
+        wait_s: seconds from a death until everybody trained again.
+    """
+
+    mode: Literal["full", "none"]
+    lost_s: float
+    wait_s: float
 
 
 @dataclass
@@ -236,6 +250,11 @@ class Session(ABC):
     @abstractmethod
     def failures(self) -> int:
         """Roles that died since the start."""
+
+    @property
+    def recovered(self) -> Recovered:
+        """What deaths of embedding servers have cost so far."""
+        return Recovered("none", 0.0, 0.0)
 
     @abstractmethod
     def _syncs_now(self) -> int:

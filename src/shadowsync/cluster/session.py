@@ -49,7 +49,7 @@ from shadowsync.runtime.runtime import Order, Runtime
 from shadowsync.runtime.wire.client import Courier, CourierOptions
 from shadowsync.runtime.wire.connection import Answer
 from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
-from shadowsync.session import Material, Newest, RolePlace, Session, added, distance, reader_options
+from shadowsync.session import Material, Newest, Recovered, RolePlace, Session, added, distance, reader_options
 
 RESERVE_S = 120.0
 CALL_S = 3600.0
@@ -119,6 +119,7 @@ class ClusterSession(Session):
         self._installs: dict[str, Future[None]] = {}
         self._must_go_back: str | None = None
         self._going_back: Future[None] | None = None
+        self._went_back = Recovered("full", 0.0, 0.0)
         self._few_since: float | None = None
         self._error: BaseException | None = None
         self._started = self._stopping = self._closed = False
@@ -476,6 +477,7 @@ class ClusterSession(Session):
 
     def _go_back(self) -> None:
         """Ends this generation and starts the next one from the newest checkpoint, however often somebody dies."""
+        began, trained = time.monotonic(), self.reader.trained
         for install in list(self._installs.values()):
             install.exception()
         self._collect_installs()
@@ -486,10 +488,15 @@ class ClusterSession(Session):
                 self._next_generation()
             except _GONE:
                 continue
-            if not self._staff.anybody_died or self.given_up is not None:
-                return
+            self._count_going_back(trained - self.reader.trained, time.monotonic() - began)
+            return
         why = f"too many roles died while the job went back to a checkpoint ({self._must_go_back})"
         self.given_up = self.given_up or why
+
+    def _count_going_back(self, samples: int, seconds: float) -> None:
+        eps, before = self.recorder.speed().eps, self._went_back
+        lost_s = samples / eps if eps else 0.0
+        self._went_back = Recovered("full", before.lost_s + lost_s, before.wait_s + seconds)
 
     def _next_generation(self) -> None:
         self._all_at_once([partial(self._end_part, member) for member in self._staff.of_kind("trainer")])
@@ -675,6 +682,10 @@ class ClusterSession(Session):
     @property
     def failures(self) -> int:
         return self._failures
+
+    @property
+    def recovered(self) -> Recovered:
+        return self._went_back
 
     def _syncs_now(self) -> int:
         return self._gone.syncs + sum(seen.status.syncs for seen in self._seen.values())

@@ -223,8 +223,9 @@ def _connect(address: str | None, job: str, own: Mapping[str, Any]) -> None:
         }
     else:
         options["address"] = address
+    config = importlib.import_module("ray.job_config").JobConfig(metadata={"job_name": job})
     try:
-        _ray().init(**options)
+        _ray().init(job_config=config, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = "a Ray of its own cannot be started" if address is None else f"there is no Ray cluster at {address}"
         raise RunError(f"{where}: {_in_one_line(error)}") from error

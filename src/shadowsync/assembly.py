@@ -114,9 +114,12 @@ def connect(
 
 
 def unique_rows(config: Config, choices: Choices) -> UniqueRows:
-    """Where trainers have duplicates removed before rows and gradients cross; `auto` does it where there is a wire."""
+    """Where trainers have duplicates removed before rows and gradients cross; `auto` does it where a network is.
+
+    On one machine bytes cost less than the search for duplicates.
+    """
     mode = config.embedding.unique_rows
-    if mode == "auto" and config.cluster.runtime == "inprocess":
+    if mode == "auto" and config.cluster.address is None:
         return NEVER
     return UniqueRows(mode, sum(_bytes_per_float(choices.codecs[kind]) for kind in ("pull", "push")))
 

@@ -84,8 +84,8 @@ class EmbeddingConfig(Section):
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam: decay of the second moment")
     unique_rows: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="send each distinct row of a batch once: where that is less traffic (auto: never in process), "
-        "always or never",
+        description="send each distinct row of a batch once: where that is less traffic (auto: never on one machine "
+        "without cluster.address), always or never",
     )
     split_rows: int | None = Field(
         None,

@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from concurrent.futures import wait
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ def bank() -> Bank:
     return Bank()
 
 
-@pytest.fixture(params=["direct", "wire"])
-def connection(request: pytest.FixtureRequest, bank: Bank) -> Connection:
+@pytest.fixture(params=["direct", "wire", "unix"])
+def connection(request: pytest.FixtureRequest, bank: Bank, tmp_path: Path) -> Connection:
     if request.param == "direct":
         return DirectConnection(bank)
-    server = request.getfixturevalue("serve")(bank)
+    where = {"host": str(tmp_path)} if request.param == "unix" else {}
+    server = request.getfixturevalue("serve")(bank, **where)
     connection: Connection = request.getfixturevalue("connect")(server.address)
     return connection
 

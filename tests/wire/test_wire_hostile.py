@@ -4,6 +4,7 @@ import random
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,3 +223,19 @@ def test_a_client_learns_that_its_keys_are_refused(keys: JobKeys, serve: Callabl
         call = courier.connect(server.address).call("echo")
         with pytest.raises(PeerLost, match="does not accept the keys of this job"):
             call.result(PATIENCE_S)
+
+
+def test_a_unix_socket_asks_for_the_keys_too(
+    serve: Callable[..., WireServer], connect: Callable[..., WireConnection], tmp_path: Path
+) -> None:
+    server = serve(bank := Bank(), host=str(tmp_path))
+    with closing(Courier(JobKeys.make())) as stranger, zmq.Context() as context:
+        with pytest.raises(PeerLost, match="does not accept the keys"):
+            stranger.connect(server.address).call("deposit", Deposit("d", 1)).result(PATIENCE_S)
+        with context.socket(zmq.DEALER) as nobody:
+            nobody.linger = 0
+            nobody.connect(server.address)
+            nobody.send(encode(Hello("0" * 32, 0)))
+            assert not nobody.poll(200)
+        assert connect(server.address).call("deposit", Deposit("d", 5)).result(PATIENCE_S).read(Balance) == Balance(5)
+    assert set(bank.runs) == {"d"}

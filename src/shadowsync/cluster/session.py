@@ -534,7 +534,7 @@ class ClusterSession(Session):
             return
         state = job_state(saved)
         self.load_rows(saved)
-        trainers = len(self._staff.of_kind("trainer"))
+        trainers = len(self._at_work())
         self.load_dense(restored_dense(saved, self.choices.method, self.template, trainers))
         self.recorder.rewind(state.recorder)
         self.go_on(state.syncs, wire)
@@ -581,7 +581,7 @@ class ClusterSession(Session):
                 or any(role.startswith("dense") for role in self._vacant)
             ):
                 raise PeerLost("a server is not there")
-            trainers = self._staff.of_kind("trainer")
+            trainers = self._at_work()
             try:
                 self._hold(trainers)
                 yield
@@ -631,15 +631,17 @@ class ClusterSession(Session):
         return DenseImage(tuple(images), self._read_center() if self._spans else None)
 
     def _images(self, running: bool = False) -> list[TrainerImage]:
-        """Of all living trainers, by rank; with `running` of the first of those at work only."""
-        trainers = self._staff.of_kind("trainer")
-        if running:
-            trainers = [member for member in trainers if member in self._seen][:1]
+        """Of all trainers at work, by rank; with `running` of the first of them only."""
+        trainers = self._at_work()[:1] if running else self._at_work()
         asked = [member.connection.call("snapshot", timeout_s=IMAGE_S) for member in trainers]
         return [read_image(answered.result().read(ImageNames), answered.result().tensors) for answered in asked]
 
+    def _at_work(self) -> list[Member]:
+        """The living trainers but for those that are still being put to work, by rank."""
+        return [member for member in self._staff.of_kind("trainer") if member in self._seen]
+
     def load_dense(self, image: DenseImage) -> None:
-        trainers = self._staff.of_kind("trainer")
+        trainers = self._at_work()
         if len(trainers) != len(image.trainers):
             raise PeerLost("a trainer is not there")
         for member, own in zip(trainers, image.trainers, strict=True):

@@ -9,9 +9,13 @@ from shadowsync.runtime.wire.client import Courier, CourierOptions
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.server import ServerOptions, WireServer
 from shadowsync.runtime.wire.service import Method
+from shadowsync.runtime.wire.sockets import is_folder
 
 CALL_S = 3600.0
 """Deadline of a role's calls. Who gives up a peer is the driver, which ends the wait by moving or ending the role."""
+
+
+LOOPBACK = "127.0.0.1"
 
 
 class Switch:
@@ -37,13 +41,13 @@ class RoleHost:
     Args:
         role: its name.
         keys: of the job.
-        host: address of this machine as the others see it.
+        host: address of this machine as the others see it, or a folder (see `ServerOptions`).
         threads: that answer requests.
     """
 
     def __init__(self, role: str, keys: JobKeys, host: str, threads: int = 4) -> None:
         self._switch = Switch()
-        self._home = Home(role, Courier(keys, CourierOptions(timeout_s=CALL_S)), host)
+        self._home = Home(role, Courier(keys, CourierOptions(timeout_s=CALL_S)), LOOPBACK if is_folder(host) else host)
         self._lock = threading.Lock()
         self._server = WireServer(self._switch, keys, ServerOptions(host=host, threads=threads))
         self._server.start()

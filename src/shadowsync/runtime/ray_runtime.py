@@ -5,7 +5,9 @@ import importlib
 import math
 import os
 import secrets
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -31,12 +33,12 @@ CALLS = 8
 class RoleActor:
     """What Ray runs: one role's process."""
 
-    def __init__(self, job: str, role: str, keys: JobKeys, threads: int) -> None:
+    def __init__(self, job: str, role: str, keys: JobKeys, threads: int, folder: str | None) -> None:
         torch = importlib.import_module("torch")
         torch.set_num_threads(1)  # workers are the parallelism
         keep_freed_memory()
         self._log = log_to(job, role)
-        self._host = RoleHost(role, keys, _ray().util.get_node_ip_address(), threads)
+        self._host = RoleHost(role, keys, folder or _ray().util.get_node_ip_address(), threads)
 
     def place(self) -> Place:
         """Where it is."""
@@ -135,6 +137,7 @@ class RayRuntime(Runtime):
         self._joined = ray.is_initialized()
         if not self._joined:
             _connect(address, self.job, {"cpus": max(os.cpu_count() or 1, math.ceil(cpus)), "resources": resources})
+        self._folder = None if address or self._joined else tempfile.mkdtemp(prefix="shadowsync-")
         self._roles: list[RayRole] = []
         self._bundles: dict[tuple[str, str | None], int] = {}
         self._group: Any = None
@@ -174,8 +177,8 @@ class RayRuntime(Runtime):
             "resources": {} if order.resource is None else {order.resource: PINNED},
             "scheduling_strategy": self._strategy(order),
         }
-        actor = ray.remote(RoleActor).options(**options).remote(self.job, order.role, self.keys, order.threads)
-        self._roles.append(RayRole(order, actor))
+        made_of = (self.job, order.role, self.keys, order.threads, self._folder)
+        self._roles.append(RayRole(order, ray.remote(RoleActor).options(**options).remote(*made_of)))
         return self._roles[-1]
 
     def _strategy(self, order: Order) -> Any:
@@ -197,7 +200,8 @@ class RayRuntime(Runtime):
         return needed
 
     def host(self) -> str:
-        address: str = _ray().util.get_node_ip_address()
+        """An address, or on a Ray of our own a folder for Unix sockets: all roles are on this machine then."""
+        address: str = self._folder or _ray().util.get_node_ip_address()
         return address
 
     def close(self) -> None:
@@ -209,6 +213,8 @@ class RayRuntime(Runtime):
                 ray.util.remove_placement_group(self._group)
         if not self._joined:
             ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _connect(address: str | None, job: str, own: Mapping[str, Any]) -> None:

@@ -151,7 +151,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def host(self) -> str:
-        """Address of this process's machine as the others see it."""
+        """Where the driver serves: address of its machine as the others see it, or a folder (see `ServerOptions`)."""
 
     @abstractmethod
     def close(self) -> None:

@@ -29,7 +29,8 @@ class ServerOptions:
     """How a service is served.
 
     Attributes:
-        host: address of this machine that the others reach it by.
+        host: address of this machine that the others reach it by; or a folder that only this user may enter, for Unix
+            sockets in it, which are not encrypted and serve this machine only.
         port: 0 takes a free one.
         threads: that answer; with more of them methods that wait hold up the others less.
         max_message_bytes: longest frame that is received or sent.

@@ -1,6 +1,8 @@
 """ZeroMQ sockets as the wire uses them: CURVE, quick notice of a dead link, senders in any thread."""
 
 import contextlib
+import hmac
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ except ModuleNotFoundError as error:
     raise MissingExtra("pyzmq", "ray") from error
 
 _ZAP = "inproc://zeromq.zap.01"
-_ZAP_FRAMES = 7
+_ZAP_FRAMES = 6
+"""Frames of a question of ZAP up to the mechanism; its credentials follow."""
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -156,10 +159,17 @@ class Monitor:
 
 
 class Door:
-    """Lets connections with the job's client key into a context's sockets, and no others (ZeroMQ's protocol ZAP)."""
+    """Lets connections with the job's client key into a context's sockets, and no others (ZeroMQ's protocol ZAP).
+
+    Over a network they prove that they have it (CURVE); over a Unix socket, which nobody can listen to, they say it
+    (PLAIN).
+    """
 
     def __init__(self, context: Context, keys: JobKeys) -> None:
-        self._key = z85.decode(keys.client_public)
+        self._credentials = {
+            b"CURVE": z85.decode(keys.client_public),
+            b"PLAIN": keys.client_public.encode() + keys.client_secret.encode(),
+        }
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind(_ZAP)
@@ -175,7 +185,9 @@ class Door:
             self._socket.send_multipart(self._verdict(self._socket.recv_multipart()))
 
     def _verdict(self, request: list[bytes]) -> list[bytes]:
-        known = len(request) == _ZAP_FRAMES and request[5] == b"CURVE" and request[6] == self._key
+        mechanism = request[_ZAP_FRAMES - 1] if len(request) > _ZAP_FRAMES else b""
+        key = self._credentials.get(mechanism)
+        known = key is not None and hmac.compare_digest(b"".join(request[_ZAP_FRAMES:]), key)
         status, text = (b"200", b"") if known else (b"400", b"not a key of this job")
         return [*request[:2], status, text, b"job" if known else b"", b""]
 
@@ -190,12 +202,10 @@ class ServerSocket:
     def __init__(self, keys: JobKeys, max_message_bytes: int, link_timeout_s: float, wake: Callable[[], None]) -> None:
         self._context = new_context()
         self._door = Door(self._context, keys)
+        self._keys = keys
         self._socket = self._context.socket(zmq.ROUTER)
         tune(self._socket, max_message_bytes, link_timeout_s)
         self._socket.rcvhwm = _RECEIVED
-        self._socket.curve_server = True
-        self._socket.curve_publickey = keys.server_public.encode()
-        self._socket.curve_secretkey = keys.server_secret.encode()
         self._monitor = Monitor(self._socket, _REFUSED)
         self._shared = SharedSocket(self._socket, wake)
         self.send = self._shared.send
@@ -205,19 +215,35 @@ class ServerSocket:
     def bind(self, host: str, port: int) -> str:
         """Opens the address and returns it with the port that it got; on an error everything is closed.
 
+        Args:
+            host: an address of this machine; or a folder that only this user may enter, for a Unix socket in it.
+            port: 0 takes a free one; nothing to a Unix socket.
+
         Raises:
             RunError: it cannot be had.
         """
         place = f"[{host}]" if ":" in host else host
-        self._socket.ipv6 = ":" in host
         try:
-            self._socket.bind(f"tcp://{place}:{port or '*'}")
+            return self._bind_in(host) if is_folder(host) else self._bind_to(place, port)
         except zmq.ZMQError as error:
             self.close()
             raise RunError(f"nothing can be served at {place}:{port}: {error}") from error
+
+    def _bind_to(self, place: str, port: int) -> str:
+        self._socket.ipv6 = ":" in place
+        self._socket.curve_server = True
+        self._socket.curve_publickey = self._keys.server_public.encode()
+        self._socket.curve_secretkey = self._keys.server_secret.encode()
+        self._socket.bind(f"tcp://{place}:{port or '*'}")
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         return f"tcp://{place}:{endpoint.decode().rpartition(':')[2]}"
+
+    def _bind_in(self, folder: str) -> str:
+        address = f"ipc://{folder}/{secrets.token_hex(8)}"
+        self._socket.plain_server = True
+        self._socket.bind(address)
+        return address
 
     def watch(self, loop: Loop, receive: Callable[[], None], refused: Callable[[int], None]) -> None:
         """Lets a loop that has not started wait for it.
@@ -265,6 +291,22 @@ class LinkNews(Enum):
     """The other end does not speak the protocol; nobody tries again."""
 
 
+def is_folder(host: str) -> bool:
+    """Whether what is served there is served over Unix sockets in this folder."""
+    return host.startswith("/")
+
+
+def _introduce(socket: Socket, address: str, keys: JobKeys) -> None:
+    """Has a socket prove, or over a Unix socket say, that it has the job's keys."""
+    if address.startswith("ipc://"):
+        socket.plain_username = keys.client_public.encode()
+        socket.plain_password = keys.client_secret.encode()
+        return
+    socket.curve_serverkey = keys.server_public.encode()
+    socket.curve_publickey = keys.client_public.encode()
+    socket.curve_secretkey = keys.client_secret.encode()
+
+
 class ClientSocket:
     """A DEALER with the job's client key, for one network connection; made and closed by the loop's thread.
 
@@ -280,9 +322,7 @@ class ClientSocket:
         socket.connect_timeout = 2_000  # a lost first packet would otherwise be repeated at growing intervals
         socket.reconnect_ivl = 100
         socket.reconnect_ivl_max = 1_000
-        socket.curve_serverkey = line.keys.server_public.encode()
-        socket.curve_publickey = line.keys.client_public.encode()
-        socket.curve_secretkey = line.keys.client_secret.encode()
+        _introduce(socket, address, line.keys)
         self._monitor = Monitor(socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED)
         self._shared = SharedSocket(socket, wake)
         self._stood = False

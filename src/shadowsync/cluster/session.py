@@ -200,6 +200,8 @@ class ClusterSession(Session):
         ]
         builds += [partial(member.build, build_reader, self._reader_spec()) for member in self._staff.of_kind("reader")]
         self._all_at_once(builds)
+        for member in self._staff.members.values():
+            member.ready = member.living and member.kind != "trainer"
         self._write_center(self.template.flat.detach().cpu())
         self._all_at_once([partial(self._build_trainer, member) for member in trainers])
 
@@ -217,8 +219,8 @@ class ClusterSession(Session):
 
     def _trainer_spec(self, member: Member) -> TrainerSpec:
         desk, averaging = self._doors.addresses
-        embedding = tuple((m.place.address, self._shards[m.index]) for m in self._staff.of_kind("embedding"))
-        dense = tuple(m.place.address for m in self._staff.of_kind("dense"))
+        embedding = tuple((m.place.address, self._shards[m.index]) for m in self._serving("embedding"))
+        dense = tuple(m.place.address for m in self._serving("dense"))
         if len(embedding) < len(self._shards) or len(dense) < len(self._spans):
             raise PeerLost("a server is not there")
         return TrainerSpec(
@@ -234,9 +236,13 @@ class ClusterSession(Session):
             self._material.own.failures,
         )
 
+    def _serving(self, kind: str) -> list[Member]:
+        """The living servers of a kind whose part is in place, by index."""
+        return [member for member in self._staff.of_kind(kind) if member.ready]
+
     def _reader_of(self, trainer: Member) -> Member:
         """One on the same machine, if there is one."""
-        readers = self._staff.of_kind("reader")
+        readers = self._serving("reader")
         if not readers:
             raise PeerLost("no reader is there")
         near = [reader for reader in readers if reader.place.machine == trainer.place.machine] or readers
@@ -389,7 +395,8 @@ class ClusterSession(Session):
         """Has vacant places filled where there is room."""
         now, cluster = time.monotonic(), self.config.cluster
         vacant = [role for role in self._vacant if role not in self._installs]
-        missing = [] if self.reader.finished or not self._started else self._missing_trainers()
+        settled = self._started and not self._vacant  # a newcomer needs all servers
+        missing = self._missing_trainers() if settled and not self.reader.finished else []
         if vacant or missing:
             places = self._map_now()
             for role in vacant + missing:
@@ -429,6 +436,7 @@ class ClusterSession(Session):
 
     def _install_reader(self, member: Member) -> None:
         member.build(build_reader, self._reader_spec())
+        member.ready = True
         self._tell_trainers(lambda trainer: Moved("reader", 0, self._reader_of(trainer).place.address))
 
     def _install_dense(self, member: Member) -> None:
@@ -436,10 +444,12 @@ class ClusterSession(Session):
         member.build(build_dense, self._dense_spec(member.index))
         weights = [image.replica["weight"] for image in self._images()]
         if not weights:
+            self._must_go_back = f"no trainer is left from which {member.role} could go on"
             raise PeerLost("no trainer is left whose replica could fill a dense server")
         start, stop = self._spans[member.index]
         part = torch.stack(weights).mean(0)[start:stop].contiguous()
         member.connection.call("write", None, (part,)).result()
+        member.ready = True
         self._tell_trainers(lambda _: Moved("dense", member.index, member.place.address))
 
     def _tell_trainers(self, moved: Callable[[Member], Moved]) -> None:
@@ -462,7 +472,7 @@ class ClusterSession(Session):
 
     def _tell_where_servers_are(self, member: Member) -> None:
         """Those that were replaced while it was built."""
-        for server in self._staff.of_kind("dense"):
+        for server in self._serving("dense"):
             member.connection.call("moved", Moved("dense", server.index, server.place.address))
         member.connection.call("moved", Moved("reader", 0, self._reader_of(member).place.address))
 
@@ -605,7 +615,7 @@ class ClusterSession(Session):
         return tuple(rows for server in read for rows in server.result())
 
     def _row_servers(self) -> list[Member]:
-        servers = self._staff.of_kind("embedding")
+        servers = self._serving("embedding")
         if len(servers) < len(self._shards):
             raise PeerLost("an embedding server is not there")
         return servers
@@ -666,7 +676,7 @@ class ClusterSession(Session):
             answered.result()
 
     def _dense_servers(self) -> list[Member]:
-        servers = self._staff.of_kind("dense")
+        servers = self._serving("dense")
         if len(servers) < len(self._spans):
             raise PeerLost("a dense server is not there")
         return servers

@@ -28,6 +28,7 @@ class Member:
         place: where it is.
         connection: the driver's, to what it serves.
         state: as the driver sees it.
+        ready: a server's part is in place, so that others may be sent there.
     """
 
     order: Order
@@ -36,6 +37,7 @@ class Member:
     place: Place
     connection: WireConnection
     state: RoleState = "alive"
+    ready: bool = False
 
     @property
     def role(self) -> str:

@@ -60,7 +60,7 @@ class WireServer:
         self._options = options or ServerOptions()
         self._reception = Reception(self._options.limits)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._full = False
+        self._full = self._silent = False
         self._threads: list[threading.Thread] = []
 
     @property
@@ -100,6 +100,7 @@ class WireServer:
 
     def silence(self) -> None:
         """Hears and answers nobody any more, as if its process were gone; it is still to be closed."""
+        self._silent = True
         self._loop.close()
 
     def close(self) -> None:
@@ -168,7 +169,8 @@ class WireServer:
         method = self._service.methods.get(job.call.method)
         reply = self._reply(job)
         route, gone = self._reception.finish(job, reply, keep=method is not None and method.once)
-        self._socket.send([route, *reply])
+        if not self._silent:
+            self._socket.send([route, *reply])
         if gone:
             self._service.client_gone(job.record.client)
 

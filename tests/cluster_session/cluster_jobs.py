@@ -63,6 +63,11 @@ class Cluster:
         with self._changed:
             return self._changed.wait_for(lambda: (role, event) in self._told, DEADLINE_S)
 
+    def happened(self, role: str, event: str) -> bool:
+        """Whether it has happened yet."""
+        with self._changed:
+            return (role, event) in self._told
+
     def kill(self, role: str) -> None:
         """As `kill -9` of the role's present process."""
         process = next(process for process in reversed(self.runtime.processes) if process.order.role == role)

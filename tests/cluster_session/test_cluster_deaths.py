@@ -1,0 +1,269 @@
+"""Roles die in mid-run: the job goes on by itself, with every row trained, or ends with a sentence."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_jobs import Cluster, Killing, Tower, cluster_settings, events_of
+from job_helpers import METHODS, Ledger, Witness, beside_own_model, checkpoints, error_of, name_of, write_rows
+
+from shadowsync import Job, Result
+from shadowsync.errors import RunError
+from shadowsync.runtime.inprocess import InProcess
+from shadowsync.runtime.runtime import Machine
+from shadowsync.runtime.wire.keys import JobKeys
+
+pytestmark = pytest.mark.timeout(60)
+ROWS, EPOCHS = 400, 2
+PATIENCE_S = 2.5
+"""Silence of a second is no news: peers ask each other once a second for a sign of life."""
+UNTOLD = 64
+"""Samples between two messages of a trainer here, at most."""
+
+
+def job_settings(tmp_path: Path, **sections: Any) -> dict[str, Any]:
+    """Three trainers of two workers, two servers of either kind."""
+    base: dict[str, dict[str, Any]] = {
+        "train": {"trainers": 3, "workers": 2, "batch_size": 4},
+        "data": {"slice_rows": 16, "epochs": EPOCHS},
+        "embedding": {"servers": 2},
+        "sync": {"method": "easgd"},
+        "cluster": {"dense_servers": 2},
+    }
+    data, test = write_rows(tmp_path / "rows.parquet", ROWS), write_rows(tmp_path / "test.parquet", 300, 1)
+    merged = {name: base.get(name, {}) | dict(sections.get(name, {})) for name in {**base, **sections}}
+    return cluster_settings(data, test, **merged)
+
+
+def survive(config: dict[str, Any], out: Path, script: Killing) -> Result:
+    """Runs the job with its deaths; checks that all rows were trained and that something was learnt."""
+    ledger = Ledger()
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
+    assert script.done
+    assert result.data.train_samples == ROWS
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert set(ledger.rows) == set(range(ROWS))
+    assert min(ledger.rows.values()) >= EPOCHS
+    assert result.test is not None
+    assert result.test.auc is not None
+    assert result.test.auc > 0.7
+    frames = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    trainers = sum(role.startswith("trainer") for role in script.roles)
+    assert abs(frames[-1]["samples"] - ROWS * EPOCHS) <= trainers * UNTOLD  # what a dead trainer did not live to tell
+    assert frames[-1]["failures"] == result.recovery.failures
+    return result
+
+
+KINDS = ["trainer-1", "reader-0", "dense-1", "embedding-1"]
+
+
+@pytest.mark.parametrize("role", KINDS)
+def test_whoever_dies_is_replaced(tmp_path: Path, cluster: Cluster, role: str) -> None:
+    out = tmp_path / "out"
+    until = "dead" if role.startswith("embedding") else "restored"
+    result = survive(job_settings(tmp_path), out, Killing(cluster, [role], until=until))
+    events = events_of(out)
+    assert events[role][:3] == ["alive", "dead", "restarted"]
+    assert "restored" in events[role]
+    assert result.recovery.failures == 1
+    places = json.loads((out / "roles.json").read_text())
+    assert {name for name, place in places.items() if place["incarnation"]} == {role}
+    if not role.startswith("embedding"):
+        assert all(events[other] == ["alive"] for other in events if other not in (role, "driver"))
+
+
+@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+@pytest.mark.parametrize("role", ["trainer-0", "embedding-0"])
+def test_under_every_method(tmp_path: Path, cluster: Cluster, sync: dict[str, Any], role: str) -> None:
+    out, config = tmp_path / "out", job_settings(tmp_path, cluster={"dense_servers": 1})
+    config["sync"] = sync
+    survive(config, out, Killing(cluster, [role]))
+    assert "dead" in events_of(out)[role]
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        ("trainer-0", "trainer-2"),
+        ("trainer-0", "reader-0"),
+        ("trainer-1", "dense-0"),
+        ("embedding-0", "embedding-1"),
+        ("embedding-0", "trainer-0"),
+        ("dense-0", "embedding-1"),
+        ("reader-0", "dense-0"),
+        ("trainer-0", "trainer-1", "trainer-2"),
+        ("trainer-0", "trainer-1", "trainer-2", "dense-0"),
+        ("trainer-0", "reader-0", "dense-1", "embedding-0"),
+    ],
+    ids="+".join,
+)
+def test_several_at_once(tmp_path: Path, cluster: Cluster, roles: Sequence[str]) -> None:
+    out = tmp_path / "out"
+    result = survive(job_settings(tmp_path), out, Killing(cluster, roles))
+    assert result.recovery.failures >= len(roles)
+    assert all("dead" in events_of(out)[role] for role in roles)
+
+
+def test_a_server_of_rows_goes_back_to_the_newest_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
+    """What was trained since is trained again, and nothing else."""
+    out = tmp_path / "out"
+    config = job_settings(tmp_path, train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 2.0})
+    ledger = Ledger()
+    script = Killing(cluster, ["embedding-0"], when=lambda: len(checkpoints(out)) >= 2)
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
+    assert script.done
+    assert result.data.trained_samples == ROWS * EPOCHS
+    second = sorted(checkpoints(out))[1]
+    assert ledger.rows.total() - ROWS * EPOCHS < ROWS * EPOCHS - int(second.name.removeprefix("samples-"))
+    samples = [json.loads(line)["samples"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert samples[-1] == ROWS * EPOCHS
+    assert result.recovery.failures == 1
+    assert events_of(out)["trainer-0"].count("restored") >= 1
+
+
+def test_a_server_of_rows_may_die_again_and_again(tmp_path: Path, cluster: Cluster) -> None:
+    out = tmp_path / "out"
+    scripts = [Killing(cluster, ["embedding-0"]), Killing(cluster, ["embedding-1"], iteration=8)]
+
+    def failures(rank: int, iteration: int) -> None:
+        scripts[cluster.happened("embedding-0", "restored")](rank, iteration)
+
+    result = Job(beside_own_model(job_settings(tmp_path)), model=Tower(), out=out, failures=failures).run()
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert result.recovery.failures == 2
+
+
+def test_a_death_after_the_last_row_costs_nothing(tmp_path: Path, cluster: Cluster) -> None:
+    """The last worker has nothing left to train, but its weights are needed."""
+    out, ledger = tmp_path / "out", Ledger()
+    config = job_settings(tmp_path, train={"trainers": 1, "workers": 1})
+    steps = ROWS * EPOCHS // 4
+    script = Killing(cluster, ["trainer-0"], iteration=steps)
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
+    assert script.done
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert result.test is not None
+
+
+class Shrinking(InProcess):
+    """Its machines are gone once it has started everybody."""
+
+    def __init__(self, kept: Callable[[Machine], bool] = lambda _: False) -> None:
+        super().__init__(JobKeys.make())
+        self.gone = False
+        self.kept = kept
+
+    def machines(self) -> Sequence[Machine]:
+        return [machine for machine in self._machines if not self.gone or self.kept(machine)]
+
+
+class Alone(Killing):
+    """Nobody can be replaced."""
+
+    def __call__(self, rank: int, iteration: int) -> None:
+        if iteration >= self.iteration and self.when() and isinstance(self.cluster.runtime, Shrinking):
+            self.cluster.runtime.gone = True
+        super().__call__(rank, iteration)
+
+
+def test_a_dead_trainers_rows_are_trained_by_the_others_where_nobody_can_take_its_place(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    cluster.make = Shrinking
+    out = tmp_path / "out"
+    result = survive(job_settings(tmp_path), out, Alone(cluster, ["trainer-2"]))
+    assert result.recovery.failures == 1
+    assert events_of(out)["trainer-2"] == ["alive", "dead"]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_without_trainers_and_room_the_job_ends_with_a_sentence(tmp_path: Path, cluster: Cluster, saved: bool) -> None:
+    cluster.make = Shrinking
+    out = tmp_path / "out"
+    train = {"trainers": 2, "save_every_s": 0.02, "emulate_step_ms": 2.0} if saved else {"trainers": 2}
+    config = job_settings(tmp_path, train=train, cluster={"lost_after_s": PATIENCE_S})
+    roles = ["trainer-0", "trainer-1"]
+    script = Alone(cluster, roles, when=lambda: not saved or len(checkpoints(out)) >= 1)
+    error = error_of(Job(beside_own_model(config), model=Tower(), out=out, failures=script).run)
+    assert script.done
+    assert isinstance(error, RunError), error
+    assert "trainer" in str(error)
+    assert "\n" not in str(error)
+    assert f"of {ROWS * EPOCHS} samples" in str(error)
+    assert ("a checkpoint is written" in str(error)) == bool(checkpoints(out)) == saved
+    assert not (out / "result.json").exists()
+    if saved:
+        cluster.make = lambda: InProcess(JobKeys.make())
+        result = Job(beside_own_model(config), model=Tower(), out=out, resume=out).run()
+        assert result.data.trained_samples == ROWS * EPOCHS
+
+
+def test_fewer_trainers_than_are_wanted_end_the_job(tmp_path: Path, cluster: Cluster) -> None:
+    cluster.make = Shrinking
+    out = tmp_path / "out"
+    train = {"trainers": 2, "emulate_step_ms": 100.0}
+    config = job_settings(tmp_path, train=train, cluster={"lost_after_s": PATIENCE_S, "min_trainers": 2})
+    error = error_of(Job(beside_own_model(config), model=Tower(), out=out, failures=Alone(cluster, ["trainer-1"])).run)
+    assert isinstance(error, RunError)
+    assert "fewer than cluster.min_trainers=2 trainers are left" in str(error)
+    assert len(checkpoints(out)) == 1
+    cluster.make = lambda: InProcess(JobKeys.make())
+    resumed = Job(
+        beside_own_model(job_settings(tmp_path, train={"trainers": 2})), model=Tower(), out=out, resume=out
+    ).run()
+    assert resumed.data.trained_samples == ROWS * EPOCHS
+
+
+def test_a_server_of_rows_without_room_ends_the_job_with_a_sentence(tmp_path: Path, cluster: Cluster) -> None:
+    cluster.make = Shrinking
+    out = tmp_path / "out"
+    config = job_settings(tmp_path, cluster={"lost_after_s": PATIENCE_S}, train={"emulate_step_ms": 100.0})
+    error = error_of(
+        Job(beside_own_model(config), model=Tower(), out=out, failures=Alone(cluster, ["embedding-1"])).run
+    )
+    assert isinstance(error, RunError), error
+    assert "embedding-1 needs a machine" in str(error)
+    assert "none of the 0 has room" in str(error)
+    assert ("a checkpoint is written" in str(error)) == bool(checkpoints(out))
+    assert not (out / "result.json").exists()
+
+
+def test_trainers_may_join_while_the_job_runs(tmp_path: Path, cluster: Cluster) -> None:
+    out = tmp_path / "out"
+    config = job_settings(tmp_path, train={"trainers": 1}, cluster={"max_trainers": 3})
+
+    def failures(rank: int, iteration: int) -> None:
+        if iteration >= 5:
+            assert cluster.wait_for("trainer-1", "alive")
+            assert cluster.wait_for("trainer-2", "alive")
+
+    ledger = Ledger()
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=failures).run()
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert ledger.rows == dict.fromkeys(range(ROWS), EPOCHS)
+    assert result.recovery.failures == 0
+    assert sorted(role for role in events_of(out) if role.startswith("trainer")) == [f"trainer-{i}" for i in range(3)]
+
+
+def test_a_scripted_death_and_a_real_one(tmp_path: Path, cluster: Cluster) -> None:
+    """The one by script stays dead, the other is replaced."""
+    from shadowsync import TrainerLost  # noqa: PLC0415 used here only
+
+    out = tmp_path / "out"
+    killing = Killing(cluster, ["trainer-0"], until="restored")
+
+    def failures(rank: int, iteration: int) -> None:
+        if rank == 2 and iteration == 2:
+            raise TrainerLost("by script")
+        if rank != 2:
+            killing(rank, iteration)
+
+    ledger = Ledger()
+    result = Job(beside_own_model(job_settings(tmp_path)), model=Witness(ledger), out=out, failures=failures).run()
+    assert result.data.trained_samples == ROWS * EPOCHS
+    events = events_of(out)
+    assert events["trainer-0"] == ["alive", "dead", "restarted", "restored"]
+    assert "restarted" not in events["trainer-2"]
+    assert result.recovery.failures == 2

@@ -1,0 +1,96 @@
+"""Whole jobs on a Ray of their own: processes that are really killed are replaced."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_jobs import cluster_settings, events_of
+from job_helpers import SMALL_DLRM, checkpoints, write_rows
+
+from shadowsync import Job
+
+pytest.importorskip("ray", reason="install the extra to test it: pip install 'shadowsync[ray]'")
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves its files and processes to the collector
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+ROWS = 1500
+DEADLINE_S = 60.0
+
+
+def wait_until(seen: Callable[[], Any]) -> Any:
+    """Looks every 50 ms, for a minute at most."""
+    pause, deadline = threading.Event(), time.monotonic() + DEADLINE_S
+    while not (found := seen()):
+        assert time.monotonic() < deadline, "it did not get so far"
+        pause.wait(0.05)
+    return found
+
+
+def places_of(out: Path) -> dict[str, Any]:
+    file = out / "roles.json"
+    places: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return places
+
+
+def samples_of(out: Path) -> int:
+    file = out / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return max((json.loads(line)["samples"] for line in lines if line.endswith("\n")), default=0)
+
+
+def kill(out: Path, role: str) -> None:
+    os.kill(places_of(out)[role]["pid"], signal.SIGKILL)
+
+
+def test_processes_that_are_killed_are_replaced_and_every_row_is_trained(tmp_path: Path) -> None:
+    """A trainer, and once it is back and there is a checkpoint an embedding server."""
+    data, out = write_rows(tmp_path / "rows.parquet", ROWS), tmp_path / "out"
+    config = cluster_settings(
+        data,
+        data,
+        data={"slice_rows": 16, "epochs": 4},
+        model=SMALL_DLRM,
+        train={"trainers": 2, "batch_size": 4, "emulate_step_ms": 15.0, "save_every_s": 0.5},
+        embedding={"servers": 2},
+        sync={"method": "easgd"},
+        cluster={"trainer_cpus": 0.1},
+    )
+    said: list[BaseException] = []
+
+    def disturb() -> None:
+        try:
+            wait_until(lambda: samples_of(out) > 100)
+            kill(out, "trainer-1")
+            wait_until(lambda: "restored" in events_of(out).get("trainer-1", []))
+            wait_until(lambda: checkpoints(out))
+            kill(out, "embedding-0")
+        except BaseException as error:
+            said.append(error)
+
+    disturbing = threading.Thread(target=disturb)
+    disturbing.start()
+    result = Job(config, out=out).run()
+    disturbing.join(DEADLINE_S)
+    assert said == []
+    assert result.data.trained_samples == ROWS * 4
+    assert result.recovery.failures == 2
+    events = events_of(out)
+    assert events["trainer-1"][:4] == ["alive", "dead", "restarted", "restored"]
+    assert events["embedding-0"][:4] == ["alive", "dead", "restarted", "restored"]
+    places = places_of(out)
+    assert {role for role, place in places.items() if place["incarnation"]} == {"trainer-1", "embedding-0"}
+    assert len({place["pid"] for place in places.values()}) == len(places)
+    assert result.test is not None
+    assert result.test.auc is not None
+    assert result.test.auc > 0.7

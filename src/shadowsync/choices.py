@@ -75,6 +75,8 @@ def without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
         if name in values:
             known = {*Config.model_fields[name].annotation.model_fields, *find(config)}  # type: ignore[union-attr]
             kept[name] = {key: value for key, value in values[name].items() if key in known}
+    if parse({"cluster": values.get("cluster", {})}).cluster.runtime == "inprocess" and "cluster" in values:
+        kept["cluster"] = {key: value for key, value in values["cluster"].items() if key in IN_PROCESS_KEYS}
     return kept
 
 

@@ -196,7 +196,7 @@ class ClusterConfig(Section):
         None, ge=1, le=1024, description="trainers may join up to so many while it runs; null is train.trainers"
     )
     lost_after_s: float = Field(
-        60.0, gt=0, description="silence after which a role is given up; more rides out longer cuts of the network"
+        60.0, ge=2, description="silence after which a role is given up; more rides out longer cuts of the network"
     )
 
 

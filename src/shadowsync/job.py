@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,13 @@ def _local(material: Material, _: Newest) -> Session:
 
 
 def _ray(material: Material, newest: Newest) -> Session:
-    from shadowsync.cluster.session import ClusterSession, cpus_needed, resources_needed  # noqa: PLC0415
+    from shadowsync.cluster.blueprint import cpus_needed, resources_needed  # noqa: PLC0415
+    from shadowsync.cluster.session import ClusterSession  # noqa: PLC0415
     from shadowsync.runtime.ray_runtime import RayRuntime  # noqa: PLC0415 an extra
 
-    address = material.config.cluster.address
-    return ClusterSession(material, RayRuntime(address, cpus_needed(material), resources_needed(material)), newest)
+    config = material.config
+    make_runtime = partial(RayRuntime, config.cluster.address, cpus_needed(config), resources_needed(config))
+    return ClusterSession(material, make_runtime, newest)
 
 
 _SESSIONS: Mapping[str, Callable[[Material, Newest], Session]] = {"inprocess": _local, "ray": _ray}
@@ -313,9 +316,7 @@ class _Run:
                 predictor = Predictor(self.session.evaluation_replica(), self.session.predicting_client())
                 return score(predictor, self.session.test_source)
             except (PeerLost, CallTimeout):
-                self.session.reap()
-                if self.session.given_up is not None:
-                    raise
+                self.session.settle()
 
     def _result(self, startup_s: float, test: TestMetrics | None) -> Result:
         session, train = self.session, self.config.train

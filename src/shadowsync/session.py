@@ -182,6 +182,13 @@ class Session(ABC):
             RunError: the job cannot go on.
         """
 
+    def settle(self) -> None:  # noqa: B027 (matters only where roles may die by themselves)
+        """Waits until whoever died was replaced.
+
+        Raises:
+            RunError: the job cannot go on.
+        """
+
     @abstractmethod
     def stop(self) -> None:
         """Asks every worker to end at its next step boundary."""

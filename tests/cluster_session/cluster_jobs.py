@@ -54,9 +54,12 @@ class Cluster:
         monkeypatch.setattr(Happenings, "add", told)
 
     def _make_session(self, material: Material, newest: Newest) -> Session:
-        self.runtime = self.make()
-        self.session = ClusterSession(material, self.runtime, newest)
+        self.session = ClusterSession(material, self._start, newest)
         return self.session
+
+    def _start(self) -> InProcess:
+        self.runtime = self.make()
+        return self.runtime
 
     def wait_for(self, role: str, event: str) -> bool:
         """Waits until that has happened; False if it does not."""

@@ -337,16 +337,16 @@ def test_skipped_rows_are_counted_and_the_others_trained_once(tmp_path: Path) ->
 
 
 def test_rows_that_changed_on_a_readers_machine_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shadowsync.cluster import session  # noqa: PLC0415 the module is patched
+    from shadowsync.cluster import crew  # noqa: PLC0415 the module is patched
 
     data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
-    build = session.build_reader
+    build = crew.build_reader
 
     def elsewhere(spec: Any, home: Any) -> Any:
         write_rows(data, 19)
         return build(spec, home)
 
-    monkeypatch.setattr(session, "build_reader", elsewhere)
+    monkeypatch.setattr(crew, "build_reader", elsewhere)
     error = error_of(lambda: train_counted(cluster_settings(data), out))
     assert isinstance(error, DataError)
     assert "reader-0 finds 19 training rows on its machine, the driver 20" in str(error)

@@ -74,7 +74,7 @@ def test_not_a_number_and_gradients_cross(connection: Connection) -> None:
     [
         ("refuse", DataError, "row 7 of the request has no colour"),
         ("crash", RunError, "crash failed with ZeroDivisionError: divided$"),
-        ("undress", RunError, "no method 'undress', only crash, deposit"),
+        ("undress", RunError, "no method 'undress' here; those that are: crash, deposit"),
         ("deposit", DataError, "does not hold a Deposit"),
     ],
 )

@@ -12,6 +12,7 @@ from shadowsync.runtime.averaging_service import AveragingService
 from shadowsync.runtime.desk_service import DeskService
 from shadowsync.runtime.host import Switch
 from shadowsync.runtime.reading_messages import LeaseAsked
+from shadowsync.runtime.wire.clients import Limits
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.server import ServerOptions, WireServer
 from shadowsync.runtime.wire.service import Method, Reply, Request
@@ -26,14 +27,23 @@ class FrontDesk:
     error, so that it takes no rows from the one that has its place.
     """
 
-    def __init__(self, reader: Reader, source: OpenSource, records: RecordTaker) -> None:
+    def __init__(
+        self, reader: Reader, source: OpenSource, records: RecordTaker, banned: frozenset[str] = frozenset()
+    ) -> None:
         self._reader, self._source = reader, source
         self._clients: dict[int, set[str]] = {}
-        self._banned: set[str] = set()
+        self._banned = set(banned)
+        self._heard: set[str] = set()
         self._lock = threading.Lock()
         desk = DeskService(reader.desk)
         methods = {**desk.methods, "records": Method(records.take), "place": Method(self._place, once=False)}
         self.methods = {name: Method(self._guarded(name, m.handle), m.once) for name, m in methods.items()}
+
+    @property
+    def clients(self) -> frozenset[str]:
+        """All connections that have spoken."""
+        with self._lock:
+            return frozenset(self._heard | self._banned)
 
     def client_gone(self, client: str) -> None:
         """What a trainer holds goes back when the job gives the trainer up, not with its connection."""
@@ -51,6 +61,9 @@ class FrontDesk:
         def guarded(request: Request) -> Reply:
             if request.client in self._banned:
                 raise RunError("this trainer was given up")
+            if request.client not in self._heard:
+                with self._lock:
+                    self._heard.add(request.client)
             if name == "lease":
                 with self._lock:
                     self._clients.setdefault(request.read(LeaseAsked).trainer, set()).add(request.client)
@@ -70,18 +83,21 @@ class Doors:
     """The servers of the driver.
 
     Attributes:
-        desk: what the first door serves now.
-        averaging: what the second one does.
+        desk: what the first door serves now; None before `open`.
+        averaging: what the second one does; likewise.
         records: takes the records of the present generation.
     """
 
-    def __init__(self, keys: JobKeys, host: str, records: RecordTaker, trainers: int) -> None:
+    def __init__(self, keys: JobKeys, host: str, records: RecordTaker, trainers: int, forget_s: float) -> None:
         self.records = records
         self._seats = min(MOST_SEATS, trainers)
+        self.desk: FrontDesk | None = None
+        self.averaging: AveragingService | None = None
         self._desk_switch, self._averaging_switch = Switch(), Switch()
+        limits = Limits(forget_client_after_s=forget_s)
         self._servers = [
-            WireServer(self._desk_switch, keys, ServerOptions(host=host)),
-            WireServer(self._averaging_switch, keys, ServerOptions(host=host, threads=self._seats + 1)),
+            WireServer(switch, keys, ServerOptions(host=host, threads=threads, limits=limits))
+            for switch, threads in ((self._desk_switch, 4), (self._averaging_switch, self._seats + 1))
         ]
         for server in self._servers:
             server.start()
@@ -94,10 +110,22 @@ class Doors:
     def open(self, reader: Reader, source: OpenSource, ranks: list[int], generation: int) -> None:
         """Serves these rows to these trainers from now on; those of the generation before are heard no more."""
         self.records.generation = generation
-        self.desk = FrontDesk(reader, source, self.records)
-        self.averaging = AveragingService(ranks, seats=self._seats)
+        before, averaging = self.desk, self.averaging
+        self.desk = FrontDesk(reader, source, self.records, before.clients if before else frozenset())
+        self.averaging = AveragingService(ranks, self._seats, banned=averaging.clients if averaging else ())
         self._desk_switch.part = self.desk
         self._averaging_switch.part = self.averaging
+
+    def give_up(self, rank: int) -> None:
+        """Gives up a trainer: its rows go to the others, nobody waits for it, and it is not listened to any more."""
+        if self.desk is not None and self.averaging is not None:
+            self.desk.ban(rank)
+            self.averaging.dead(rank)
+
+    def expect(self, rank: int) -> None:
+        """A trainer is about to start, in place of one that was given up or as one more."""
+        if self.averaging is not None:
+            self.averaging.expect(rank)
 
     def close(self) -> None:
         """Ends the servers."""

@@ -15,6 +15,7 @@ from shadowsync.embedding.table import Shard
 from shadowsync.errors import DataError
 from shadowsync.runtime.dense_service import DenseService
 from shadowsync.runtime.embedding_service import EmbeddingService
+from shadowsync.runtime.generation import Generation
 from shadowsync.runtime.reader_service import ReaderService
 from shadowsync.runtime.runtime import Home
 from shadowsync.runtime.wire.service import Method
@@ -46,6 +47,7 @@ class EmbeddingSpec:
     config: Config
     own_model: bool
     shards: tuple[Shard, ...]
+    generation: int
 
 
 def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
@@ -53,7 +55,8 @@ def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
     choices = choose_all(spec.config, spec.own_model)
     optimizer = row_optimizer(spec.config.embedding)
     server = EmbeddingServer(spec.shards, choices.storage, optimizer, spec.config.train.seed)
-    return EmbeddingService(server, choices.codecs["pull"], choices.codecs["push"])
+    codecs, generation = choices.codecs, Generation(spec.generation)
+    return EmbeddingService(server, codecs["pull"], codecs["push"], generation=generation)
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,12 @@ class DenseSpec:
 
     codec: Codec
     length: int
+    generation: int
 
 
 def build_dense(spec: DenseSpec, _: Home) -> DenseService:
     """Makes one."""
-    return DenseService(DenseServer(torch.zeros(spec.length)), spec.codec)
+    return DenseService(DenseServer(torch.zeros(spec.length)), spec.codec, Generation(spec.generation))
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Map:
         self._machines = [machine for machine in machines if machine.cpus > 0]
         self._placed = list(placed)
 
-    def put(self, need: Need, threads: int = 4) -> Order | None:
+    def put(self, need: Need, threads: int = 4, forget_s: float = 120.0) -> Order | None:
         """The best place for a role, which it takes; None if there is none now.
 
         Embedding servers go where they fill the least share of the memory, everything else where fewest of its kind
@@ -64,7 +64,7 @@ class Map:
             return None
         best = min(able, key=lambda machine: self._rank(machine, need))
         self._placed.append(Placed(need, best.id))
-        return Order(need.role, best.id, self._cpus(need), self._resource(need), threads)
+        return Order(need.role, best.id, self._cpus(need), self._resource(need), threads, forget_s)
 
     def trainer_machines(self) -> int:
         """How many machines have a trainer."""

@@ -1,5 +1,6 @@
 """The processes of the roles: hired, watched and given up."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from shadowsync.runtime.wire.client import Courier, WireConnection
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.session import Happenings, RolePlace
 
+_LOG = logging.getLogger(__name__)
 WATCH_S = 0.25
 UNREACHABLE_S = 3.5
 START_S = 120.0
@@ -28,6 +30,7 @@ class Member:
         place: where it is.
         connection: the driver's, to what it serves.
         state: as the driver sees it.
+        mourned: it died, and the session has taken note: only then may another take its place.
         ready: a server's part is in place, so that others may be sent there.
     """
 
@@ -37,6 +40,7 @@ class Member:
     place: Place
     connection: WireConnection
     state: RoleState = "alive"
+    mourned: bool = False
     ready: bool = False
 
     @property
@@ -127,10 +131,16 @@ class Staff:
         return sorted(found, key=lambda member: member.index)
 
     def take_dead(self) -> list[Member]:
-        """Those that died since the last call."""
+        """Those that died since the last call; their places are vacant from now on."""
         with self._lock:
             dead, self._dead = self._dead, []
+            for member in dead:
+                member.mourned = True
         return dead
+
+    def occupied(self) -> set[str]:
+        """Roles that somebody has, or had until a death that nobody has taken note of."""
+        return {role for role, member in list(self.members.items()) if member.living or not member.mourned}
 
     @property
     def anybody_died(self) -> bool:
@@ -155,7 +165,7 @@ class Staff:
         """Where the members are, by role."""
         return {
             role: RolePlace(member.place.pid, member.place.host, member.incarnation, member.place.log)
-            for role, member in sorted(self.members.items())
+            for role, member in sorted(self.members.copy().items())
         }
 
     def close(self) -> None:
@@ -167,7 +177,14 @@ class Staff:
         while not self._closed.wait(WATCH_S):
             for member in list(self.members.values()):
                 if member.living:
-                    self._look_at(member)
+                    self._watch_one(member)
+
+    def _watch_one(self, member: Member) -> None:
+        try:
+            self._look_at(member)
+        except Exception as error:  # one that cannot be looked after must not end the watch over the others
+            _LOG.exception("looking after %s failed", member.role)
+            self.give_up(member, f"it cannot be looked after: {error}")
 
     def _look_at(self, member: Member) -> None:
         reason, silent_s = member.process.ended(), member.connection.silent_s()

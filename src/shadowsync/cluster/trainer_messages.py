@@ -30,9 +30,16 @@ class TrainerStatus(Meta, frozen=True):
 
 
 class HoldAsked(Meta, frozen=True):
-    """Stand still; answered as soon as that is so, or after `patience_s` at the latest."""
+    """Stand still for pause `number`; answered as soon as that is so, or after `patience_s` at the latest."""
 
+    number: int
     patience_s: float
+
+
+class Released(Meta, frozen=True):
+    """Pause `number` and all before it have ended, also for a `HoldAsked` that comes later."""
+
+    number: int
 
 
 class Held(Meta, frozen=True):

@@ -1,6 +1,7 @@
 """A trainer in a process of its own: the same parts as in one process, behind connections."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from shadowsync.cluster.trainer_messages import (
     HoldAsked,
     ImageNames,
     Moved,
+    Released,
     SliceAsked,
     SlicePlace,
     TrainerStatus,
@@ -48,6 +50,7 @@ from shadowsync.training.trainer import Trainer
 from shadowsync.training.worker import Hooks
 
 LOOK_S = 0.05
+SETTLE_S = 0.002
 END_S = 30.0
 
 
@@ -113,6 +116,8 @@ class TrainerPart:
         self._gate = Gate()
         self._stopping = False
         self._ended = False
+        self._released = 0
+        self._pause = threading.Event()
         self._wake = threading.Event()
         self._kit = TrainerKit(
             spec.config,
@@ -147,6 +152,7 @@ class TrainerPart:
         for connection in self._connections.values():
             connection.close()
         self._gate.release()
+        self._pause.set()
         self._wake.set()
         if self._watcher.is_alive():
             self._watcher.join(END_S)
@@ -190,7 +196,8 @@ class TrainerPart:
         )
         dense = [self._connect("dense", index, address) for index, address in enumerate(spec.addresses.dense)]
         spans = split_evenly(length, max(1, len(dense)))[: len(dense)]
-        return RemoteGroup(spec.rank, averaging, DenseRemote(dense, spans, codec, self._counter), self._gate)
+        servers = DenseRemote(dense, spans, codec, self._counter, None, spec.generation)
+        return RemoteGroup(spec.rank, averaging, servers, self._gate)
 
     def _make_clients(self) -> list[EmbeddingClient]:
         servers = [
@@ -203,7 +210,7 @@ class TrainerPart:
         spec, choices = self._spec, self._kit.choices
         pulls, pushes = (Line(kind, choices.codecs[kind], self._counter) for kind in ("pull", "push"))
         remotes = [
-            EmbeddingRemote(Remote(connection, shards, position, stream), pulls, pushes)
+            EmbeddingRemote(Remote(connection, shards, position, stream, generation=spec.generation), pulls, pushes)
             for position, (connection, shards) in enumerate(servers)
         ]
         names = [feature.name for feature in spec.schema.features]
@@ -242,17 +249,32 @@ class TrainerPart:
         self._stopping = True
         self._feed.closed = True
         self._desk.close()
+        self._connections["reader", 0].redirect(None)  # whoever waits for rows hears that there are none
 
     def _stop(self, _: Request) -> Reply:
         self._end_feed()
         return Reply()
 
     def _hold(self, request: Request) -> Reply:
-        patience_s = min(request.read(HoldAsked).patience_s, 1.0)
-        still = self._gate.hold(patience_s)
-        return Reply(Held(still and self._desk.settle(patience_s) and self._records.flush(patience_s)))
+        asked = request.read(HoldAsked)
+        if asked.number <= self._released:
+            return Reply(Held(False))  # it was sent again, and the pause is over
+        patience_s = min(asked.patience_s, 1.0)
+        still = self._gate.hold(patience_s) and self._settle(patience_s)
+        if asked.number <= self._released:
+            self._gate.release()
+        return Reply(Held(still))
 
-    def _release(self, _: Request) -> Reply:
+    def _settle(self, patience_s: float) -> bool:
+        """Waits until all that was pushed, done and recorded has arrived; a resting worker may have some under way."""
+        until = time.monotonic() + patience_s
+        while not self._trainer.quiet:
+            if self._pause.wait(SETTLE_S) or time.monotonic() > until:
+                return False
+        return self._desk.settle(patience_s) and self._records.flush(patience_s)
+
+    def _release(self, request: Request) -> Reply:
+        self._released = max(self._released, request.read(Released).number)
         self._gate.release()
         return Reply()
 
@@ -323,7 +345,9 @@ def _check_image(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None
         return {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
 
     if described(given) != described(own):
-        raise DataError(f"an image of {described(given)} does not fit a trainer of {described(own)}")
+        names = sorted({*given, *own})
+        wrong = next((n for n in names if described(given).get(n) != described(own).get(n)), "nothing")
+        raise DataError(f"an image with another {wrong} does not fit this trainer")
 
 
 def _known(error: BaseException) -> ShadowSyncError:

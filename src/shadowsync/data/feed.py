@@ -144,6 +144,8 @@ class Feed:
                 self.closed = True  # nobody parses any more
                 return False
             if block.batches is None and block.parsing.done():
+                if self.closed:
+                    return False  # what went wrong with it may be that nobody wants it any more
                 block.batches = deque(self._opened(block.lease, block.parsing.result()))
         return self.blocks[0].batches is not None
 

@@ -89,15 +89,18 @@ class AveragingService:
         members: ranks that the first round waits for, also if they come late.
         seats: most calls that are held; as many as trainers give the lowest latency.
         hold_s: longest time to hold a call.
+        banned: connections that are not listened to.
     """
 
-    def __init__(self, members: Iterable[int] = (), seats: int = 2, hold_s: float = 0.1) -> None:
+    def __init__(
+        self, members: Iterable[int] = (), seats: int = 2, hold_s: float = 0.1, banned: Iterable[str] = ()
+    ) -> None:
         self._book = AveragingBook(members)
         self._hold_s = hold_s
         self._seats = threading.Semaphore(seats)
         self._changed = threading.Condition()
         self._clients: dict[int, str] = {}
-        self._dead: set[str] = set()
+        self._dead = set(banned)
         self._board = _Board()
         self.methods: Mapping[str, Method] = {
             "join": Method(self._join),
@@ -125,6 +128,12 @@ class AveragingService:
         """Trainer `rank` is given up: nobody waits for it, and its connection is not listened to any more."""
         with self._changed:
             self._forget(rank)
+
+    @property
+    def clients(self) -> frozenset[str]:
+        """All connections that have spoken."""
+        with self._changed:
+            return frozenset(self._dead | set(self._clients.values()))
 
     def expect(self, rank: int) -> None:
         """Trainer `rank` is about to start, in place of one that died or as one more, and is waited for."""

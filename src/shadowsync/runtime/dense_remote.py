@@ -29,6 +29,7 @@ class DenseRemote:
         codec: of exchanges in both directions; the service's own.
         counter: adds up the bytes of exchanges, both directions.
         timeout_s: deadline of a call; None is the connection's own.
+        generation: of the parts that this trainer belongs to.
     """
 
     connections: Sequence[Connection]
@@ -36,6 +37,7 @@ class DenseRemote:
     codec: Codec
     counter: Counter
     timeout_s: float | None = None
+    generation: int = 0
     _exchanged: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
     _there: dict[tuple[int, int], Encoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -72,7 +74,7 @@ class DenseRemote:
         )
 
     def _exchange(self, method: str, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        asked = Exchange(rank, alpha)
+        asked = Exchange(rank, alpha, self.generation)
         calls = [
             connection.call(method, asked, self._encode(rank, index, weights[start:stop]), self.timeout_s)
             for index, (connection, (start, stop)) in enumerate(zip(self.connections, self.spans, strict=True))

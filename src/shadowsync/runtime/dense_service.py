@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
+from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.lines import Encoder
 from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
 from shadowsync.sync.dense import DenseServer, Sent
@@ -24,10 +25,12 @@ class Exchange(Meta, frozen=True):
     Attributes:
         trainer_rank: which stream of the caller this is.
         alpha: elastic parameter, in (0, 1].
+        generation: of the parts that the trainer belongs to.
     """
 
     trainer_rank: int
     alpha: float
+    generation: int = 0
 
 
 _Mix = Callable[[DenseServer, Tensor, float, Sent], Tensor]
@@ -39,8 +42,9 @@ class DenseService:
     `read` and `write` carry float32 as it stands: they serve checkpoints and new trainers.
     """
 
-    def __init__(self, server: DenseServer, codec: Codec) -> None:
+    def __init__(self, server: DenseServer, codec: Codec, generation: Generation = FIRST) -> None:
         self._server = server
+        self._generation = generation
         self._codec = codec
         self._back: dict[str, dict[int, Encoder]] = {}
         self._lock = threading.Lock()
@@ -61,6 +65,7 @@ class DenseService:
 
     def _exchange(self, mix: _Mix, request: Request) -> Reply:
         asked = request.read(Exchange)
+        self._generation.check(asked.generation)
         if not (math.isfinite(asked.alpha) and 0 < asked.alpha <= 1):
             raise DataError(f"an exchange came with alpha {asked.alpha}: it lies in (0, 1]")
         local = self._decoded(request.tensors)

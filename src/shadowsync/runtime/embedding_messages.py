@@ -63,6 +63,7 @@ class PushAsked(Meta, frozen=True):
     lr: float
     gradient: Coded
     ids: Ids | None
+    generation: int = 0
 
 
 class ReadAsked(Meta, frozen=True):
@@ -81,6 +82,7 @@ class StepAsked(Meta, frozen=True):
     lr: float
     gradients: Coded
     shards: tuple[int, ...] | None
+    generation: int = 0
 
 
 class Pushed(Meta, frozen=True):

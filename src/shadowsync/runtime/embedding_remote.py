@@ -45,6 +45,7 @@ class Remote:
         timeout_s: the deadline of every call; None leaves it to the connection.
         learns: pushes follow the pulls; False for a client that only predicts: the server keeps nothing, and sends the
             rows as they are, whatever the codec (the line of pulls has to be `plain`).
+        generation: of the parts that this client belongs to.
     """
 
     connection: Connection
@@ -53,6 +54,7 @@ class Remote:
     stream: int = 0
     timeout_s: float | None = None
     learns: bool = True
+    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class EmbeddingRemote:
 
         def message(again: bool) -> _Message:
             ids, tensors = pack_ids(lookup, self._id_type) if again else (None, ())
-            meta = PushAsked(self._remote.stream, lookup.number, lr, coded, ids)
+            meta = PushAsked(self._remote.stream, lookup.number, lr, coded, ids, self._remote.generation)
             return _Message("push", meta, (*tensors, *frames), _bytes(tensors))
 
         return _Delivery(self._call, message, self._pushes)
@@ -114,7 +116,8 @@ class EmbeddingRemote:
 
         def message(again: bool) -> _Message:
             numbers = (lookup.rows.to(self._number_type),) if again else ()
-            meta = StepAsked(self._remote.stream, lookup.number, lr, coded, lookup.shards if again else None)
+            shards = lookup.shards if again else None
+            meta = StepAsked(self._remote.stream, lookup.number, lr, coded, shards, self._remote.generation)
             return _Message("step", meta, (*numbers, *frames), _bytes(numbers))
 
         return _Delivery(self._call, message, self._pushes)

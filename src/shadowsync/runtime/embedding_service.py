@@ -30,6 +30,7 @@ from shadowsync.runtime.embedding_messages import (
     unpack_coded,
     unpack_ids,
 )
+from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.lines import Encoder
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
@@ -105,9 +106,17 @@ class EmbeddingService:
         pull: codec of pooled vectors and rows.
         push: codec of their gradients.
         limits: what is kept for a client.
+        generation: whose pushes are applied.
     """
 
-    def __init__(self, server: EmbeddingServer, pull: Codec, push: Codec, limits: KeptLimits = KeptLimits()) -> None:
+    def __init__(
+        self,
+        server: EmbeddingServer,
+        pull: Codec,
+        push: Codec,
+        limits: KeptLimits = KeptLimits(),
+        generation: Generation = FIRST,
+    ) -> None:
         self.methods: Mapping[str, Method] = {
             "pull": Method(self._pull, once=False),
             "push": Method(self._push),
@@ -118,6 +127,7 @@ class EmbeddingService:
             "load_rows": Method(self._load_rows),
         }
         self._server = server
+        self._generation = generation
         self._plain = Plain()
         self._pull_codec = pull
         self._push_codec = push
@@ -155,6 +165,7 @@ class EmbeddingService:
 
     def _push(self, request: Request) -> Reply:
         asked = request.read(PushAsked)
+        self._generation.check(asked.generation)
         split = 0 if asked.ids is None else asked.ids.tensor_count
         lookup = self._client(request).take(asked.stream, asked.number)
         if asked.ids is not None:
@@ -178,6 +189,7 @@ class EmbeddingService:
 
     def _step(self, request: Request) -> Reply:
         asked = request.read(StepAsked)
+        self._generation.check(asked.generation)
         split = 0 if asked.shards is None else 1
         lookup = self._client(request).take(asked.stream, asked.number)
         if asked.shards is not None:

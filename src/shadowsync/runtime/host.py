@@ -6,6 +6,7 @@ from typing import Any
 
 from shadowsync.runtime.runtime import Builder, Home, Part
 from shadowsync.runtime.wire.client import Courier, CourierOptions
+from shadowsync.runtime.wire.clients import Limits
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.server import ServerOptions, WireServer
 from shadowsync.runtime.wire.service import Method
@@ -43,13 +44,16 @@ class RoleHost:
         keys: of the job.
         host: address of this machine as the others see it, or a folder (see `ServerOptions`).
         threads: that answer requests.
+        forget_s: silence after which a client is forgotten.
     """
 
-    def __init__(self, role: str, keys: JobKeys, host: str, threads: int = 4) -> None:
+    def __init__(self, role: str, keys: JobKeys, host: str, threads: int = 4, forget_s: float = 120.0) -> None:
         self._switch = Switch()
-        self._home = Home(role, Courier(keys, CourierOptions(timeout_s=CALL_S)), LOOPBACK if is_folder(host) else host)
+        courier = Courier(keys, CourierOptions(timeout_s=CALL_S))
+        self._home = Home(role, courier, LOOPBACK if is_folder(host) else host)
         self._lock = threading.Lock()
-        self._server = WireServer(self._switch, keys, ServerOptions(host=host, threads=threads))
+        limits = Limits(forget_client_after_s=forget_s)
+        self._server = WireServer(self._switch, keys, ServerOptions(host=host, threads=threads, limits=limits))
         self._server.start()
 
     @property

@@ -20,7 +20,7 @@ class HostedRole(RoleProcess):
 
     def __init__(self, order: Order, keys: JobKeys) -> None:
         self.order = order
-        self._host = RoleHost(order.role, keys, LOOPBACK, order.threads)
+        self._host = RoleHost(order.role, keys, LOOPBACK, order.threads, order.forget_s)
         self._ended: str | None = None
 
     def place(self, timeout_s: float) -> Place:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, ClassVar
 
 from shadowsync.embedding.pages import keep_freed_memory
-from shadowsync.errors import MissingExtra, RunError, ShadowSyncError
+from shadowsync.errors import ConfigError, MissingExtra, RunError, ShadowSyncError
 from shadowsync.runtime.host import RoleHost
 from shadowsync.runtime.role_logging import log_to
 from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
@@ -33,12 +33,13 @@ CALLS = 8
 class RoleActor:
     """What Ray runs: one role's process."""
 
-    def __init__(self, job: str, role: str, keys: JobKeys, threads: int, folder: str | None) -> None:
+    def __init__(self, job: str, order: Order, keys: JobKeys, folder: str | None) -> None:
         torch = importlib.import_module("torch")
         torch.set_num_threads(1)  # workers are the parallelism
         keep_freed_memory()
-        self._log = log_to(job, role)
-        self._host = RoleHost(role, keys, folder or _ray().util.get_node_ip_address(), threads)
+        self._log = log_to(job, order.role)
+        host = folder or _ray().util.get_node_ip_address()
+        self._host = RoleHost(order.role, keys, host, order.threads, order.forget_s)
 
     def place(self) -> Place:
         """Where it is."""
@@ -79,7 +80,12 @@ class RayRole(RoleProcess):
 
     def build(self, builder: Builder, spec: Any) -> "Future[None]":
         built: Future[None] = Future()
-        asked: Future[Any] = self._actor.build.remote(builder, spec).future()
+        try:
+            asked: Future[Any] = self._actor.build.remote(builder, spec).future()
+        except TypeError as error:  # a user's own model or script of failures
+            raise ConfigError(
+                f"what {self.order.role} is made from cannot be sent to another process: {_in_one_line(error)}"
+            ) from error
         asked.add_done_callback(lambda answered: self._pass_on(answered, built))
         return built
 
@@ -138,6 +144,7 @@ class RayRuntime(Runtime):
         if not self._joined:
             _connect(address, self.job, {"cpus": max(os.cpu_count() or 1, math.ceil(cpus)), "resources": resources})
         self._folder = None if address or self._joined else tempfile.mkdtemp(prefix="shadowsync-")
+        self._closed = False
         self._roles: list[RayRole] = []
         self._bundles: dict[tuple[str, str | None], int] = {}
         self._group: Any = None
@@ -165,6 +172,8 @@ class RayRuntime(Runtime):
         self._bundles = {(order.role, order.machine): index for index, order in enumerate(orders)}
 
     def start(self, order: Order) -> RoleProcess:
+        if self._closed:  # a call would start another Ray
+            raise PeerLost("the job has ended")
         ray = _ray()
         count = self._names[order.role] = self._names.get(order.role, -1) + 1
         name = f"{order.role}.{count}" if count else order.role
@@ -177,7 +186,7 @@ class RayRuntime(Runtime):
             "resources": {} if order.resource is None else {order.resource: PINNED},
             "scheduling_strategy": self._strategy(order),
         }
-        made_of = (self.job, order.role, self.keys, order.threads, self._folder)
+        made_of = (self.job, order, self.keys, self._folder)
         self._roles.append(RayRole(order, ray.remote(RoleActor).options(**options).remote(*made_of)))
         return self._roles[-1]
 
@@ -195,8 +204,8 @@ class RayRuntime(Runtime):
         if order.resource is not None:
             needed[order.resource] = PINNED
         if order.machine is not None:
-            node = next(node for node in _ray().nodes() if node["NodeID"] == order.machine)
-            needed[f"node:{node['NodeManagerAddress']}"] = PINNED
+            nodes = [node["NodeManagerAddress"] for node in _ray().nodes() if node["NodeID"] == order.machine]
+            needed |= {f"node:{address}": PINNED for address in nodes}
         return needed
 
     def host(self) -> str:
@@ -205,6 +214,9 @@ class RayRuntime(Runtime):
         return address
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         for role in self._roles:
             role.kill()
         ray = _ray()

@@ -73,6 +73,7 @@ class Order:
         cpus: to reserve there.
         resource: custom resource the machine must have.
         threads: that answer requests there.
+        forget_s: silence after which its server forgets a client.
     """
 
     role: str
@@ -80,6 +81,7 @@ class Order:
     cpus: float = 0.0
     resource: str | None = None
     threads: int = 4
+    forget_s: float = 120.0
 
 
 @dataclass(frozen=True)

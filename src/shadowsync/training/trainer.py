@@ -60,6 +60,11 @@ class Trainer:
         """Some worker is at a step, or about to be: what the trainer holds cannot be given to others yet."""
         return any(not worker.idle for index, worker in enumerate(self._workers) if index not in self._left)
 
+    @property
+    def quiet(self) -> bool:
+        """All gradients are where they belong; to be asked while everybody stands still."""
+        return all(worker.quiet for worker in self._workers)
+
     def finish(self) -> None:
         """Waits for the workers and stops the shadow; what went wrong is kept in `error`."""
         if self.finished:

@@ -34,6 +34,11 @@ class Update(Protocol):
         """
         ...
 
+    @property
+    def quiet(self) -> bool:
+        """Nothing that `apply` was given is under way; may be asked from any thread while the worker stands still."""
+        ...
+
     def settle(self) -> None:
         """Waits until everything that `apply` was given is in the parameters, and `Feed.done` said; raises what failed.
 
@@ -72,6 +77,11 @@ class LocalUpdate:
         self._under_way.append(pushed)
         while self._under_way and (len(self._under_way) > self.most_under_way or self._under_way[0].done()):
             self._under_way.popleft().result()
+
+    @property
+    def quiet(self) -> bool:
+        """As `Update.quiet`."""
+        return all(pushed.done() for pushed in tuple(self._under_way))
 
     def settle(self) -> None:
         """As `Update.settle`."""

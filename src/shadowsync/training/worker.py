@@ -121,6 +121,11 @@ class Worker:
                 break
         self._update.settle()
 
+    @property
+    def quiet(self) -> bool:
+        """All gradients of its steps are where they belong; to be asked while it stands still."""
+        return self._update.quiet
+
     def ended(self) -> None:
         """Tells the job that this worker is done."""
         self._parts.hooks.ended()

@@ -105,7 +105,8 @@ def perform(service: Service, request: Request) -> Reply:
     """
     method = service.methods.get(request.method)
     if method is None:
-        raise RunError(f"there is no method {request.method!r}, only {', '.join(sorted(service.methods))}")
+        known = ", ".join(sorted(service.methods)) or "none yet"
+        raise RunError(f"there is no method {request.method!r} here; those that are: {known}")
     try:
         return method.handle(request)
     except ShadowSyncError:

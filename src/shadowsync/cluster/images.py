@@ -1,0 +1,167 @@
+"""Rows and dense parts of a job whose roles are elsewhere: taken while everybody stands still, and put back."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shadowsync.assembly import LOADED_ROWS
+from shadowsync.cluster.crew import Crew
+from shadowsync.cluster.staff import Member
+from shadowsync.cluster.trainer_messages import Held, HoldAsked, ImageNames, Released
+from shadowsync.cluster.trainer_part import image_reply, read_image
+from shadowsync.compression.plain import Plain
+from shadowsync.dense_state import DenseImage, TrainerImage
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.table import Rows
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.matching import match_optimizer, match_tables
+from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
+from shadowsync.runtime.embedding_rows import RemoteRows
+from shadowsync.runtime.lines import Line
+from shadowsync.runtime.wire.errors import PeerLost
+
+IMAGE_S = 20.0
+"""Deadline of a pause and of each message of an image: rather no checkpoint than one for which all wait so long."""
+PATIENCE_S = 0.5
+
+
+class Images:
+    """Takes and puts back images of a crew.
+
+    Attributes:
+        turn: held during a pause; whoever puts a new trainer to work holds it too.
+    """
+
+    def __init__(self, crew: Crew) -> None:
+        self.turn = threading.Lock()
+        self._crew = crew
+        self._pauses = itertools.count(1)
+
+    @contextmanager
+    def standing_still(self, disturbed: Callable[[], bool]) -> Iterator[None]:
+        """Inside, no trainer at work changes anything.
+
+        Args:
+            disturbed: true as soon as there is no use in waiting.
+
+        Raises:
+            PeerLost: somebody died or cannot be reached, or it took too long.
+        """
+        if not self.turn.acquire(timeout=IMAGE_S):
+            raise PeerLost("somebody is being put to work")
+        number, trainers = next(self._pauses), self._crew.statuses.at_work()
+        try:
+            self._hold(number, trainers, disturbed)
+            yield
+        finally:
+            for member in trainers:
+                member.connection.call("release", Released(number))
+            self.turn.release()
+
+    def _hold(self, number: int, trainers: Sequence[Member], disturbed: Callable[[], bool]) -> None:
+        moving, tries = list(trainers), 0
+        while moving:
+            asked = [member.connection.call("hold", HoldAsked(number, PATIENCE_S)) for member in moving]
+            while wait(asked, PATIENCE_S).not_done or disturbed():
+                tries += 1
+                if disturbed() or tries * PATIENCE_S > IMAGE_S:
+                    raise PeerLost("somebody died or cannot be reached, so the job cannot stand still")
+            moving = [m for m, answered in zip(moving, asked, strict=True) if not answered.result().read(Held).still]
+            tries += bool(moving)
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> tuple[Rows, ...]:
+        """Copies of all rows with their optimizer state."""
+        found: dict[int, list[Rows]] = {}
+
+        def read(member: Member) -> None:
+            found[member.index] = list(RemoteRows(member.connection, IMAGE_S).read())
+
+        self._crew.all_at_once([partial(read, member) for member in self._crew.row_servers()])
+        return tuple(rows for index in sorted(found) for rows in found[index])
+
+    def load_rows(self, saved: LoadedCheckpoint) -> None:
+        """Fills all rows, as `Session.load_rows`."""
+        match_tables(saved.tables, self._crew.blueprint.session.tables)
+        there = {table.name: saved.tensor_names(table.name) for table in saved.tables}
+        servers = [(member, RemoteRows(member.connection)) for member in self._crew.row_servers()]
+        here = {name: names for _, rows in servers for name, names in rows.tensor_names().items()}
+        match_optimizer(there, here)
+        self._crew.all_at_once([partial(self._load_server, saved, *server) for server in servers])
+
+    def _load_server(self, saved: LoadedCheckpoint, member: Member, rows: RemoteRows) -> None:
+        for shard in self._crew.blueprint.shards[member.index]:
+            for start in range(shard.start, shard.stop, LOADED_ROWS):
+                stop = min(start + LOADED_ROWS, shard.stop)
+                rows.write(Rows(shard.table, start, saved.rows(shard.table.name, start, stop)))
+
+    def predicting_client(self) -> EmbeddingClient:
+        """Pulls rows as they are."""
+        blueprint = self._crew.blueprint
+        pulls, pushes = (Line(kind, Plain(), WireCounter()) for kind in ("pull", "push"))
+        remotes = [
+            EmbeddingRemote(Remote(m.connection, blueprint.shards[m.index], m.index, learns=False), pulls, pushes)
+            for m in self._crew.row_servers()
+        ]
+        session = blueprint.session
+        return EmbeddingClient(session.tables, [feature.name for feature in session.schema.features], remotes)
+
+    # --- dense part --------------------------------------------------------------------------------------------------
+
+    def dense(self) -> DenseImage:
+        """Copies of every trainer's dense part, and the central one.
+
+        Raises:
+            PeerLost: no trainer is at work, or a dense server is not there.
+        """
+        images = self.of_trainers(self._crew.statuses.at_work())
+        if not images:
+            raise PeerLost("no trainer is left")
+        return DenseImage(tuple(images), self.read_center() if self._crew.blueprint.spans else None)
+
+    def of_trainers(self, trainers: Sequence[Member]) -> list[TrainerImage]:
+        """Copies of these trainers' dense parts."""
+        asked = [member.connection.call("snapshot", timeout_s=IMAGE_S) for member in trainers]
+        return [read_image(answered.result().read(ImageNames), answered.result().tensors) for answered in asked]
+
+    def load_dense(self, image: DenseImage) -> None:
+        """Fills the dense part of every trainer and the dense servers.
+
+        Raises:
+            PeerLost: there are fewer trainers than the image has.
+        """
+        trainers = self._crew.statuses.at_work()
+        if len(trainers) != len(image.trainers):
+            raise PeerLost("a trainer is not there")
+        for member, own in zip(trainers, image.trainers, strict=True):
+            self.restore(member, own)
+        if image.center is not None:
+            self.write_center(image.center)
+
+    def restore(self, member: Member, image: TrainerImage) -> None:
+        """Fills one trainer's dense part."""
+        crossing = image_reply(image)
+        member.connection.call("restore", crossing.meta, crossing.tensors).result()
+
+    def read_center(self) -> Tensor:
+        """The central copy, `[P]`."""
+        asked = [member.connection.call("read", timeout_s=IMAGE_S) for member in self._crew.dense_servers()]
+        return torch.cat([answered.result().tensors[0] for answered in asked])
+
+    def write_center(self, center: Tensor) -> None:
+        """Replaces it; nothing where no copy is kept."""
+        for member in self._crew.dense_servers():
+            self.write_part(member, center)
+
+    def write_part(self, server: Member, center: Tensor) -> None:
+        """Fills one dense server with its part of `[P]`."""
+        start, stop = self._crew.blueprint.spans[server.index]
+        server.connection.call("write", None, (center[start:stop].contiguous(),)).result()

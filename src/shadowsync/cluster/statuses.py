@@ -1,0 +1,98 @@
+"""What the driver knows of its trainers: asked about once a second, added up over those that are no more."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shadowsync.cluster.staff import Member
+from shadowsync.cluster.trainer_messages import TrainerStatus
+from shadowsync.runtime.wire.connection import Answer
+from shadowsync.session import added
+
+NOTHING_YET = TrainerStatus(0, False, False, None, {}, {}, 0)
+
+
+@dataclass
+class _Seen:
+    """What a trainer said last."""
+
+    asked_at: float = 0.0
+    asked: Future[Answer] | None = None
+    status: TrainerStatus = NOTHING_YET
+    sketch: Tensor | None = None
+
+
+@dataclass
+class Statuses:
+    """The trainers at work, with what each said last; any thread may ask.
+
+    Args:
+        wake: called when an answer has come.
+    """
+
+    wake: Callable[[], None]
+    _seen: dict[Member, _Seen] = field(default_factory=dict)
+    _syncs: int = 0
+    _sent: dict[str, int] = field(default_factory=dict)
+    _raw: dict[str, int] = field(default_factory=dict)
+
+    def add(self, member: Member) -> None:
+        """Its part is in place."""
+        self._seen[member] = _Seen()
+
+    def forget(self, member: Member) -> None:
+        """It is no more; its counts stay."""
+        seen = self._seen.pop(member, None)
+        if seen is not None:
+            self._syncs += seen.status.syncs
+            self._sent, self._raw = added(self._sent, seen.status.sent), added(self._raw, seen.status.raw)
+
+    def begin(self) -> None:
+        """A new generation: nobody is at work, and nothing is counted yet."""
+        self._seen.clear()
+        self._syncs, self._sent, self._raw = 0, {}, {}
+
+    def at_work(self) -> list[Member]:
+        """Living trainers whose part is in place, by rank."""
+        return sorted([member for member in list(self._seen) if member.living], key=lambda member: member.index)
+
+    def of(self, member: Member) -> TrainerStatus:
+        """What it said last."""
+        seen = self._seen.get(member)
+        return NOTHING_YET if seen is None else seen.status
+
+    def ask(self, every_s: float) -> list[tuple[Member, TrainerStatus]]:
+        """Asks whoever was not asked for so long; the answers that have come since the last call."""
+        now, heard = time.monotonic(), []
+        for member, seen in list(self._seen.items()):
+            if seen.asked is not None and seen.asked.done():
+                answered, seen.asked = seen.asked, None
+                if answered.exception() is None:  # else the staff finds out why
+                    seen.status, seen.sketch = answered.result().read(TrainerStatus), answered.result().tensors[0]
+                    heard.append((member, seen.status))
+            if seen.asked is None and member.living and now - seen.asked_at >= every_s:
+                seen.asked_at, seen.asked = now, member.connection.call("status")
+                seen.asked.add_done_callback(lambda _: self.wake())
+        return heard
+
+    def syncs(self) -> int:
+        """Synchronisations of this generation."""
+        return self._syncs + sum(seen.status.syncs for seen in list(self._seen.values()))
+
+    def wire(self) -> dict[str, dict[str, int]]:
+        """Bytes of this generation, as sent and raw."""
+        sent, raw = self._sent, self._raw
+        for seen in list(self._seen.values()):
+            sent, raw = added(sent, seen.status.sent), added(raw, seen.status.raw)
+        return {"bytes": dict(sent), "raw_bytes": dict(raw)}
+
+    def sketches(self) -> list[Tensor]:
+        """The same coordinates of each replica."""
+        return [seen.sketch for seen in list(self._seen.values()) if seen.sketch is not None]
+
+    def waiting(self) -> dict[str, int]:
+        """Batches that wait at each trainer."""
+        return {member.role: seen.status.waiting for member, seen in list(self._seen.items())}

@@ -1,6 +1,5 @@
 """Builds the parts that a job, an evaluation and an export share, from a configuration."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ from shadowsync.recovery.matching import match_optimizer, match_tables
 from shadowsync.runtime.lines import EmbeddingLine, Line
 from shadowsync.sync.schedule import Driver
 from shadowsync.training.rates import Rates
-from shadowsync.training.replica import Replica
+from shadowsync.training.replica import Replica, copy_module
 from shadowsync.training.trainer import Trainer
 from shadowsync.training.update import LocalUpdate
 from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
@@ -196,7 +195,7 @@ def make_module(
 ) -> nn.Module:
     """The dense part with its initial values, which depend on the seed only."""
     if own is not None:
-        return copy.deepcopy(own)
+        return copy_module(own)
     assert choices.model is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)

@@ -17,6 +17,7 @@ from shadowsync.sync.method import SyncMethod
 from shadowsync.sync.schedule import Schedule
 from shadowsync.training.optimizers import DenseOptimizer
 
+RAYS_OWN = {"CPU", "GPU", "memory", "object_store_memory"}
 IN_PROCESS_KEYS = {"runtime", "dense_servers", "server_memory_gib"}
 """Keys of `cluster` that matter in one process too."""
 
@@ -146,6 +147,9 @@ def _check_cluster(config: Config) -> None:
             raise ConfigError(f"cluster.{key} has no effect in one process: set cluster.runtime=ray, or leave it out")
     if not train.emulate_compute and train.emulate_step_ms is None:
         raise ConfigError("train.emulate_compute=false needs train.emulate_step_ms: how long the machine would compute")
+    for key in ("trainer_resource", "server_resource"):
+        if (name := getattr(cluster, key)) in RAYS_OWN:
+            raise ConfigError(f"cluster.{key}={name} is Ray's own: name one that ray start --resources gave")
     most = cluster.max_trainers
     if most is not None and most < train.trainers:
         raise ConfigError(f"cluster.max_trainers={most} is below train.trainers={train.trainers}")

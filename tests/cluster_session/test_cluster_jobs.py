@@ -357,7 +357,7 @@ def test_a_cluster_without_room_is_an_error_before_anything_starts(tmp_path: Pat
     config = cluster_settings(data, train={"trainers": 2}, cluster={"trainer_cpus": 40})
     error = error_of(lambda: train_counted(config, tmp_path / "out"))
     assert isinstance(error, RunError)
-    assert "trainer-1 needs a machine with 40 free CPUs" in str(error)
+    assert "trainer-1 needs a machine with 40 free CPU(s)" in str(error)
     assert cluster.runtime.processes == []
     assert not (tmp_path / "out").exists()
 

@@ -125,7 +125,7 @@ def test_an_order_holds_what_the_process_takes() -> None:
         (
             {"trainer_cpus": 32, "placement": "apart", "trainer_resource": "fast"},
             Need("trainer-1"),
-            "trainer-1 needs a machine with 32 free CPUs and the resource fast and no embedding server, "
+            "trainer-1 needs a machine with 32 free CPU(s) and the resource fast and no embedding server, "
             "and none of the 2 has room",
         ),
     ],

@@ -135,14 +135,14 @@ def test_epochs_may_be_added(tmp_path: Path, epochs: int) -> None:
 
 
 def test_a_job_is_resumed_again_and_again(tmp_path: Path) -> None:
-    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+    data, out = write_rows(tmp_path / "rows.parquet", 401), tmp_path / "out"
     config = settings(data, train={"trainers": 2, "keep": 3}, sync={"method": "ma"})
     trained, resume = Counter[int](), None
     for _ in range(4):
         rows, _ = interrupt(config, out, 6, resume=resume)
         trained, resume = trained + rows, out
     _, rows = train_counted(config, out, resume=out)
-    assert trained + rows == dict.fromkeys(range(101), 1)
+    assert trained + rows == dict.fromkeys(range(401), 1)
     assert len(checkpoints(out)) == 3
 
 

@@ -74,7 +74,7 @@ class Map:
         """Says what a role that found no place needs."""
         resource = self._resource(need)
         wanted = [
-            *([f"{self._cpus(need):g} free CPUs"] if self._cpus(need) else []),
+            *([f"{self._cpus(need):g} free CPU(s)"] if self._cpus(need) else []),
             *([f"{need.bytes / GIB:.1f} GiB of memory"] if need.bytes else []),
             *([f"the resource {resource}"] if resource else []),
             *(["no embedding server"] if need.kind == "trainer" and self.cluster.placement == "apart" else []),

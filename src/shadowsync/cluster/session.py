@@ -172,8 +172,8 @@ class ClusterSession(Session):
     def _mourn_trainer(self, member: Member) -> None:
         self._crew.doors.give_up(member.index)
         self._crew.statuses.forget(member)
-        if (self.reader.finished or self._stopping) and not self._crew.statuses.at_work():
-            self._must_go_back = "the last trainer died before its weights were saved"
+        if not self._crew.statuses.at_work() and (self.reader.finished or self._stopping or self._wanted_trainers()):
+            self._must_go_back = "no trainer is left whose weights the others could go on from"
 
     def _mourn_server(self, member: Member) -> None:
         if member.kind == "reader" and self._crew.serving("reader"):
@@ -329,13 +329,13 @@ class ClusterSession(Session):
 
     def _go_back(self, reason: str) -> None:
         """Ends this generation and starts the next one from the newest checkpoint, however often somebody dies."""
-        began, trained = time.monotonic(), self.reader.trained
+        began, trained, training = time.monotonic(), self.reader.trained, self._training
         wait(list(self._installs.values()))
         self._collect_installs()
         for _ in range(ATTEMPTS):
             self._mourn_all()
             try:
-                self._next_generation()
+                self._next_generation(training)
             except _GONE:
                 if self.given_up is None and not self._closing.is_set():
                     continue
@@ -349,8 +349,8 @@ class ClusterSession(Session):
         lost_s = samples / eps if eps else 0.0
         self._went_back = Recovered("full", before.lost_s + lost_s, before.wait_s + seconds)
 
-    def _next_generation(self) -> None:
-        trained_before = self._training
+    def _next_generation(self, training: bool) -> None:
+        """`training`: everybody trained before somebody died, and is to do so again."""
         self._crew.end_trainers()
         newcomers = self._fill_places()
         if self.given_up is not None:
@@ -368,7 +368,7 @@ class ClusterSession(Session):
         trainers = [member.role for member in self._crew.trainers()]
         for role in dict.fromkeys([*newcomers, *trainers]):
             self.happenings.add(role, "restored")
-        if trained_before and not self.reader.finished:
+        if training and not self.reader.finished:
             self.start()
             if self._stopping:
                 self._crew.ask_to_stop()

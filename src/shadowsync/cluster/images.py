@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -66,15 +67,15 @@ class Images:
             self.turn.release()
 
     def _hold(self, number: int, trainers: Sequence[Member], disturbed: Callable[[], bool]) -> None:
-        moving, tries = list(trainers), 0
+        moving, until = list(trainers), time.monotonic() + IMAGE_S
         while moving:
             asked = [member.connection.call("hold", HoldAsked(number, PATIENCE_S)) for member in moving]
-            while wait(asked, PATIENCE_S).not_done or disturbed():
-                tries += 1
-                if disturbed() or tries * PATIENCE_S > IMAGE_S:
+            waiting = True
+            while waiting:
+                waiting = bool(wait(asked, PATIENCE_S).not_done)
+                if disturbed() or time.monotonic() > until:
                     raise PeerLost("somebody died or cannot be reached, so the job cannot stand still")
             moving = [m for m, answered in zip(moving, asked, strict=True) if not answered.result().read(Held).still]
-            tries += bool(moving)
 
     # --- rows --------------------------------------------------------------------------------------------------------
 

@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shadowsync.assembly import GIB
 from shadowsync.config import ClusterConfig
 from shadowsync.runtime.runtime import Machine, Order
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Map:
         self._machines = [machine for machine in machines if machine.cpus > 0]
         self._placed = list(placed)
 
-    def put(self, need: Need, threads: int = 4, forget_s: float = 120.0) -> Order | None:
+    def put(self, need: Need) -> Order | None:
         """The best place for a role, which it takes; None if there is none now.
 
         Embedding servers go where they fill the least share of the memory, everything else where fewest of its kind
@@ -64,7 +63,7 @@ class Map:
             return None
         best = min(able, key=lambda machine: self._rank(machine, need))
         self._placed.append(Placed(need, best.id))
-        return Order(need.role, best.id, self._cpus(need), self._resource(need), threads, forget_s)
+        return Order(need.role, best.id, self._cpus(need), self._resource(need))
 
     def trainer_machines(self) -> int:
         """How many machines have a trainer."""

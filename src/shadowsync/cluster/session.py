@@ -23,13 +23,12 @@ from shadowsync.errors import RunError
 from shadowsync.job_state import job_state
 from shadowsync.metrics.roles import RoleState
 from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.runtime.host import CALL_S
 from shadowsync.runtime.runtime import Order, Runtime
 from shadowsync.runtime.wire.client import Courier, CourierOptions
 from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
 from shadowsync.session import Material, Newest, Recovered, RolePlace, Session, distance, reader_options
 
-CALL_S = 3600.0
-"""Deadline of the driver's calls; that a member died ends them at once."""
 STATUS_S = 1.0
 QUICK_STATUS_S = 0.1
 FINISH_S = 60.0
@@ -163,8 +162,13 @@ class ClusterSession(Session):
         if member.role not in self._scripted:
             self._vacancies.died(member.role, self.reader.trained, time.monotonic())
             self.given_up = self.given_up or self._vacancies.hopeless(member.role)
-        take_note = {"embedding": self._mourn_embedding_server, "trainer": self._mourn_trainer}
-        take_note.get(member.kind, self._mourn_server)(member)
+        take_note = {
+            "embedding": self._mourn_embedding_server,
+            "trainer": self._mourn_trainer,
+            "reader": self._mourn_reader,
+        }
+        if member.kind in take_note:
+            take_note[member.kind](member)
 
     def _mourn_embedding_server(self, member: Member) -> None:
         self._must_go_back = f"{member.role} died"
@@ -175,8 +179,8 @@ class ClusterSession(Session):
         if not self._crew.statuses.at_work() and (self.reader.finished or self._stopping or self._wanted_trainers()):
             self._must_go_back = "no trainer is left whose weights the others could go on from"
 
-    def _mourn_server(self, member: Member) -> None:
-        if member.kind == "reader" and self._crew.serving("reader"):
+    def _mourn_reader(self, _: Member) -> None:
+        if self._crew.serving("reader"):
             self._crew.tell_of_readers()  # another takes over at once
 
     def _hear(self) -> None:
@@ -250,14 +254,14 @@ class ClusterSession(Session):
 
     def _fill(self, needs: list[Need], now: float) -> None:
         places = self._crew.map()
+        vital = ("dense",) if self._crew.serving("reader") else ("dense", "reader")
         for need in needs:
-            if need.role.startswith("embedding"):
+            if need.kind == "embedding":
                 continue  # comes with the next generation
             order = self._crew.order(places, need)
             if order is not None:
                 self._installs[need.role] = self._pool.submit(self._install, order)
-            needed = need.role.startswith("dense") or not self._crew.serving("reader")
-            if needed and not need.role.startswith("trainer") and self._vacancies.too_long(need.role, now):
+            if need.kind in vital and self._vacancies.too_long(need.role, now):
                 self.given_up = places.why_not(need)
 
     def _collect_installs(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -61,6 +61,9 @@ def _ray(material: Material, newest: Newest) -> Session:
 
 
 _SESSIONS: Mapping[str, Callable[[Material, Newest], Session]] = {"inprocess": _local, "ray": _ray}
+
+
+T = TypeVar("T")
 
 
 class Interrupted(ShadowSyncError):
@@ -170,11 +173,11 @@ class _Run:
         stack.callback(sources.close)
         position = None if self.saved is None else self.saved.position
         material = Material(self.config, self.choices, job.own, sources.train, sources.test, position)
+        self.saver = AsyncSaver(store)
         self.session = _SESSIONS[self.config.cluster.runtime](material, self._newest)
         stack.callback(self.session.close)
         self.load_s = self._restore()
         self.seconds_before = 0.0
-        self.saver = AsyncSaver(store)
         self.saved_samples = self.saved.samples if self.saved is not None and job.resume == job.out else -1
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
@@ -204,7 +207,7 @@ class _Run:
         started = time.monotonic()
         if self.saved is not None:
             _check_order(self.saved, self.config)
-            put_back(self.session, self.saved, self.config.train.trainers)
+            self._unless_somebody_dies(partial(put_back, self.session, self.saved, self.config.train.trainers))
         return time.monotonic() - started
 
     def to_the_end(self) -> Result:
@@ -308,12 +311,22 @@ class _Run:
         return evaluate_scores(logits, labels) if len(logits) else None
 
     def _scores(self) -> tuple[Tensor, Tensor]:
-        """Of the test rows; if a server dies meanwhile, once more from the last checkpoint."""
-        assert self.session.test_source is not None
+        """Of the test rows; if a server dies meanwhile, from the last checkpoint."""
+        test = self.session.test_source
+        assert test is not None
+        return self._unless_somebody_dies(
+            lambda: score(Predictor(self.session.evaluation_replica(), self.session.predicting_client()), test)
+        )
+
+    def _unless_somebody_dies(self, attempt: Callable[[], T]) -> T:
+        """What the attempt gives; if a role dies meanwhile, it was replaced before the next attempt.
+
+        Raises:
+            RunError: the job cannot go on.
+        """
         while True:
             try:
-                predictor = Predictor(self.session.evaluation_replica(), self.session.predicting_client())
-                return score(predictor, self.session.test_source)
+                return attempt()
             except (PeerLost, CallTimeout):
                 self.session.settle()
 

@@ -12,8 +12,10 @@ from job_helpers import METHODS, Ledger, Witness, beside_own_model, checkpoints,
 
 from shadowsync import Job, Result
 from shadowsync.cluster.crew import Crew
+from shadowsync.cluster.images import Images
 from shadowsync.data.reader import Reader
 from shadowsync.errors import RunError
+from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Machine
 from shadowsync.runtime.wire.keys import JobKeys
@@ -156,6 +158,52 @@ def test_another_server_may_die_while_the_job_goes_back(
     monkeypatch.setattr(Crew, "build_servers", disturbed)
     survive(job_settings(tmp_path), tmp_path / "out", Killing(cluster, ["embedding-0"]))
     assert struck.is_set()
+
+
+@pytest.mark.parametrize("role", ["embedding-0", "dense-0", "reader-0", "trainer-1"])
+def test_whoever_dies_before_the_job_has_begun_is_replaced(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    build, struck = Crew.build_servers, threading.Event()
+
+    def disturbed(crew: Crew, reader: Reader) -> None:
+        if not struck.is_set():
+            struck.set()
+            cluster.kill(role)
+            assert cluster.wait_for(role, "dead")
+        build(crew, reader)
+
+    monkeypatch.setattr(Crew, "build_servers", disturbed)
+    result = Job(beside_own_model(job_settings(tmp_path)), model=Tower(), out=tmp_path / "out").run()
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert result.recovery.failures == 1
+
+
+@pytest.mark.parametrize("role", ["embedding-0", "dense-1", "trainer-1"])
+def test_whoever_dies_while_a_run_is_resumed_is_replaced(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    out, config = tmp_path / "out", job_settings(tmp_path)
+    Job(beside_own_model(config), model=Witness(Ledger()), out=out).run()
+    load, struck = Images.load_rows, threading.Event()
+
+    def disturbed(images: Images, saved: LoadedCheckpoint) -> None:
+        if not struck.is_set():
+            struck.set()
+            cluster.kill(role)
+            assert cluster.wait_for(role, "dead")
+        load(images, saved)
+
+    monkeypatch.setattr(Images, "load_rows", disturbed)
+    config["data"] = config["data"] | {"epochs": EPOCHS + 1}
+    ledger = Ledger()
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, resume=out).run()
+    assert result.data.trained_samples == ROWS * (EPOCHS + 1)
+    assert ledger.rows.total() == ROWS
+    assert result.recovery.failures == 1
+    assert result.test is not None
+    assert result.test.auc is not None
+    assert result.test.auc > 0.7
 
 
 def test_a_death_after_the_last_row_costs_nothing(tmp_path: Path, cluster: Cluster) -> None:

@@ -56,7 +56,7 @@ class ClusterSession(Session):
 
     Raises:
         UserError: the configuration does not fit the data; nothing was started.
-        RunError: somebody finds no room, or ended at once.
+        RunError: somebody finds no room, ended at once, or died again and again.
     """
 
     def __init__(self, material: Material, make_runtime: Callable[[], Runtime], newest: Newest) -> None:
@@ -83,7 +83,7 @@ class ClusterSession(Session):
             self._crew = self._make_crew(runtime, blueprint, stack)
             self._images = Images(self._crew)
             self._crew.hire_all()
-            self._begin_generation()
+            self._begin()
             self._ends = stack.pop_all()
 
     def _make_crew(self, runtime: Runtime, blueprint: Blueprint, stack: ExitStack) -> Crew:
@@ -99,6 +99,15 @@ class ClusterSession(Session):
         stack.callback(staff.close)
         stack.callback(self._closing.set)
         return Crew(blueprint, runtime, staff, doors, Statuses(self.ended.set), self._pool)
+
+    def _begin(self) -> None:
+        """The first generation; whoever dies meanwhile is replaced."""
+        try:
+            self._begin_generation()
+        except _GONE as error:
+            self._go_back(f"somebody died at the start: {error}")
+            if self.given_up is not None:
+                raise RunError(self.given_up) from error
 
     def _begin_generation(self) -> None:
         """Everybody gets a part with its initial values."""
@@ -440,14 +449,25 @@ class ClusterSession(Session):
         return self._images.rows()
 
     def load_rows(self, saved: LoadedCheckpoint) -> None:
-        self._images.load_rows(saved)
+        with self._all_or_again():
+            self._images.load_rows(saved)
 
     def dense_image(self) -> DenseImage:
         self._check_settled()
         return self._images.dense()
 
     def load_dense(self, image: DenseImage) -> None:
-        self._images.load_dense(image)
+        with self._all_or_again():
+            self._images.load_dense(image)
+
+    @contextmanager
+    def _all_or_again(self) -> Iterator[None]:
+        """Who dies meanwhile leaves parts half-filled: `settle` then starts all of them from the checkpoint."""
+        try:
+            yield
+        except _GONE as error:
+            self._must_go_back = f"somebody died while a checkpoint was put back: {error}"
+            raise
 
     def predicting_client(self) -> EmbeddingClient:
         self._check_settled()

@@ -133,7 +133,8 @@ class RayRuntime(Runtime):
 
     Raises:
         MissingExtra: Ray is not installed.
-        RunError: there is no cluster at the address.
+        ConfigError: the address is none.
+        RunError: there is no cluster at it.
     """
 
     name: ClassVar[str] = "ray"
@@ -260,11 +261,14 @@ def _check_address(address: str) -> None:
     """Looks whether anybody listens at host:port: Ray itself would try for minutes.
 
     Raises:
+        ConfigError: that is no address.
         RunError: nobody does.
     """
+    if address == "auto":
+        return  # for Ray to find
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        return
+        raise ConfigError(f"cluster.address={address}: give host:port, or auto for the cluster of this machine")
     try:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
     except (OSError, OverflowError) as error:
@@ -273,11 +277,13 @@ def _check_address(address: str) -> None:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray puts a handler of its own in place of whatever was there for SIGTERM."""
+    """Ray puts a handler of its own in place of whatever was there for SIGTERM; it exits with the signal's number."""
     here = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
     finally:
         if here and before is not None:
             signal.signal(signal.SIGTERM, before)

@@ -109,9 +109,9 @@ def test_custom_resources_say_who_goes_where() -> None:
 
 
 def test_an_order_holds_what_the_process_takes() -> None:
-    order = Map(ClusterConfig(server_cpus=0.5), [machine("a")]).put(rows(3, 1), threads=9)
+    order = Map(ClusterConfig(server_cpus=0.5), [machine("a")]).put(rows(3, 1))
     assert order is not None
-    assert (order.role, order.machine, order.cpus, order.threads) == ("embedding-3", "a", 0.5, 9)
+    assert (order.role, order.machine, order.cpus) == ("embedding-3", "a", 0.5)
 
 
 @pytest.mark.parametrize(

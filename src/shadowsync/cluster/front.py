@@ -37,7 +37,7 @@ class FrontDesk:
         self._lock = threading.Lock()
         desk = DeskService(reader.desk)
         methods = {**desk.methods, "records": Method(records.take), "place": Method(self._place, once=False)}
-        self.methods = {name: Method(self._guarded(name, m.handle), m.once) for name, m in methods.items()}
+        self.methods = {name: Method(self._guarded(name, m.handle), m.once, m.quick) for name, m in methods.items()}
 
     @property
     def clients(self) -> frozenset[str]:

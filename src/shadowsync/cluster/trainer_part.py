@@ -234,6 +234,7 @@ class TrainerPart:
         while trainer.alive() and not (trainer.error is not None and not trainer.stepping()):
             self._wake.wait(LOOK_S)
             self._wake.clear()
+            self._desk.tell()
         try:
             if trainer.error is not None:
                 self._feed.close()  # first: its other workers may be waiting for these very rows

@@ -1,18 +1,21 @@
 """The desk behind the wire: the job's one authority over who trains which rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shadowsync.data.desk import Desk
 from shadowsync.data.leases import Lease
 from shadowsync.errors import DataError
 from shadowsync.runtime.reading_messages import (
+    ClaimAsked,
     ClaimGiven,
     DeskStatus,
+    DoneTold,
     Held,
     LeaseAsked,
     LeaseGiven,
     LeaseInfo,
-    RowsAsked,
+    OpenedAsked,
+    Rows,
 )
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
@@ -23,12 +26,12 @@ class DeskService:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self.methods: Mapping[str, Method] = {
-            "lease": Method(self._lease),
-            "opened": Method(self._opened),
-            "claim": Method(self._claim),
-            "done": Method(self._done),
-            "abandon": Method(self._abandon),
-            "status": Method(self._say_status, once=False),
+            "lease": Method(self._lease, quick=True),
+            "opened": Method(self._opened, quick=True),
+            "claim": Method(self._claim, quick=True),
+            "done": Method(self._done, quick=True),
+            "abandon": Method(self._abandon, quick=True),
+            "status": Method(self._say_status, once=False, quick=True),
         }
 
     def client_gone(self, client: str) -> None:
@@ -48,22 +51,27 @@ class DeskService:
         return Reply(LeaseGiven(self._status(), None if lease is None else LeaseInfo.of(lease)))
 
     def _opened(self, request: Request) -> Reply:
-        asked = request.read(RowsAsked)
-        return Reply(Held(self._status(), self._desk.opened(_lease(asked), asked.stop)))
+        asked = request.read(OpenedAsked)
+        return Reply(Held(self._status(), self._desk.opened(_lease(asked.lease), asked.rows)))
 
     def _claim(self, request: Request) -> Reply:
-        asked = request.read(RowsAsked)
-        claim = self._desk.claim(_lease(asked), asked.start, asked.stop)
-        number, stop = (-1, asked.start) if claim is None else (claim.number, claim.stop)
+        asked = request.read(ClaimAsked)
+        self._take_note(asked.done)
+        rows = asked.rows
+        claim = self._desk.claim(_lease(rows.lease), rows.start, rows.stop)
+        number, stop = (-1, rows.start) if claim is None else (claim.number, claim.stop)
         return Reply(ClaimGiven(self._status(), number, stop))
 
     def _done(self, request: Request) -> Reply:
-        asked = request.read(RowsAsked)
+        self._take_note(request.read(DoneTold).done)
+        return Reply(self._status())
+
+    def _take_note(self, done: Sequence[Rows]) -> None:
         try:
-            held = self._desk.done(_lease(asked), asked.start, asked.stop)
+            for rows in done:
+                self._desk.done(_lease(rows.lease), rows.start, rows.stop)
         except ValueError as error:
             raise DataError(str(error)) from error
-        return Reply(Held(self._status(), held))
 
     def _abandon(self, request: Request) -> Reply:
         self._desk.abandon(request.read(LeaseAsked).trainer)
@@ -73,6 +81,6 @@ class DeskService:
         return Reply(self._status())
 
 
-def _lease(asked: RowsAsked) -> Lease:
+def _lease(number: int) -> Lease:
     """The book knows a lease by its number."""
-    return Lease(asked.lease, -1, 0, 0, ())
+    return Lease(number, -1, 0, 0, ())

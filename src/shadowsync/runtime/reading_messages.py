@@ -30,12 +30,32 @@ class LeaseAsked(Meta, frozen=True):
     idle: bool
 
 
-class RowsAsked(Meta, frozen=True):
-    """Rows `start … stop − 1` of a lease (for `opened`: its slice has `stop` good rows)."""
+class OpenedAsked(Meta, frozen=True):
+    """The slice of a lease has so many good rows."""
+
+    lease: int
+    rows: int
+
+
+class Rows(Meta, frozen=True):
+    """Rows `start … stop − 1` of a lease."""
 
     lease: int
     start: int
     stop: int
+
+
+class DoneTold(Meta, frozen=True):
+    """What was trained."""
+
+    done: tuple[Rows, ...]
+
+
+class ClaimAsked(Meta, frozen=True):
+    """Rows that somebody wants to train now, and what was trained since the message before."""
+
+    rows: Rows
+    done: tuple[Rows, ...]
 
 
 class DeskStatus(Meta, frozen=True):

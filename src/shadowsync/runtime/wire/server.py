@@ -134,11 +134,18 @@ class WireServer:
     def _take(self, route: bytes, frames: Frames, now_s: float) -> None:
         step = self._reception.take(route, frames, now_s)
         if step.job is not None:
-            self._jobs.put(partial(self._run, step.job))
+            self._begin(step.job)
         if step.answer is not None:
             self._socket.send([route, *step.answer])
         if step.gone is not None:
             self._free([step.gone])
+
+    def _begin(self, job: Job) -> None:
+        method = self._service.methods.get(job.call.method)
+        if method is not None and method.quick:
+            self._run(job)
+        else:
+            self._jobs.put(partial(self._run, job))
 
     def _is_full(self) -> bool:
         if self.queue_depth >= self._options.max_waiting:

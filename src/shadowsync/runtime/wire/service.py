@@ -78,10 +78,12 @@ class Method:
         handle: does it, in any thread, several at a time; calls of one client may overtake each other.
         once: a request that is sent again is answered from the kept reply and never runs twice. False where running
             it again is harmless (reads): nothing is kept then.
+        quick: it takes microseconds and waits for nobody, so that the thread that receives may run it itself.
     """
 
     handle: Callable[[Request], Reply]
     once: bool = True
+    quick: bool = False
 
 
 class Service(Protocol):

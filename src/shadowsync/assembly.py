@@ -95,11 +95,11 @@ def place_tables(
     names = [feature.name for feature in schema.features]
     optimizer = row_optimizer(config.embedding)
     costs = {table.name: 1.0 for table in tables}
-    if config.embedding.servers > 1 and source is not None and (ids := _first_ids(source)) is not None:
+    if server_count(config) > 1 and source is not None and (ids := _first_ids(source)) is not None:
         costs = measure_costs(tables, names, [ids], Probe(choices.storage, optimizer))
     memory = config.cluster.server_memory_gib
     capacity = None if memory is None else int(memory * GIB)
-    bins = Servers(config.embedding.servers, capacity, split_rows=config.embedding.split_rows)
+    bins = Servers(server_count(config), capacity, split_rows=config.embedding.split_rows)
     return tuple(shards for shards in place(tables, costs, rule_class(optimizer.name), bins) if shards)
 
 
@@ -164,6 +164,12 @@ def make_trainer(
         parts = WorkerParts(trainer.rank, index, module, feed, client, driver, trainer.gate, kit.settings(), hooks)
         trainer.add(Worker(parts, LocalUpdate(client, feed, train.lr, embedding.lr)))
     return trainer
+
+
+def server_count(config: Config) -> int:
+    """Embedding servers: as given, else two on a cluster and one on a single machine."""
+    given = config.embedding.servers
+    return given if given is not None else 1 if config.cluster.address is None else 2
 
 
 def prefetch(config: Config) -> int:

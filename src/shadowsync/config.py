@@ -73,7 +73,13 @@ class TableConfig(Section):
 class EmbeddingConfig(Section):
     """The embedding tables and their servers."""
 
-    servers: int = Field(2, ge=1, le=1024, description="embedding servers; more spreads memory and load")
+    servers: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="embedding servers; more spreads memory and load over machines. null: 2 with cluster.address, 1 on "
+        "one machine, where more only cost messages",
+    )
     storage: str = Field("auto", description="auto takes fbgemm where it is installed, else torch")
     optimizer: Literal["rowwise_adagrad", "adam", "sgd"] = Field(
         "rowwise_adagrad", description="applied in the fused backward"

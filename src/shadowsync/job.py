@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from shadowsync import sections
-from shadowsync.assembly import prefetch
+from shadowsync.assembly import prefetch, server_count
 from shadowsync.choices import Choices, choose_all, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
@@ -429,7 +429,7 @@ def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str,
     plain["sync"] |= _plain_options(choices.method) | _plain_options(choices.schedule)
     if choices.model is not None:
         plain["model"] |= _plain_options(choices.model)
-    plain["embedding"]["storage"] = choices.storage.name
+    plain["embedding"] |= {"storage": choices.storage.name, "servers": server_count(config)}
     return plain
 
 
@@ -465,7 +465,7 @@ def _headline(job: Job) -> str:
     train, sync = job.config.train, job.choices
     return (
         f"{job.config.data.name}: {train.trainers} trainer(s) of {train.workers} worker(s), "
-        f"{job.config.embedding.servers} embedding server(s) ({sync.storage.name}), "
+        f"{server_count(job.config)} embedding server(s) ({sync.storage.name}), "
         f"{sync.method.name} {sync.schedule.name}, {train.precision}; results go to {job.out}"
     )
 

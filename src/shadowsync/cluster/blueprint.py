@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from shadowsync.assembly import place_tables, row_optimizer
+from shadowsync.assembly import place_tables, row_optimizer, server_count
 from shadowsync.choices import Choices
 from shadowsync.cluster.parts import DenseSpec, EmbeddingSpec, ReaderSpec
 from shadowsync.cluster.places import Need
@@ -129,7 +129,7 @@ def cpus_needed(config: Config) -> float:
     """CPUs that a cluster of one machine has to offer for everybody to have room."""
     cluster = config.cluster
     trainers = cluster.max_trainers or config.train.trainers
-    servers = config.embedding.servers + cluster.dense_servers
+    servers = server_count(config) + cluster.dense_servers
     return math.ceil(trainers * cluster.trainer_cpus + servers * cluster.server_cpus)
 
 

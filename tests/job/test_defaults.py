@@ -1,0 +1,22 @@
+"""What is left open in the configuration is chosen by where the job runs."""
+
+from typing import Any
+
+import pytest
+
+from shadowsync.assembly import prefetch, server_count
+from shadowsync.config import parse
+
+
+@pytest.mark.parametrize(
+    ("given", "servers", "pulls"),
+    [
+        ({}, 1, 0),
+        ({"cluster": {"runtime": "ray"}}, 1, 2),
+        ({"cluster": {"runtime": "ray", "address": "10.0.0.1:6379"}}, 2, 2),
+        ({"embedding": {"servers": 5}, "train": {"prefetch": 1}}, 5, 1),
+    ],
+)
+def test_servers_and_pulls_ahead(given: dict[str, Any], servers: int, pulls: int) -> None:
+    config = parse(given)
+    assert (server_count(config), prefetch(config)) == (servers, pulls)

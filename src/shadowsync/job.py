@@ -178,6 +178,7 @@ class _Run:
         stack.callback(self.session.close)
         self.load_s = self._restore()
         self.seconds_before = 0.0
+        self.trains_since = began
         self.saved_samples = self.saved.samples if self.saved is not None and job.resume == job.out else -1
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
@@ -216,13 +217,14 @@ class _Run:
         with self.saver, self._reporter() as reporter:
             with stop_on_signals() as request:
                 with self.session.recorder:
-                    started = time.monotonic()
+                    self.trains_since = time.monotonic()
                     self._train(reporter, request)
                 self._show(reporter, ended=True)
                 self.saver.wait()
             self._raise_if_unfinished(request)
-            result = self._result(started - self.began, self._evaluate())
-            reporter.finish(result)
+            test = self._evaluate()
+            self._roles(reporter).notice(self.session, saving=False)  # who died meanwhile
+            reporter.finish(result := self._result(self.trains_since - self.began, test))
         return result
 
     def _reporter(self) -> Reporter:
@@ -240,7 +242,7 @@ class _Run:
             self._save()
             return  # a finished run was resumed: synchronising without training would still move the replicas
         pace = _Pace(self.config.report.every_s, self.config.train.save_every_s, time.monotonic())
-        roles = _Roles(reporter, self.job.out, time.monotonic() - self.seconds_before)
+        roles = self._roles(reporter)
         self.session.start()
         try:
             while not self._ended():
@@ -261,6 +263,9 @@ class _Run:
         finally:
             self.session.finish()
             roles.notice(self.session, saving=False)
+
+    def _roles(self, reporter: Reporter) -> "_Roles":
+        return _Roles(reporter, self.job.out, self.trains_since - self.seconds_before)
 
     def _ended(self) -> bool:
         """Nobody trains any more and the last image is taken; a server that dies before that is a reason to go on."""

@@ -142,7 +142,7 @@ def row(name: str, **changes: Any) -> dict[str, Any]:
     struck = [{"kind": "trainer", "target": "trainer-0", "at_s": 2.0, "victims": {"trainer-0": 0}} for _ in failures]
     struck = [failure | {"noticed_s": 1.0, "back_s": 4.0} for failure in struck]
     plain = {"name": name, "failures": failures, "struck": struck, "wall_s": 20.0, "auc": 0.94}
-    return {**plain, "train_samples": 100, "trained_samples": 100, "load": 0.0, **changes}
+    return {**plain, "train_samples": 100, "trained_samples": 100, "seconds": 15.0, "load": 0.0, **changes}
 
 
 def test_verdicts() -> None:
@@ -151,10 +151,11 @@ def test_verdicts() -> None:
     assert chaos.verdict(row("run-00", trained_samples=99), 0.94) == "samples are lost or were trained twice"
     assert chaos.verdict(row("run-00"), 0.95) == "the AUC differs by more than 0.002"
     assert chaos.verdict(row("run-00", struck=[]), 0.94) == "it ended before every failure could strike"
-    late = [{"target": "trainer-0", "victims": {"trainer-0": 0}, "noticed_s": 5.1}]
+    late = [{"target": "trainer-0", "at_s": 2.0, "victims": {"trainer-0": 0}, "noticed_s": 5.1}]
     assert chaos.verdict(row("run-00", struck=late), 0.94) == "the loss of trainer-0 was noticed after more than 5 s"
-    unseen = [{"target": "trainer-0", "victims": {"trainer-0": 0}, "noticed_s": None}]
+    unseen = [{"target": "trainer-0", "at_s": 14.9, "victims": {"trainer-0": 0}, "noticed_s": None}]
     assert chaos.verdict(row("run-00", struck=unseen), 0.94) == "the loss of trainer-0 was never noticed"
+    assert chaos.verdict(row("run-00", struck=[{**unseen[0], "at_s": 15.1}]), 0.94) is None
 
 
 def test_the_tables_and_the_picture_are_made_from_the_files(

@@ -1,12 +1,14 @@
 """`shadowsync plan recovery`."""
 
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import CommandLine, assert_sentence, train
 
+from shadowsync.config import RecoveryConfig
 from shadowsync.planning import Numbers, plan_recovery
 from shadowsync.planning_tables import TRACKERS
 from shadowsync.recovery.estimates import Priors, time_between_failures
@@ -61,9 +63,7 @@ def test_the_papers_numbers(shadowsync: CommandLine) -> None:
 
 
 def test_every_priority_has_its_memory() -> None:
-    from shadowsync.config import RecoveryConfig  # noqa: PLC0415 light tests first
-
-    assert set(TRACKERS) == set(RecoveryConfig.model_fields["priority"].annotation.__args__)  # type: ignore[union-attr]
+    assert set(TRACKERS) == set(typing.get_args(RecoveryConfig.model_fields["priority"].annotation))
 
 
 def test_numbers_alone_say_what_else_could_be_given(shadowsync: CommandLine) -> None:

@@ -62,6 +62,12 @@ def test_everybody_gets_their_turn() -> None:
     assert counts.min() > 60
 
 
+def test_a_seed_decides_who_fails_at_fixed_times() -> None:
+    victims = {seed: [one.indices for one in first(f"at:1+2+3+4+5+6,seed={seed}", 6)] for seed in (1, 2)}
+    assert victims[1] != victims[2]
+    assert victims[1] == [one.indices for one in first("at:1+2+3+4+5+6,seed=1", 6)]
+
+
 @QUICK
 @given(st.integers(1, 40), st.floats(0.01, 1.0), st.integers(0, 99))
 def test_a_share_fails_at_once(number: int, share: float, seed: int) -> None:

@@ -89,6 +89,16 @@ def test_what_moves_little_changes_nothing() -> None:
     assert held.decision is before
 
 
+def test_moves_are_counted_from_the_last_choice() -> None:
+    held = governor()
+    said = []
+    for cost_s in (500.0, 510.0, 520.0):
+        held.estimates.save.value = cost_s
+        held.revise(0.0)
+        said.append(held.decision.full.overhead)
+    assert said[0] == said[1] == said[2] > governor().decision.full.overhead
+
+
 def test_what_moves_much_changes_the_interval_with_a_sentence() -> None:
     held = governor()
     for n in range(1, 4):

@@ -111,6 +111,45 @@ def data(
     typer.echo(export_data(name, settings or [], out))
 
 
+def _group(name: str, says: str) -> typer.Typer:
+    """A group of commands, `shadowsync NAME …`."""
+    group = typer.Typer(help=says, no_args_is_help=True)
+    app.add_typer(group, name=name)
+    return group
+
+
+plans = _group("plan", "Say what a job would cost before it runs.")
+
+
+@plans.command("recovery")
+def plan_recovery(  # noqa: PLR0913 (each is an option of the command)
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="A run or its checkpoints, for what is not given.")
+    ] = None,
+    *,
+    save_s: Annotated[float | None, typer.Option(help="Seconds that training loses to a save of everything.")] = None,
+    load_s: Annotated[float | None, typer.Option(help="Seconds to load after a failure; as long as a save.")] = None,
+    restart_s: Annotated[float | None, typer.Option(help="Seconds until a replacement can load.")] = None,
+    fail_s: Annotated[float | None, typer.Option(help="Mean seconds between failures; 28 hours.")] = None,
+    servers: Annotated[int | None, typer.Option(min=1, help="Embedding servers.")] = None,
+    target_pls: Annotated[float | None, typer.Option(help="Portion of samples that may be lost; 0.1.")] = None,
+    hours: Annotated[float | None, typer.Option(help="Length of the job.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of the tables that are saved by priority.")] = None,
+    dim: Annotated[int | None, typer.Option(min=1, help="Width of these rows.")] = None,
+    share: Annotated[float | None, typer.Option(help="Share of the rows in a save by priority; 0.125.")] = None,
+) -> None:
+    """Compare full with partial recovery: time between saves, overhead, lost samples, memory."""
+    from rich.console import Console
+
+    from shadowsync import planning
+    from shadowsync.planning_tables import plan_tables
+
+    given = planning.Numbers(save_s, load_s, restart_s, fail_s, servers, target_pls, hours, rows, dim, share)
+    console = Console()
+    for part in plan_tables(planning.plan_recovery(folder, given)):
+        console.print(part)
+
+
 def _split_settings(settings: list[str]) -> tuple[Path | None, list[str]]:
     files = [setting for setting in settings if "=" not in setting]
     if len(files) > 1:

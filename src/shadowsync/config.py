@@ -169,6 +169,42 @@ class CompressionConfig(Section):
     dense: str = Field("plain", description="codec of the dense part")
 
 
+class RecoveryConfig(Section):
+    """What is saved while a job runs, and what happens when an embedding server dies."""
+
+    mode: Literal["none", "full", "partial", "auto"] | None = Field(
+        None,
+        description="after a failure everybody goes back to the last checkpoint (full), or only the replacement of the "
+        "dead server (partial); auto takes the cheaper one by what it measures; null is auto on a cluster and where "
+        "failures are injected, else none",
+    )
+    priority: Literal["all", "scar", "mfu", "ssu"] = Field(
+        "all",
+        description="partial: save all rows at once, or a share of them more often: those that changed most (scar), "
+        "that were used most (mfu), or a sample of those used (ssu)",
+    )
+    target_pls: float = Field(
+        0.1, gt=0, le=1, description="partial: portion of samples that may be lost; more saves less often"
+    )
+    share: float = Field(
+        0.125, gt=0, le=1, description="of the rows in a save by priority; more saves more rows and less often"
+    )
+    min_rows: int = Field(
+        100_000, ge=1, description="only tables of at least so many rows are saved by priority, the others whole"
+    )
+    interval_s: float | None = Field(
+        None, gt=0, description="seconds between saves; more loses more at a failure; null leaves it to the mode"
+    )
+    prior_fail_s: float = Field(
+        100_800.0,
+        gt=0,
+        description="seconds between failures, as believed before any was seen; more saves less often at first",
+    )
+    inject: str | None = Field(
+        None, min_length=1, description="failures to cause, for instance gamma:mean_s=5,seed=3 or at:30+60,unit=s"
+    )
+
+
 class ClusterConfig(Section):
     """Where roles run."""
 
@@ -227,6 +263,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     sync: SyncConfig = SyncConfig()
     compression: CompressionConfig = CompressionConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     cluster: ClusterConfig = ClusterConfig()
     report: ReportConfig = ReportConfig()
 

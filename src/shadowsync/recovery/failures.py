@@ -1,0 +1,236 @@
+"""The language of scripted failures, `recovery.inject`: who is made to fail when, alike in every run.
+
+    gamma:mean_s=5,seed=3                         one embedding server every 5 s on average
+    gamma:mean_epochs=0.25,shape=4,share=0.5      half of them at once, in more even steps
+    at:0.45+0.9,unit=epoch,index=0                the first one after 45 % and after 90 % of an epoch
+    at:30,unit=s,kind=trainer;gamma:mean_s=20     several schedules side by side
+
+A schedule is a kind of times and its options. A new kind is one class here or in a module of this folder.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+
+from shadowsync.errors import ConfigError
+from shadowsync.registry import build, choose, split_options
+
+SECTION = ("recovery", "inject")
+KEY = ".".join(SECTION)
+Kind = Literal["embedding", "trainer", "dense", "reader"]
+Unit = Literal["s", "epoch"]
+
+
+def _listed(text: object) -> object:
+    """`1+2` as its parts."""
+    return text.split("+") if isinstance(text, str) else text
+
+
+Listed = BeforeValidator(_listed)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Roles that fail at the same moment.
+
+    Attributes:
+        at: in `unit`: seconds since training began, or passes over the data (0.5 is the middle of the first epoch,
+            counted in samples trained, and 1.5 that of the second).
+        kind: of the roles.
+        indices: which of them, in ascending order.
+    """
+
+    at: float
+    unit: Unit
+    kind: Kind
+    indices: tuple[int, ...]
+
+    def is_due(self, seconds: float, epochs: float) -> bool:
+        """Whether it is time, after so many seconds of training and so many passes over the data."""
+        return self.at <= (seconds if self.unit == "s" else epochs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureTimes(ABC):
+    """One schedule: when somebody fails, and who.
+
+    Attributes:
+        kind: of the roles that fail.
+        share: of them fails at once, rounded, at least one; without `share` and `index` it is one.
+        index: exactly these fail each time, counted from 0. Otherwise they are drawn anew each time.
+        seed: of all that is drawn.
+    """
+
+    name: ClassVar[str]
+    leading: ClassVar[str | None] = None
+    """The option that may stand first without its name."""
+
+    kind: Kind = "embedding"
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+    index: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Listed] | None = None
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        if self.share is not None and self.index is not None:
+            raise ValueError("give share or index, not both")
+        self.check()
+
+    def check(self) -> None:  # noqa: B027 (most have nothing to check)
+        """Raises `ValueError` for options that do not go together."""
+
+    @property
+    @abstractmethod
+    def counted_in(self) -> Unit:
+        """The unit of `times`."""
+
+    @abstractmethod
+    def times(self) -> Iterator[float]:
+        """When somebody fails, in ascending order."""
+
+    def failures(self, numbers: Mapping[str, int]) -> Iterator[Failure]:
+        """The failures among so many roles of each kind.
+
+        Raises:
+            ConfigError: there are no such roles.
+        """
+        number = numbers.get(self.kind, 0)
+        if number <= max(self.index or (0,)):
+            has = f"it has {number}, counted from 0" if number else "it has none"
+            raise ConfigError(f"{KEY}: this job has no {self.kind} {max(self.index or (0,))} that could fail; {has}")
+        return self._draw(number)
+
+    def _draw(self, number: int) -> Iterator[Failure]:
+        dice = np.random.default_rng((self.seed, 1))
+        together = 1 if self.share is None else max(1, math.floor(self.share * number + 0.5))
+        for at in self.times():
+            who = self.index or dice.choice(number, together, replace=False).tolist()
+            yield Failure(at, self.counted_in, self.kind, tuple(sorted(set(who))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gamma(FailureTimes):
+    """Times between failures drawn from a gamma distribution, as in CPR's emulation (arXiv 2011.02999, section 5.1).
+
+    Attributes:
+        mean_s: mean time between failures in seconds, or
+        mean_epochs: in passes over the data, which does not depend on the machine.
+        shape: of the distribution: 1 for failures without memory, more for even steps, less for bursts.
+        count: how many failures there are; None: until the job ends.
+    """
+
+    name: ClassVar[str] = "gamma"
+
+    mean_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    mean_epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    shape: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    count: Annotated[int, Field(ge=1)] | None = None
+
+    def check(self) -> None:
+        if (self.mean_s is None) == (self.mean_epochs is None):
+            raise ValueError("give mean_s or mean_epochs, for instance gamma:mean_s=5")
+
+    @property
+    def counted_in(self) -> Unit:
+        return "epoch" if self.mean_s is None else "s"
+
+    def times(self) -> Iterator[float]:
+        return islice(accumulate(self._gaps()), self.count)
+
+    def _gaps(self) -> Iterator[float]:
+        dice = np.random.default_rng(self.seed)
+        mean = self.mean_s or self.mean_epochs or 0.0
+        while True:
+            yield float(dice.gamma(self.shape, mean / self.shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class At(FailureTimes):
+    """Fixed times.
+
+    Attributes:
+        unit: `s` for seconds since training began, `epoch` for passes over the data.
+        at: the times, joined by `+`.
+    """
+
+    name: ClassVar[str] = "at"
+    leading: ClassVar[str | None] = "at"
+
+    at: Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], Listed]
+    unit: Unit = "s"
+
+    @property
+    def counted_in(self) -> Unit:
+        return self.unit
+
+    def times(self) -> Iterator[float]:
+        return iter(sorted(self.at))
+
+
+@dataclass(frozen=True)
+class FailureSchedule:
+    """Everything that is to fail: several schedules side by side."""
+
+    parts: tuple[FailureTimes, ...]
+
+    def script(self, numbers: Mapping[str, int]) -> "FailureScript":
+        """For a job with so many roles of each kind (`embedding`, `trainer`, `dense`, `reader`).
+
+        Raises:
+            ConfigError: a part names roles that the job does not have.
+        """
+        return FailureScript([part.failures(numbers) for part in self.parts])
+
+
+@dataclass
+class FailureScript:
+    """Hands out the failures of a job as their time comes, each once."""
+
+    streams: list[Iterator[Failure]]
+    _next: list[Failure | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._next = [next(stream, None) for stream in self.streams]
+
+    def due(self, seconds: float, epochs: float) -> list[Failure]:
+        """What fails now, after so many seconds of training and so many passes over the data, schedule by schedule."""
+        found: list[Failure] = []
+        for i, stream in enumerate(self.streams):
+            while (failure := self._next[i]) is not None and failure.is_due(seconds, epochs):
+                found.append(failure)
+                self._next[i] = next(stream, None)
+        return found
+
+
+def parse_schedule(text: str) -> FailureSchedule:
+    """The schedule that a text in the language above describes.
+
+    Raises:
+        ConfigError: it is not in the language; one sentence says what is wrong and what is possible.
+    """
+    return FailureSchedule(tuple(_parse_part(part.strip()) for part in text.split(";")))
+
+
+def _parse_part(text: str) -> FailureTimes:
+    name, _, given = (piece.strip() for piece in text.partition(":"))
+    member = choose(KEY, name, "shadowsync.recovery", FailureTimes)
+    options: dict[str, str] = {}
+    for position, word in enumerate(given.split(",") if given else ()):
+        option, equals, value = (piece.strip() for piece in word.partition("="))
+        if not equals and position == 0 and member.leading is not None:
+            option, value = member.leading, option
+        elif not equals or not value:
+            raise ConfigError(f"{KEY}={text}: {word!r} is not an option: write option=value, joined by commas")
+        if option in options:
+            raise ConfigError(f"{KEY}={text}: {option} is given twice")
+        options[option] = value
+    (checked,) = split_options(KEY, options, {name: member})
+    try:
+        return build(member, checked, SECTION[1])
+    except ConfigError as error:
+        raise ConfigError(f"{SECTION[0]}.{error}") from error

@@ -1,0 +1,77 @@
+"""The section `recovery` of the configuration."""
+
+from typing import Any
+
+import pytest
+
+from shadowsync.config import RecoveryConfig, load, parse
+from shadowsync.errors import ConfigError
+from shadowsync.recovery.failures import Gamma
+from shadowsync.recovery.settings import RecoverySettings, recovery_settings
+
+
+def settings(on_cluster: bool = False, **given: Any) -> RecoverySettings:
+    return recovery_settings(RecoveryConfig(**given), on_cluster)
+
+
+def test_what_nobody_set_is_recovered_where_something_can_fail() -> None:
+    assert settings().goal.mode == "none"
+    assert settings(on_cluster=True).goal.mode == "auto"
+    assert settings(inject="at:1").goal.mode == "auto"
+    assert settings(on_cluster=True, mode="none").goal.mode == "none"
+
+
+def test_every_key_reaches_its_part() -> None:
+    found = settings(
+        mode="partial",
+        priority="mfu",
+        target_pls=0.05,
+        share=0.25,
+        min_rows=7,
+        interval_s=30.0,
+        prior_fail_s=99.0,
+        inject="gamma:mean_s=5,seed=3",
+    )
+    assert (found.goal.mode, found.goal.target_pls, found.goal.interval_s) == ("partial", 0.05, 30)
+    assert (found.priors.fail_s, found.priority, found.share, found.min_rows) == (99, "mfu", 0.25, 7)
+    assert found.schedule is not None
+    assert found.schedule.parts == (Gamma(mean_s=5.0, seed=3),)
+
+
+def test_without_priority_a_save_holds_every_row() -> None:
+    assert settings(on_cluster=True).share == 1
+    assert settings(on_cluster=True, priority="ssu").share == 0.125
+
+
+def test_schedules_are_written_on_the_command_line_as_they_are() -> None:
+    config = load(None, ["recovery.inject=gamma:mean_s=5,seed=3;at:0.45+0.9,unit=epoch"])
+    schedule = recovery_settings(config.recovery, on_cluster=False).schedule
+    assert schedule is not None
+    assert [part.name for part in schedule.parts] == ["gamma", "at"]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"inject": "gama:mean_s=5"}, "recovery.inject=gama is not known, did you mean gamma"),
+        ({"mode": "partial", "share": 0.5}, "recovery.share=0.5 has no effect with recovery.priority=all"),
+        ({"mode": "full", "priority": "scar"}, "recovery.priority=scar has no effect with recovery.mode=full"),
+        ({"mode": "full", "target_pls": 0.2}, "recovery.target_pls=0.2 has no effect with recovery.mode=full"),
+        ({"interval_s": 9.0}, "recovery.interval_s=9.0 has no effect with recovery.mode=none"),
+        ({"mode": "none", "prior_fail_s": 9.0}, "recovery.prior_fail_s=9.0 has no effect with recovery.mode=none"),
+    ],
+)
+def test_keys_that_change_nothing_or_make_no_sense(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        settings(**given)
+
+
+def test_a_key_at_its_default_is_no_mistake() -> None:
+    """So that what a stored configuration has can be taken back."""
+    assert settings(mode="full", priority="all", target_pls=0.1).goal.mode == "full"
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "some"}, {"target_pls": 0}, {"share": 1.5}, {"prior_fail_s": float("inf")}])
+def test_values_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"recovery.{next(iter(wrong))}"):
+        parse({"recovery": wrong})

@@ -9,7 +9,7 @@ from embedding_cases import ADAGRAD, ADAM, OPTIMIZERS, SGD, STORAGES, dense_grad
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
-from shadowsync.embedding.table import Rows, Shard, Table
+from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import CheckpointError, DataError
 
@@ -198,3 +198,78 @@ def test_tables_of_other_servers_are_passed_over():
     made = server(whole(TABLES[:1]))
     made.load(trained().state())
     assert torch.equal(made.state()[0].tensors["weight"], trained().state()[0].tensors["weight"])
+
+
+def single(rows, numbers):
+    """Some rows of a run as a set."""
+    places = torch.tensor(numbers, dtype=torch.int64) - rows.start
+    tensors = {name: t if name == "step" else t[places] for name, t in rows.tensors.items()}
+    stop = rows.start + len(rows.tensors["weight"])
+    return RowSet(rows.table, rows.start, stop, torch.tensor(numbers, dtype=torch.int64), tensors)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+@pytest.mark.parametrize("numbers", [[], [0], [3, 4, 19], list(range(20))], ids=str)
+def test_single_rows_are_laid_over_what_is_there(optimizer, numbers):
+    saved = copied(trained(optimizer).state())[1]
+    made = server([Shard(TABLES[1], 0, 4), Shard(TABLES[1], 4, 19), Shard(TABLES[1], 19, 20)], optimizer)
+    before = copied(made.state())
+    made.load([single(saved, numbers)], partial=True)
+    for own, old in zip(made.state(), before, strict=True):
+        for name, tensor in own.tensors.items():
+            if name == "step":
+                assert torch.equal(tensor, saved.tensors["step"])
+                continue
+            for place in range(len(tensor)):
+                source = (saved if own.start + place in numbers else old).tensors[name]
+                assert torch.equal(tensor[place], source[own.start + place if own.start + place in numbers else place])
+
+
+def test_later_rows_lie_over_earlier_ones_and_together_they_are_everything():
+    saved, newer = copied(trained().state())[1], copied(trained().state())[1]
+    newer.tensors["weight"].add_(1)
+    made = server(whole(TABLES[1:]))
+    first = Rows(saved.table, 0, {name: t[:12] for name, t in saved.tensors.items()})
+    with pytest.raises(CheckpointError, match="row 13 of table b is not in the checkpoint"):
+        made.load([first, single(newer, [3, 12, *range(14, 20)])])
+    made.load([first, single(newer, [3, *range(12, 20)])])
+    weight = made.state()[0].tensors["weight"]
+    fresh = [3, *range(12, 20)]
+    assert torch.equal(weight[fresh], newer.tensors["weight"][fresh])
+    assert torch.equal(weight[:3], saved.tensors["weight"][:3])
+
+
+HOSTILE_SETS = {
+    "twice": {"numbers": torch.tensor([3, 3])},
+    "descending": {"numbers": torch.tensor([4, 3])},
+    "negative": {"numbers": torch.tensor([-1, 3])},
+    "beyond": {"numbers": torch.tensor([3, 20])},
+    "far beyond": {"numbers": torch.tensor([3, 2**62])},
+    "outside its run": {"stop": 4},
+    "run beyond the table": {"stop": 21},
+    "empty run": {"start": 20},
+    "other type": {"numbers": torch.tensor([3.0, 4.0])},
+    "two dimensions": {"numbers": torch.tensor([[3, 4]])},
+    "more numbers than rows": {"numbers": torch.tensor([3, 4, 5])},
+    "fewer": {"numbers": torch.tensor([3])},
+    "width": {"tensors": {"weight": torch.zeros(2, 5), "momentum": torch.zeros(2)}},
+    "state": {"tensors": {"weight": torch.zeros(2, 6), "momentum": torch.zeros(1)}},
+    "other table": {"table": replace(TABLES[1], rows=21)},
+    "other optimizer": {"tensors": {"weight": torch.zeros(2, 6)}},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_SETS)
+def test_sets_that_lie_change_nothing(case):
+    made, saved = server(), copied(trained().state())[1]
+    before = copied(made.state())
+    with pytest.raises(CheckpointError, match="table b"):
+        made.load([saved, replace(single(saved, [3, 4]), **HOSTILE_SETS[case])], partial=True)
+    torch.testing.assert_close([dict(r.tensors) for r in made.state()], [r.tensors for r in before], rtol=0, atol=0)
+
+
+def test_a_shard_of_one_row_takes_no_row_for_another():
+    made = server([Shard(TABLES[1], 7, 8)], ADAM)
+    saved = copied(trained(ADAM).state())[1]
+    with pytest.raises(CheckpointError, match="weight of 0 rows of table b has the form"):
+        made.load([replace(single(saved, []), tensors={n: t[:1] for n, t in saved.tensors.items()})], partial=True)

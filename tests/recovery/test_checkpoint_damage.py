@@ -149,13 +149,13 @@ def test_a_file_system_that_fails_is_not_taken_for_damage(root: Path, monkeypatc
 
 def test_a_newer_format_is_an_error_and_not_skipped(root: Path) -> None:
     path = root / NEWEST / MANIFEST
-    path.write_bytes(b'{"format": 2, "unheard": "of"}')
-    with pytest.raises(CheckpointError, match="has format 2 and this shadowsync reads up to 1: install"):
+    path.write_bytes(b'{"format": 3, "unheard": "of"}')
+    with pytest.raises(CheckpointError, match="has format 3 and this shadowsync reads up to 2: install"):
         small_store(root).load()
 
 
 def test_a_manifest_too_large_is_not_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowsync.recovery.loading.MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr("shadowsync.recovery.opening.MAX_MANIFEST_BYTES", 100)
     with pytest.raises(DamagedCheckpoint, match="more than any manifest"):
         small_store(root).load(NEWEST)
 
@@ -277,4 +277,5 @@ def test_a_body_of_any_json_is_refused(body: object) -> None:
 def test_the_manifest_survives_its_own_writing(root: Path) -> None:
     content = (root / NEWEST / MANIFEST).read_bytes()
     assert encode(decode(content, "here")) == content
-    assert manifests.FORMAT == 1
+    assert manifests.FORMAT == 2
+    assert content.startswith(b'{"format":1,')

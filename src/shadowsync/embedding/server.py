@@ -9,10 +9,11 @@ from torch import Tensor
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.optimizers import rule_class
+from shadowsync.embedding.overwriting import check_covered, check_fits, overwrite
 from shadowsync.embedding.requests import Bounds, check_range, check_rows, check_shape
 from shadowsync.embedding.storage import RowOptimizer, Storage
-from shadowsync.embedding.table import Rows, Shard, slots_of
-from shadowsync.errors import CheckpointError, DataError
+from shadowsync.embedding.table import Rows, RowSet, Shard, slots_of
+from shadowsync.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -139,65 +140,24 @@ class EmbeddingServer:
         tensors = self._storage.state()
         return tuple(Rows(shard.table, shard.start, tensors[shard.key]) for shard in self.shards)
 
-    def load(self, saved: Iterable[Rows], partial: bool = False) -> None:
+    def load(self, saved: Iterable[Rows | RowSet], partial: bool = False) -> None:
         """Overwrites this server's rows with those of `saved` that it holds, however they were cut.
 
         Args:
-            saved: rows of any tables; what this server does not hold is passed over.
+            saved: rows of any tables, later ones over earlier ones; what this server does not hold is passed over.
             partial: leave rows that `saved` lacks as they are, instead of raising.
 
         Raises:
-            CheckpointError: rows of another width or optimizer, of a table of another size, or rows missing. Tables
-                are compared before anything is written.
+            CheckpointError: rows of another width or optimizer, of a table of another size, numbers that are no rows,
+                or rows missing. All is compared before anything is written.
         """
         pieces = [(own, rows) for rows in saved for own in self.state() if own.table.name == rows.table.name]
         for own, rows in pieces:
-            self._check_fits(own, rows)
+            check_fits(own, rows, self._rule)
         if not partial:
             for own in self.state():
-                _check_covered(
+                check_covered(
                     own, [rows for mine, rows in pieces if mine.start == own.start and mine.table == own.table]
                 )
         for own, rows in pieces:
-            _copy(own, rows)
-
-    def _check_fits(self, own: Rows, rows: Rows) -> None:
-        table, saved = own.table, rows.table
-        if (table.rows, table.dim) != (saved.rows, saved.dim):
-            raise CheckpointError(
-                f"table {table.name} has {saved.rows} rows of {saved.dim} in the checkpoint and {table.rows} of "
-                f"{table.dim} in this job"
-            )
-        if set(own.tensors) != set(rows.tensors):
-            raise CheckpointError(
-                f"table {table.name} was saved with {', '.join(sorted(rows.tensors))}, and "
-                f"embedding.optimizer={self._rule.name} needs {', '.join(sorted(own.tensors))}: "
-                "resume with the optimizer it was trained with"
-            )
-
-
-def _count(rows: Rows) -> int:
-    return len(rows.tensors["weight"])
-
-
-def _check_covered(own: Rows, found: Sequence[Rows]) -> None:
-    """Raises `CheckpointError` for the first row that `found` lacks."""
-    reached, stop = own.start, own.start + _count(own)
-    for rows in sorted(found, key=lambda rows: rows.start):
-        if rows.start <= reached:
-            reached = max(reached, rows.start + _count(rows))
-    if reached < stop:
-        raise CheckpointError(f"row {reached} of table {own.table.name} is not in the checkpoint")
-
-
-def _copy(own: Rows, rows: Rows) -> None:
-    start = max(own.start, rows.start)
-    stop = min(own.start + _count(own), rows.start + _count(rows))
-    if start >= stop:
-        return
-    for name, target in own.tensors.items():
-        source = rows.tensors[name]
-        if len(source) == _count(rows) and len(target) == _count(own):
-            target[start - own.start : stop - own.start].copy_(source[start - rows.start : stop - rows.start])
-        else:
-            target.copy_(source)
+            overwrite(own, rows, self._rule)

@@ -64,6 +64,25 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class RowSet:
+    """Some rows of one table with everything the optimizer keeps for them: what changed, say.
+
+    Attributes:
+        table: the table's specification.
+        start: first row of the run that is spoken of.
+        stop: one beyond its last row.
+        numbers: the rows that are held, distinct and ascending in `[start, stop)`, int64 `[K]`.
+        tensors: as in `Rows`, of the rows `numbers`: first dimension K, or those of the table as a whole.
+    """
+
+    table: Table
+    start: int
+    stop: int
+    numbers: Tensor
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
 class Slot:
     """One feature's look-ups in one shard; a server is asked for it by its position among the server's slots."""
 

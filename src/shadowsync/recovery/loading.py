@@ -1,104 +1,20 @@
-"""Reads a checkpoint: any range of rows from whatever pieces hold it, each byte checked in the pass that reads it."""
+"""Reads a checkpoint with all that it builds on: any range of rows, each row from the newest piece that holds it."""
 
-import json
-import math
-import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
-from shadowsync.embedding.table import Table
+from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.errors import CheckpointError
-from shadowsync.recovery.files import Files
-from shadowsync.recovery.manifest import (
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    FileEntry,
-    Group,
-    Manifest,
-    Piece,
-    TensorEntry,
-    damaged,
-    decode,
-)
-from shadowsync.recovery.tensors import DTYPES, bytes_of
+from shadowsync.recovery.layers import Layer
+from shadowsync.recovery.manifest import Piece
+from shadowsync.recovery.tensors import DTYPES
 
-T = TypeVar("T")
-
-
-class BlockReader:
-    """Reads byte ranges of a checkpoint's files, block by block, each block compared with its checksum."""
-
-    def __init__(self, files: Files, folder: str, manifest: Manifest) -> None:
-        self._files = files
-        self._folder = folder
-        self._block_bytes = manifest.block_bytes
-        self._entries = {entry.name: entry for entry in manifest.files}
-        self._last: tuple[str, int, bytes] = ("", -1, b"")
-
-    def place(self, name: str) -> str:
-        """A file's whole path, for messages."""
-        return self._files.place(f"{self._folder}/{name}")
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fills `target` from byte `offset` of a file.
-
-        Raises:
-            DamagedCheckpoint: the file is gone, too short, or not what was written.
-            CheckpointError: the file system failed.
-        """
-        done = 0
-        while done < len(target):
-            index, skip = divmod(offset + done, self._block_bytes)
-            block = memoryview(self._block(self._entries[name], index))[skip : skip + len(target) - done]
-            target[done : done + len(block)] = block
-            done += len(block)
-
-    def check_sizes(self) -> None:
-        """Compares every file's size with the manifest's."""
-        for entry in self._entries.values():
-            size = self._guard(entry.name, self._files.size)
-            if size is None:
-                raise damaged(self.place(entry.name), "is missing")
-            if size != entry.bytes:
-                raise damaged(self.place(entry.name), f"has {size} bytes where the manifest says {entry.bytes}")
-
-    def check_content(self) -> None:
-        """Reads every file once and compares it with its checksums, in bounded memory."""
-        for entry in self._entries.values():
-            for index in range(len(entry.crc32)):
-                self._block(entry, index)
-
-    def _block(self, entry: FileEntry, index: int) -> bytes:
-        name, last_index, content = self._last
-        if (name, last_index) == (entry.name, index):
-            return content
-        start = index * self._block_bytes
-        stop = min(start + self._block_bytes, entry.bytes)
-        content = self._guard(entry.name, lambda path: self._files.read(path, start, stop))
-        if len(content) != stop - start:
-            raise damaged(self.place(entry.name), f"ends before byte {stop} of {entry.bytes}")
-        if zlib.crc32(content) != entry.crc32[index]:
-            raise damaged(self.place(entry.name), f"is not what was written (bytes {start} to {stop})")
-        self._last = (entry.name, index, content)
-        return content
-
-    def _guard(self, name: str, read: Callable[[str], T]) -> T:
-        return guarded(self._files, f"{self._folder}/{name}", read)
-
-
-def guarded(files: Files, path: str, read: Callable[[str], T]) -> T:
-    """`read(path)`, with the file system's errors as a `CheckpointError`."""
-    try:
-        return read(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise damaged(files.place(path), "is missing") from error
-    except OSError as error:
-        raise CheckpointError(f"{files.place(path)} cannot be read: {error.strerror or error}") from error
+CHUNK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +28,12 @@ class LoadedCheckpoint:
         position: the reader's position.
         extra: further values of that run.
         tables: the embedding tables.
-        dense: flat tensors of the dense part by name.
-        random: random states by name.
-        skipped: one sentence for each newer checkpoint that could not be loaded: what was lost, and why.
+        dense: flat tensors of the dense part by name; empty where only shards were opened.
+        random: random states by name; empty where only shards were opened.
+        skipped: one sentence for each newer checkpoint that could not be loaded: what was lost, and why; and one if
+            some rows of this one are older than the rest.
+        layers: this checkpoint and what it builds on, from the whole one on.
+        shards: the only rows that can be asked for; None for all.
     """
 
     name: str
@@ -126,8 +45,20 @@ class LoadedCheckpoint:
     dense: Mapping[str, Tensor]
     random: Mapping[str, Tensor]
     skipped: tuple[str, ...]
-    pieces: Mapping[str, tuple[Piece, ...]]
-    reader: BlockReader
+    layers: tuple[Layer, ...]
+    shards: tuple[Shard, ...] | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether every row is as of `samples`; else some are older, as priority saving leaves them."""
+        return all(layer.exact for layer in self.layers)
+
+    @property
+    def oldest(self) -> int:
+        """No row is older than this many samples."""
+        versions = [piece.version for pieces in self.layers[0].pieces.values() for piece in pieces]
+        exact = [layer.samples for layer in self.layers if layer.exact]
+        return self.samples if self.exact else max(exact, default=min(versions, default=self.samples))
 
     def tensor_names(self, table: str) -> tuple[str, ...]:
         """The tensors kept for each row of a table: `weight` and the optimizer's.
@@ -135,14 +66,30 @@ class LoadedCheckpoint:
         Raises:
             CheckpointError: there is no such table.
         """
-        first = self._pieces(table)[0]
+        rows = self.table(table).rows
+        first = next((layer.pieces[table][0] for layer in self.layers if table in layer.pieces), None)
+        if first is None:
+            raise CheckpointError(f"{self.name} was opened without the {rows} rows of table {table}")
         return tuple(tensor.name for tensor in first.tensors + first.wide)
+
+    def table(self, name: str) -> Table:
+        """The table of this name.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise CheckpointError(
+            f"{self.name} has no table {name}; it has {', '.join(table.name for table in self.tables) or 'none'}"
+        )
 
     def rows(self, table: str, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Rows `start … stop − 1` of a table with their optimizer state, whatever pieces hold them.
 
-        A tensor of the table as a whole (Adam's `step`) is the largest of the pieces that hold these rows, element by
-        element: pieces of one table may have been stepped a different number of times.
+        A tensor of the table as a whole (Adam's `step`) is the largest of the pieces that speak of these rows, element
+        by element: pieces of one table may have been stepped a different number of times.
 
         Args:
             table: its name.
@@ -153,20 +100,49 @@ class LoadedCheckpoint:
         Raises:
             CheckpointError: no such table or rows, or the files are not what was written.
         """
-        pieces = self._pieces(table)
-        total = pieces[-1].start + pieces[-1].rows
-        if not 0 <= start < stop <= total:
-            raise CheckpointError(f"{self.name} has no rows {start} to {stop} of table {table}: it has {total} rows")
-        touched = [piece for piece in pieces if piece.start < stop and start < piece.start + piece.rows]
+        touched = self._touched(table, start, stop)
         asked = self.tensor_names(table) if names is None else names
-        found = {tensor.name: _empty(tensor, stop - start) for tensor in touched[0].tensors if tensor.name in asked}
-        for piece in touched:
-            self._read_rows(piece, start, stop, found)
-        for tensor in touched[0].wide:
+        base = touched[0][1]
+        found = {one.name: _empty(one.dtype, one.shape, stop - start) for one in base.tensors if one.name in asked}
+        for layer, piece in touched:
+            layer.read(piece, start, stop, found)
+        for tensor in base.wide:
             if tensor.name in asked:
-                states = [_read_tensor(self.reader, piece.file, _named(piece.wide, tensor.name)) for piece in touched]
-                found[tensor.name] = torch.stack(states).amax(0)
+                found[tensor.name] = _furthest(touched, tensor.name)
         return found
+
+    def rows_of(self, shards: Sequence[Shard], names: Collection[str] | None = None) -> Iterator[Rows]:
+        """The rows of some shards in bounded chunks; nothing else is read.
+
+        Args:
+            shards: of any cut.
+            names: as in `rows`.
+
+        Raises:
+            CheckpointError: as `rows`.
+        """
+        for shard in shards:
+            for start, stop in self.chunks(shard.table.name, shard.start, shard.stop):
+                yield Rows(shard.table, start, self.rows(shard.table.name, start, stop, names))
+
+    def chunks(self, table: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows of a table that take about `CHUNK_BYTES` each."""
+        _, piece = self._touched(table, start, stop)[0]
+        bytes_of_row = sum(_empty(one.dtype, one.shape, 1).nbytes for one in piece.tensors)
+        step = max(1, CHUNK_BYTES // bytes_of_row)
+        for first in range(start, stop, step):
+            yield first, min(first + step, stop)
+
+    def newer_rows(self, table: str, start: int, stop: int, layers: int, names: Collection[str]) -> RowSet:
+        """Those of rows `start … stop − 1` that the newest `layers` layers hold, none of which has the table whole."""
+        touched = [(layer, piece) for layer in self.layers[-layers:] for piece in layer.touched(table, start, stop)]
+        numbers = torch.unique(torch.cat([layer.numbers(piece, start, stop)[1] for layer, piece in touched]))
+        first = touched[0][1]
+        found = {one.name: _empty(one.dtype, one.shape, len(numbers)) for one in first.tensors if one.name in names}
+        for layer, piece in touched:
+            layer.read(piece, start, stop, found, lambda rows: torch.searchsorted(numbers, rows))
+        found |= {one.name: _furthest(touched, one.name) for one in first.wide if one.name in names}
+        return RowSet(self.table(table), start, stop, numbers, found)
 
     def dense_tensor(self, name: str, elements: int) -> Tensor:
         """The dense tensor `name`.
@@ -186,92 +162,34 @@ class LoadedCheckpoint:
         return tensor
 
     def verify(self) -> None:
-        """Reads everything once and compares it with its checksums.
+        """Reads everything that was opened once and compares it with its checksums.
 
         Raises:
             CheckpointError: something is not what was written.
         """
-        self.reader.check_content()
+        if self.shards is not None:
+            for _ in self.rows_of(self.shards):
+                continue
+            return
+        for layer in self.layers:
+            layer.verify()
 
-    def _pieces(self, table: str) -> tuple[Piece, ...]:
-        if table not in self.pieces:
-            known = ", ".join(self.pieces) or "none"
-            raise CheckpointError(f"{self.name} has no table {table}; it has {known}")
-        return self.pieces[table]
-
-    def _read_rows(self, piece: Piece, start: int, stop: int, found: Mapping[str, Tensor]) -> None:
-        first, last = max(start, piece.start), min(stop, piece.start + piece.rows)
-        for tensor in (one for one in piece.tensors if one.name in found):
-            row_bytes = tensor.byte_count // piece.rows
-            target = bytes_of(found[tensor.name][first - start : last - start])
-            self.reader.read_into(piece.file, tensor.offset + (first - piece.start) * row_bytes, target)
-
-
-def open_checkpoint(files: Files, name: str) -> LoadedCheckpoint:
-    """Opens the checkpoint in folder `name`: reads the manifest, compares all sizes, reads the small parts.
-
-    Raises:
-        DamagedCheckpoint: it is not what was written.
-        CheckpointError: it is of a newer format, or the file system failed.
-    """
-    manifest = _read_manifest(files, name)
-    reader = BlockReader(files, name, manifest)
-    reader.check_sizes()
-    place = files.place(f"{name}/{MANIFEST}")
-    pieces = {table.name: _pieces_of(manifest, table.name) for table in manifest.tables}
-    return LoadedCheckpoint(
-        name=name,
-        samples=manifest.samples,
-        config=_plain(manifest.config, place),
-        position=_plain(manifest.position, place),
-        extra=_plain(manifest.extra, place),
-        tables=tuple(entry.table() for entry in manifest.tables),
-        dense=_read_group(reader, manifest.dense),
-        random=_read_group(reader, manifest.random),
-        skipped=(),
-        pieces=pieces,
-        reader=reader,
-    )
+    def _touched(self, table: str, start: int, stop: int) -> list[tuple[Layer, Piece]]:
+        """The pieces that speak of these rows, from the oldest on."""
+        total = self.table(table).rows
+        if not 0 <= start < stop <= total:
+            raise CheckpointError(f"{self.name} has no rows {start} to {stop} of table {table}: it has {total} rows")
+        found = [(layer, piece) for layer in self.layers for piece in layer.touched(table, start, stop)]
+        run = [piece for _, piece in found if piece.scattered is None]
+        whole = run and run[0].start <= start and stop <= run[-1].stop
+        if not whole or any(before.stop != after.start for before, after in pairwise(run)):
+            raise CheckpointError(f"{self.name} was opened without rows {start} to {stop} of table {table}")
+        return found
 
 
-def _read_manifest(files: Files, name: str) -> Manifest:
-    path = f"{name}/{MANIFEST}"
-    size = guarded(files, path, files.size)
-    if size is None:
-        raise damaged(files.place(path), "is missing")
-    if size > MAX_MANIFEST_BYTES:
-        raise damaged(files.place(path), f"has {size} bytes, more than any manifest")
-    content = guarded(files, path, lambda where: files.read(where, 0, size))
-    return decode(content, files.place(path))
+def _furthest(touched: Sequence[tuple[Layer, Piece]], name: str) -> Tensor:
+    return torch.stack([layer.wide(piece, name) for layer, piece in touched]).amax(0)
 
 
-def _plain(raw: msgspec.Raw, place: str) -> dict[str, Any]:
-    try:
-        value = json.loads(bytes(raw))
-    except (ValueError, RecursionError) as error:
-        raise damaged(place, f"holds what is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise damaged(place, f"holds a {type(value).__name__} where an object belongs")
-    return value
-
-
-def _pieces_of(manifest: Manifest, table: str) -> tuple[Piece, ...]:
-    return tuple(sorted((piece for piece in manifest.pieces if piece.table == table), key=lambda piece: piece.start))
-
-
-def _read_group(reader: BlockReader, group: Group) -> dict[str, Tensor]:
-    return {tensor.name: _read_tensor(reader, group.file, tensor) for tensor in group.tensors}
-
-
-def _read_tensor(reader: BlockReader, file: str, entry: TensorEntry) -> Tensor:
-    tensor = torch.empty(math.prod(entry.shape), dtype=DTYPES[entry.dtype])
-    reader.read_into(file, entry.offset, bytes_of(tensor))
-    return tensor.view(entry.shape)
-
-
-def _empty(tensor: TensorEntry, rows: int) -> Tensor:
-    return torch.empty((rows, *tensor.shape[1:]), dtype=DTYPES[tensor.dtype])
-
-
-def _named(tensors: Sequence[TensorEntry], name: str) -> TensorEntry:
-    return next(tensor for tensor in tensors if tensor.name == name)
+def _empty(dtype: str, shape: Sequence[int], rows: int) -> Tensor:
+    return torch.empty((rows, *shape[1:]), dtype=DTYPES[dtype])

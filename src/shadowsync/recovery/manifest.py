@@ -3,8 +3,10 @@
     {"format": 1, "crc32": of the body's bytes, "body": {…}}
 
 A checkpoint may come from anywhere, so nothing in it is believed: sizes are compared with the files, file names
-cannot leave the folder, and no pickle is involved. Pieces carry a `version`, so that a later format can lay newer
-rows over older ones.
+cannot leave the folder, and no pickle is involved.
+
+Format 2 adds the delta: a checkpoint with a `parent`, over whose rows its own are laid. A manifest without any of that
+is still written as format 1, which older versions read.
 """
 
 import json
@@ -19,9 +21,11 @@ import msgspec
 
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError
+from shadowsync.recovery.names import NAME
 from shadowsync.recovery.tensors import DTYPES
 
-FORMAT = 1
+FORMAT = 2
+_WHOLE_FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,99}\.safetensors")
@@ -46,13 +50,26 @@ class TensorEntry(msgspec.Struct, frozen=True):
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Piece(msgspec.Struct, frozen=True):
-    """Rows `start … start + rows − 1` of a table.
+class Scattered(msgspec.Struct, frozen=True):
+    """Which rows of a run a piece of a delta holds; the others are as in the parent.
+
+    Attributes:
+        stop: one beyond the last row of the run, which begins at the piece's `start`.
+        numbers: of the rows, distinct and ascending, int64 `[rows]`.
+    """
+
+    stop: int
+    numbers: TensorEntry
+
+
+class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Rows `start … start + rows − 1` of a table, or `rows` rows of a longer run.
 
     Attributes:
         version: samples trained when these rows were copied.
         tensors: of first dimension `rows`.
         wide: tensors of the table as a whole, as they stood with these rows.
+        scattered: which rows these are, if not all of the run.
     """
 
     table: str
@@ -62,6 +79,21 @@ class Piece(msgspec.Struct, frozen=True):
     file: str
     tensors: tuple[TensorEntry, ...]
     wide: tuple[TensorEntry, ...] = ()
+    scattered: Scattered | None = None
+
+    @property
+    def stop(self) -> int:
+        """One beyond the last row that the piece speaks of."""
+        return self.start + self.rows if self.scattered is None else self.scattered.stop
+
+    @property
+    def all_tensors(self) -> tuple[TensorEntry, ...]:
+        """Everything of it in its file."""
+        return self.tensors + self.wide + (() if self.scattered is None else (self.scattered.numbers,))
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether it speaks of any of the rows `start … stop − 1`."""
+        return self.start < stop and start < self.stop
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -93,8 +125,13 @@ class TableEntry(msgspec.Struct, frozen=True):
         return Table(self.name, self.rows, self.dim, self.features, self.pooling)
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """Everything about a checkpoint but its tensors. `config`, `position` and `extra` are plain JSON."""
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything about a checkpoint but its tensors. `config`, `position` and `extra` are plain JSON.
+
+    Attributes:
+        parent: the checkpoint whose rows stand where this one has none; None for a whole one.
+        exact: laid over its parent it has every row as of `samples`; else some rows are older.
+    """
 
     samples: int
     config: msgspec.Raw
@@ -106,6 +143,8 @@ class Manifest(msgspec.Struct, frozen=True):
     random: Group
     block_bytes: int
     files: tuple[FileEntry, ...]
+    parent: str | None = None
+    exact: bool = True
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -133,7 +172,8 @@ def raw_json(what: str, value: Any) -> msgspec.Raw:
 def encode(manifest: Manifest) -> bytes:
     """The bytes of the manifest's file."""
     body = msgspec.json.encode(manifest)
-    return msgspec.json.encode(_Envelope(FORMAT, zlib.crc32(body), msgspec.Raw(body)))
+    number = _WHOLE_FORMAT if manifest.parent is None and manifest.exact else FORMAT
+    return msgspec.json.encode(_Envelope(number, zlib.crc32(body), msgspec.Raw(body)))
 
 
 def decode(content: bytes, place: str) -> Manifest:
@@ -171,7 +211,7 @@ def _defects(manifest: Manifest) -> Iterable[str]:
     yield from _file_defects(manifest)
     files = {entry.name: entry for entry in manifest.files}
     used: dict[str, list[TensorEntry]] = {name: [] for name in files}
-    groups = [manifest.dense, manifest.random, *(Group(p.file, p.tensors + p.wide) for p in manifest.pieces)]
+    groups = [manifest.dense, manifest.random, *(Group(p.file, p.all_tensors) for p in manifest.pieces)]
     for group in groups:
         if group.file not in files:
             yield f"speaks of a file {group.file!r} that it does not list"
@@ -208,6 +248,8 @@ def _layout_defects(file: FileEntry, tensors: Sequence[TensorEntry]) -> Iterable
 
 
 def _table_defects(manifest: Manifest) -> Iterable[str]:
+    if manifest.parent is not None and not NAME.fullmatch(manifest.parent):
+        yield f"builds on {manifest.parent!r}, which is no checkpoint's name"
     pieces: dict[str, list[Piece]] = {table.name: [] for table in manifest.tables}
     if len(pieces) < len(manifest.tables):
         yield "lists a table twice"
@@ -217,21 +259,25 @@ def _table_defects(manifest: Manifest) -> Iterable[str]:
             return
         pieces[piece.table].append(piece)
     for table in manifest.tables:
+        if manifest.parent is None and any(piece.scattered for piece in pieces[table.name]):
+            yield f"holds single rows of table {table.name} and names no parent for the others"
         yield from _piece_defects(table, pieces[table.name])
 
 
 def _piece_defects(table: TableEntry, pieces: Sequence[Piece]) -> Iterable[str]:
     row = 0
     for piece in sorted(pieces, key=lambda p: p.start):
-        if piece.start != row or piece.rows < 1:
+        if piece.start != row or piece.stop <= row or not 0 <= piece.rows <= piece.stop - piece.start:
             yield f"does not hold row {row} of table {table.name} exactly once"
             return
-        row += piece.rows
+        row = piece.stop
         yield from _tensor_defects(table, piece)
     if row != table.rows or row == 0:
         yield f"holds {row} of the {table.rows} rows of table {table.name}"
-    if len({_form(piece) for piece in pieces}) > 1:
+    if len({form(piece) for piece in pieces}) > 1:
         yield f"holds different tensors for different rows of table {table.name}"
+    if len({piece.scattered is None for piece in pieces}) > 1:
+        yield f"holds table {table.name} half as a whole and half as single rows"
 
 
 def _tensor_defects(table: TableEntry, piece: Piece) -> Iterable[str]:
@@ -240,12 +286,14 @@ def _tensor_defects(table: TableEntry, piece: Piece) -> Iterable[str]:
         yield f"lists a tensor of table {table.name} twice"
     if any(tensor.shape[:1] != (piece.rows,) for tensor in piece.tensors):
         yield f"gives a tensor of table {table.name} another number of rows than its piece"
+    if piece.scattered and (piece.scattered.numbers.dtype, piece.scattered.numbers.shape) != ("I64", (piece.rows,)):
+        yield f"holds no int64 numbers of {piece.rows} rows of table {table.name}"
     weights = [(t.dtype, t.shape) for t in piece.tensors if t.name == "weight"]
     if weights != [("F32", (piece.rows, table.dim))]:
         yield f"holds no float32 rows of width {table.dim} for table {table.name}"
 
 
-def _form(piece: Piece) -> tuple[Any, ...]:
-    """What must be alike in all pieces of a table."""
+def form(piece: Piece) -> tuple[Any, ...]:
+    """What must be alike in all pieces of a table, those of a parent included."""
     rows = tuple(sorted((tensor.name, tensor.dtype, tensor.shape[1:]) for tensor in piece.tensors))
     return rows, tuple(sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in piece.wide))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shadowsync.embedding import placement
 from shadowsync.embedding.optimizers import SGD, Adam, RowwiseAdagrad
-from shadowsync.embedding.placement import Servers, cut, place
+from shadowsync.embedding.placement import Servers, cut, place, row_wise
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import ConfigError
 
@@ -99,3 +99,15 @@ def test_a_row_takes_its_weights_and_state(rule, expected):
 def test_more_servers_than_tables_leave_some_empty():
     assert [len(shards) for shards in place(many([5]), {"t0": 1.0}, SGD, Servers(3))] == [1, 0, 0]
     assert place([], {}, SGD, Servers(2)) == ((), ())
+
+
+def test_row_wise_servers_hold_the_same_share_of_every_table():
+    placed = row_wise(many([10, 3]), RowwiseAdagrad, Servers(4))
+    assert [[(shard.table.name, shard.start, shard.stop) for shard in shards] for shards in placed] == [
+        [("t0", 0, 2)],
+        [("t0", 2, 5), ("t1", 0, 1)],
+        [("t0", 5, 7), ("t1", 1, 2)],
+        [("t0", 7, 10), ("t1", 2, 3)],
+    ]
+    with pytest.raises(ConfigError, match="each of 4 embedding servers would hold"):
+        row_wise(many([10, 3]), RowwiseAdagrad, Servers(4, capacity_bytes=3 * ROW))

@@ -68,6 +68,28 @@ def place(
     return tuple(_in_order(found) for found in packed)
 
 
+def row_wise(tables: Sequence[Table], rule: type[RowRule], servers: Servers) -> tuple[tuple[Shard, ...], ...]:
+    """Every table cut evenly over all servers, as `place` returns it: each server has the same share of the rows.
+
+    Every server pools and sends a vector of every table for every sample, so this costs more than `place`; what one
+    server loses is then spread alike over all tables.
+
+    Raises:
+        ConfigError: the tables do not fit the servers' memory.
+    """
+    most = sum(-(-table.rows // servers.count) * rule.row_bytes(table.dim) for table in tables)
+    if servers.capacity_bytes is not None and most > servers.capacity_bytes:
+        raise ConfigError(
+            f"each of {servers.count} embedding servers would hold {most / 2**30:.1f} GiB and may hold "
+            f"{servers.capacity_bytes / 2**30:.1f}: raise embedding.servers or cluster.server_memory_gib"
+        )
+    found: list[tuple[Shard, ...]] = []
+    for number in range(servers.count):
+        spans = ((t, t.rows * number // servers.count, t.rows * (number + 1) // servers.count) for t in tables)
+        found.append(tuple(Shard(table, start, stop) for table, start, stop in spans if start < stop))
+    return tuple(found)
+
+
 def cut(tables: Sequence[Table], costs: Mapping[str, float], rule: type[RowRule], servers: Servers) -> list[Item]:
     """The tables, or their parts, as items; the parts of one table differ by at most one row."""
     share = sum(table.rows * rule.row_bytes(table.dim) for table in tables) / servers.count

@@ -29,7 +29,7 @@ def check_fits(own: Rows, saved: Rows | RowSet, rule: type[RowRule]) -> None:
         )
     if isinstance(saved, RowSet):
         _check_numbers(saved)
-        _check_forms(own, saved, _wide(rule))
+        _check_forms(own, saved, wide_names(rule))
 
 
 def check_covered(own: Rows, found: Sequence[Rows | RowSet]) -> None:
@@ -48,9 +48,17 @@ def check_covered(own: Rows, found: Sequence[Rows | RowSet]) -> None:
 def overwrite(own: Rows, saved: Rows | RowSet, rule: type[RowRule]) -> None:
     """Copies what `saved` has of the shard's rows; tensors of the table as a whole come along with any row."""
     if isinstance(saved, RowSet):
-        _overwrite_set(own, saved, _wide(rule))
+        _overwrite_set(own, saved, wide_names(rule))
     else:
         _overwrite_run(own, saved)
+
+
+def held_rows(own: Rows, saved: Rows | RowSet) -> Tensor:
+    """Positions in the shard of the rows that `saved` has of it, int64 `[K]`."""
+    if isinstance(saved, RowSet):
+        return _inside(own, saved)[1]
+    start, stop = (row - own.start for row in (saved.start, saved.start + _count(saved)))
+    return torch.arange(max(0, start), max(0, start, min(_count(own), stop)))
 
 
 def _overwrite_run(own: Rows, saved: Rows) -> None:
@@ -110,7 +118,7 @@ def _check_forms(own: Rows, saved: RowSet, wide: Collection[str]) -> None:
             )
 
 
-def _wide(rule: type[RowRule]) -> Collection[str]:
+def wide_names(rule: type[RowRule]) -> Collection[str]:
     """Names of the tensors of a table as a whole."""
     return [name for name, extent in rule.state.items() if extent is Extent.SHARD]
 

@@ -103,6 +103,22 @@ def check_rows(rows: Tensor, asked: Sequence[int], shards: Sequence[Shard], numb
         raise DataError(f"{len(rows) - int(within)} of {len(rows)} row numbers are not rows of the shards asked for")
 
 
+def check_single(rows: Tensor | range, shard: Shard) -> None:
+    """Raises `DataError` unless `rows` are rows of the shard: a run of them, or distinct and ascending, int64 `[K]`."""
+    if isinstance(rows, range):
+        wrong = rows.step != 1 or not shard.start <= rows.start <= rows.stop <= shard.stop
+    else:
+        if rows.dim() != 1 or rows.dtype != torch.int64:
+            raise DataError(f"row numbers are int64 [K], not {_shown('rows', rows)}")
+        inside = not len(rows) or (shard.start <= int(rows[0]) and int(rows[-1]) < shard.stop)
+        wrong = not inside or not bool((rows[1:] > rows[:-1]).all())
+    if wrong:
+        raise DataError(
+            f"the rows asked for are not distinct rows of table {shard.table.name} from {shard.start} to "
+            f"{shard.stop - 1}, in ascending order"
+        )
+
+
 def spread(per_feature: Tensor, ids: Jagged) -> Tensor:
     """A number per feature `[F]` repeated for each of the feature's ids, `[L]`."""
     if ids.offsets is None:

@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding.copying import as_tensor, copy_rows, local_rows
+from shadowsync.embedding.initial import fill
 from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.optimizers import rule_class
-from shadowsync.embedding.overwriting import check_covered, check_fits, overwrite
-from shadowsync.embedding.requests import Bounds, check_range, check_rows, check_shape
+from shadowsync.embedding.overwriting import check_covered, check_fits, held_rows, overwrite, wide_names
+from shadowsync.embedding.push_gate import PushGate
+from shadowsync.embedding.requests import Bounds, check_range, check_rows, check_shape, check_single
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Rows, RowSet, Shard, slots_of
+from shadowsync.embedding.watching import RowWatches, Watching
 from shadowsync.errors import DataError
 
 
@@ -49,12 +53,28 @@ class RowLookup:
 class EmbeddingServer:
     """Holds the only copy of its shards; any number of threads may call it at once, without waiting for each other.
 
+    Whoever copies or overwrites rows may do so meanwhile: pushes then wait for a short turn (`PushGate`), pulls never.
+
     Every id is checked here, so that no request reads or writes memory beyond the rows. In process the client hands
     the same `Lookup` to `pull` and `push`; behind a wire the end that receives requests keeps a pull's `Lookup` under
     its number until the push comes, so that ids cross once.
+
+    Args:
+        shards: what to hold.
+        storage: how.
+        optimizer: of the rows.
+        seed: of the initial rows.
+        watching: which rows are to be saved next; None saves every shard as a whole.
     """
 
-    def __init__(self, shards: Sequence[Shard], storage: type[Storage], optimizer: RowOptimizer, seed: int) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        storage: type[Storage],
+        optimizer: RowOptimizer,
+        seed: int,
+        watching: Watching | None = None,
+    ) -> None:
         self.shards = tuple(shards)
         self.slots = slots_of(self.shards)
         self.numbers = RowNumbers(self.shards)
@@ -62,6 +82,9 @@ class EmbeddingServer:
         shard_of_slot = [index for index, shard in enumerate(self.shards) for _ in shard.table.features]
         self._storage = storage(self.shards, shard_of_slot, optimizer, seed)
         self._bounds: dict[tuple[int, ...], Bounds] = {}
+        self._seed = seed
+        self._gate = PushGate()
+        self._watches = RowWatches(self.state(), self.numbers, watching)
 
     def pull(self, lookup: Lookup) -> Tensor:
         """Pooled rows, float32 `[B, Σ D of the slots]`.
@@ -89,7 +112,11 @@ class EmbeddingServer:
                 f"a gradient of {gradient.dtype} {list(gradient.shape)} does not fit a look-up of float32 "
                 f"{[lookup.ids.samples, width]}"
             )
-        self._storage.push(lookup.ids, lookup.slots, gradient, lr)
+        with self._gate:
+            try:
+                self._storage.push(lookup.ids, lookup.slots, gradient, lr)
+            finally:
+                self._watches.pushed(lookup.slots, lookup.ids)
 
     def read_rows(self, lookup: RowLookup) -> tuple[Tensor, ...]:
         """Rows as they are, for each width of the shards (ascending) float32 `[K_w, D_w]`.
@@ -119,7 +146,11 @@ class EmbeddingServer:
                 f"gradients of {', '.join(f'{g.dtype} {list(g.shape)}' for g in gradients) or 'nothing'} do not fit "
                 f"rows of float32 {', '.join(str(list(shape)) for shape in shapes) or 'nothing'}"
             )
-        self._storage.step_rows(lookup.rows, gradients, lookup.shards, lr)
+        with self._gate:
+            try:
+                self._storage.step_rows(lookup.rows, gradients, lookup.shards, lr)
+            finally:
+                self._watches.stepped(lookup.rows)
 
     def _check(self, lookup: Lookup) -> Bounds:
         bounds = self._bounds.get(lookup.slots)
@@ -159,5 +190,117 @@ class EmbeddingServer:
                 check_covered(
                     own, [rows for mine, rows in pieces if mine.start == own.start and mine.table == own.table]
                 )
-        for own, rows in pieces:
-            overwrite(own, rows, self._rule)
+        with self._watches.turn, self._gate.alone():
+            for own, rows in pieces:
+                self._put(own, rows)
+
+    def lose(self, saved: Iterable[Rows | RowSet] | None) -> None:
+        """As if this server had failed and a replacement had its place: pushes wait until it is over.
+
+        Args:
+            saved: what the replacement loads, read bit by bit; None for initial rows without optimizer state.
+
+        Raises:
+            CheckpointError: as `load`, but rows may be missing; those before the one that does not fit are written.
+        """
+        with self._watches.turn, self._gate.alone():
+            if saved is None:
+                self._begin_anew()
+                return
+            for rows in saved:
+                for own in (own for own in self.state() if own.table.name == rows.table.name):
+                    check_fits(own, rows, self._rule)
+                    self._put(own, rows)
+
+    def _put(self, own: Rows, rows: Rows | RowSet) -> None:
+        overwrite(own, rows, self._rule)
+        held = held_rows(own, rows)
+        if len(held):
+            shard = next(i for i, s in enumerate(self.shards) if s.table == own.table and s.start == own.start)
+            self._watches.loaded(shard, held)
+
+    def _begin_anew(self) -> None:
+        for own in self.state():
+            for tensor in own.tensors.values():
+                tensor.zero_()
+        fill([(s, own.tensors["weight"]) for s, own in zip(self.shards, self.state(), strict=True)], self._seed)
+        self._watches.reset()
+
+    # --- saves beside training ---------------------------------------------------------------------------------------
+
+    @property
+    def compares(self) -> bool:
+        """`rows_saved` wants the weights that were written."""
+        return self._watches.compares
+
+    def row_bytes(self, shard: int) -> int:
+        """Bytes of a row of that shard with its optimizer state."""
+        return self._rule.row_bytes(self.shards[shard].table.dim)
+
+    def begin_save(self) -> int:
+        """A save begins, for which rows are picked and copied after this; the one before it is over.
+
+        Returns:
+            its number, which no other save has, nor one of another server.
+        """
+        return self._watches.begin()
+
+    def is_under_way(self, save: int) -> bool:
+        """Whether the save of that number is the one that began last."""
+        return self._watches.is_under_way(save)
+
+    def pick(self, shard: int, end_of_round: bool) -> Tensor | None:
+        """The rows of the shard at that position that are to be saved now.
+
+        Args:
+            shard: position of the shard.
+            end_of_round: small tables are due too.
+
+        Returns:
+            numbers in the table, distinct and ascending, int64 `[K]`; None for the whole shard.
+        """
+        picked = self._watches.pick(self._known(shard), end_of_round)
+        return None if picked is None else picked + self.shards[shard].start
+
+    def copy_rows(self, shard: int, rows: Tensor | range) -> dict[str, Tensor]:
+        """Copies of rows with their optimizer state, of each row as it is between two pushes.
+
+        Args:
+            shard: position of the shard.
+            rows: numbers in the table: a run, or distinct and ascending, int64 `[K]`.
+
+        Raises:
+            DataError: there is no such shard, or they are not such rows of it.
+        """
+        check_single(rows, self.shards[self._known(shard)])
+        own = self.state()[shard]
+        return copy_rows(own, local_rows(rows, own.start), wide_names(self._rule), self._gate)
+
+    def rows_saved(self, save: int, shard: int, rows: Tensor | range, weights: Tensor | None = None) -> bool:
+        """Rows are safely written as they were copied for a save.
+
+        Args:
+            save: its number.
+            shard: position of the shard.
+            rows: as in `copy_rows`.
+            weights: as written, float32 `[K, D]`; needed where the server `compares`.
+
+        Returns:
+            False if the save is not under way here any more: nothing is taken note of.
+
+        Raises:
+            DataError: as `copy_rows`, or weights that are not of such rows.
+        """
+        check_single(rows, self.shards[self._known(shard)])
+        form = (len(rows), self.shards[shard].table.dim)
+        if (weights is None and self.compares) or (
+            weights is not None and (tuple(weights.shape) != form or weights.dtype != torch.float32)
+        ):
+            found = "nothing" if weights is None else f"{weights.dtype} {list(weights.shape)}"
+            raise DataError(f"{found} is not what was saved of rows of float32 {list(form)}")
+        return self._watches.saved(save, shard, as_tensor(local_rows(rows, self.shards[shard].start)), weights)
+
+    def _known(self, shard: int) -> int:
+        if not 0 <= shard < len(self.shards):
+            raise DataError(f"shard {shard} is asked for and this server has {len(self.shards)} shards")
+        return shard

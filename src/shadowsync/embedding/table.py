@@ -101,3 +101,9 @@ def group_by_table(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
     for shard in sorted(shards, key=lambda shard: shard.start):
         found.setdefault(shard.table.name, []).append(shard)
     return found
+
+
+def shares_of(servers: Sequence[Sequence[Shard]]) -> tuple[float, ...]:
+    """The share of all rows that each server holds; they add up to 1."""
+    rows = [sum(shard.rows for shard in shards) for shards in servers]
+    return tuple(count / sum(rows) for count in rows)

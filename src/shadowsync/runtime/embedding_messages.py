@@ -124,17 +124,94 @@ class Shards(Meta, frozen=True):
 
 
 class RowsAsked(Meta, frozen=True):
-    """Asks for rows `start … stop − 1` (of the table) of the shard at that position, with their optimizer state."""
+    """Asks for rows `start … stop − 1` (of the table) of the shard at that position, with their optimizer state.
+
+    Attributes:
+        save: the number of the save that they are for; None for no save.
+    """
 
     shard: int
     start: int
     stop: int
+    save: int | None = None
+
+
+class SinglesAsked(Meta, frozen=True):
+    """Asks for some rows of the shard at that position; tensors: their numbers in the table, ascending."""
+
+    save: int
+    shard: int
 
 
 class RowsFound(Meta, frozen=True):
-    """Answers `RowsAsked`: the names of the tensors beside it."""
+    """Answers `RowsAsked` and `SinglesAsked`: the names of the tensors beside it.
+
+    Attributes:
+        known: False if the save is not under way any more; there are no tensors then.
+    """
 
     names: tuple[str, ...]
+    known: bool = True
+
+
+class SaveBegun(Meta, frozen=True):
+    """Answers the word that a save begins.
+
+    Attributes:
+        save: its number.
+        compares: the server wants to hear what was written of the rows.
+    """
+
+    save: int
+    compares: bool
+
+
+class PickAsked(Meta, frozen=True):
+    """Asks which rows of the shard at that position are to be saved.
+
+    Attributes:
+        save: the number of the save.
+        shard: position of the shard.
+        end_of_round: small tables are due too.
+        first: the answer begins with the row at this position among those picked; 0 picks, the rest comes by parts.
+    """
+
+    save: int
+    shard: int
+    end_of_round: bool
+    first: int
+
+
+class Picked(Meta, frozen=True):
+    """Answers `PickAsked`; tensors: numbers in the table, as many as one message may hold, if there is not `whole`.
+
+    Attributes:
+        known: as in `RowsFound`.
+        whole: all rows of the shard.
+        total: how many were picked.
+    """
+
+    known: bool
+    whole: bool
+    total: int
+
+
+class SavedTold(Meta, frozen=True):
+    """Says that rows are safely written; tensors: their numbers if `single`, then their weights if there are any.
+
+    Attributes:
+        save: the number of the save.
+        shard: position of the shard.
+        start: first row of the run, in the table.
+        stop: one beyond its last.
+        single: not all of the run, but those whose numbers come along.
+    """
+
+    save: int
+    shard: int
+    start: int
+    stop: int
+    single: bool
 
 
 class RowsGiven(Meta, frozen=True):
@@ -178,6 +255,17 @@ def as_int64(tensor: Tensor) -> Tensor:
     if tensor.dtype not in _IDS:
         raise DataError(f"ids cross as int32 or int64, not as {str(tensor.dtype).removeprefix('torch.')}")
     return tensor.to(torch.int64)
+
+
+def row_numbers(tensors: Sequence[Tensor]) -> Tensor:
+    """The row numbers of a message that holds nothing else; what is in them, the server checks.
+
+    Raises:
+        DataError: it does not hold one tensor of a type of ids.
+    """
+    if len(tensors) != 1:
+        raise DataError(f"row numbers are one tensor, not {len(tensors)}")
+    return as_int64(tensors[0])
 
 
 def pack_coded(encoded: Sequence[Encoded]) -> tuple[Coded, tuple[Tensor, ...]]:

@@ -1,13 +1,16 @@
 """Rows in and out of an embedding server behind a wire, for checkpoints."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from shadowsync.embedding.table import Rows, Shard
 from shadowsync.runtime.embedding_messages import RowsAsked, RowsFound, RowsGiven, Shards
 from shadowsync.runtime.wire.connection import Answer, Connection
+from shadowsync.runtime.wire.errors import PeerLost
 
 CHUNK_BYTES = 16 << 20
 UNDER_WAY = 2
@@ -16,9 +19,9 @@ UNDER_WAY = 2
 
 @dataclass(frozen=True)
 class RemoteRows:
-    """The rows of a server (`EmbeddingService`) with their optimizer state.
+    """The rows of a server (`EmbeddingService`) with their optimizer state, each as of one moment.
 
-    What is read is consistent only while nobody pushes.
+    Rows of one moment are read only while nobody pushes.
 
     Attributes:
         connection: to the service.
@@ -44,8 +47,23 @@ class RemoteRows:
 
     def read(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Rows]:
         """All rows, shard by shard and in their order, in chunks whose weights take about `chunk_bytes` at most."""
+        return self.read_shards(dict(enumerate(self.shards())), chunk_bytes)
+
+    def read_shards(
+        self, shards: Mapping[int, Shard], chunk_bytes: int = CHUNK_BYTES, save: int | None = None
+    ) -> Iterator[Rows]:
+        """As `read`, of some shards.
+
+        Args:
+            shards: by their position at the server.
+            chunk_bytes: as in `read`.
+            save: the number of the save that they are for.
+
+        Raises:
+            PeerLost: that save is not under way any more: another server has taken the place.
+        """
         under_way: deque[tuple[Shard, RowsAsked, Future[Answer]]] = deque()
-        for shard, asked in _chunks(self.shards(), chunk_bytes):
+        for shard, asked in _chunks(shards, chunk_bytes, save):
             under_way.append((shard, asked, self.connection.call("rows", asked, timeout_s=self.timeout_s)))
             if len(under_way) >= UNDER_WAY:
                 yield _found(*under_way.popleft())
@@ -68,14 +86,24 @@ class RemoteRows:
                 self.connection.call("load_rows", given, [t.contiguous() for t in tensors], self.timeout_s).result()
 
 
-def _chunks(shards: tuple[Shard, ...], chunk_bytes: int) -> Iterator[tuple[Shard, RowsAsked]]:
-    for index, shard in enumerate(shards):
+def _chunks(shards: Mapping[int, Shard], chunk_bytes: int, save: int | None) -> Iterator[tuple[Shard, RowsAsked]]:
+    for index, shard in shards.items():
         step = max(1, chunk_bytes // (4 * shard.table.dim))
         for start in range(shard.start, shard.stop, step):
-            yield shard, RowsAsked(index, start, min(start + step, shard.stop))
+            yield shard, RowsAsked(index, start, min(start + step, shard.stop), save)
 
 
 def _found(shard: Shard, asked: RowsAsked, future: Future[Answer]) -> Rows:
-    answer = future.result()
-    names = answer.read(RowsFound).names
-    return Rows(shard.table, asked.start, dict(zip(names, answer.tensors, strict=True)))
+    return Rows(shard.table, asked.start, tensors_of(future.result()))
+
+
+def tensors_of(answer: Answer) -> dict[str, Tensor]:
+    """The tensors of rows by name.
+
+    Raises:
+        PeerLost: the save that they are for is not under way any more.
+    """
+    found = answer.read(RowsFound)
+    if not found.known:
+        raise PeerLost("an embedding server was replaced while its rows were copied")
+    return dict(zip(found.names, answer.tensors, strict=True))

@@ -25,11 +25,12 @@ from shadowsync.runtime.embedding_messages import (
     ShardInfo,
     Shards,
     StepAsked,
-    as_int64,
     pack_coded,
+    row_numbers,
     unpack_coded,
     unpack_ids,
 )
+from shadowsync.runtime.embedding_saves import SaveMethods, check_size
 from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.lines import Encoder
 from shadowsync.runtime.wire.service import Method, Reply, Request
@@ -99,7 +100,8 @@ class EmbeddingService:
     """Serves an `EmbeddingServer`; its methods may run in any number of threads at once.
 
     `pull` and `read` keep their look-up until `push` and `step` refer to it by its number, so that ids cross once.
-    What is kept is bounded for each client and freed when the client goes.
+    What is kept is bounded for each client and freed when the client goes. Rows go out as they are between two pushes
+    (see `embedding_saves` for those that are saved beside training).
 
     Args:
         server: what is served; checks ids, row numbers and the shapes of gradients.
@@ -125,6 +127,7 @@ class EmbeddingService:
             "shards": Method(self._shards, once=False),
             "rows": Method(self._rows, once=False),
             "load_rows": Method(self._load_rows),
+            **SaveMethods(server).methods,
         }
         self._server = server
         self._generation = generation
@@ -180,7 +183,7 @@ class EmbeddingService:
 
     def _read(self, request: Request) -> Reply:
         asked, client = request.read(ReadAsked), self._client(request)
-        lookup = RowLookup(asked.shards, _numbers(request.tensors), asked.number or 0)
+        lookup = RowLookup(asked.shards, row_numbers(request.tensors), asked.number or 0)
         rows = self._server.read_rows(lookup)
         if asked.number is not None:
             client.keep(asked.stream, lookup)
@@ -193,7 +196,7 @@ class EmbeddingService:
         split = 0 if asked.shards is None else 1
         lookup = self._client(request).take(asked.stream, asked.number)
         if asked.shards is not None:
-            lookup = RowLookup(asked.shards, _numbers(request.tensors[:split]), asked.number)
+            lookup = RowLookup(asked.shards, row_numbers(request.tensors[:split]), asked.number)
         if not isinstance(lookup, RowLookup):
             return Reply(Pushed(False))
         self._server.step_rows(lookup, self._gradients(asked.gradients, request.tensors[split:], asked.lr), asked.lr)
@@ -209,9 +212,12 @@ class EmbeddingService:
 
     def _rows(self, request: Request) -> Reply:
         asked = request.read(RowsAsked)
-        own = self._part(asked)
-        # copies: the reply is sent later, while others may step the rows
-        return Reply(RowsFound(tuple(own)), tuple(tensor.clone() for tensor in own.values()))
+        if asked.save is not None and not self._server.is_under_way(asked.save):
+            return Reply(RowsFound((), False))
+        self._part(asked)
+        check_size(self._server, asked.shard, asked.stop - asked.start)
+        found = self._server.copy_rows(asked.shard, range(asked.start, asked.stop))
+        return Reply(RowsFound(tuple(found)), tuple(found.values()))
 
     def _load_rows(self, request: Request) -> Reply:
         given = request.read(RowsGiven)
@@ -241,12 +247,6 @@ class EmbeddingService:
                 f"{own.start} to {own.start + count - 1}"
             )
         return {name: t[first:last] if len(t) == count else t for name, t in own.tensors.items()}
-
-
-def _numbers(tensors: Sequence[Tensor]) -> Tensor:
-    if len(tensors) != 1:
-        raise DataError(f"row numbers are one tensor, not {len(tensors)}")
-    return as_int64(tensors[0])
 
 
 def _described(tensors: Mapping[str, Tensor]) -> str:

@@ -1,0 +1,50 @@
+"""Copies rows out of a server's memory while others push to it, each row with its optimizer state as of one moment."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from shadowsync.embedding.push_gate import PushGate
+from shadowsync.embedding.table import Rows
+
+CHUNK_BYTES = 1 << 20
+"""Copied in one turn; more makes pushes wait longer, less makes a copy wait for more pushes."""
+
+
+def copy_rows(own: Rows, rows: Tensor | range, wide: Collection[str], gate: PushGate) -> dict[str, Tensor]:
+    """Copies of a shard's rows, in turns of `CHUNK_BYTES` at most (one row at least) of which pushes keep out.
+
+    Args:
+        own: live views of the shard.
+        rows: their positions in it, int64 `[K]`.
+        wide: tensors that belong to the table as a whole; they are copied last, so none is behind a row.
+        gate: of the pushes.
+    """
+    live = {name: tensor for name, tensor in own.tensors.items() if name not in wide}
+    copies = {name: tensor.new_empty((len(rows), *tensor.shape[1:])) for name, tensor in live.items()}
+    row_bytes = sum(tensor[:1].nbytes for tensor in live.values())
+    step = max(1, CHUNK_BYTES // row_bytes)
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        with gate.alone():
+            taken = {name: _taken(tensor, part) for name, tensor in live.items()}
+        for name, tensor in taken.items():
+            copies[name][first : first + len(part)] = tensor
+    return {name: copies[name] if name in copies else tensor.clone() for name, tensor in own.tensors.items()}
+
+
+def _taken(tensor: Tensor, rows: Tensor | range) -> Tensor:
+    if isinstance(rows, range):
+        return tensor[rows.start : rows.stop].clone()
+    return tensor.index_select(0, rows)
+
+
+def local_rows(rows: Tensor | range, start: int) -> Tensor | range:
+    """Rows of a table as positions in a run of them that begins at `start`."""
+    return range(rows.start - start, rows.stop - start) if isinstance(rows, range) else rows - start
+
+
+def as_tensor(rows: Tensor | range) -> Tensor:
+    """The numbers one by one, int64 `[K]`."""
+    return torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows

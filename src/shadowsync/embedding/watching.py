@@ -1,0 +1,209 @@
+"""Who is told which rows of a server change, and asked which of them to save.
+
+`L` looked-up rows, `K` rows of one save, `R` rows of a shard, `D` their width.
+"""
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.numbering import RowNumbers
+from shadowsync.embedding.table import Rows
+
+QUEUED_IDS = 1 << 17
+"""Watches hear of so many rows at once: a call for each table at each push would cost more than what it does. The ids
+take 1 MiB meanwhile."""
+
+
+class RowWatch(Protocol):
+    """What follows one shard; rows are numbered from 0 in it. All but `seen` comes from one thread at a time.
+
+    Attributes:
+        sees: it wants to know which rows change.
+        compares: it wants to know what was written of them.
+    """
+
+    @property
+    def sees(self) -> bool: ...
+
+    @property
+    def compares(self) -> bool: ...
+
+    def seen(self, rows: Tensor) -> None:
+        """Pushes have changed these rows, int64 `[L]`, in any order and with duplicates."""
+
+    def begin(self) -> None:
+        """A save begins: all that it holds is copied after this."""
+
+    def pick(self, count: int, weights: Tensor) -> Tensor:
+        """The rows that the save is to hold, distinct and ascending, int64 `[K]`, about `count`.
+
+        Args:
+            count: how many are wanted.
+            weights: the shard's, live, float32 `[R, D]`.
+        """
+
+    def saved(self, rows: Tensor, weights: Tensor | None) -> None:
+        """These rows, int64 `[K]`, are safely written as they were copied after the last `begin`.
+
+        Args:
+            rows: distinct.
+            weights: as written, float32 `[K, D]`; None unless it `compares`.
+        """
+
+    def loaded(self, rows: Tensor, weights: Tensor) -> None:
+        """These rows, int64 `[K]`, have been overwritten with saved ones, whose weights are float32 `[K, D]`."""
+
+
+class Watching(Protocol):
+    """Which shards are watched, and how much of them a save holds."""
+
+    def watch(self, own: Rows) -> RowWatch | None:
+        """Follows a shard whose rows are saved as they are; None: it is saved as a whole at the end of each round."""
+
+    def count(self, rows: int) -> int:
+        """How many of a shard's rows one save is to hold."""
+
+
+class RowWatches:
+    """The watches of one server.
+
+    Pushes put what they looked up into a queue, which the watches hear of from time to time, and before any question.
+
+    Args:
+        state: live views of all shards.
+        numbers: of their rows.
+        watching: None to watch nothing.
+
+    Attributes:
+        turn: held by whoever asks or tells anything but of pushes.
+    """
+
+    def __init__(self, state: Sequence[Rows], numbers: RowNumbers, watching: Watching | None) -> None:
+        self.turn = threading.RLock()
+        self._weights = [own.tensors["weight"] for own in state]
+        self._watches = [None if watching is None else watching.watch(own) for own in state]
+        self._counts = [0 if watching is None else watching.count(len(weights)) for weights in self._weights]
+        self._seeing = {index: watch for index, watch in enumerate(self._watches) if watch is not None and watch.sees}
+        self._of_slot = [index for index, own in enumerate(state) for _ in own.table.features]
+        self._starts = numbers.starts
+        self._queue: deque[tuple[tuple[int, ...], Jagged] | Tensor] = deque()
+        self._queued = 0
+        self._telling = threading.Lock()
+        # a server that takes this one's place counts from elsewhere, so that nobody takes its saves for this one's
+        self._save = secrets.randbits(62)
+
+    # --- pushes ------------------------------------------------------------------------------------------------------
+
+    def pushed(self, slots: tuple[int, ...], ids: Jagged) -> None:
+        """A push has changed the rows that were looked up."""
+        if self._seeing:
+            self._add((slots, ids), len(ids.values))
+
+    def stepped(self, rows: Tensor) -> None:
+        """A push has changed the rows of these numbers (`RowNumbers`), ascending, int64 `[K]`."""
+        if self._seeing:
+            self._add(rows, len(rows))
+
+    def _add(self, changed: tuple[tuple[int, ...], Jagged] | Tensor, ids: int) -> None:
+        self._queue.append(changed)
+        self._queued += ids  # threads may lose a sum to each other: then the watches hear a little later
+        if self._queued >= QUEUED_IDS and self._telling.acquire(blocking=False):
+            try:
+                self._empty()
+            finally:
+                self._telling.release()
+
+    def _tell(self) -> None:
+        """All that was queued before is told when this returns."""
+        with self._telling:
+            self._empty()
+
+    def _empty(self) -> None:
+        self._queued = 0
+        found: dict[int, list[NDArray[np.int64]]] = {index: [] for index in self._seeing}
+        for _ in range(len(self._queue)):
+            changed = self._queue.popleft()
+            parts = self._by_number(changed) if isinstance(changed, Tensor) else self._by_slot(*changed)
+            for index, rows in parts:
+                found[index].append(rows)
+        for index, watch in self._seeing.items():
+            if found[index]:
+                watch.seen(torch.from_numpy(np.concatenate(found[index])))
+
+    def _by_slot(self, slots: tuple[int, ...], ids: Jagged) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        if not ids.samples:
+            return
+        values: NDArray[np.int64] = ids.values.numpy()
+        offsets = range(len(values) + 1) if ids.offsets is None else ids.offsets.numpy()
+        edges = offsets[:: ids.samples]
+        for position, slot in enumerate(slots):
+            index = self._of_slot[slot]
+            if index in self._seeing:
+                yield index, values[edges[position] : edges[position + 1]]
+
+    def _by_number(self, numbers: Tensor) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        values: NDArray[np.int64] = numbers.numpy()
+        for index in self._seeing:
+            start = self._starts[index]
+            first, last = np.searchsorted(values, (start, start + len(self._weights[index])))
+            yield index, values[first:last] - start
+
+    # --- saves -------------------------------------------------------------------------------------------------------
+
+    @property
+    def compares(self) -> bool:
+        """Some watch wants to know what was written."""
+        return any(watch is not None and watch.compares for watch in self._watches)
+
+    def begin(self) -> int:
+        """A save begins, whose number is returned; the one before it is over, reported as saved or not."""
+        with self.turn:
+            self._tell()
+            for watch in self._watches:
+                if watch is not None:
+                    watch.begin()
+            self._save += 1
+            return self._save
+
+    def is_under_way(self, save: int) -> bool:
+        """The save of this number is the one that began last."""
+        return save == self._save
+
+    def pick(self, shard: int, end_of_round: bool) -> Tensor | None:
+        """The rows of a shard that a save is to hold, int64 `[K]`; None for all of them."""
+        watch = self._watches[shard]
+        if watch is None:
+            return None if end_of_round else torch.zeros(0, dtype=torch.int64)
+        with self.turn:
+            self._tell()
+            return watch.pick(self._counts[shard], self._weights[shard])
+
+    def saved(self, save: int, shard: int, rows: Tensor, weights: Tensor | None) -> bool:
+        """As `RowWatch.saved`; false if another save has begun since, so that this one is of no interest any more."""
+        watch = self._watches[shard]
+        with self.turn:
+            if watch is not None and save == self._save:
+                watch.saved(rows, weights if watch.compares else None)
+            return save == self._save
+
+    def loaded(self, shard: int, rows: Tensor) -> None:
+        """Rows of a shard have been overwritten with saved ones."""
+        watch = self._watches[shard]
+        if watch is not None:
+            self._tell()
+            watch.loaded(rows, self._weights[shard][rows])
+
+    def reset(self) -> None:
+        """All rows have become the initial ones, which nobody has saved."""
+        self._tell()
+        for index, watch in self._seeing.items():
+            watch.seen(torch.arange(len(self._weights[index])))

@@ -1,0 +1,299 @@
+"""Rows of a served embedding server that are saved beside training: what crosses, and what is refused."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from embedding_cases import ADAGRAD, ADAM, SOURCE, TABLES, train
+from torch import Tensor
+
+from shadowsync.compression.plain import Plain
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.table import Rows, RowSet, Shard
+from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.errors import DataError
+from shadowsync.recovery.priority import RowPriority
+from shadowsync.recovery.tracking import RowTracking
+from shadowsync.registry import members
+from shadowsync.runtime import embedding_saves
+from shadowsync.runtime.embedding_messages import (
+    PickAsked,
+    Picked,
+    Pushed,
+    RowsAsked,
+    RowsFound,
+    SavedTold,
+    SinglesAsked,
+)
+from shadowsync.runtime.embedding_saver import RemoteSave
+from shadowsync.runtime.embedding_service import EmbeddingService
+from shadowsync.runtime.wire.connection import Connection, DirectConnection
+from shadowsync.runtime.wire.errors import PeerLost
+
+Connect = Callable[[EmbeddingService], Connection]
+SHARDS = (Shard(TABLES[0], 10, 40), *(Shard(table, 0, table.rows) for table in TABLES[1:]))
+PRIORITIES = members("shadowsync.recovery", RowPriority)
+MIN_ROWS = 25
+
+
+def made(priority: str = "all", optimizer: Any = ADAGRAD) -> EmbeddingServer:
+    """A server whose tables of at least 25 rows are tracked; all of them under `all`."""
+    tracking = RowTracking(PRIORITIES[priority](), 0.5, 1 if priority == "all" else MIN_ROWS, 0)
+    return EmbeddingServer(SHARDS, TorchStorage, optimizer, 3, tracking)
+
+
+def trained(server: EmbeddingServer, steps: int = 2) -> None:
+    rest = EmbeddingServer([Shard(TABLES[0], 0, 10)], TorchStorage, ADAGRAD, 3)
+    train(EmbeddingClient(TABLES, SOURCE, [server, rest]), steps, "multi")
+
+
+def served(server: EmbeddingServer) -> EmbeddingService:
+    return EmbeddingService(server, Plain(), Plain())
+
+
+def spoken_of(found: Sequence[Rows | RowSet]) -> dict[str, list[int]]:
+    """The rows that were copied of each table."""
+    numbers: dict[str, list[int]] = {}
+    for rows in found:
+        got = (
+            rows.numbers.tolist()
+            if isinstance(rows, RowSet)
+            else list(range(rows.start, rows.start + len(rows.tensors["weight"])))
+        )
+        numbers.setdefault(rows.table.name, []).extend(got)
+    return numbers
+
+
+def assert_copies(found: Sequence[Rows | RowSet], server: EmbeddingServer) -> None:
+    """What was copied is what the server holds."""
+    for rows in found:
+        own = next(own for own in server.state() if own.table == rows.table)
+        stop = rows.start + len(rows.tensors["weight"])
+        places = (rows.numbers if isinstance(rows, RowSet) else torch.arange(rows.start, stop)) - own.start
+        assert rows.tensors.keys() == own.tensors.keys()
+        for name, tensor in own.tensors.items():
+            assert torch.equal(rows.tensors[name], tensor if name == "step" else tensor[places])
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_saves, "MOST_ROWS", 5)
+    monkeypatch.setattr("shadowsync.runtime.embedding_saver.MOST_ROWS", 5)
+
+
+@pytest.mark.usefixtures("small_messages")
+@pytest.mark.parametrize("optimizer", [ADAGRAD, ADAM], ids=lambda optimizer: optimizer.name)
+@pytest.mark.parametrize("priority", PRIORITIES)
+@pytest.mark.parametrize("end_of_round", [False, True])
+def test_over_a_wire_the_same_rows_are_picked_copied_and_reported(
+    connect: Connect, priority: str, optimizer: Any, end_of_round: bool
+) -> None:
+    server, twin = made(priority, optimizer), made(priority, optimizer)
+    for each in (server, twin):
+        trained(each)
+    way = connect(served(server))
+    save = RemoteSave.begin(way, chunk_bytes=4 * 4 * 5)
+    found = list(save.changed(SHARDS, end_of_round))
+    twin_save = twin.begin_save()
+    wanted = [twin.pick(index, end_of_round) for index in range(len(SHARDS))]
+    expected = {
+        shard.table.name: list(range(shard.start, shard.stop)) if numbers is None else numbers.tolist()
+        for shard, numbers in zip(SHARDS, wanted, strict=True)
+    }
+    assert spoken_of(found) == expected
+    assert len(expected["user"]) > 5
+    assert_copies(found, server)
+    for index, shard in enumerate(SHARDS):
+        for rows in found:
+            if rows.table == shard.table:
+                save.saved(index, shard, rows)
+        numbers = wanted[index]
+        rows = range(shard.start, shard.stop) if numbers is None else numbers
+        twin.rows_saved(twin_save, index, rows, twin.copy_rows(index, rows)["weight"])
+    for each in (server, twin):
+        trained(each, 1)
+    again = list(RemoteSave.begin(way).changed(SHARDS, False))
+    twin.begin_save()
+    picks = [twin.pick(index, False) for index in range(len(SHARDS))]
+    assert spoken_of(again) == {s.table.name: p.tolist() for s, p in zip(SHARDS, picks, strict=True) if p is not None}
+
+
+def test_everything_crosses_in_chunks(connect: Connect) -> None:
+    server = made("scar", ADAM)
+    trained(server)
+    save = RemoteSave.begin(connect(served(server)), chunk_bytes=4 * 8 * 9)
+    assert save.compares
+    found = list(save.everything(SHARDS))
+    assert max(rows.tensors["weight"].numel() for rows in found) <= 8 * 9
+    assert_copies(found, server)
+    assert spoken_of(found) == {s.table.name: list(range(s.start, s.stop)) for s in SHARDS}
+    for index, shard in enumerate(SHARDS):
+        for rows in found:
+            if rows.table == shard.table:
+                save.saved(index, shard, rows)
+    server.begin_save()
+    picks = [server.pick(index, False) for index in range(len(SHARDS))]
+    assert [len(p) for p in picks if p is not None] == [0] * len(SHARDS)
+
+
+def test_weights_cross_only_where_they_are_compared() -> None:
+    sent: list[tuple[str, int]] = []
+
+    class Counting(DirectConnection):
+        def call(self, method: str, meta: Any = None, tensors: Any = (), timeout_s: Any = None) -> Any:
+            sent.append((method, len(tensors)))
+            return super().call(method, meta, tensors, timeout_s)
+
+    for priority, count in (("mfu", 1), ("scar", 2)):
+        server = made(priority)
+        trained(server)
+        save = RemoteSave.begin(Counting(served(server)))
+        found = list(save.changed(SHARDS, False))
+        save.saved(0, SHARDS[0], found[0])
+        assert sent[-1] == ("saved", count)
+
+
+class Replaced(Connection):
+    """A connection that is led to another server before the call of that number."""
+
+    def __init__(self, first: EmbeddingServer, then: EmbeddingServer, calls: int) -> None:
+        self._ways = [DirectConnection(served(first))] * calls + [DirectConnection(served(then))]
+        self._calls = 0
+
+    def call(self, method: str, meta: Any = None, tensors: Sequence[Tensor] = (), timeout_s: Any = None) -> Any:
+        way = self._ways[min(self._calls, len(self._ways) - 1)]
+        self._calls += 1
+        return way.call(method, meta, tensors)
+
+    def close(self) -> None:
+        raise AssertionError("the connection belongs to others")
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3, 9])
+def test_a_server_that_takes_the_place_does_not_answer_for_the_other(calls: int) -> None:
+    first, then = made("mfu"), made("mfu")
+    trained(first)
+    save = RemoteSave.begin(Replaced(first, then, calls))
+    with pytest.raises(PeerLost, match="an embedding server was replaced while its rows were"):
+        list(save.changed(SHARDS, True))
+    whole = RemoteSave.begin(Replaced(first, then, min(calls, 4)))
+    with pytest.raises(PeerLost, match="an embedding server was replaced while its rows were copied"):
+        list(whole.everything(SHARDS))
+
+
+def test_what_was_saved_of_a_server_that_is_gone_is_not_told_to_its_successor() -> None:
+    first, then = made("mfu"), made("mfu")
+    for server in (first, then):
+        trained(server)
+    save = RemoteSave.begin(DirectConnection(served(first)))
+    rows = next(iter(save.changed(SHARDS, False)))
+    then.begin_save()
+    before = then.pick(0, False)
+    RemoteSave(DirectConnection(served(then)), save.number, save.compares).saved(0, SHARDS[0], rows)
+    after = then.pick(0, False)
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before, after)
+
+
+@pytest.fixture
+def under_way() -> Iterator[tuple[EmbeddingServer, Connection, int]]:
+    """A server that compares, a connection to it, and the number of a save in which shard 0 was picked."""
+    server = made("scar")
+    trained(server)
+    with closing(DirectConnection(served(server))) as way:
+        save = RemoteSave.begin(way).number
+        way.call("pick", PickAsked(save, 0, False, 0)).result()
+        yield server, way, save
+
+
+def rows(*numbers: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype)
+
+
+W = torch.ones(2, 8)
+BAD: list[Callable[[int], tuple[Any, ...]]] = [
+    lambda save: ("pick", PickAsked(save, 9, False, 0), ()),
+    lambda save: ("pick", PickAsked(save, -1, True, 0), ()),
+    lambda save: ("pick", PickAsked(save, 0, False, -1), ()),
+    lambda save: ("pick", PickAsked(save, 0, False, 1000), ()),
+    lambda save: ("pick", PickAsked(save, 1, False, 4), ()),
+    lambda save: ("pick", None, ()),
+    lambda save: ("singles", SinglesAsked(save, 9), (rows(10, 11),)),
+    lambda save: ("singles", SinglesAsked(save, -1), (rows(10, 11),)),
+    lambda save: ("singles", SinglesAsked(save, 0), ()),
+    lambda save: ("singles", SinglesAsked(save, 0), (rows(10), rows(11))),
+    lambda save: ("singles", SinglesAsked(save, 0), (rows(10, 11).float(),)),
+    lambda save: ("singles", SinglesAsked(save, 0), (rows(10, 11).view(2, 1),)),
+    lambda save: ("singles", SinglesAsked(save, 0), (rows(11, 10),)),
+    lambda save: ("singles", SinglesAsked(save, 0), (rows(11, 11),)),
+    lambda save: ("singles", SinglesAsked(save, 0), (rows(9, 10),)),
+    lambda save: ("singles", SinglesAsked(save, 0), (rows(39, 40),)),
+    lambda save: ("singles", SinglesAsked(save, 0), (rows(-1, 2**40, dtype=torch.int64),)),
+    lambda save: ("saved", SavedTold(save, 9, 0, 2, False), (W,)),
+    lambda save: ("saved", SavedTold(save, 0, 9, 11, False), (W,)),
+    lambda save: ("saved", SavedTold(save, 0, 39, 41, False), (W,)),
+    lambda save: ("saved", SavedTold(save, 0, 12, 10, False), (W,)),
+    lambda save: ("saved", SavedTold(save, 0, -(2**62), 2**62, False), (W,)),
+    lambda save: ("saved", SavedTold(save, 0, 10, 12, False), ()),
+    lambda save: ("saved", SavedTold(save, 0, 10, 12, False), (W, W)),
+    lambda save: ("saved", SavedTold(save, 0, 10, 12, False), (W[:1],)),
+    lambda save: ("saved", SavedTold(save, 0, 10, 12, False), (W.double(),)),
+    lambda save: ("saved", SavedTold(save, 0, 10, 40, True), (W,)),
+    lambda save: ("saved", SavedTold(save, 0, 10, 40, True), ()),
+    lambda save: ("saved", SavedTold(save, 0, 10, 40, True), (rows(11, 10), W)),
+    lambda save: ("saved", SavedTold(save, 0, 10, 40, True), (rows(9, 10), W)),
+    lambda save: ("saved", SavedTold(save, 0, 10, 40, True), (rows(10, 11), W[:, :7])),
+    lambda save: ("rows", RowsAsked(0, 9, 12, save), ()),
+    lambda save: ("rows", RowsAsked(0, -(2**62), 2**62, save), ()),
+]
+
+
+@pytest.mark.parametrize("message", BAD, ids=[f"{number}-{message(0)[0]}" for number, message in enumerate(BAD)])
+def test_what_is_wrong_is_refused_and_told_to_nobody(
+    under_way: tuple[EmbeddingServer, Connection, int], message: Callable[[int], tuple[Any, ...]]
+) -> None:
+    server, way, save = under_way
+    before = server.pick(0, False)
+    with pytest.raises(DataError):
+        way.call(*message(save)).result()
+    after = server.pick(0, False)
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before, after)
+    assert server.is_under_way(save)
+
+
+def test_what_is_said_of_another_save_is_not_known(under_way: tuple[EmbeddingServer, Connection, int]) -> None:
+    _, way, save = under_way
+    numbers = (rows(10, 11),)
+    assert way.call("singles", SinglesAsked(save, 0), numbers).result().read(RowsFound).known
+    assert way.call("rows", RowsAsked(0, 10, 12, save)).result().read(RowsFound).known
+    assert way.call("saved", SavedTold(save, 0, 10, 40, True), (*numbers, W)).result().read(Pushed).known
+    other = save + 1
+    assert not way.call("pick", PickAsked(other, 0, False, 0)).result().read(Picked).known
+    assert not way.call("singles", SinglesAsked(other, 0), numbers).result().read(RowsFound).known
+    assert not way.call("rows", RowsAsked(0, 10, 12, other)).result().read(RowsFound).known
+    assert not way.call("saved", SavedTold(other, 0, 10, 40, True), (*numbers, W)).result().read(Pushed).known
+
+
+def test_no_message_holds_more_than_is_allowed(
+    under_way: tuple[EmbeddingServer, Connection, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, way, save = under_way
+    monkeypatch.setattr(embedding_saves, "MOST_BYTES", 36 * 3)
+    monkeypatch.setattr(embedding_saves, "MOST_ROWS", 3)
+    for good, bad in (((10, 11, 12), (10, 11, 12, 13)),):
+        way.call("singles", SinglesAsked(save, 0), (rows(*good),)).result()
+        with pytest.raises(DataError, match="4 rows of table user are asked for at once; at most 3 are allowed"):
+            way.call("singles", SinglesAsked(save, 0), (rows(*bad),)).result()
+    with pytest.raises(DataError, match="4 rows of table user are asked for at once; at most 3 are allowed"):
+        way.call("rows", RowsAsked(0, 10, 14)).result()
+    with pytest.raises(DataError, match="4 rows are reported at once; at most 3 are allowed"):
+        way.call("saved", SavedTold(save, 0, 10, 14, False), (torch.ones(4, 8),)).result()
+    answer = way.call("pick", PickAsked(save, 0, False, 0)).result()
+    assert (len(answer.tensors[0]), answer.tensors[0].dtype) == (3, torch.int32)
+    assert answer.read(Picked).total > 3

@@ -78,12 +78,29 @@ def test_with_any_file_harmed_the_newest_whole_state_loads(
         assert_state(loaded, states[loaded.name])
         gone = harm is removed and file.endswith(MANIFEST)  # a folder without its manifest is no checkpoint
         told = [name for name in states if name > loaded.name and not (gone and name == file.partition("/")[0])]
-        assert [sentence.partition(" ")[0] for sentence in loaded.skipped] == told[::-1], file
+        assert len(loaded.skipped) == bool(told), file
         for sentence in loaded.skipped:
-            assert f"samples trained after {loaded.name} are lost: {tmp_path}/{file}" in sentence, file
+            like = f", like {len(told) - 1} before it," if len(told) > 1 else ""
+            assert sentence.startswith(f"{told[-1]}{like} cannot be loaded"), file
+            lost = 3 - loaded.samples
+            assert f"the {lost} samples trained after {loaded.name} are lost: {tmp_path}/{file}" in sentence, file
             assert "\n" not in sentence
         path.write_bytes(content)
     assert tight_store(tmp_path).load().skipped == ()
+
+
+def test_each_defect_is_told_of_once(tmp_path: Path, states: dict[str, State]) -> None:
+    """The newest is damaged itself, and what it and another build on as well."""
+    model, save = delta_of(states)
+    save(tight_store(tmp_path, keep=9))
+    flipped(next((tmp_path / FIRST).glob("rows-*")))
+    (tmp_path / "samples-000000000004" / "dense.safetensors").unlink()
+    loaded = tight_store(tmp_path).load()
+    assert loaded.name == BASE
+    assert [sentence.partition(" cannot")[0] for sentence in loaded.skipped] == [
+        f"samples-{model.samples:012d}",
+        f"{SECOND}, like 1 before it,",
+    ]
 
 
 @pytest.mark.parametrize("missing", [BASE, FIRST])
@@ -93,7 +110,8 @@ def test_without_a_link_the_chain_behind_it_is_lost(tmp_path: Path, states: dict
     loaded = store.load()
     assert_state(loaded, states[OLD if missing == BASE else BASE])
     assert loaded.skipped[0] == (
-        f"{SECOND} cannot be loaded, so the {3 - loaded.samples} samples trained after {loaded.name} are lost: "
+        f"{SECOND}{', like 1 before it,' if missing == BASE else ''} cannot be loaded, so the {3 - loaded.samples} "
+        f"samples trained after {loaded.name} are lost: "
         f"{tmp_path}/{missing}/{MANIFEST} is missing: use an older checkpoint, or copy this one again"
     )
     with pytest.raises(DamagedCheckpoint, match=f"{missing}/{MANIFEST} is missing"):

@@ -16,23 +16,22 @@ import msgspec
 
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import CheckpointError, SaveError
-from shadowsync.recovery.blocks import guarded
 from shadowsync.recovery.claims import Claims
 from shadowsync.recovery.compaction import as_whole, rows_from
 from shadowsync.recovery.files import Files, open_files
-from shadowsync.recovery.lineage import Lineage
+from shadowsync.recovery.lineage import ParentLost
 from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.losses import older_rows, skipped_ones
-from shadowsync.recovery.manifest import MANIFEST, DamagedCheckpoint, Manifest, encode
+from shadowsync.recovery.losses import older_rows
+from shadowsync.recovery.manifest import MANIFEST, Manifest, encode
 from shadowsync.recovery.names import NAME, STAGED, new_name, order, plain_name, whole_name
-from shadowsync.recovery.opening import open_checkpoint, read_manifest, standing, table_difference
+from shadowsync.recovery.opening import read_manifest, standing, table_difference
+from shadowsync.recovery.shelf import Shelf
 from shadowsync.recovery.snapshot import DeltaOf, Snapshot
 from shadowsync.recovery.writing import SnapshotWriter
 
-__all__ = ["CheckpointStore", "LoadedCheckpoint"]
+__all__ = ["CheckpointStore", "LoadedCheckpoint", "ParentLost"]
 
 PIECE_BYTES = 512 << 20
-_RELISTINGS = 5
 
 
 class CheckpointStore:
@@ -42,7 +41,7 @@ class CheckpointStore:
 
     Args:
         root: a local folder or any URL that fsspec knows; made at the first save.
-        keep: how many of the newest that can be loaded to keep, and all that these build on.
+        keep: how many to keep that share no file (`Lineage.kept`), and all that these build on.
         files: in place of what `root` says (tests hand in file systems that fail).
         piece_bytes: no file of rows grows beyond this.
 
@@ -56,13 +55,13 @@ class CheckpointStore:
         self._files = files if files is not None else open_files(root)
         self._keep = keep
         self._piece_bytes = piece_bytes
-        self._given_up: frozenset[str] = frozenset()
+        self._given_up: frozenset[str] = frozenset()  # plain names
         self._claims = Claims()
+        self._shelf = Shelf(self._files, self._claims)
 
     def names(self) -> list[str]:
         """Names of the complete checkpoints, oldest first."""
-        found = [name for name in self._folders() if self._complete(name)]
-        return sorted(found, key=order)
+        return self._shelf.names()
 
     def newest(self) -> str | None:
         """Name of the newest complete checkpoint; None where there is none."""
@@ -76,9 +75,11 @@ class CheckpointStore:
         instance) and go as well.
 
         Raises:
-            SaveError: the files cannot be written, the folder holds newer checkpoints of another run, or the parent
-                of a delta cannot be loaded any more (save a whole one then). Nothing is left of the new one, and the
-                earlier ones are as they were.
+            ParentLost: what a delta builds on cannot be loaded any more, or belongs to a course that was given up.
+                Save a whole one then.
+            SaveError: the files cannot be written, or the folder holds newer checkpoints of another run.
+
+        After either nothing is left of the new one, and the earlier ones are as they were.
         """
         with (
             self._as_save_error("the new checkpoint could not be written", "earlier ones are as they were"),
@@ -112,7 +113,7 @@ class CheckpointStore:
             self.held(name),
         ):
             whole = whole_name(name)
-            loaded = self.open(whole if NAME.fullmatch(whole) and self._complete(whole) else name)
+            loaded = self.open(whole if NAME.fullmatch(whole) and self._shelf.complete(whole) else name)
             if len(loaded.layers) == 1:
                 return loaded.name
             with self._claims.writing(lambda: self._clear_for(whole)):
@@ -122,81 +123,46 @@ class CheckpointStore:
         return whole
 
     def load(self, name: str | None = None) -> LoadedCheckpoint:
-        """Opens a checkpoint to go on from: newer ones are given up with the next save. Otherwise as `open`."""
-        loaded = self.open(name)
-        self._given_up = frozenset(other for other in self.names() if order(other)[:2] > order(loaded.name)[:2])
-        return loaded
+        """Opens a checkpoint to go on from: newer ones are given up, and go with the next save. Otherwise as `open`."""
+        with self.opened(name) as loaded:
+            with self._claims.lock:
+                others = {*self.names(), *self._claims.written}
+                newer = {plain_name(other) for other in others if order(other)[:2] > order(loaded.name)[:2]}
+                self._given_up = (self._given_up | newer) - {plain_name(layer.name) for layer in loaded.layers}
+            return loaded
 
     def open(self, name: str | None = None, shards: Sequence[Shard] | None = None) -> LoadedCheckpoint:
-        """Opens a checkpoint.
+        """Opens a checkpoint. The store may remove it as soon as it is open: what is to be read later is `opened`.
 
         Args:
             name: which one; its sizes are checked at once and every byte when it is read. None takes the newest one
-                whose every byte is what was written, and says in `skipped` what was lost.
+                whose every byte is what was written, and says in `skipped` what was lost; none that was given up.
             shards: look at nothing but the rows of these: damage elsewhere is of no matter, and the dense part is
                 left out.
 
         Raises:
             CheckpointError: there is none, or it cannot be loaded.
         """
-        loaded = self._open_newest(shards) if name is None else self._open_named(name, shards)
-        return dataclasses.replace(loaded, skipped=loaded.skipped + older_rows(loaded))
+        with self.opened(name, shards) as loaded:
+            return loaded
+
+    @contextlib.contextmanager
+    def opened(self, name: str | None = None, shards: Sequence[Shard] | None = None) -> Iterator[LoadedCheckpoint]:
+        """As `open`; within the block this store removes nothing that is read of it."""
+        found = self._shelf.newest(shards, self._given_up) if name is None else self._shelf.named(name, shards)
+        with found as loaded:
+            yield dataclasses.replace(loaded, skipped=loaded.skipped + older_rows(loaded))
 
     def held(self, name: str) -> AbstractContextManager[None]:
         """Within the block this store removes neither `name` nor what it builds on."""
         return self._claims.reading(name)
 
-    def _open_named(self, name: str, shards: Sequence[Shard] | None) -> LoadedCheckpoint:
-        there = (one for one in (name, whole_name(name)) if NAME.fullmatch(one) and self._complete(one))
-        if (found := next(there, None)) is None:
-            known = ", ".join(self.names()) or "none"
-            raise CheckpointError(f"{self._files.place(name)} is not a checkpoint; {self._files.root} has {known}")
-        return open_checkpoint(self._files, found, shards)
-
-    def _open_newest(self, shards: Sequence[Shard] | None) -> LoadedCheckpoint:
-        """Tries from the newest on, and lists anew when another process has meanwhile removed what was listed."""
-        failed: dict[str, DamagedCheckpoint] = {}
-        for _ in range(_RELISTINGS):
-            names = self.names()
-            for name in reversed(names):
-                if name not in failed and (loaded := self._verified(name, shards, failed)):
-                    return dataclasses.replace(loaded, skipped=skipped_ones(loaded, failed))
-            if self.names() == names:
-                break
-        if not failed:
-            raise CheckpointError(f"{self._files.root} holds no checkpoint: train with this folder first")
-        reasons = next(iter(failed.values()))
-        raise CheckpointError(f"none of the {len(failed)} checkpoints of {self._files.root} can be loaded: {reasons}")
-
-    def _verified(
-        self, name: str, shards: Sequence[Shard] | None, failed: dict[str, DamagedCheckpoint]
-    ) -> LoadedCheckpoint | None:
-        """The checkpoint if every byte is right; where a part of it is there twice, one of both is enough."""
-        error = None
-        for prefer_whole in (True, False):
-            try:
-                loaded = open_checkpoint(self._files, name, shards, prefer_whole=prefer_whole)
-                loaded.verify()
-            except DamagedCheckpoint as damage:
-                error = damage if error is None else error
-                if not any(other != plain_name(other) for other in self.names()):
-                    break
-            else:
-                return loaded
-        if error is not None and self._complete(name):
-            failed[name] = error
-        return None
-
-    def _folders(self) -> list[str]:
-        return [name for name in guarded(self._files, "", self._files.names) if NAME.fullmatch(name)]
-
-    def _complete(self, name: str) -> bool:
-        return guarded(self._files, f"{name}/{MANIFEST}", self._files.size) is not None
-
     def _new_name(self, samples: int) -> str:
         self._clean()
         names = {*self.names(), *self._claims.written}
-        foreign = [name for name in sorted(names, key=order) if order(name)[0] > samples and name not in self._given_up]
+        self._given_up &= set(map(plain_name, names))  # a name that is gone may be that of a new one
+        left = {name for name in names if plain_name(name) in self._given_up}
+        foreign = [name for name in sorted(names - left, key=order) if order(name)[0] > samples]
         if foreign:
             raise SaveError(
                 f"{self._files.root} holds {foreign[-1]}, which is newer than the {samples} samples to be saved, so it "
@@ -213,25 +179,19 @@ class CheckpointStore:
         """The manifest of what a delta builds on.
 
         Raises:
-            SaveError: it cannot be loaded any more.
+            ParentLost: nothing can build on it any more.
         """
         parent = standing(self._files, delta.parent)
-        if self._lineage().chain(parent) is None:
-            raise SaveError(
-                f"{self._files.root}: {delta.parent}, on which the new checkpoint builds, cannot be loaded any more: "
-                "save a whole one"
+        defect = None
+        if self._shelf.lineage().chain(parent) is None:
+            defect = "cannot be loaded any more"
+        elif plain_name(parent) in self._given_up or order(parent) >= order(name):
+            defect = "belongs to a course that was given up"
+        if defect is not None:
+            raise ParentLost(
+                f"{self._files.root}: {delta.parent}, on which the new checkpoint builds, {defect}: save a whole one"
             )
-        if order(parent) >= order(name):
-            raise ValueError(f"{name} cannot build on {delta.parent}, which is newer")
         return read_manifest(self._files, parent)
-
-    def _lineage(self) -> Lineage:
-        """Who builds on whom among those whose manifests are whole."""
-        parents = {}
-        for name in self.names():
-            with contextlib.suppress(DamagedCheckpoint):
-                parents[name] = read_manifest(self._files, name).parent
-        return Lineage(parents)
 
     def _write(self, name: str, write: Callable[[], Manifest]) -> None:
         try:
@@ -251,7 +211,7 @@ class CheckpointStore:
     def _prune(self) -> None:
         """What builds on others goes before them, so that what is left can always be loaded."""
         with self._claims.lock:
-            kept = self._lineage().kept(self._keep, self._given_up, self._claims.read())
+            kept = self._shelf.lineage().kept(self._keep, self._given_up, self._claims.read())
             for name in reversed(self.names()):
                 if name not in kept and name not in self._claims.written:
                     self._files.remove(name, MANIFEST)
@@ -260,7 +220,7 @@ class CheckpointStore:
         """Removes the remains of saves that were cut off."""
         busy = {*self._claims.written, *map(self._files.staging, self._claims.written)}
         for name in self._files.names():
-            remains = STAGED.fullmatch(name) or (NAME.fullmatch(name) and not self._complete(name))
+            remains = STAGED.fullmatch(name) or (NAME.fullmatch(name) and not self._shelf.complete(name))
             if remains and name not in busy:
                 self._files.remove(name, MANIFEST)
 

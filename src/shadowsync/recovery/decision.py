@@ -103,7 +103,8 @@ def _misses(partial: Option, goal: Goal) -> bool:
 
 
 def _terms(option: Option) -> str:
-    return f"{100 * option.overhead:.2f} % of the time with {_rhythm(option)}"
+    share = f"{100 * option.overhead:.2f} % of the time" if option.overhead < 1 else "more time than there is"
+    return f"{share} with {_rhythm(option)}"
 
 
 def _rhythm(option: Option) -> str:

@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, Field
 from shadowsync.errors import ConfigError
 from shadowsync.registry import build, choose, split_options
 
+AT_ONCE = 100
 SECTION = ("recovery", "inject")
 KEY = ".".join(SECTION)
 Kind = Literal["embedding", "trainer", "dense", "reader"]
@@ -118,17 +119,17 @@ class Gamma(FailureTimes):
     """Times between failures drawn from a gamma distribution, as in CPR's emulation (arXiv 2011.02999, section 5.1).
 
     Attributes:
-        mean_s: mean time between failures in seconds, or
-        mean_epochs: in passes over the data, which does not depend on the machine.
-        shape: of the distribution: 1 for failures without memory, more for even steps, less for bursts.
+        mean_s: mean time between failures in seconds, from 0.001 on, or
+        mean_epochs: in passes over the data, from 0.0001 on, which does not depend on the machine.
+        shape: of the distribution, from 0.01 on: 1 for failures without memory, more for even steps, less for bursts.
         count: how many failures there are; None: until the job ends.
     """
 
     name: ClassVar[str] = "gamma"
 
-    mean_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    mean_epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    shape: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    mean_s: Annotated[float, Field(ge=1e-3, allow_inf_nan=False)] | None = None
+    mean_epochs: Annotated[float, Field(ge=1e-4, allow_inf_nan=False)] | None = None
+    shape: Annotated[float, Field(ge=0.01, le=1e6)] = 1.0
     count: Annotated[int, Field(ge=1)] | None = None
 
     def check(self) -> None:
@@ -198,10 +199,15 @@ class FailureScript:
         self._next = [next(stream, None) for stream in self.streams]
 
     def due(self, seconds: float, epochs: float) -> list[Failure]:
-        """What fails now, after so many seconds of training and so many passes over the data, schedule by schedule."""
+        """What fails now, after so many seconds of training and so many passes over the data, schedule by schedule.
+
+        Of each schedule at most `AT_ONCE`, so that one that runs far ahead holds nobody up; the rest comes next time.
+        """
         found: list[Failure] = []
         for i, stream in enumerate(self.streams):
-            while (failure := self._next[i]) is not None and failure.is_due(seconds, epochs):
+            for _ in range(AT_ONCE):
+                if (failure := self._next[i]) is None or not failure.is_due(seconds, epochs):
+                    break
                 found.append(failure)
                 self._next[i] = next(stream, None)
         return found
@@ -213,7 +219,10 @@ def parse_schedule(text: str) -> FailureSchedule:
     Raises:
         ConfigError: it is not in the language; one sentence says what is wrong and what is possible.
     """
-    return FailureSchedule(tuple(_parse_part(part.strip()) for part in text.split(";")))
+    parts = [part.strip() for part in text.split(";")]
+    if not all(parts):
+        raise ConfigError(f"{KEY}={text}: there is no schedule before or after a semicolon")
+    return FailureSchedule(tuple(map(_parse_part, parts)))
 
 
 def _parse_part(text: str) -> FailureTimes:
@@ -233,4 +242,4 @@ def _parse_part(text: str) -> FailureTimes:
     try:
         return build(member, checked, SECTION[1])
     except ConfigError as error:
-        raise ConfigError(f"{SECTION[0]}.{error}") from error
+        raise ConfigError(f"{SECTION[0]}.{error}".replace(f"{KEY}={options}", f"{KEY}={text}")) from error

@@ -53,18 +53,20 @@ class Governor:
     scale: Scale
     estimates: Estimates
     share: float = 1.0
-    moved: float = 0.2
+    moved: float = 0.5
     probe_s: float = 600.0
     decision: Decision = field(init=False)
     _basis: Costs = field(init=False)
     _round_s: float = field(init=False)
     _save_s: float = field(init=False)
+    _before: tuple[float, float] = field(init=False)
     _round_cost_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(f"share={self.share}: above 0 and at most 1")
         self._round_s = self._save_s = self.estimates.started_s
+        self._before = (self._round_s, self._save_s)
         self._basis = self.estimates.costs(self.estimates.started_s)
         self.decision = decide(self.goal, self._basis, self.scale)
 
@@ -81,9 +83,14 @@ class Governor:
 
     def saving(self, due: Due, now: float) -> None:
         """A save of what was due begins now: what it holds is the state of now. The next follows from here."""
+        self._before = (self._round_s, self._save_s)
         self._save_s = now
         if due is Due.ROUND:
             self._round_s = now
+
+    def not_saved(self) -> None:
+        """What `saving` announced did not come about: it is due as before."""
+        self._round_s, self._save_s = self._before
 
     def saved(self, due: Due, cost_s: float) -> None:
         """A save has ended and has cost training so many seconds. What a whole round has cost is the cost of a save."""

@@ -3,7 +3,12 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from shadowsync.recovery.names import order, whole_name
+from shadowsync.errors import SaveError
+from shadowsync.recovery.names import order, plain_name, whole_name
+
+
+class ParentLost(SaveError):
+    """What a delta builds on cannot be built on any more; a whole checkpoint can be saved all the same."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,33 @@ class Lineage:
         ]
 
     def kept(self, keep: int, given_up: Collection[str], in_use: Collection[str]) -> set[str]:
-        """The newest `keep` that can be loaded, those in use, and all that they build on.
+        """The newest that can be loaded of each of `keep` families, those in use, and what all of these need.
+
+        A family is a whole checkpoint with all that builds on it. Two share no file, so that one wrong byte ends one
+        of them at most. The newest of a family needs nearly all the rest of it, so little is on the disk beyond it:
+        at most `keep` times a whole checkpoint with the deltas up to the next one, that next one while it is being
+        written, and what is in use.
 
         Args:
-            keep: how many.
-            given_up: checkpoints of a course that was left, not counted.
+            keep: how many families.
+            given_up: plain names of checkpoints of a course that was left, not counted.
             in_use: names whose chains somebody reads.
         """
-        newest = [name for name in self.restorable() if name not in given_up][-keep:]
-        return {link for name in (*newest, *in_use) for link in self.chain(name) or ()}
+        newest: dict[str, tuple[str, ...]] = {}
+        for name in reversed(self.restorable()):
+            chain = self.chain(name) or ()
+            if plain_name(name) not in given_up:
+                newest.setdefault(chain[0], chain)
+        found = {link for chain in list(newest.values())[:keep] for link in chain}
+        return found.union(*map(self.readable, in_use))
+
+    def readable(self, name: str) -> set[str]:
+        """What somebody who opened `name` may read: where a state is there twice, both."""
+        found: set[str] = set()
+        ahead = [name]
+        while ahead:
+            at = ahead.pop()
+            there = {one for one in (plain_name(at), whole_name(at)) if one in self.parents} - found
+            found |= there
+            ahead += [parent for one in there if (parent := self.parents[one]) is not None]
+        return found

@@ -50,7 +50,10 @@ class LoadedCheckpoint:
 
     @property
     def exact(self) -> bool:
-        """Whether every row is as of `samples`; else some are older, as priority saving leaves them."""
+        """Whether no row is older than `samples`; else some are, as priority saving leaves them.
+
+        Either way rows that were copied beside training may be some steps newer.
+        """
         return all(layer.exact for layer in self.layers)
 
     @property

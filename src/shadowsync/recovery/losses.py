@@ -1,6 +1,6 @@
 """What a user has lost with the checkpoint that was loaded, in a sentence each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.manifest import DamagedCheckpoint
@@ -8,8 +8,18 @@ from shadowsync.recovery.names import order
 
 
 def skipped_ones(loaded: LoadedCheckpoint, failed: Mapping[str, DamagedCheckpoint]) -> tuple[str, ...]:
-    """A sentence for each newer checkpoint that could not be loaded."""
-    return tuple(f"{name} cannot be loaded, so {_lost(loaded, name)}: {error}" for name, error in failed.items())
+    """A sentence for each defect because of which newer checkpoints could not be loaded; it names the newest of them.
+
+    Args:
+        loaded: what is loaded in their place.
+        failed: what is wrong with each, from the newest on.
+    """
+    alike: dict[str, list[str]] = {}
+    for name, error in failed.items():
+        alike.setdefault(str(error), []).append(name)
+    return tuple(
+        f"{_listed(names)} cannot be loaded, so {_lost(loaded, names[0])}: {error}" for error, names in alike.items()
+    )
 
 
 def older_rows(loaded: LoadedCheckpoint) -> tuple[str, ...]:
@@ -20,6 +30,11 @@ def older_rows(loaded: LoadedCheckpoint) -> tuple[str, ...]:
         f"{loaded.name} holds some rows as of its {loaded.samples} samples and others as of earlier ones, down to "
         f"{loaded.oldest}, because only part of them was saved each time: what those learned in between is lost",
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    newest, *others = names
+    return f"{newest}, like {len(others)} before it," if others else newest
 
 
 def _lost(loaded: LoadedCheckpoint, name: str) -> str:

@@ -130,7 +130,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         parent: the checkpoint whose rows stand where this one has none; None for a whole one.
-        exact: laid over its parent it has every row as of `samples`; else some rows are older.
+        exact: laid over its parent no row is older than `samples` (rows that were copied beside training may be some
+            steps newer); else some are.
     """
 
     samples: int

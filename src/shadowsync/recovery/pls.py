@@ -51,12 +51,20 @@ class PlsAccount:
         """
         self.saved_at[server] = max(self.saved_at[server], samples)
 
-    def failed(self, servers: Collection[int], samples: int) -> float:
+    def failed(self, servers: Collection[int], samples: int, loaded: int | None = None) -> float:
         """These servers died at once after so many samples, and their replacements load their last saves.
+
+        Args:
+            servers: which.
+            samples: trained when they died.
+            loaded: samples of the checkpoint that was loaded, where that may be an older one; None: their last save.
 
         Returns:
             What this adds to the PLS.
         """
+        if loaded is not None:
+            for server in servers:
+                self.saved_at[server] = min(self.saved_at[server], loaded)
         lost = sum(self.lost_samples(server, samples) * self.shares[server] for server in set(servers))
         self.pls += lost / self.total_samples
         self.failures += 1

@@ -108,7 +108,9 @@ class Partial(RecoveryPolicy):
 
 @dataclass(frozen=True)
 class NoRecovery(RecoveryPolicy):
-    """Nothing is saved while the job runs, and a replacement starts from initial rows: the yardstick of the others.
+    """Nothing is saved to recover from, and a replacement starts from initial rows: the yardstick of the others.
+
+    Where the user has checkpoints written anyway (`train.save_every_s`), it starts from the last of them.
 
     A failure loses all that its server has learned so far, so the PLS is that of an interval as long as the job.
     """

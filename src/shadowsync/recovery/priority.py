@@ -13,19 +13,23 @@ from torch import Tensor
 
 
 class Tracker(ABC):
-    """What a priority knows about one shard.
+    """What a priority knows about one shard (`embedding.watching.RowWatch`).
 
     `seen` comes from many threads at once and takes no lock: two threads at the same row, or a `saved` at the same
-    moment, may lose an access, which makes a row a little less likely to be saved and nothing else. `pick` and
-    `saved` come from one thread at a time.
+    moment, may lose an access, which makes a row a little less likely to be saved and nothing else. The other methods
+    come from one thread at a time.
 
     Attributes:
         rows: R.
         bytes: memory that the tracker holds on to.
+        sees: whether `seen` is of interest.
+        compares: whether `saved` needs the weights.
     """
 
     rows: int
     bytes: int
+    sees: ClassVar[bool] = True
+    compares: ClassVar[bool] = False
 
     @abstractmethod
     def seen(self, rows: Tensor) -> None:
@@ -38,12 +42,15 @@ class Tracker(ABC):
             IndexError: one of them is not a row of the shard.
         """
 
+    def begin(self) -> None:  # noqa: B027 (most only look at what is picked and saved)
+        """A save begins: the rows that it will hold are copied after this."""
+
     @abstractmethod
     def pick(self, count: int, weights: Tensor) -> Tensor:
         """The rows most worth saving, at most `count`: those known to be as saved are left out.
 
         Args:
-            count: how many may be written.
+            count: how many may be written; `all` goes beyond it.
             weights: the shard's, as they are now, float32 `[R, D]`.
 
         Returns:
@@ -51,13 +58,17 @@ class Tracker(ABC):
         """
 
     @abstractmethod
-    def saved(self, rows: Tensor, weights: Tensor) -> None:
+    def saved(self, rows: Tensor, weights: Tensor | None) -> None:
         """These rows are safely written. A save that failed is not reported, so its rows come up again.
 
         Args:
-            rows: distinct, int64 `[K]`; those picked, or others that were saved for another reason.
-            weights: as they were written, float32 `[K, D]`.
+            rows: distinct, int64 `[K]`; those picked last, or others that were copied after the last `begin`.
+            weights: as they were written, float32 `[K, D]`; may be None unless the tracker `compares`.
         """
+
+    def loaded(self, rows: Tensor, weights: Tensor) -> None:
+        """These rows have been overwritten with saved ones; the arguments as in `saved`."""
+        self.saved(rows, weights)
 
 
 class RowPriority(ABC):

@@ -1,44 +1,56 @@
-"""Rows in turn: the plain partial checkpoint, spread over time."""
+"""Every row that changed: nothing is left out, so a delta is exact."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from shadowsync.recovery.dirty import DirtyRows
 from shadowsync.recovery.priority import RowPriority, Tracker
 
 
 @dataclass(frozen=True)
 class EveryRow(RowPriority):
-    """Every row has its turn: after 1/r saves all of them were written. Costs nothing, observes nothing."""
+    """All rows that changed since they were last saved, however many.
+
+    Costs a byte a row, at a push 14 µs for 13,000 accesses (one core), and between the pick and the word that its rows
+    are saved 8 bytes for each of them.
+    """
 
     name: ClassVar[str] = "all"
 
     def tracker(self, weights: Tensor, share: float, seed: int) -> Tracker:
-        return RoundRobin(len(weights))
+        return ChangedRows(len(weights))
 
     def memory_bytes(self, rows: int, dim: int, share: float) -> int:
-        return 0
+        return rows
 
 
-class RoundRobin(Tracker):
-    """Remembers where the next save begins."""
-
-    bytes = 0
+class ChangedRows(Tracker):
+    """`DirtyRows`, whose versions are the saves that began."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._next = 0
-        self._after = 0
+        self._dirty = DirtyRows(rows)
+        self.bytes = self._dirty.bytes
+        self._version = 0
 
     def seen(self, rows: Tensor) -> None:
-        """Which rows change is of no matter."""
+        self._dirty.seen(rows)
+
+    def begin(self) -> None:
+        self._take()
 
     def pick(self, count: int, weights: Tensor) -> Tensor:
-        count = min(count, self.rows)
-        self._after = (self._next + count) % self.rows
-        return ((self._next + torch.arange(count)) % self.rows).sort().values
+        return self._take()
 
-    def saved(self, rows: Tensor, weights: Tensor) -> None:
-        self._next = self._after
+    def saved(self, rows: Tensor, weights: Tensor | None) -> None:
+        """Any rows tell that the save is written: it holds all those taken for it."""
+        self._dirty.confirm(self._version)
+
+    def loaded(self, rows: Tensor, weights: Tensor) -> None:
+        self._dirty.loaded(rows)
+
+    def _take(self) -> Tensor:
+        self._version += 1
+        return self._dirty.take(self._version)

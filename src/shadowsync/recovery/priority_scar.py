@@ -32,6 +32,9 @@ class Scar(RowPriority):
 class Changes(Tracker):
     """The weights as last saved."""
 
+    sees: ClassVar[bool] = False
+    compares: ClassVar[bool] = True
+
     def __init__(self, weights: Tensor) -> None:
         self.rows = len(weights)
         self._saved = weights.detach().clone(memory_format=torch.contiguous_format)
@@ -48,5 +51,6 @@ class Changes(Tracker):
         changes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         return torch.from_numpy(largest(changes.numpy(), count))
 
-    def saved(self, rows: Tensor, weights: Tensor) -> None:
+    def saved(self, rows: Tensor, weights: Tensor | None) -> None:
+        assert weights is not None, "a tracker that compares is given what was written"
         self._saved.index_copy_(0, rows, weights)

@@ -1,12 +1,28 @@
 """Writes snapshots in the background, so that training goes on meanwhile."""
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 from shadowsync.recovery.snapshot import Snapshot
+
+_Task: TypeAlias = "tuple[Snapshot | Callable[[], Snapshot], Callable[[str], None], Callable[[BaseException], bool]]"
+
+
+def _nothing(_: str) -> None:
+    """Nobody wants to know."""
+
+
+def _unheard(_: BaseException) -> bool:
+    return False
+
+
+NICENESS = 10
+"""Of the saver's thread, so that it takes from training only what training leaves."""
 
 
 class Store(Protocol):
@@ -38,13 +54,23 @@ class AsyncSaver:
         self.seconds = 0.0
         self._store = store
         self._clock = clock
-        self._waiting: Snapshot | None = None
+        self._waiting: _Task | None = None
         self._thread: threading.Thread | None = None
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()
 
-    def submit(self, snapshot: Snapshot) -> None:
+    def submit(
+        self,
+        snapshot: Snapshot | Callable[[], Snapshot],
+        saved: Callable[[str], None] = _nothing,
+        failed: Callable[[BaseException], bool] = _unheard,
+    ) -> None:
         """Has a snapshot saved; its tensors must not change until it is.
+
+        Args:
+            snapshot: or what makes it, in the saver's thread.
+            saved: told the checkpoint's name in the saver's thread, when it is complete.
+            failed: told there what went wrong; true if that need not be raised any more.
 
         Raises:
             SaveError: (or whatever else was raised) an earlier save failed; this snapshot is saved none the less.
@@ -52,12 +78,19 @@ class AsyncSaver:
         with self._lock:
             earlier = self._next_error()
             self.replaced += self._waiting is not None
-            self._waiting = snapshot
+            self._waiting = (snapshot, saved, failed)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-saver", daemon=True)
                 self._thread.start()
         if earlier is not None:
             raise earlier
+
+    def settle(self) -> None:
+        """Returns when everything submitted has been saved or has failed, which somebody else will hear of."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def wait(self) -> None:
         """Returns when everything submitted has been saved.
@@ -65,10 +98,7 @@ class AsyncSaver:
         Raises:
             SaveError: (or whatever else was raised) a save failed. Of several errors each call raises one, in order.
         """
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        self.settle()
         with self._lock:
             error = self._next_error()
         if error is not None:
@@ -95,28 +125,36 @@ class AsyncSaver:
             error.add_note(str(save_error))
 
     def _run(self) -> None:
-        while (snapshot := self._next()) is not None:
-            self._save(snapshot)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while (task := self._next()) is not None:
+            self._save(*task)
 
-    def _next(self) -> Snapshot | None:
+    def _next(self) -> "_Task | None":
         with self._lock:
-            snapshot, self._waiting = self._waiting, None
-            if snapshot is None:
+            task, self._waiting = self._waiting, None
+            if task is None:
                 self._thread = None
-            return snapshot
+            return task
 
-    def _save(self, snapshot: Snapshot) -> None:
+    def _save(
+        self,
+        snapshot: Snapshot | Callable[[], Snapshot],
+        saved: Callable[[str], None],
+        failed: Callable[[BaseException], bool],
+    ) -> None:
         began = self._clock()
         error = None
         try:
-            self._store.save(snapshot)
+            saved(self._store.save(snapshot() if callable(snapshot) else snapshot))
         except BaseException as caught:  # it is raised again where somebody can act on it
             error = caught
+        heard = error is not None and failed(error)
         with self._lock:
             self.seconds += self._clock() - began
             if error is None:
                 self.saves += 1
-            else:
+            elif not heard:
                 self._errors.append(error)
 
     def _next_error(self) -> BaseException | None:

@@ -23,6 +23,7 @@ class RecoverySettings:
         share: of the rows in one save: 1 where no difference is made.
         min_rows: of a table that is saved by priority.
         schedule: the failures to cause; None for none.
+        job_s: seconds of the job that this one stands for; None where it is what it is.
     """
 
     goal: Goal
@@ -31,6 +32,12 @@ class RecoverySettings:
     share: float
     min_rows: int
     schedule: FailureSchedule | None
+    job_s: float | None = None
+
+    @property
+    def saves(self) -> bool:
+        """Whether rows are saved to recover from, or may be."""
+        return self.goal.mode != "none"
 
 
 def recovery_settings(config: RecoveryConfig, on_cluster: bool) -> RecoverySettings:
@@ -41,28 +48,32 @@ def recovery_settings(config: RecoveryConfig, on_cluster: bool) -> RecoverySetti
     """
     schedule = parse_schedule(config.inject) if config.inject is not None else None
     mode = config.mode or (AUTO if on_cluster or schedule is not None else "none")
-    _check_used(config, mode)
+    _check_used(config, mode, on_cluster)
     return RecoverySettings(
         goal=Goal(mode, config.target_pls, config.interval_s),
-        priors=Priors(fail_s=config.prior_fail_s),
+        priors=Priors(config.prior_save_s, config.prior_load_s, config.prior_restart_s, config.prior_fail_s),
         priority=config.priority,
         share=1.0 if config.priority == EVERYTHING else config.share,
         min_rows=config.min_rows,
         schedule=schedule,
+        job_s=config.emulate_job_s,
     )
 
 
-def _check_used(config: RecoveryConfig, mode: str) -> None:
+def _check_used(config: RecoveryConfig, mode: str, on_cluster: bool) -> None:
     """Raises `ConfigError` for a key that was set to something else than its default and changes nothing."""
     policy = policies(config.target_pls).get(mode)
     idle: dict[str, str] = {}
+    if on_cluster:
+        idle["emulate_job_s"] = "cluster.runtime=ray: set cluster.runtime=inprocess"
     if config.priority == EVERYTHING:
         idle |= dict.fromkeys(("share", "min_rows"), "recovery.priority=all: set scar, mfu or ssu")
     if policy is not None and not policy.by_priority:
-        keys = ("priority", "share", "min_rows", "target_pls")
-        idle |= dict.fromkeys(keys, f"recovery.mode={mode}: set partial or auto")
+        by_priority = ("priority", "share", "min_rows", "target_pls")
+        idle |= dict.fromkeys(by_priority, f"recovery.mode={mode}: set partial or auto")
     if policy is not None and not policy.saves:
-        idle |= dict.fromkeys(("interval_s", "prior_fail_s"), f"recovery.mode={mode}: set partial, full or auto")
+        keys = ("interval_s", "prior_fail_s", "prior_save_s", "prior_load_s", "prior_restart_s", "emulate_job_s")
+        idle |= dict.fromkeys(keys, f"recovery.mode={mode}: set partial, full or auto")
     for key, where in sorted(idle.items()):
         if getattr(config, key) != RecoveryConfig.model_fields[key].default:
             raise ConfigError(f"recovery.{key}={getattr(config, key)} has no effect with {where}, or leave it out")

@@ -15,12 +15,13 @@ from shadowsync.data.source import OpenSource, Schema
 from shadowsync.embedding.catalog import check_rows, check_tables, default_tables
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.optimizers import rule_class
-from shadowsync.embedding.placement import Servers, place
+from shadowsync.embedding.placement import Servers, place, row_wise
 from shadowsync.embedding.profile import Probe, measure_costs
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.unique_rows import NEVER, UniqueRows
+from shadowsync.embedding.watching import Watching
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
@@ -66,7 +67,12 @@ def make_tables(config: Config, schema: Schema, own: Sequence[Table] | None = No
 
 
 def make_embeddings(
-    config: Config, choices: Choices, schema: Schema, tables: tuple[Table, ...], source: OpenSource | None
+    config: Config,
+    choices: Choices,
+    schema: Schema,
+    tables: tuple[Table, ...],
+    source: OpenSource | None,
+    watching: Watching | None = None,
 ) -> Embeddings:
     """Places the tables and makes their servers and client.
 
@@ -76,9 +82,10 @@ def make_embeddings(
         schema: of the source whose ids are looked up.
         tables: from `make_tables`.
         source: whose first rows the costs are profiled on; None where speed does not matter.
+        watching: which rows are to be saved next; None where nobody saves single rows.
     """
     servers = tuple(
-        EmbeddingServer(shards, choices.storage, row_optimizer(config.embedding), config.train.seed)
+        EmbeddingServer(shards, choices.storage, row_optimizer(config.embedding), config.train.seed, watching)
         for shards in place_tables(config, choices, schema, tables, source)
     )
     return Embeddings(tables, servers, EmbeddingClient(tables, [feature.name for feature in schema.features], servers))
@@ -92,15 +99,25 @@ def place_tables(
     Raises:
         ConfigError: the tables do not fit the servers' memory.
     """
-    names = [feature.name for feature in schema.features]
-    optimizer = row_optimizer(config.embedding)
-    costs = {table.name: 1.0 for table in tables}
-    if server_count(config) > 1 and source is not None and (ids := _first_ids(source)) is not None:
-        costs = measure_costs(tables, names, [ids], Probe(choices.storage, optimizer))
     memory = config.cluster.server_memory_gib
     capacity = None if memory is None else int(memory * GIB)
     bins = Servers(server_count(config), capacity, split_rows=config.embedding.split_rows)
-    return tuple(shards for shards in place(tables, costs, rule_class(optimizer.name), bins) if shards)
+    rule = rule_class(row_optimizer(config.embedding).name)
+    placed = {
+        "row_wise": lambda: row_wise(tables, rule, bins),
+        "table_wise": lambda: place(tables, _costs(config, choices, schema, tables, source), rule, bins),
+    }[config.embedding.sharding]()
+    return tuple(shards for shards in placed if shards)
+
+
+def _costs(
+    config: Config, choices: Choices, schema: Schema, tables: tuple[Table, ...], source: OpenSource | None
+) -> Mapping[str, float]:
+    """Of each table by name, measured with the first ids; alike where there are none, or nothing to choose."""
+    if server_count(config) == 1 or source is None or (ids := _first_ids(source)) is None:
+        return {table.name: 1.0 for table in tables}
+    names = [feature.name for feature in schema.features]
+    return measure_costs(tables, names, [ids], Probe(choices.storage, row_optimizer(config.embedding)))
 
 
 def connect(

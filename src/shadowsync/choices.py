@@ -12,6 +12,7 @@ from shadowsync.embedding.optimizers import RowRule
 from shadowsync.embedding.storage import Storage
 from shadowsync.errors import ConfigError
 from shadowsync.models.model import ModelSpec
+from shadowsync.recovery.settings import RecoverySettings, recovery_settings
 from shadowsync.registry import build, choose, members, option_names, split_options
 from shadowsync.sync.method import SyncMethod
 from shadowsync.sync.schedule import Schedule
@@ -34,6 +35,7 @@ class Choices:
         schedule: when.
         codecs: by kind of traffic: `pull`, `push`, `dense`.
         optimizer: of the dense part.
+        recovery: what is saved while the job runs, and what happens after a failure.
     """
 
     source: Source
@@ -43,6 +45,7 @@ class Choices:
     schedule: Schedule
     codecs: Mapping[str, Codec]
     optimizer: DenseOptimizer
+    recovery: RecoverySettings
 
 
 def choose_all(config: Config, own_model: bool) -> Choices:
@@ -65,6 +68,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
         schedule=schedule,
         codecs={kind: _choose_codec(kind, name) for kind, name in config.compression},
         optimizer=_dense_optimizer(config.train),
+        recovery=recovery_settings(config.recovery, config.cluster.runtime == "ray"),
     )
 
 
@@ -137,6 +141,8 @@ def _check_used(config: Config) -> None:
     _check_optimizer("train", config.train, option_names(dense[config.train.optimizer]))
     if config.train.decay == "none" and "final_lr" in config.train.model_fields_set:
         raise ConfigError("train.final_lr has no effect with train.decay=none: set train.decay=linear or cosine")
+    if config.embedding.sharding == "row_wise" and config.embedding.split_rows is not None:
+        raise ConfigError("embedding.split_rows has no effect with embedding.sharding=row_wise: leave one of them out")
 
 
 def _check_cluster(config: Config) -> None:

@@ -93,6 +93,11 @@ class EmbeddingConfig(Section):
         description="send each distinct row of a batch once: where that is less traffic (auto: never on one machine "
         "without cluster.address), always or never",
     )
+    sharding: Literal["table_wise", "row_wise"] = Field(
+        "table_wise",
+        description="table_wise packs whole tables, by their measured cost; row_wise cuts every table evenly over all "
+        "servers, which costs more and makes servers alike",
+    )
     split_rows: int | None = Field(
         None,
         ge=1,
@@ -148,7 +153,11 @@ class TrainConfig(Section):
     save_every_s: float | None = Field(
         None, gt=0, description="seconds between checkpoints; None saves at the end only"
     )
-    keep: int = Field(2, ge=1, description="newest checkpoints kept")
+    keep: int = Field(
+        2,
+        ge=1,
+        description="newest checkpoints kept that share no file, each with what it builds on; more takes more disk",
+    )
     checkpoint_dir: str | None = Field(
         None, description="where checkpoints go, any fsspec path; None for OUT/checkpoints"
     )
@@ -199,6 +208,20 @@ class RecoveryConfig(Section):
         100_800.0,
         gt=0,
         description="seconds between failures, as believed before any was seen; more saves less often at first",
+    )
+    prior_save_s: float = Field(60.0, ge=0, description="seconds that a save costs, as believed before the first one")
+    prior_load_s: float | None = Field(
+        None, ge=0, description="seconds that loading costs, as believed before the first one; null: as a save"
+    )
+    prior_restart_s: float = Field(
+        15.0, ge=0, description="seconds until a server is replaced, as believed before the first failure"
+    )
+    emulate_job_s: float | None = Field(
+        None,
+        gt=0,
+        le=1e9,
+        description="in one process: the job stands for one of so many seconds; saves and failures follow that clock, "
+        "each costs what prior_*_s say, and nobody waits for it",
     )
     inject: str | None = Field(
         None, min_length=1, description="failures to cause, for instance gamma:mean_s=5,seed=3 or at:30+60,unit=s"

@@ -1,6 +1,6 @@
 """Takes a session's moving parts out as a snapshot and puts a checkpoint back into a session."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shadowsync.data.source import Schema
 from shadowsync.dense_state import DenseImage, layout, restored_dense
+from shadowsync.embedding.table import Rows
 from shadowsync.errors import CheckpointError, NonFiniteLoss
 from shadowsync.job_state import JobState, job_state
 from shadowsync.recovery.loading import LoadedCheckpoint
@@ -16,7 +17,7 @@ from shadowsync.recovery.snapshot import Snapshot
 from shadowsync.session import Session
 
 
-def take(session: Session, given: Mapping[str, Any]) -> Snapshot:
+def take(session: Session, given: Mapping[str, Any], pls: float = 0.0, rows: Sequence[Rows] | None = None) -> Snapshot:
     """A copy of everything that moves; everybody must stand still.
 
     Replicas of trainers that died are left out and the others numbered through, so that nobody goes on from them.
@@ -24,6 +25,8 @@ def take(session: Session, given: Mapping[str, Any]) -> Snapshot:
     Args:
         session: whose parts to copy.
         given: the configuration as the user gave it.
+        pls: portion of lost samples so far.
+        rows: in place of copies of all rows.
 
     Raises:
         NonFiniteLoss: a dense parameter is NaN or infinite, which no checkpoint should hold.
@@ -38,11 +41,11 @@ def take(session: Session, given: Mapping[str, Any]) -> Snapshot:
     return Snapshot(
         config=dict(given),
         samples=session.reader.trained,
-        tables=session.rows(),
+        tables=session.rows() if rows is None else tuple(rows),
         dense={"final": final} | _dense(image),
         position=session.reader.state(),
         random={"torch": torch.get_rng_state()},
-        extra=_state(session, len(image.trainers)).builtins(),
+        extra=_state(session, len(image.trainers), pls).builtins(),
     )
 
 
@@ -54,7 +57,7 @@ def _dense(image: DenseImage) -> dict[str, Tensor]:
     return dense
 
 
-def _state(session: Session, trainers: int) -> JobState:
+def _state(session: Session, trainers: int, pls: float) -> JobState:
     return JobState(
         recorder=session.recorder.state(),
         syncs=session.sync_count,
@@ -64,6 +67,7 @@ def _state(session: Session, trainers: int) -> JobState:
         trainers=trainers,
         layout=layout(session.template),
         own_model=session.choices.model is None,
+        pls=pls,
     )
 
 

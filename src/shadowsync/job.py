@@ -21,15 +21,17 @@ from shadowsync.choices import Choices, choose_all, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory
-from shadowsync.embedding.table import Table
+from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, ShadowSyncError
-from shadowsync.imaging import column_difference, put_back, take
+from shadowsync.imaging import column_difference, put_back
 from shadowsync.job_state import job_state
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.metrics.roles import RoleEvent
+from shadowsync.metrics.toll import Toll
 from shadowsync.prediction import Predictor, score
 from shadowsync.recovery.checkpoints import CheckpointStore
+from shadowsync.recovery.governor import Due
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.saver import AsyncSaver
 from shadowsync.recovery.signals import StopRequest, stop_on_signals
@@ -41,13 +43,17 @@ from shadowsync.report.result import Result
 from shadowsync.report.role_log import read_events
 from shadowsync.runs import check_folder, checkpoint_root, load_checkpoint, make_folder, new_folder
 from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
+from shadowsync.safekeeping import Safekeeping
 from shadowsync.session import Material, Newest, Own, RolePlace, Session, no_failures
 
+LOOK_S, QUICK_S = 0.25, 0.01
+"""Longest wait between two looks: so that signals are seen; and where failures are to come at their very moment."""
 
-def _local(material: Material, _: Newest) -> Session:
+
+def _local(material: Material, newest: Newest) -> Session:
     from shadowsync.local_session import LocalSession  # noqa: PLC0415 either session has parts the other does without
 
-    return LocalSession(material)
+    return LocalSession(material, newest)
 
 
 def _ray(material: Material, newest: Newest) -> Session:
@@ -178,8 +184,9 @@ class _Run:
         stack.callback(self.session.close)
         self.load_s = self._restore()
         self.seconds_before = 0.0
+        own = self.saved is not None and job.resume == job.out
+        self.keeping = Safekeeping(self.session, store, self.saver, given(self.config), self.saved, own)
         self.trains_since = began
-        self.saved_samples = self.saved.samples if self.saved is not None and job.resume == job.out else -1
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
         if self.job.resume == self.job.out and store.newest() is not None:
@@ -198,10 +205,20 @@ class _Run:
             self.console.print(sentence, highlight=False)
         return saved
 
-    def _newest(self) -> LoadedCheckpoint | None:
-        """What to go back to in mid-run; None for the very start."""
-        self.saver.wait()
-        return self.saved if self.store.newest() is None else self.store.load()
+    @contextlib.contextmanager
+    def _newest(self, shards: Sequence[Shard] | None) -> Iterator[LoadedCheckpoint | None]:
+        """What to go back to in mid-run, or the newest rows of some shards; None for the very start."""
+        if shards is None:
+            self.saver.wait()
+        else:
+            self.saver.settle()  # what is being saved may hold rows of these shards; the next delta builds on it
+        if self.store.newest() is None:
+            yield self.saved
+            return
+        with self.store.opened(None, shards) as found:
+            for sentence in found.skipped:
+                self._tell(sentence)
+            yield self.store.load(found.name) if shards is None else found
 
     def _restore(self) -> float:
         """Puts the checkpoint back, if there is one; the seconds that took."""
@@ -219,10 +236,12 @@ class _Run:
                 with self.session.recorder:
                     self.trains_since = time.monotonic()
                     self._train(reporter, request)
+                self.keeping.take_stock()
                 self._show(reporter, ended=True)
                 self.saver.wait()
             self._raise_if_unfinished(request)
             test = self._evaluate()
+            self.keeping.take_stock()
             self._roles(reporter).notice(self.session, saving=False)  # who died meanwhile
             reporter.finish(result := self._result(self.trains_since - self.began, test))
         return result
@@ -239,30 +258,41 @@ class _Run:
 
     def _train(self, reporter: Reporter, request: StopRequest) -> None:
         if self.session.reader.finished:
-            self._save()
+            self.keeping.save_last()
             return  # a finished run was resumed: synchronising without training would still move the replicas
-        pace = _Pace(self.config.report.every_s, self.config.train.save_every_s, time.monotonic())
+        pace = _Pace(self.config.report.every_s, time.monotonic(), QUICK_S if self.keeping.lively else LOOK_S)
         roles = self._roles(reporter)
+        self.keeping.begin()
+        if self.keeping.why:
+            self._tell(self.keeping.why)
         self.session.start()
         try:
             while not self._ended():
-                self.session.ended.wait(pace.seconds_left(time.monotonic()))
+                self.session.ended.wait(pace.seconds_left(time.monotonic(), self.keeping.seconds_left()))
                 self.session.ended.clear()
                 self.session.reap()
+                self._look()
                 roles.notice(self.session, self.saver.busy)
                 if request.requested:
                     self.session.stop()
                 if pace.frame_due(time.monotonic()):
                     self._show(reporter)
-                # A disk slower than the interval costs checkpoints, neither training time nor memory.
-                if pace.save_due(time.monotonic()) and not self.saver.busy:
-                    self._save()
+                if (due := self.keeping.due()) is not Due.NOTHING:
+                    self.keeping.save(due)
         except BaseException:
             self.session.stop()
             raise
         finally:
             self.session.finish()
             roles.notice(self.session, saving=False)
+
+    def _look(self) -> None:
+        for sentence in self.keeping.look():
+            self._tell(sentence)
+
+    def _tell(self, decision: str) -> None:
+        self.console.print(decision, highlight=False)
+        self.session.happenings.add("driver", "decided", decision)
 
     def _roles(self, reporter: Reporter) -> "_Roles":
         return _Roles(reporter, self.job.out, self.trains_since - self.seconds_before)
@@ -272,24 +302,23 @@ class _Run:
         if self.session.alive():
             return False
         self.session.finish()
-        return self._save() or self.session.given_up is not None
+        return self.keeping.save_last() or self.session.given_up is not None
 
     def _show(self, reporter: Reporter, *, ended: bool = False) -> None:
-        frame = self.session.recorder.frame(self.session.counts(self.saver.saves), ended=ended)
+        counts = self.session.counts(self.saver.saves, self._toll())
+        frame = self.session.recorder.frame(counts, ended=ended)
         reporter.show(frame)
         if self._on_frame is not None:
             self._on_frame(frame)
 
-    def _save(self) -> bool:
-        """Has a checkpoint written in the background, unless the newest one is of now; false if somebody died."""
-        try:
-            with self.session.standing_still():
-                if self.session.reader.trained != self.saved_samples:
-                    self.saver.submit(take(self.session, given(self.config)))
-                    self.saved_samples = self.session.reader.trained
-        except (PeerLost, CallTimeout):
-            return False
-        return True
+    def _toll(self) -> Toll:
+        """Of failures so far; nothing where it is of no interest, because nobody saves and nothing was lost."""
+        keeping = self.keeping
+        if not keeping.settings.saves and not keeping.account.pls:
+            return Toll()
+        target_pls = keeping.settings.goal.target_pls if keeping.mode == "partial" else None
+        seconds = {**vars(keeping.spent), "load": self.load_s + keeping.spent.load}
+        return Toll(keeping.account.pls, target_pls, seconds, keeping.settings.job_s)
 
     def _raise_if_unfinished(self, request: StopRequest) -> None:
         reader = self.session.reader
@@ -349,7 +378,7 @@ class _Run:
             throughput=sections.throughput(train, speed, startup_s),
             sync=sections.sync(session, speed),
             wire=sections.wire(session),
-            recovery=sections.recovery(session, self.saver, self.load_s),
+            recovery=sections.recovery(session, self.keeping, self.load_s),
         )
 
 
@@ -381,30 +410,23 @@ class _Roles:
 
 @dataclass
 class _Pace:
-    """When the next frame and the next checkpoint are due; pure but for the times handed in."""
+    """When the next frame is due and how long to wait; pure but for the times handed in."""
 
     frame_every_s: float
-    save_every_s: float | None
     now: float
+    look_s: float
 
     def __post_init__(self) -> None:
         self._next_frame = self.now + self.frame_every_s
-        self._next_save = float("inf") if self.save_every_s is None else self.now + self.save_every_s
 
-    def seconds_left(self, now: float) -> float:
-        """Until something is due, at most a quarter of a second, so that signals are seen."""
-        return min(max(0.0, min(self._next_frame, self._next_save) - now), 0.25)
+    def seconds_left(self, now: float, others: float) -> float:
+        """Until a frame or something else is due, and not longer than one may go without looking."""
+        return min(max(0.0, min(self._next_frame - now, others)), self.look_s)
 
     def frame_due(self, now: float) -> bool:
         if now < self._next_frame:
             return False
         self._next_frame = now + self.frame_every_s
-        return True
-
-    def save_due(self, now: float) -> bool:
-        if self.save_every_s is None or now < self._next_save:
-            return False
-        self._next_save = now + self.save_every_s
         return True
 
 

@@ -21,6 +21,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         trainers: how many replicas there are.
         layout: shape of each dense parameter, in their order.
         own_model: the dense part is a module of the user's own.
+        pls: portion of samples that failures have lost so far.
     """
 
     recorder: dict[str, Any]
@@ -31,6 +32,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     trainers: int
     layout: dict[str, list[int]]
     own_model: bool
+    pls: float = 0.0
 
     def builtins(self) -> dict[str, Any]:
         """As plain JSON values."""

@@ -1,5 +1,7 @@
 """The session whose roles are all in this process."""
 
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from shadowsync.assembly import (
@@ -14,34 +16,52 @@ from shadowsync.assembly import (
 from shadowsync.data.reader import LeasedBatch, Reader
 from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.table import Rows
+from shadowsync.embedding.table import Rows, RowSet
+from shadowsync.local_rows import LocalRows
 from shadowsync.metrics.roles import RoleState
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.tracking import row_tracking
 from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
 from shadowsync.runtime.lines import Line
-from shadowsync.session import Material, Session, distance, reader_options
+from shadowsync.session import Material, Newest, ServerLoss, Session, distance, reader_options
 from shadowsync.sync.schedule import Synchronisation
 from shadowsync.training.gate import Gate
 from shadowsync.training.trainer import Trainer
-from shadowsync.training.worker import Hooks
+from shadowsync.training.worker import Hooks, TrainerLost
 
 
 class LocalSession(Session):
-    """All roles of a run in one process; trainers that died by script stay dead, and the others train their rows."""
+    """All roles of a run in one process; trainers that died by script stay dead, and the others train their rows.
 
-    def __init__(self, material: Material) -> None:
+    An embedding server that fails by script loses its rows: they become those of the last checkpoint, while the others
+    go on. Where everybody would go back (`goes_back`), nothing is done but to account for it: the course of the job
+    would be the same once more (as in CPR's emulation, arXiv 2011.02999, section 5.1).
+
+    Args:
+        material: what it is made of.
+        newest: opens the checkpoint from which failed servers go on.
+    """
+
+    def __init__(self, material: Material, newest: Newest) -> None:
         super().__init__(material)
+        self._newest = newest
+        self._struck: set[int] = set()
+        self._lost: list[ServerLoss] = []
+        self._server_failures = 0
+        self._script = material.own.failures
         config, choices = self.config, self.choices
         self.wire = WireCounter()
         self.gate = Gate()
         self.stopping = False
-        self.embeddings = make_embeddings(config, choices, self.schema, self.tables, self.train_source)
+        tracking = row_tracking(choices.recovery, config.train.seed)
+        self.embeddings = make_embeddings(config, choices, self.schema, self.tables, self.train_source, tracking)
+        self._rows = LocalRows(self.embeddings.servers)
         ranks = range(config.train.trainers)
         self.replicas = [make_replica(config, choices, self.template.module, self.dims) for _ in ranks]
         self.dense_servers, self.synchronisations = self._make_synchronisations()
         self.reader = Reader(self.train_source, reader_options(config), material.position)
-        kit = TrainerKit(config, choices, self.warmup_samples, self.total_samples, material.own.failures)
+        kit = TrainerKit(config, choices, self.warmup_samples, self.total_samples, self._before_step)
         self.trainers = [self._make_trainer(rank, kit) for rank in ranks]
         self._told: dict[str, RoleState] = {}
 
@@ -83,6 +103,11 @@ class LocalSession(Session):
         part = self.reader.slices[leased.lease.slice]
         return f"a batch of the {part.rows} rows from {self.train_source.place(part, 0)} on"
 
+    def _before_step(self, rank: int, iteration: int) -> None:
+        if rank in self._struck:
+            raise TrainerLost(f"trainer {rank} was struck at its iteration {iteration}")
+        self._script(rank, iteration)
+
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -107,6 +132,35 @@ class LocalSession(Session):
             if state != self._told.get(role):
                 self._told[role] = state
                 self.happenings.add(role, "dead" if state == "dead" else "alive")
+
+    def strikable(self) -> Mapping[str, int]:
+        return {"embedding": len(self.embeddings.servers), "trainer": len(self.trainers)}
+
+    def strike(self, kind: str, indices: Sequence[int]) -> None:
+        strikes: dict[str, Callable[[Sequence[int]], None]] = {
+            "embedding": self._strike_servers,
+            "trainer": self._struck.update,
+        }
+        strikes[kind](indices)
+
+    def _strike_servers(self, indices: Sequence[int]) -> None:
+        samples, began = self.reader.trained, time.monotonic()
+        shards = [shard for index in indices for shard in self.embeddings.servers[index].shards]
+        with self._newest(shards) as saved:
+            name, loaded_samples = (None, 0) if saved is None else (saved.name, saved.samples)
+            if not self.goes_back:
+                self.lose(indices, saved)
+        self._server_failures += len(indices)
+        for index in indices:
+            self.happenings.add(f"embedding-{index}", "dead", "its rows are lost, by script")
+            self.happenings.add(f"embedding-{index}", "restored")
+        back_to = loaded_samples if self.goes_back else None
+        load_s = time.monotonic() - began
+        self._lost.append(ServerLoss(tuple(indices), samples, back_to, name, loaded_samples, 0.0, load_s))
+
+    def losses(self) -> list[ServerLoss]:
+        taken, self._lost = self._lost, []
+        return taken
 
     def stop(self) -> None:
         self.stopping = True
@@ -135,6 +189,28 @@ class LocalSession(Session):
             for rows in server.state()
         )
 
+    def changed_rows(self, end_of_round: bool) -> tuple[Rows | RowSet, ...]:
+        return self._rows.changed(end_of_round)
+
+    def rows_beside(self) -> tuple[Rows, ...]:
+        return self._rows.beside()
+
+    def rows_saved(self, rows: Sequence[Rows | RowSet]) -> None:
+        self._rows.saved(rows)
+
+    def row_shares(self) -> tuple[float, ...]:
+        return self._rows.shares()
+
+    def lose(self, servers: Collection[int], saved: LoadedCheckpoint | None) -> None:
+        """Those embedding servers fail: their rows become what the checkpoint holds, without one the initial values.
+
+        Only pushes to them wait until that is done, as they would for a replacement; any thread may call it.
+
+        Raises:
+            CheckpointError: it has other tables, another optimizer, or is damaged.
+        """
+        self._rows.lose(servers, saved)
+
     def load_rows(self, saved: LoadedCheckpoint) -> None:
         restore_tables(self.embeddings, saved)
 
@@ -161,7 +237,7 @@ class LocalSession(Session):
 
     @property
     def failures(self) -> int:
-        return sum(trainer.lost for trainer in self.trainers)
+        return sum(trainer.lost for trainer in self.trainers) + self._server_failures
 
     def _syncs_now(self) -> int:
         return sum(part.count for part in self.synchronisations)

@@ -4,8 +4,8 @@ from shadowsync.config import TrainConfig
 from shadowsync.metrics.quality import TestMetrics
 from shadowsync.metrics.rates import average_sync_gap, example_level_parallelism
 from shadowsync.metrics.recorder import Speed
-from shadowsync.recovery.saver import AsyncSaver
 from shadowsync.report import result
+from shadowsync.safekeeping import Safekeeping
 from shadowsync.session import Session
 
 
@@ -69,17 +69,23 @@ def wire(session: Session) -> result.Wire:
     return result.Wire(**session.wire_totals())
 
 
-def recovery(session: Session, saver: AsyncSaver, load_s: float) -> result.Recovery:
+def recovery(session: Session, keeping: Safekeeping, load_s: float) -> result.Recovery:
     """Checkpoints written and read, and roles that died.
 
     No sample is lost and nobody waits when a trainer dies: the others train its rows.
     """
-    recovered = session.recovered
+    spent, settings = keeping.spent, keeping.settings
     return result.Recovery(
         failures=session.failures,
-        pls=0.0,
-        saves=saver.saves,
-        seconds=result.RecoverySeconds(save=saver.seconds, load=load_s, lost=recovered.lost_s, wait=recovered.wait_s),
-        interval_s=session.config.train.save_every_s,
-        mode=recovered.mode,
+        pls=keeping.account.pls,
+        saves=keeping.saver.saves,
+        seconds=result.RecoverySeconds(save=spent.save, load=load_s + spent.load, lost=spent.lost, wait=spent.wait),
+        interval_s=keeping.interval_s,
+        mode=keeping.mode,
+        target_pls=settings.goal.target_pls if keeping.mode == "partial" else None,
+        priority=settings.priority if keeping.mode == "partial" else None,
+        why=keeping.why or None,
+        emulated_job_s=settings.job_s,
+        rounds=keeping.rounds if settings.saves else None,
+        server_failures=keeping.server_failures if settings.saves else None,
     )

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from shadowsync.data.source import OpenSource, Schema
 from shadowsync.dense_state import DenseImage
 from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.table import Rows, Table
+from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.metrics.recorder import JobCounts, Recorder
 from shadowsync.metrics.roles import Happening, RoleState
+from shadowsync.metrics.toll import Toll
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.training.replica import Replica
 
@@ -68,8 +69,11 @@ class Material:
     position: Mapping[str, Any] | None = None
 
 
-Newest = Callable[[], LoadedCheckpoint | None]
-"""Loads the checkpoint to go back to in mid-run; None where that is the very start."""
+Newest = Callable[[Sequence[Shard] | None], AbstractContextManager[LoadedCheckpoint | None]]
+"""Opens the checkpoint to go back to in mid-run, or only the rows of some shards; None where that is the very start.
+
+What it opens is not removed within the block.
+"""
 
 
 class Happened(NamedTuple):
@@ -98,18 +102,26 @@ class RolePlace:
     log: str
 
 
-class Recovered(NamedTuple):
-    """What going back to checkpoints has cost.
+class ServerLoss(NamedTuple):
+    """Embedding servers failed at once and are there again.
 
     Attributes:
-        mode: what happens when an embedding server dies: `full`, everybody goes back; `none`, none dies by itself.
-        lost_s: seconds of training that were repeated, at the speed of the run.
-        wait_s: seconds from a death until everybody trained again.
+        servers: which.
+        samples: trained by the whole job when they failed.
+        back_to: samples of the checkpoint to which everybody went back; None where only these servers did.
+        loaded: name of the checkpoint; None where there was none, so that they begin with initial values.
+        loaded_samples: trained when it was taken.
+        restart_s: seconds until a replacement stood ready to load.
+        load_s: seconds that it loaded.
     """
 
-    mode: Literal["full", "none"]
-    lost_s: float
-    wait_s: float
+    servers: tuple[int, ...]
+    samples: int
+    back_to: int | None
+    loaded: str | None
+    loaded_samples: int
+    restart_s: float
+    load_s: float
 
 
 @dataclass
@@ -145,6 +157,7 @@ class Session(ABC):
         ended: set when something may have ended.
         happenings: what happened to roles.
         given_up: why the job cannot go on, once it cannot.
+        goes_back: when an embedding server fails everybody goes back to the last checkpoint, not only its replacement.
     """
 
     reader: Reader
@@ -161,6 +174,7 @@ class Session(ABC):
         self.ended = threading.Event()
         self.happenings = Happenings()
         self.given_up: str | None = None
+        self.goes_back = False
         self._wire_before: dict[str, dict[str, int]] = {"bytes": {}, "raw_bytes": {}}
         self._syncs_before = 0
 
@@ -190,6 +204,14 @@ class Session(ABC):
         """
 
     @abstractmethod
+    def strikable(self) -> Mapping[str, int]:
+        """How many roles of each kind `strike` can make fail."""
+
+    @abstractmethod
+    def strike(self, kind: str, indices: Sequence[int]) -> None:
+        """Makes these roles of a kind fail now, as by script; those that are down already are left alone."""
+
+    @abstractmethod
     def stop(self) -> None:
         """Asks every worker to end at its next step boundary."""
 
@@ -214,6 +236,43 @@ class Session(ABC):
     @abstractmethod
     def rows(self) -> tuple[Rows, ...]:
         """Copies of all rows with their optimizer state."""
+
+    @abstractmethod
+    def changed_rows(self, end_of_round: bool) -> tuple[Rows | RowSet, ...]:
+        """Copies of the rows that are to be saved now, taken while everybody goes on; of each row as of one moment.
+
+        A save begins with this or with `rows_beside` and ends with `rows_saved`; they come from one thread at a time,
+        which may be any. One that is never reported as saved comes up again in the next one.
+
+        Args:
+            end_of_round: tables that are not saved by priority are due too.
+
+        Returns:
+            As `Snapshot.tables` of a delta: of each shard of a table that is saved by priority those of its rows that
+            are most worth it (under `recovery.priority=all` every row that changed), of others all or none.
+
+        Raises:
+            PeerLost: a server is not there.
+        """
+
+    @abstractmethod
+    def rows_beside(self) -> tuple[Rows, ...]:
+        """Copies of all rows, taken while everybody goes on; of each row as of one moment. Otherwise `changed_rows`."""
+
+    @abstractmethod
+    def rows_saved(self, rows: Sequence[Rows | RowSet]) -> None:
+        """What the last `changed_rows` or `rows_beside` gave is safely written.
+
+        Rows that were copied otherwise, or for an earlier save, may be given and change nothing: what was saved of
+        them comes up once more.
+
+        Raises:
+            PeerLost: a server is not there.
+        """
+
+    @abstractmethod
+    def row_shares(self) -> tuple[float, ...]:
+        """The share of all rows that each embedding server holds; they add up to 1."""
 
     @abstractmethod
     def load_rows(self, saved: LoadedCheckpoint) -> None:
@@ -258,10 +317,9 @@ class Session(ABC):
     def failures(self) -> int:
         """Roles that died since the start."""
 
-    @property
-    def recovered(self) -> Recovered:
-        """What deaths of embedding servers have cost so far."""
-        return Recovered("none", 0.0, 0.0)
+    @abstractmethod
+    def losses(self) -> list[ServerLoss]:
+        """Failures of embedding servers that are over and were not told yet, in order."""
 
     @abstractmethod
     def _syncs_now(self) -> int:
@@ -308,8 +366,8 @@ class Session(ABC):
         now = self._wire_now()
         return {kind: added(before, now[kind]) for kind, before in self._wire_before.items()}
 
-    def counts(self, saves: int) -> JobCounts:
-        """What the recorder does not know by itself."""
+    def counts(self, saves: int, toll: Toll) -> JobCounts:
+        """What the recorder does not know by itself, beside checkpoints and what failures have cost."""
         wire = self.wire_totals()
         return JobCounts(
             total_samples=self.total_samples,
@@ -322,6 +380,7 @@ class Session(ABC):
             roles=self.role_states(),
             queue_depth=self._queue_depths(),
             emulated_step_ms=self.config.train.emulate_step_ms,
+            toll=toll,
         )
 
 

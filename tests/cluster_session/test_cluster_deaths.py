@@ -117,7 +117,11 @@ def test_several_at_once(tmp_path: Path, cluster: Cluster, roles: Sequence[str])
 def test_a_server_of_rows_goes_back_to_the_newest_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
     """What was trained since is trained again, and nothing else."""
     out = tmp_path / "out"
-    config = job_settings(tmp_path, train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 2.0})
+    config = job_settings(
+        tmp_path,
+        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 2.0},
+        recovery={"mode": "full"},
+    )
     ledger = Ledger()
     script = Killing(cluster, ["embedding-0"], when=lambda: len(checkpoints(out)) >= 2)
     result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
@@ -131,6 +135,56 @@ def test_a_server_of_rows_goes_back_to_the_newest_checkpoint(tmp_path: Path, clu
     assert events_of(out)["trainer-0"].count("restored") >= 1
 
 
+@pytest.mark.parametrize("priority", ["all", "mfu"])
+def test_only_the_replacement_of_a_server_of_rows_goes_back(tmp_path: Path, cluster: Cluster, priority: str) -> None:
+    """Nothing is trained twice, and what its rows have lost is accounted for."""
+    out = tmp_path / "out"
+    config = job_settings(
+        tmp_path,
+        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 2.0},
+        recovery={"mode": "partial", "priority": priority, **({"min_rows": 1} if priority != "all" else {})},
+    )
+    ledger = Ledger()
+    script = Killing(cluster, ["embedding-0"], until="restored", when=lambda: len(checkpoints(out)) >= 2)
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
+    assert script.done
+    assert ledger.rows == dict.fromkeys(range(ROWS), EPOCHS)
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert result.recovery.failures == 1
+    assert result.recovery.mode == "partial"
+    assert 0 < result.recovery.pls < 0.5
+    assert result.recovery.seconds.lost == 0
+    events = events_of(out)
+    silences = ("unreachable", "reachable")  # on a busy machine
+    assert [e for e in events["embedding-0"] if e not in silences] == ["alive", "dead", "restarted", "restored"]
+    assert [e for e in events["trainer-0"] if e not in silences] == ["alive"]
+    assert result.test is not None
+    assert result.test.auc is not None
+    assert result.test.auc > 0.7
+
+
+def test_a_server_of_rows_may_die_before_anything_was_saved(tmp_path: Path, cluster: Cluster) -> None:
+    """Its replacement begins with the initial rows, and what was trained so far is lost to them."""
+    script = Killing(cluster, ["embedding-1"], iteration=20, until="restored")
+    result = survive(job_settings(tmp_path, recovery={"mode": "partial"}), tmp_path / "out", script)
+    assert result.recovery.pls > 0.01
+    assert result.recovery.seconds.wait > 0
+
+
+def test_failures_by_script_are_real_deaths(tmp_path: Path, cluster: Cluster) -> None:
+    out, ledger = tmp_path / "out", Ledger()
+    config = job_settings(
+        tmp_path,
+        train={"emulate_step_ms": 2.0},
+        recovery={"inject": "at:0.3,unit=epoch,index=1; at:0.6,unit=epoch,kind=dense,index=0"},
+    )
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out).run()
+    assert result.recovery.failures == 2
+    assert ledger.rows == dict.fromkeys(range(ROWS), EPOCHS)
+    assert "dead" in events_of(out)["embedding-1"]
+    assert "dead" in events_of(out)["dense-0"]
+
+
 def test_a_server_of_rows_may_die_again_and_again(tmp_path: Path, cluster: Cluster) -> None:
     out = tmp_path / "out"
     scripts = [Killing(cluster, ["embedding-0"]), Killing(cluster, ["embedding-1"], iteration=8)]
@@ -138,7 +192,8 @@ def test_a_server_of_rows_may_die_again_and_again(tmp_path: Path, cluster: Clust
     def failures(rank: int, iteration: int) -> None:
         scripts[cluster.happened("embedding-0", "restored")](rank, iteration)
 
-    result = Job(beside_own_model(job_settings(tmp_path)), model=Tower(), out=out, failures=failures).run()
+    config = job_settings(tmp_path, recovery={"mode": "full"})
+    result = Job(beside_own_model(config), model=Tower(), out=out, failures=failures).run()
     assert result.data.trained_samples == ROWS * EPOCHS
     assert result.recovery.failures == 2
 
@@ -156,7 +211,7 @@ def test_another_server_may_die_while_the_job_goes_back(
         build(crew, reader)
 
     monkeypatch.setattr(Crew, "build_servers", disturbed)
-    survive(job_settings(tmp_path), tmp_path / "out", Killing(cluster, ["embedding-0"]))
+    survive(job_settings(tmp_path, recovery={"mode": "full"}), tmp_path / "out", Killing(cluster, ["embedding-0"]))
     assert struck.is_set()
 
 

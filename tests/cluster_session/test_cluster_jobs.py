@@ -219,13 +219,13 @@ def test_checkpoints_while_training_are_whole(tmp_path: Path, sync: dict[str, An
     assert counts == dict.fromkeys(range(61), 3)
     found = checkpoints(out)
     assert len(found) == result.recovery.saves >= 2
-    assert [folder.name for folder in found][-1] == "samples-000000000183"
+    assert found[-1].name.startswith("samples-000000000183")  # one of that moment may have been taken beside training
     middle = found[len(found) // 2 - 1]
     for other in found[len(found) // 2 :]:
         shutil.rmtree(other)
     resumed, rows = train_counted(config, out, resume=out)
     assert resumed.data.trained_samples == 183
-    assert rows.total() == 183 - int(middle.name.removeprefix("samples-"))
+    assert rows.total() == 183 - int(middle.name.split("-")[1])
 
 
 class ScriptedDeath:

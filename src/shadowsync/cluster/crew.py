@@ -123,6 +123,10 @@ class Crew:
         """All dense servers; raises as `row_servers`."""
         return self._complete("dense", len(self.blueprint.spans))
 
+    def vacant_row_servers(self) -> tuple[int, ...]:
+        """Embedding servers that are not there."""
+        return tuple(sorted({*range(len(self.blueprint.shards))} - {m.index for m in self.serving("embedding")}))
+
     def _complete(self, kind: str, count: int) -> list[Member]:
         servers = self.serving(kind)
         missing = set(range(count)) - {member.index for member in servers}
@@ -199,15 +203,15 @@ class Crew:
         for trainer in self.trainers():
             self._tell(trainer, Moved("reader", 0, self.reader_of(trainer).place.address))
 
-    def tell_of_dense_server(self, server: Member) -> None:
-        """Every trainer hears where a dense server is now."""
+    def tell_of_server(self, server: Member) -> None:
+        """Every trainer hears where an embedding or dense server is now."""
         for trainer in self.trainers():
-            self._tell(trainer, Moved("dense", server.index, server.place.address))
+            self._tell(trainer, Moved(server.kind, server.index, server.place.address))
 
     def tell_newcomer(self, trainer: Member) -> None:
         """A trainer hears of servers that were replaced while its part was built."""
-        for server in self.serving("dense"):
-            self._tell(trainer, Moved("dense", server.index, server.place.address))
+        for server in [*self.serving("embedding"), *self.serving("dense")]:
+            self._tell(trainer, Moved(server.kind, server.index, server.place.address))
         self._tell(trainer, Moved("reader", 0, self.reader_of(trainer).place.address))
 
     def _tell(self, trainer: Member, moved: Moved) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,14 +20,18 @@ from shadowsync.cluster.trainer_part import image_reply, read_image
 from shadowsync.compression.plain import Plain
 from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.table import Rows
+from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
 from shadowsync.runtime.embedding_rows import RemoteRows
+from shadowsync.runtime.embedding_saver import RemoteSave
 from shadowsync.runtime.lines import Line
 from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.under_way import UnderWay, held
+
+T = TypeVar("T", bound=Rows | RowSet)
 
 IMAGE_S = 20.0
 """Deadline of a pause and of each message of an image: rather no checkpoint than one for which all wait so long."""
@@ -43,6 +48,7 @@ class Images:
     def __init__(self, crew: Crew) -> None:
         self.turn = threading.Lock()
         self._crew = crew
+        self._under_way: UnderWay[RemoteSave] = UnderWay()
         self._pauses = itertools.count(1)
 
     @contextmanager
@@ -89,6 +95,38 @@ class Images:
         self._crew.all_at_once([partial(read, member) for member in self._crew.row_servers()])
         return tuple(rows for index in sorted(found) for rows in found[index])
 
+    def changed_rows(self, end_of_round: bool) -> tuple[Rows | RowSet, ...]:
+        """As `Session.changed_rows`."""
+        return self._copied(lambda save, shards: save.changed(shards, end_of_round))
+
+    def rows_beside(self) -> tuple[Rows, ...]:
+        """As `Session.rows_beside`."""
+        return self._copied(lambda save, shards: save.everything(shards))
+
+    def _copied(self, copy: Callable[[RemoteSave, Sequence[Shard]], Iterator[T]]) -> tuple[T, ...]:
+        """What `copy` gives of a new save of every embedding server."""
+        saves: dict[int, RemoteSave] = {}
+        found: dict[int, list[T]] = {}
+
+        def read(member: Member) -> None:
+            saves[member.index] = save = RemoteSave.begin(member.connection, IMAGE_S)
+            found[member.index] = list(copy(save, self._crew.blueprint.shards[member.index]))
+
+        self._crew.all_at_once([partial(read, member) for member in self._crew.row_servers()])
+        copies = tuple(rows for index in sorted(found) for rows in found[index])
+        self._under_way.began(saves, copies)
+        return copies
+
+    def rows_saved(self, copies: Sequence[Rows | RowSet]) -> None:
+        """As `Session.rows_saved`."""
+        saves = self._under_way.saves(copies)
+
+        def tell(index: int, save: RemoteSave) -> None:
+            for shard, rows in held(self._crew.blueprint.shards[index], copies):
+                save.saved(shard, self._crew.blueprint.shards[index][shard], rows)
+
+        self._crew.all_at_once([partial(tell, index, save) for index, save in saves.items()])
+
     def load_rows(self, saved: LoadedCheckpoint) -> None:
         """Fills all rows, as `Session.load_rows`."""
         match_tables(saved.tables, self._crew.blueprint.session.tables)
@@ -96,9 +134,11 @@ class Images:
         servers = [(member, RemoteRows(member.connection)) for member in self._crew.row_servers()]
         here = {name: names for _, rows in servers for name, names in rows.tensor_names().items()}
         match_optimizer(there, here)
-        self._crew.all_at_once([partial(self._load_server, saved, *server) for server in servers])
+        self._crew.all_at_once([partial(self.load_server, saved, member) for member, _ in servers])
 
-    def _load_server(self, saved: LoadedCheckpoint, member: Member, rows: RemoteRows) -> None:
+    def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:
+        """Fills the rows of one embedding server."""
+        rows = RemoteRows(member.connection)
         for shard in self._crew.blueprint.shards[member.index]:
             for start in range(shard.start, shard.stop, LOADED_ROWS):
                 stop = min(start + LOADED_ROWS, shard.stop)

@@ -13,6 +13,7 @@ from shadowsync.data.source import OpenSource
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import DataError
+from shadowsync.recovery.tracking import row_tracking
 from shadowsync.runtime.dense_service import DenseService
 from shadowsync.runtime.embedding_service import EmbeddingService
 from shadowsync.runtime.generation import Generation
@@ -53,8 +54,9 @@ class EmbeddingSpec:
 def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
     """Makes one."""
     choices = choose_all(spec.config, spec.own_model)
-    optimizer = row_optimizer(spec.config.embedding)
-    server = EmbeddingServer(spec.shards, choices.storage, optimizer, spec.config.train.seed)
+    optimizer, seed = row_optimizer(spec.config.embedding), spec.config.train.seed
+    watching = row_tracking(choices.recovery, seed)
+    server = EmbeddingServer(spec.shards, choices.storage, optimizer, seed, watching)
     codecs, generation = choices.codecs, Generation(spec.generation)
     return EmbeddingService(server, codecs["pull"], codecs["push"], generation=generation)
 

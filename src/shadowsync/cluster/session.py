@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 
@@ -10,15 +10,16 @@ from shadowsync.cluster.blueprint import Blueprint
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.front import Doors
 from shadowsync.cluster.images import Images
+from shadowsync.cluster.newcomers import Newcomers, NobodyLeft
 from shadowsync.cluster.places import Need
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.cluster.staff import Member, Staff
 from shadowsync.cluster.statuses import Statuses
 from shadowsync.cluster.vacancies import Vacancies
 from shadowsync.data.reader import Reader
-from shadowsync.dense_state import DenseImage, TrainerImage, restored_dense
+from shadowsync.dense_state import DenseImage, restored_dense
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.table import Rows
+from shadowsync.embedding.table import Rows, RowSet, shares_of
 from shadowsync.errors import RunError
 from shadowsync.job_state import job_state
 from shadowsync.metrics.roles import RoleState
@@ -27,7 +28,7 @@ from shadowsync.runtime.host import CALL_S
 from shadowsync.runtime.runtime import Order, Runtime
 from shadowsync.runtime.wire.client import Courier, CourierOptions
 from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
-from shadowsync.session import Material, Newest, Recovered, RolePlace, Session, distance, reader_options
+from shadowsync.session import Material, Newest, RolePlace, ServerLoss, Session, distance, reader_options
 
 STATUS_S = 1.0
 QUICK_STATUS_S = 0.1
@@ -42,9 +43,10 @@ _GONE = (PeerLost, CallTimeout)
 class ClusterSession(Session):
     """All roles of a run as processes that a `Runtime` starts, connected by the wire.
 
-    Everybody gets a *part*: what its process serves. A *generation* of parts starts from one checkpoint; a dead
-    embedding server ends it, and the next one starts from the newest checkpoint, in the same processes but the dead
-    one's. Whoever else dies is replaced while the others go on.
+    Everybody gets a *part*: what its process serves. A *generation* of parts starts from one checkpoint. Whoever dies
+    is replaced while the others go on; an embedding server's replacement takes its rows from the newest checkpoint.
+    With `goes_back` the death of one ends the generation, and the next one starts from the newest checkpoint, in the
+    same processes but the dead one's.
 
     The job's thread takes note of deaths and decides (`reap`). Threads of the pool put single members to work, or
     (`_go_back`, one at a time, and then nobody else) start a generation; they alone write `_must_go_back` besides it.
@@ -69,8 +71,9 @@ class ClusterSession(Session):
         self._installs: dict[str, Future[None]] = {}
         self._must_go_back: str | None = None
         self._going_back: Future[None] | None = None
-        self._went_back = Recovered("full", 0.0, 0.0)
         self._failures = 0
+        self._loading_at = self._loading_s = 0.0
+        self._loaded: tuple[str | None, int] = (None, 0)
         self._searched_at = 0.0
         self._error: BaseException | None = None
         self._training = self._stopping = False
@@ -82,6 +85,7 @@ class ClusterSession(Session):
             stack.callback(runtime.close)  # once more, should something fail before its turn among the others
             self._crew = self._make_crew(runtime, blueprint, stack)
             self._images = Images(self._crew)
+            self._newcomers = Newcomers(self.choices.method, newest, self._crew, self._images)
             self._crew.hire_all()
             self._begin()
             self._ends = stack.pop_all()
@@ -154,16 +158,39 @@ class ClusterSession(Session):
             self._recruit()
 
     def settle(self) -> None:
-        while self._going_back is not None or self._must_go_back is not None or self._crew.staff.anybody_died:
+        while self._going_back is not None or self._must_go_back is not None or self._servers_are_missing():
             self.reap()
+            if self._error is not None:
+                raise self._error
             if self.given_up is not None:
                 raise RunError(self.given_up)
             self.ended.wait(QUICK_STATUS_S)
             self.ended.clear()
 
+    def _servers_are_missing(self) -> bool:
+        """Or will be, once the dead were taken note of."""
+        serving = sum(len(self._crew.serving(kind)) for kind in ("embedding", "dense"))
+        return self._crew.staff.anybody_died or serving < len(self._crew.blueprint.servers())
+
+    def strikable(self) -> Mapping[str, int]:
+        kinds = ("trainer", "reader", "embedding", "dense")
+        return {kind: len(self._crew.staff.of_kind(kind)) for kind in kinds}
+
+    def strike(self, kind: str, indices: Sequence[int]) -> None:
+        for member in self._crew.staff.of_kind(kind):
+            if member.index in indices:
+                member.process.kill()
+
+    def losses(self) -> list[ServerLoss]:
+        losses = self._newcomers.losses
+        return [losses.popleft() for _ in range(len(losses))]
+
     def _mourn_all(self) -> None:
-        for member in self._crew.staff.take_dead():
+        dead = self._crew.staff.take_dead()
+        for member in dead:
             self._mourn(member)
+        if servers := [member for member in dead if member.kind == "embedding"]:
+            self._mourn_embedding_servers(servers)
 
     def _mourn(self, member: Member) -> None:
         """Takes note that somebody died."""
@@ -171,16 +198,15 @@ class ClusterSession(Session):
         if member.role not in self._scripted:
             self._vacancies.died(member.role, self.reader.trained, time.monotonic())
             self.given_up = self.given_up or self._vacancies.hopeless(member.role)
-        take_note = {
-            "embedding": self._mourn_embedding_server,
-            "trainer": self._mourn_trainer,
-            "reader": self._mourn_reader,
-        }
+        take_note = {"trainer": self._mourn_trainer, "reader": self._mourn_reader}
         if member.kind in take_note:
             take_note[member.kind](member)
 
-    def _mourn_embedding_server(self, member: Member) -> None:
-        self._must_go_back = f"{member.role} died"
+    def _mourn_embedding_servers(self, members: Sequence[Member]) -> None:
+        if self.goes_back:
+            self._must_go_back = f"{members[0].role} died"
+        else:
+            self._newcomers.died(members, self.reader.trained)
 
     def _mourn_trainer(self, member: Member) -> None:
         self._crew.doors.give_up(member.index)
@@ -263,10 +289,8 @@ class ClusterSession(Session):
 
     def _fill(self, needs: list[Need], now: float) -> None:
         places = self._crew.map()
-        vital = ("dense",) if self._crew.serving("reader") else ("dense", "reader")
+        vital = ("embedding", "dense") if self._crew.serving("reader") else ("embedding", "dense", "reader")
         for need in needs:
-            if need.kind == "embedding":
-                continue  # comes with the next generation
             order = self._crew.order(places, need)
             if order is not None:
                 self._installs[need.role] = self._pool.submit(self._install, order)
@@ -286,63 +310,19 @@ class ClusterSession(Session):
 
     def _install(self, order: Order) -> None:
         """Starts a process for a role and puts it to work, while the others go on."""
-        member = self._crew.staff.hire(order)
-        install = {"trainer": self._install_trainer, "dense": self._install_dense, "reader": self._install_reader}
         try:
-            install[member.kind](member)
-        except BaseException as error:
-            self._crew.staff.give_up(member, f"it could not be put to work: {error}")
+            member = self._newcomers.install(order, self.reader, lambda: self._stopping)
+        except NobodyLeft as error:
+            self._must_go_back = str(error)
             raise
         self.happenings.add(member.role, "restored" if member.incarnation else "alive")
-
-    def _install_reader(self, member: Member) -> None:
-        self._crew.build_server(member, self.reader)
-        member.ready = True
-        self._crew.tell_of_readers()
-
-    def _install_dense(self, member: Member) -> None:
-        """Its part of the central copy is the mean of the replicas."""
-        self._crew.build_server(member, self.reader)
-        images = self._images.of_trainers(self._crew.statuses.at_work())
-        if not images:
-            self._must_go_back = f"no trainer is left from which {member.role} could go on"
-            raise PeerLost(self._must_go_back)
-        weights = [image.replica["weight"] for image in images]
-        self._images.write_part(member, sum(weights[1:], weights[0]) / len(weights))
-        member.ready = True
-        self._crew.tell_of_dense_server(member)
-
-    def _install_trainer(self, member: Member) -> None:
-        """It goes on from a peer, under a centralised method from the central copy; its optimizer is the peer's."""
-        self._crew.build_trainer(member)
-        with self._images.turn:
-            image = self._newcomers_image()
-            if image is None:
-                self._must_go_back = f"no trainer is left from which {member.role} could go on"
-                raise PeerLost(self._must_go_back)
-            self._images.restore(member, image)
-            self._crew.doors.expect(member.index)
-            self._crew.statuses.add(member)
-            self._crew.tell_newcomer(member)
-            self._crew.ask_to_start(member)
-            if self._stopping:
-                self._crew.ask_to_stop()
-
-    def _newcomers_image(self) -> TrainerImage | None:
-        peers = self._crew.statuses.at_work()[:1]
-        if not peers:
-            return None
-        (peer,) = self._images.of_trainers(peers)
-        if not self.choices.method.centralised:
-            return peer
-        center = self._images.read_center()
-        return TrainerImage({**peer.replica, "weight": center}, self.choices.method.init(center))
 
     # --- back to a checkpoint ----------------------------------------------------------------------------------------
 
     def _go_back(self, reason: str) -> None:
         """Ends this generation and starts the next one from the newest checkpoint, however often somebody dies."""
         began, trained, training = time.monotonic(), self.reader.trained, self._training
+        dead = self._crew.vacant_row_servers()
         wait(list(self._installs.values()))
         self._collect_installs()
         for _ in range(ATTEMPTS):
@@ -353,14 +333,11 @@ class ClusterSession(Session):
                 if self.given_up is None and not self._closing.is_set():
                     continue
             if self.given_up is None:
-                self._count_going_back(trained - self.reader.trained, time.monotonic() - began)
+                name, samples = self._loaded
+                seconds = (self._loading_at - began, self._loading_s)
+                self._newcomers.losses.append(ServerLoss(dead, trained, samples, name, samples, *seconds))
             return
         self.given_up = self.given_up or f"too many roles died while the job went back to a checkpoint ({reason})"
-
-    def _count_going_back(self, samples: int, seconds: float) -> None:
-        eps, before = self.recorder.speed().eps, self._went_back
-        lost_s = samples / eps if eps else 0.0
-        self._went_back = Recovered("full", before.lost_s + lost_s, before.wait_s + seconds)
 
     def _next_generation(self, training: bool) -> None:
         """`training`: everybody trained before somebody died, and is to do so again."""
@@ -368,14 +345,9 @@ class ClusterSession(Session):
         newcomers = self._fill_places()
         if self.given_up is not None:
             return
-        saved, before = self._newest(), self.reader
-        position = self._material.position if saved is None else saved.position
-        first_number = (self._crew.generation + 1) << 32
-        self.reader = Reader(self.train_source, reader_options(self.config), position, first_number)
-        before.close()
-        wire = self.wire_totals()
-        self._begin_generation()
-        self._load(saved, wire)
+        with self._newest(None) as saved:
+            self._begin_from(saved)
+        self._newcomers.forget_deaths()
         self._must_go_back = None
         self._vacancies.clear()
         trainers = [member.role for member in self._crew.trainers()]
@@ -385,6 +357,18 @@ class ClusterSession(Session):
             self.start()
             if self._stopping:
                 self._crew.ask_to_stop()
+
+    def _begin_from(self, saved: LoadedCheckpoint | None) -> None:
+        before, position = self.reader, self._material.position if saved is None else saved.position
+        first_number = (self._crew.generation + 1) << 32
+        self.reader = Reader(self.train_source, reader_options(self.config), position, first_number)
+        self._loaded = (None if saved is None else saved.name, self.reader.trained)
+        before.close()
+        wire = self.wire_totals()
+        self._begin_generation()
+        self._loading_at = time.monotonic()
+        self._load(saved, wire)
+        self._loading_s = time.monotonic() - self._loading_at
 
     def _load(self, saved: LoadedCheckpoint | None, wire: dict[str, dict[str, int]]) -> None:
         """Rows, dense part and counts of a checkpoint into fresh parts; without one they are the initial ones."""
@@ -434,7 +418,7 @@ class ClusterSession(Session):
         """Somebody died or cannot be reached, so that an image would not be whole or take too long."""
         if self._going_back is not None or self._must_go_back is not None or self._crew.staff.anybody_died:
             return True
-        servers = [*self._crew.staff.of_kind("embedding"), *self._crew.staff.of_kind("dense")]
+        servers = [*self._crew.serving("embedding"), *self._crew.serving("dense")]
         complete = len(servers) == len(self._crew.blueprint.servers())
         everybody = [*servers, *self._crew.statuses.at_work()]
         return not complete or any(member.state != "alive" for member in everybody)
@@ -447,6 +431,21 @@ class ClusterSession(Session):
     def rows(self) -> tuple[Rows, ...]:
         self._check_settled()
         return self._images.rows()
+
+    def changed_rows(self, end_of_round: bool) -> tuple[Rows | RowSet, ...]:
+        self._check_settled()
+        return self._images.changed_rows(end_of_round)
+
+    def rows_beside(self) -> tuple[Rows, ...]:
+        self._check_settled()
+        return self._images.rows_beside()
+
+    def rows_saved(self, rows: Sequence[Rows | RowSet]) -> None:
+        self._check_settled()
+        self._images.rows_saved(rows)
+
+    def row_shares(self) -> tuple[float, ...]:
+        return shares_of(self._crew.blueprint.shards)
 
     def load_rows(self, saved: LoadedCheckpoint) -> None:
         with self._all_or_again():
@@ -478,10 +477,6 @@ class ClusterSession(Session):
     @property
     def failures(self) -> int:
         return self._failures
-
-    @property
-    def recovered(self) -> Recovered:
-        return self._went_back
 
     def _syncs_now(self) -> int:
         return self._crew.statuses.syncs()

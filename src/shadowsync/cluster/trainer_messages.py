@@ -56,7 +56,7 @@ class ImageNames(Meta, frozen=True):
 
 
 class Moved(Meta, frozen=True):
-    """A server of this kind (`dense` or `reader`) was replaced and is reached at another address.
+    """A server of this kind (`embedding`, `dense` or `reader`) was replaced and is reached at another address.
 
     Attributes:
         kind: of the server.

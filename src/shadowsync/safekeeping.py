@@ -1,0 +1,387 @@
+"""When a running job saves, what a save holds, and what failures of embedding servers have cost it."""
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from shadowsync.errors import SaveError
+from shadowsync.imaging import take
+from shadowsync.job_state import job_state
+from shadowsync.recovery.checkpoints import CheckpointStore, ParentLost
+from shadowsync.recovery.costs import Scale
+from shadowsync.recovery.estimates import Estimates
+from shadowsync.recovery.failures import FailureScript
+from shadowsync.recovery.governor import Due, Governor
+from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.names import plain_name
+from shadowsync.recovery.pls import PlsAccount
+from shadowsync.recovery.saver import AsyncSaver
+from shadowsync.recovery.settings import EVERYTHING
+from shadowsync.recovery.snapshot import DeltaOf, Snapshot
+from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
+from shadowsync.session import ServerLoss, Session
+
+GONE = (PeerLost, CallTimeout)
+AGAIN_S = 0.5
+"""Until a save is tried again that a failure prevented."""
+PROBE_S = 600.0
+"""The first save comes after this time if not sooner, to learn what one costs."""
+MOST_LAYERS = 16
+"""Deltas on top of each other; then they are rewritten as one whole checkpoint, in the background."""
+
+
+@dataclass
+class Spent:
+    """Seconds that recovery has cost so far, by kind, as in `result.json`."""
+
+    save: float = 0.0
+    load: float = 0.0
+    lost: float = 0.0
+    wait: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """The clock by which a job saves and fails: its own, or that of the longer job that it stands for.
+
+    Attributes:
+        job_s: seconds of that longer job; None for the job's own clock.
+        total_samples: of the job.
+    """
+
+    job_s: float | None
+    total_samples: int
+
+    def now(self, seconds: float, samples: int) -> float:
+        """The time after so many seconds and samples."""
+        return seconds if self.job_s is None else self.job_s * samples / self.total_samples
+
+
+class Safekeeping:
+    """Decides with a `Governor` what is saved when, carries it out, and keeps the account.
+
+    The job's thread calls it. What follows a save is noted by the saver's thread and taken up at the next `look`.
+
+    Args:
+        session: whose state is saved.
+        store: where to.
+        given: the configuration as the user gave it, for checkpoints.
+        resumed: what the job goes on from.
+        own: `resumed` is in this store.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        store: CheckpointStore,
+        saver: AsyncSaver,
+        given: Mapping[str, Any],
+        resumed: LoadedCheckpoint | None = None,
+        own: bool = False,
+    ) -> None:
+        self.settings = session.choices.recovery
+        self.saver = saver
+        self.spent = Spent()
+        self._session, self._store, self._given = session, store, given
+        self._every_s = session.config.train.save_every_s
+        self._began = time.monotonic()
+        self._rhythm = Rhythm(self.settings.job_s, max(1, session.total_samples))
+        shares, samples = session.row_shares(), session.reader.trained
+        self.account = PlsAccount(max(1, session.total_samples), shares, [samples] * len(shares))
+        if resumed is not None:
+            self._account_for(resumed)
+        self._script = self._make_script()
+        self.governor = self._make_governor()
+        self._lock = threading.Lock()
+        self._ended: list[_Saved | None] = []
+        self._said: list[str] = []
+        self._layers = 1 if resumed is None else len(resumed.layers)
+        self._cpu_s = 0.0
+        self._parent = resumed.name if resumed is not None and own else None
+        self._of_one_moment = resumed is None or resumed.exact
+        self._taken_samples = -1
+        self._exact_samples = samples if self._parent is not None else -1
+        self._saved_at = self._saved_before = self._again_at = self._started = self._now()
+        self.rounds = self.server_failures = self._repeated = 0
+        session.goes_back = self._goes_back
+
+    def _account_for(self, resumed: LoadedCheckpoint) -> None:
+        """What had been lost before, and what a checkpoint whose rows are older than the rest loses now."""
+        self.account.pls = job_state(resumed).pls
+        if not resumed.exact:
+            servers = range(len(self.account.shares))
+            self.account.failed(servers, resumed.samples, resumed.oldest)
+            self.account.failures = 0
+
+    def _make_script(self) -> FailureScript | None:
+        schedule = self.settings.schedule
+        return None if schedule is None else schedule.script(self._session.strikable())
+
+    def _make_governor(self) -> Governor:
+        goal = replace(self.settings.goal, interval_s=self.settings.goal.interval_s or self._every_s)
+        scale = Scale(len(self.account.shares), self.settings.job_s or math.inf)
+        estimates = Estimates(self.settings.priors, self._now())
+        probe_s = PROBE_S if self.settings.job_s is None else math.inf  # what an emulated save costs is known
+        return Governor(goal, scale, estimates, self.settings.share, probe_s=probe_s)
+
+    @property
+    def mode(self) -> str:
+        """What happens after a failure now: `full`, `partial` or `none`."""
+        return self.governor.decision.mode
+
+    @property
+    def why(self) -> str:
+        """The reason as a sentence; empty where nothing was to be chosen."""
+        return self.governor.decision.why if self.settings.saves else ""
+
+    @property
+    def interval_s(self) -> float | None:
+        """Seconds between saves, of whole rounds where rows are saved by priority; None for never."""
+        interval_s = self.governor.decision.interval_s if self.settings.saves else self._every_s
+        return interval_s if interval_s is not None and math.isfinite(interval_s) else None
+
+    @property
+    def lively(self) -> bool:
+        """Something may be due at any moment, so that whoever waits should look often."""
+        return self._script is not None or self.settings.job_s is not None
+
+    # --- in mid-run --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Training starts now."""
+        self._began = time.monotonic()
+        self._saved_at = self._saved_before = self._again_at = self._started = self._now()
+        self.governor = self._make_governor()
+        while self._script is not None and self._epochs and self._script.due(-1.0, self._epochs):
+            pass  # those of before a resume have happened
+
+    def take_stock(self) -> None:
+        """Takes note of saves and failures that are over."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for saved in ended:
+            if saved is None:
+                self._note_failed_save()
+            else:
+                self._note_save(saved)
+        for loss in self._session.losses():
+            self._note_loss(loss)
+
+    def look(self) -> list[str]:
+        """Takes note of what has happened, makes fail what is to fail now, and chooses anew if that is called for.
+
+        Returns:
+            Sentences for the user.
+        """
+        self.take_stock()
+        if self._script is not None:
+            for failure in self._script.due(self._now() - self._started, self._epochs):
+                self._session.strike(failure.kind, failure.indices)
+        if self.settings.saves and (chosen := self.governor.revise(self._now())) is not None:
+            self._said.append(chosen)
+        self._session.goes_back = self._goes_back
+        with self._lock:
+            said, self._said = self._said, []
+        return said
+
+    @property
+    def _epochs(self) -> float:
+        return self._session.reader.trained / max(1, self._session.train_source.rows)
+
+    @property
+    def _goes_back(self) -> bool:
+        """There has to be something to go back to: after a change of mode that is the next save, due at once."""
+        return self.mode == "full" and self._of_one_moment
+
+    def seconds_left(self) -> float:
+        """Until a save is due, as far as one can tell now."""
+        if self.saver.busy or self._rhythm.job_s is not None:
+            return math.inf
+        return max(self._due_at, self._again_at) - self._now()
+
+    @property
+    def _due_at(self) -> float:
+        if self.mode == "full" and not self._of_one_moment:
+            return 0.0
+        if self.settings.saves:
+            return self.governor.due_at
+        return math.inf if self._every_s is None else self._saved_at + self._every_s
+
+    def due(self) -> Due:
+        """What is to be saved now; nothing while a save is under way: a slow disk costs checkpoints, not training."""
+        if self.saver.busy or self._now() < max(self._due_at, self._again_at):
+            return Due.NOTHING
+        due = self.governor.due(self._now()) if self.settings.saves else Due.ROUND
+        return Due.ROUND if due is Due.NOTHING else due
+
+    def save(self, due: Due) -> bool:
+        """Has what is due saved in the background; false if somebody died, so that it is due still."""
+        now = self._now()
+        self._saved_before, self._saved_at = self._saved_at, now
+        self.governor.saving(due, now)
+        submitted = self._submit(due, self._beside if self.mode == "partial" else self._whole)
+        if not submitted:
+            self._note_failed_save()
+        return submitted
+
+    def save_last(self) -> bool:
+        """Has everything saved as it is now, unless it is; false if somebody died."""
+        return self._submit(Due.NOTHING, self._whole)
+
+    def _submit(self, due: Due, make: Callable[[Due, float], None]) -> bool:
+        began = time.monotonic()
+        try:
+            with self._session.standing_still():
+                if self._session.reader.trained != self._exact_samples:
+                    make(due, began)
+                if self.settings.job_s is not None:
+                    self.saver.settle()  # next to the job that this one stands for, a save takes no time
+        except GONE:
+            return False
+        return True
+
+    def _whole(self, due: Due, began: float) -> None:
+        """Everything at one moment."""
+        snapshot = take(self._session, self._given, self.account.pls)
+        self._exact_samples = snapshot.samples
+        self._have_saved(lambda: snapshot, due, time.monotonic() - began)
+
+    def _beside(self, due: Due, began: float) -> None:
+        """The dense part and the position at one moment, and rows copied while training goes on, if there is news.
+
+        A row may be some steps ahead of the position. Partial recovery bears much larger differences.
+        """
+        if self._session.reader.trained == self._taken_samples:
+            return
+        frame = take(self._session, self._given, self.account.pls, rows=())
+        self._taken_samples = frame.samples
+        self._have_saved(lambda: replace(frame, **self._rows(due)), due, time.monotonic() - began)
+
+    def _have_saved(self, make: Callable[[], Snapshot], due: Due, stood_s: float) -> None:
+        """What goes on in the saver's thread costs training the time that it takes the processors."""
+        made: list[Snapshot] = []
+
+        def write() -> Snapshot:
+            self._cpu_s = time.thread_time()
+            made.append(make())
+            return made[0]
+
+        self.saver.submit(write, lambda name: self._after(name, due, made[0], stood_s), self._fails)
+
+    def _fails(self, error: BaseException) -> bool:
+        """In the saver's thread: a save that came to nothing because somebody died, or because its parent is gone."""
+        if not isinstance(error, (*GONE, ParentLost)):
+            return False
+        if isinstance(error, ParentLost):
+            self._parent = None
+        with self._lock:
+            self._ended.append(None)
+        return True
+
+    def _rows(self, due: Due) -> dict[str, Any]:
+        """The rows of a save and what they build on, as fields of a `Snapshot`."""
+        if self._parent is None:
+            return {"tables": self._session.rows_beside()}
+        rows = self._session.changed_rows(due is Due.ROUND)
+        return {"tables": rows, "delta": DeltaOf(self._parent, self.settings.priority == EVERYTHING)}
+
+    def _after(self, name: str, due: Due, snapshot: Snapshot, stood_s: float) -> None:
+        """In the saver's thread, when a save is on the disk."""
+        self._parent = name
+        self._layers = 1 if snapshot.delta is None else self._layers + 1
+        self._of_one_moment = snapshot.samples == self._exact_samples
+        with contextlib.suppress(*GONE):
+            self._session.rows_saved(snapshot.tables)
+        cost_s = stood_s + (time.thread_time() - self._cpu_s) / (os.cpu_count() or 1)
+        with self._lock:
+            self._ended.append(_Saved(due, snapshot.samples, snapshot.delta is None, cost_s))
+        if self._layers > MOST_LAYERS:
+            self._rewrite(name)
+
+    def _rewrite(self, name: str) -> None:
+        """A delta and all that it builds on as one; if that fails nothing is lost but room, and it is tried again."""
+        try:
+            self._parent, self._layers = self._store.compact(name), 1
+        except SaveError as error:
+            self._layers = MOST_LAYERS // 2
+            with self._lock:
+                self._said.append(str(error))
+
+    # --- the account -------------------------------------------------------------------------------------------------
+
+    def _note_save(self, saved: "_Saved") -> None:
+        if saved.whole or saved.due is Due.ROUND:
+            for server in range(len(self.account.shares)):
+                self.account.saved(server, saved.samples)
+        cost_s = saved.cost_s
+        if self.settings.job_s is not None:
+            cost_s = self._emulated_cost(saved)
+        self.spent.save += cost_s
+        self.rounds += saved.whole or saved.due is Due.ROUND
+        if self.settings.saves:
+            self.governor.saved(Due.ROUND if saved.whole else saved.due, cost_s)
+
+    def _emulated_cost(self, saved: "_Saved") -> float:
+        """The one at the end is not there for failures."""
+        if saved.due is Due.NOTHING:
+            return 0.0
+        return self.settings.priors.save_s * (1.0 if saved.whole else self.settings.share)
+
+    def _note_failed_save(self) -> None:
+        """It is due as before, and tried again soon."""
+        self._again_at = self._now() + AGAIN_S
+        self._saved_at, self._taken_samples = self._saved_before, -1
+        self.governor.not_saved()
+
+    def _note_loss(self, loss: ServerLoss) -> None:
+        load_s, restart_s = self._cost_of(loss)
+        self.spent.load += load_s
+        self.spent.wait += restart_s
+        self.server_failures += bool(loss.servers)
+        if self._parent is not None and plain_name(loss.loaded or "") != plain_name(self._parent):
+            self._parent = None  # what was saved last was not what they loaded, so nothing may build on it
+        if loss.back_to is None:
+            self.account.failed(loss.servers, loss.samples, loss.loaded_samples)
+        else:
+            self.account.went_back(loss.back_to)
+            self._repeated += loss.samples - loss.back_to
+            self.spent.lost += self._seconds_of(loss.samples - loss.back_to)
+
+    def _cost_of(self, loss: ServerLoss) -> tuple[float, float]:
+        """Seconds to load and to restart; a failure of embedding servers also says what the next one will cost."""
+        estimates = self.governor.estimates
+        if loss.servers:
+            estimates.failed(len(loss.servers))
+        if self.settings.job_s is not None:
+            costs = estimates.costs(self._now())
+            return costs.load_s, costs.restart_s
+        if loss.servers:
+            estimates.load.add(loss.load_s)
+            estimates.restart.add(loss.restart_s)
+        return loss.load_s, loss.restart_s
+
+    def _seconds_of(self, samples: int) -> float:
+        """How long so many samples take to train, at the speed of the job while it trained."""
+        if self.settings.job_s is not None:
+            return self._rhythm.now(0.0, samples)
+        speed = self._session.recorder.speed()
+        trained = speed.eps * speed.seconds + self._repeated
+        training_s = speed.seconds - self.spent.load - self.spent.wait
+        return samples * training_s / trained if trained > 0 and training_s > 0 else 0.0
+
+    def _now(self) -> float:
+        return self._rhythm.now(time.monotonic() - self._began, self._session.reader.trained)
+
+
+class _Saved(NamedTuple):
+    """A save that is on the disk."""
+
+    due: Due
+    samples: int
+    whole: bool
+    cost_s: float

@@ -1,0 +1,150 @@
+"""Rows of a cluster's embedding servers that are saved while trainers train, and servers that die meanwhile."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saving_sessions import (
+    Pause,
+    assert_same,
+    by_table,
+    loaded_rows,
+    material,
+    save_delta,
+    save_while_training,
+    save_whole,
+)
+
+from shadowsync.cluster.session import ClusterSession
+from shadowsync.embedding.table import Rows, RowSet
+from shadowsync.recovery.checkpoints import CheckpointStore
+from shadowsync.runtime.inprocess import InProcess
+from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.runtime.wire.keys import JobKeys
+
+pytest.importorskip("zmq", reason="needs ZeroMQ: pip install 'shadowsync[ray]'")
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+class Started:
+    """A session with the runtime that started its processes."""
+
+    def __init__(self, folder: Path, store: CheckpointStore, **given: Any) -> None:
+        self.runtime: InProcess
+
+        def start() -> InProcess:
+            self.runtime = InProcess(JobKeys.make(), 1)
+            return self.runtime
+
+        given = {"cluster": {"runtime": "ray"}} | given
+        newest = lambda shards: store.opened(None, shards) if store.newest() else nullcontext()  # noqa: E731
+        self.session = ClusterSession(material(folder, **given), start, newest)
+
+    def kill(self, role: str) -> None:
+        next(process for process in self.runtime.processes if process.order.role == role).kill()
+
+
+@contextmanager
+def clustered(folder: Path, store: CheckpointStore, **given: Any) -> Iterator[Started]:
+    started = Started(folder, store, **given)
+    with closing(started.session), started.session.recorder:
+        yield started
+
+
+def store_in(folder: Path) -> CheckpointStore:
+    return CheckpointStore(str(folder / "checkpoints"), keep=1000)
+
+
+def trained(session: ClusterSession) -> None:
+    session.start()
+    while session.alive():
+        session.reap()
+        session.ended.wait(0.1)
+        session.ended.clear()
+    session.finish()
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+def test_a_whole_one_and_deltas_taken_beside_training_are_its_last_state(tmp_path: Path, optimizer: str) -> None:
+    store = store_in(tmp_path)
+    with clustered(tmp_path, store, embedding={"optimizer": optimizer}) as started:
+        session = started.session
+        session.start()
+        name, count = save_while_training(session, store)
+        assert count > 0
+        last = by_table(session.rows())
+        assert_same(loaded_rows(store.open(name)), last)
+        assert_same(loaded_rows(store.open(store.compact(name))), last)
+
+
+@pytest.mark.parametrize("priority", ["scar", "mfu", "ssu"])
+def test_by_priority_shares_cross_and_small_tables_at_the_end_of_a_round(tmp_path: Path, priority: str) -> None:
+    store = store_in(tmp_path)
+    with clustered(tmp_path, store, recovery={"priority": priority, "min_rows": 50, "share": 0.3}) as started:
+        session = started.session
+        name = save_whole(session, store)
+        trained(session)
+        rows = session.changed_rows(end_of_round=False)
+        assert {(r.table.name, type(r)) for r in rows} == {("c0", RowSet), ("c1", RowSet), ("many", RowSet)}
+        sizes = {(r.table.name, r.start): len(r.tensors["weight"]) for r in rows}
+        big = [size for (table, _), size in sizes.items() if table == "many"]
+        assert 0 < sum(big) == sum(sizes.values())
+        assert all(size <= 8 for size in big)
+        session.rows_saved(rows)
+        first = {(r.table.name, n) for r in rows if isinstance(r, RowSet) for n in r.numbers.tolist()}
+        again = session.changed_rows(end_of_round=True)
+        assert {r.table.name for r in again if isinstance(r, Rows)} == {"c0", "c1"}
+        second = {(r.table.name, n) for r in again if isinstance(r, RowSet) for n in r.numbers.tolist()}
+        assert not first & second
+        assert sum(session.row_shares()) == pytest.approx(1)
+        name = save_delta(session, store, name)
+        assert not store.open(name).exact
+
+
+def test_a_server_that_dies_is_reported_and_nothing_counts_as_saved(tmp_path: Path) -> None:
+    store, pause = store_in(tmp_path), Pause(iteration=20)
+    with clustered(tmp_path, store, failures=pause, rows=600) as started:
+        session = started.session
+        session.start()
+        name = save_whole(session, store)
+        pause.reached()
+        rows = session.changed_rows(end_of_round=True)
+        started.kill("embedding-1")
+        for call in (
+            lambda: session.changed_rows(end_of_round=True),
+            session.rows_beside,
+            lambda: session.rows_saved(rows),
+        ):
+            with pytest.raises(PeerLost):
+                call()
+        session.settle()
+        pause.go()
+        trained_on = save_delta(session, store, name)
+        while session.alive():
+            session.reap()
+            session.ended.wait(0.05)
+            session.ended.clear()
+        session.finish()
+        name = save_delta(session, store, trained_on)
+        assert_same(loaded_rows(store.open(name)), by_table(session.rows()))
+
+
+def test_after_rows_are_loaded_nothing_has_changed(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    with clustered(tmp_path, store) as started:
+        trained(started.session)
+        name = save_whole(started.session, store)
+    with clustered(tmp_path, store) as started:
+        started.session.load_rows(store.load(name))
+        changed = started.session.changed_rows(end_of_round=True)
+        assert all(isinstance(r, RowSet) and not len(r.numbers) for r in changed)
+        assert torch.equal(changed[0].tensors["weight"], torch.zeros(0, 4))

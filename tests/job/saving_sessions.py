@@ -1,0 +1,119 @@
+"""Sessions that train while their rows are saved, for the tests in process and on a cluster."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from job_helpers import Ledger, Witness, beside_own_model, settings, write_rows
+from torch import Tensor
+
+from shadowsync.choices import choose_all
+from shadowsync.config import parse
+from shadowsync.embedding.table import Rows, RowSet, Table
+from shadowsync.recovery.checkpoints import CheckpointStore
+from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.snapshot import DeltaOf, Snapshot
+from shadowsync.session import Material, Own, Session
+
+DEADLINE_S = 30.0
+MOST_DELTAS = 6
+TABLES = (Table("c0", 40, 4, ("c0",)), Table("c1", 45, 4, ("c1",)), Table("many", 60, 4, ("many",)))
+
+
+class Pause:
+    """Holds every worker before an iteration until it is let go."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+        self._reached, self._go = threading.Event(), threading.Event()
+
+    def __call__(self, rank: int, iteration: int) -> None:
+        if iteration >= self.iteration:
+            self._reached.set()
+            assert self._go.wait(DEADLINE_S), "nobody let the workers go"
+
+    def reached(self) -> None:
+        """Waits until the first of them stands there."""
+        assert self._reached.wait(DEADLINE_S), "no worker came that far"
+
+    def go(self) -> None:
+        self._go.set()
+
+
+def material(
+    folder: Path, rows: int = 400, failures: Callable[[int, int], None] | None = None, **sections: Any
+) -> Material:
+    """What a session is made of that trains so many rows on three tables, the third of which is the largest."""
+    path = write_rows(folder / "rows.parquet", rows)
+    recovery = {"mode": "partial"} | sections.pop("recovery", {})
+    train = {"trainers": 2, "workers": 2} | sections.pop("train", {})
+    embedding = {"servers": 2, "split_rows": 25} | sections.pop("embedding", {})
+    values = settings(path, recovery=recovery, train=train, embedding=embedding, **sections)
+    config = parse(beside_own_model(values))
+    choices = choose_all(config, own_model=True)
+    source = choices.source.open("train", "error")
+    assert source is not None
+    own = Own(Witness(Ledger()), TABLES) if failures is None else Own(Witness(Ledger()), TABLES, failures)
+    return Material(config, choices, own, source, None)
+
+
+def snapshot(session: Session, tables: Sequence[Rows | RowSet], delta: DeltaOf | None = None) -> Snapshot:
+    """The rows, and nothing else that matters."""
+    return Snapshot({}, session.reader.trained, tuple(tables), {}, {}, {}, {}, delta)
+
+
+def save_whole(session: Session, store: CheckpointStore) -> str:
+    rows = session.rows_beside()
+    name = store.save(snapshot(session, rows))
+    session.rows_saved(rows)
+    return name
+
+
+def save_delta(session: Session, store: CheckpointStore, parent: str, end_of_round: bool = True) -> str:
+    """As a job does in the thread that saves."""
+    rows = session.changed_rows(end_of_round)
+    complete = session.choices.recovery.priority == "all"
+    name = store.save(snapshot(session, rows, DeltaOf(parent, complete)))
+    session.rows_saved(rows)
+    return name
+
+
+def save_while_training(session: Session, store: CheckpointStore) -> tuple[str, int]:
+    """A whole checkpoint, deltas while training goes on, and a last one; its name and how many there were meanwhile."""
+    name, count = save_whole(session, store), 0
+    while session.alive() and count < MOST_DELTAS:
+        session.reap()
+        name = save_delta(session, store, name)
+        count += 1
+    session.finish()
+    return save_delta(session, store, name), count
+
+
+def by_table(rows: Sequence[Rows]) -> dict[str, dict[str, Tensor]]:
+    """Every row of every table, in the order of its number."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for table in TABLES:
+        parts = sorted((part for part in rows if part.table.name == table.name), key=lambda part: part.start)
+        assert sum(len(part.tensors["weight"]) for part in parts) == table.rows
+        found[table.name] = {
+            name: torch.stack([part.tensors[name] for part in parts]).amax(0)
+            if name == "step"
+            else torch.cat([part.tensors[name] for part in parts])
+            for name in parts[0].tensors
+        }
+    return found
+
+
+def loaded_rows(loaded: LoadedCheckpoint) -> dict[str, dict[str, Tensor]]:
+    """As `by_table`, from a checkpoint."""
+    return {table.name: loaded.rows(table.name, 0, table.rows) for table in TABLES}
+
+
+def assert_same(found: dict[str, dict[str, Tensor]], wanted: dict[str, dict[str, Tensor]]) -> None:
+    assert found.keys() == wanted.keys()
+    for table, tensors in wanted.items():
+        assert found[table].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(found[table][name], tensor), f"{table} {name}"

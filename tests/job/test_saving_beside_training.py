@@ -1,0 +1,241 @@
+"""Rows of a session in one process that are saved while it trains, and lost."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saving_sessions import (
+    Pause,
+    assert_same,
+    by_table,
+    loaded_rows,
+    material,
+    save_delta,
+    save_while_training,
+    save_whole,
+    snapshot,
+)
+
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.table import Rows, RowSet
+from shadowsync.errors import CheckpointError
+from shadowsync.local_session import LocalSession
+from shadowsync.recovery.checkpoints import CheckpointStore
+from shadowsync.recovery.snapshot import DeltaOf
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread for torch's operators; nothing is flushed to the disk."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def local(folder: Path, **given: Any) -> Iterator[LocalSession]:
+    with closing(LocalSession(material(folder, **given), lambda _: nullcontext())) as session, session.recorder:
+        yield session
+
+
+def store_in(folder: Path) -> CheckpointStore:
+    return CheckpointStore(str(folder / "checkpoints"), keep=1000)
+
+
+def copied(server: EmbeddingServer) -> list[dict[str, torch.Tensor]]:
+    return [{name: tensor.clone() for name, tensor in part.tensors.items()} for part in server.state()]
+
+
+def trained(session: LocalSession) -> None:
+    """To the end."""
+    session.start()
+    session.finish()
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("unique", ["never", "always"])
+def test_a_whole_one_and_deltas_taken_beside_training_are_its_last_state(
+    tmp_path: Path, optimizer: str, unique: str
+) -> None:
+    with local(tmp_path, embedding={"optimizer": optimizer, "unique_rows": unique}) as session:
+        store = store_in(tmp_path)
+        session.start()
+        name, count = save_while_training(session, store)
+        assert count > 0
+        last = by_table(session.rows())
+        loaded = store.open(name)
+        assert loaded.exact
+        assert len(loaded.layers) == count + 2
+        assert_same(loaded_rows(loaded), last)
+        assert_same(loaded_rows(store.open(store.compact(name))), last)
+
+
+@pytest.mark.parametrize("priority", ["scar", "mfu", "ssu"])
+def test_by_priority_big_tables_give_a_share_and_small_ones_wait_for_the_end_of_a_round(
+    tmp_path: Path, priority: str
+) -> None:
+    recovery = {"priority": priority, "min_rows": 50, "share": 0.3}
+    with local(tmp_path, recovery=recovery) as session:
+        store = store_in(tmp_path)
+        name = save_whole(session, store)
+        before = by_table(session.rows())
+        trained(session)
+        rows = session.changed_rows(end_of_round=False)
+        kinds = {(r.table.name, type(r)) for r in rows}
+        assert kinds == {("c0", RowSet), ("c1", RowSet), ("many", RowSet)}
+        sizes = {(r.table.name, r.start): len(r.tensors["weight"]) for r in rows}
+        big = [size for (table, _), size in sizes.items() if table == "many"]
+        assert 0 < sum(big) == sum(sizes.values()), sizes
+        assert all(size <= 8 for size in big), "3 in 10 of 25 rows at most"
+        assert {r.table.name for r in session.changed_rows(end_of_round=True) if isinstance(r, Rows)} == {"c0", "c1"}
+        name = save_delta(session, store, name, end_of_round=False)
+        loaded, last = store.open(name), by_table(session.rows())
+        assert not loaded.exact
+        found = loaded_rows(loaded)
+        assert_same({t: found[t] for t in ("c0", "c1")}, {t: before[t] for t in ("c0", "c1")})
+        new = (found["many"]["weight"] == last["many"]["weight"]).all(1)
+        old = (found["many"]["weight"] == before["many"]["weight"]).all(1)
+        assert bool((new | old).all())
+        assert 0 < int((~old).sum()) <= sum(big)
+        name = save_delta(session, store, name)
+        found = loaded_rows(store.open(name))
+        assert_same({t: found[t] for t in ("c0", "c1")}, {t: last[t] for t in ("c0", "c1")})
+
+
+def test_what_was_not_reported_as_saved_comes_again(tmp_path: Path) -> None:
+    with local(tmp_path) as session:
+        first = session.changed_rows(end_of_round=True)
+        assert all(isinstance(r, RowSet) and not len(r.numbers) for r in first), "nothing was trained"
+        trained(session)
+        lost = session.changed_rows(end_of_round=True)
+        again = session.changed_rows(end_of_round=False)
+        changed = sum(len(r.tensors["weight"]) for r in again)
+        assert changed == sum(len(r.tensors["weight"]) for r in lost) > 100
+        session.rows_saved(lost)
+        assert sum(len(r.tensors["weight"]) for r in session.changed_rows(True)) == changed, "it was not the newest"
+        session.rows_saved(session.rows())
+        newest = session.changed_rows(end_of_round=True)
+        assert sum(len(r.tensors["weight"]) for r in newest) == changed, "nobody knows when these were copied"
+        session.rows_saved(newest)
+        assert sum(len(r.tensors["weight"]) for r in session.changed_rows(True)) == 0
+
+
+def test_what_changes_while_all_rows_are_copied_is_in_the_next_delta(tmp_path: Path) -> None:
+    pause = Pause(iteration=20)
+    with local(tmp_path, failures=pause) as session:
+        store = store_in(tmp_path)
+        session.start()
+        pause.reached()
+        rows = session.rows_beside()
+        pause.go()
+        session.finish()
+        name = store.save(snapshot(session, rows))
+        session.rows_saved(rows)
+        name = save_delta(session, store, name)
+        assert_same(loaded_rows(store.open(name)), by_table(session.rows()))
+
+
+def test_after_a_whole_save_and_after_a_resume_nothing_has_changed(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    with local(tmp_path) as session:
+        trained(session)
+        name = save_whole(session, store)
+        assert not any(len(r.tensors["weight"]) for r in session.changed_rows(end_of_round=True))
+        rows = by_table(session.rows())
+    with local(tmp_path) as session:
+        session.load_rows(store.load(name))
+        assert all(isinstance(r, RowSet) and not len(r.numbers) for r in session.changed_rows(end_of_round=True))
+        assert_same(by_table(session.rows()), rows)
+
+
+def test_copies_do_not_change_with_training(tmp_path: Path) -> None:
+    pause = Pause(iteration=10)
+    with local(tmp_path, failures=pause) as session:
+        session.start()
+        pause.reached()
+        copies = [*session.rows_beside(), *session.changed_rows(end_of_round=True)]
+        before = [{name: tensor.clone() for name, tensor in part.tensors.items()} for part in copies]
+        pause.go()
+        session.finish()
+        for part, then in zip(copies, before, strict=True):
+            assert all(torch.equal(part.tensors[name], tensor) for name, tensor in then.items())
+
+
+def test_without_recovery_nothing_is_tracked(tmp_path: Path) -> None:
+    with local(tmp_path, recovery={"mode": "none"}) as session:
+        trained(session)
+        assert all(isinstance(r, RowSet) and not len(r.numbers) for r in session.changed_rows(end_of_round=False))
+        assert_same(by_table([r for r in session.changed_rows(True) if isinstance(r, Rows)]), by_table(session.rows()))
+
+
+def test_shares_are_of_rows(tmp_path: Path) -> None:
+    with local(tmp_path) as session:
+        held = [sum(shard.rows for shard in server.shards) for server in session.embeddings.servers]
+        assert len(held) == 2
+        assert session.row_shares() == tuple(count / 145 for count in held)
+
+
+def test_lost_servers_take_what_is_saved_while_the_others_keep_theirs(tmp_path: Path) -> None:
+    store, pause = store_in(tmp_path), Pause(iteration=20)
+    with local(tmp_path, failures=pause, train={"trainers": 1, "workers": 1}) as session:
+        session.start()
+        pause.reached()
+        name = save_whole(session, store)
+        before = [copied(server) for server in session.embeddings.servers]
+        pause.go()
+        session.finish()
+        after = [copied(server) for server in session.embeddings.servers]
+        session.lose([1], store.open(name, session.embeddings.servers[1].shards))
+        now = [copied(server) for server in session.embeddings.servers]
+        for found, wanted in ((now[0], after[0]), (now[1], before[1])):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        for late, early in zip(after, before, strict=True):
+            assert any(not torch.equal(a["weight"], b["weight"]) for a, b in zip(late, early, strict=True))
+        changed = session.changed_rows(end_of_round=True)
+        survivor = {(shard.table.name, shard.start) for shard in session.embeddings.servers[0].shards}
+        assert {(r.table.name, r.start) for r in changed if len(r.tensors["weight"])} <= survivor
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam", "sgd"])
+def test_lost_servers_begin_anew_where_nothing_is_saved(tmp_path: Path, optimizer: str) -> None:
+    with local(tmp_path, embedding={"optimizer": optimizer}) as session:
+        fresh = by_table(session.rows())
+        trained(session)
+        session.lose([0, 1], None)
+        assert_same(by_table(session.rows()), fresh)
+
+
+def test_servers_are_lost_while_workers_train_and_rows_are_saved(tmp_path: Path) -> None:
+    """Whatever comes in between, base and deltas are the last state."""
+    with local(tmp_path, rows=600) as session:
+        store = store_in(tmp_path)
+        session.start()
+        name = save_whole(session, store)
+        losses = 0
+        while session.alive() and losses < 6:
+            session.reap()
+            session.strike("embedding", [losses % 2]) if losses % 3 else session.lose([losses % 2], store.open(name))
+            losses += 1
+            rows = session.changed_rows(end_of_round=True)
+            session.lose([1], store.open(name))
+            name = store.save(snapshot(session, rows, DeltaOf(name, True)))
+            session.rows_saved(rows)
+        session.finish()
+        name = save_delta(session, store, name)
+        assert losses > 0
+        assert session.failures == len([n for n in range(losses) if n % 3])
+        assert_same(loaded_rows(store.open(name)), by_table(session.rows()))
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    with local(tmp_path, embedding={"optimizer": "sgd"}) as session:
+        name = save_whole(session, store)
+    with local(tmp_path) as session, pytest.raises(CheckpointError, match="resume with the optimizer"):
+        session.lose([0], store.open(name))

@@ -11,6 +11,7 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import evaluate_scores
 from shadowsync.metrics.rates import average_sync_gap, example_level_parallelism, rate
 from shadowsync.metrics.recorder import JobCounts, Recorder
+from shadowsync.metrics.toll import Toll
 
 LOGITS = torch.tensor([-2.0, 0.5, 1.0, -1.0])
 LABELS = torch.tensor([0.0, 1.0, 1.0, 0.0])
@@ -52,6 +53,21 @@ def test_frames_rates_are_over_the_interval() -> None:
     assert (second.sync_gap, second.sync_count, second.replica_distance) == (2.0, 3, 0.1)
     assert second.loss == pytest.approx(evaluate_scores(LOGITS, LABELS).logloss)
     assert second.auc == 1.0
+
+
+def test_a_frame_holds_the_toll_of_failures_and_leaves_out_what_there_is_not() -> None:
+    recorder = Recorder(1, 10, HandClock())
+    toll = Toll(pls=0.0, target_pls=0.1, seconds={"save": 1.5}, emulated_job_s=7200.0)
+    frame = recorder.frame(JobCounts(total_samples=8, toll=toll))
+    assert (frame.pls, frame.target_pls, frame.recovery_seconds, frame.emulated_job_s) == (
+        0.0,
+        0.1,
+        {"save": 1.5},
+        7200.0,
+    )
+    assert json.loads(msgspec.json.encode(frame))["pls"] == 0.0
+    plain = json.loads(msgspec.json.encode(recorder.frame(JobCounts(total_samples=8))))
+    assert not {"pls", "target_pls", "recovery_seconds", "emulated_job_s"} & set(plain)
 
 
 def test_the_last_frame_ends_with_the_last_step() -> None:

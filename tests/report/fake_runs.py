@@ -4,6 +4,7 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import torch
 
 from shadowsync.config import Config
@@ -11,7 +12,17 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import evaluate_scores
 from shadowsync.metrics.roles import RoleEvent
 from shadowsync.report.machine import machine, versions
-from shadowsync.report.result import Data, Result, Sync, Test, Throughput, Train, Wire
+from shadowsync.report.result import (
+    Data,
+    Recovery,
+    RecoverySeconds,
+    Result,
+    Sync,
+    Test,
+    Throughput,
+    Train,
+    Wire,
+)
 
 TOTAL = 1_270_000
 
@@ -44,6 +55,47 @@ def _frame(i: int, count: int, trainers: int, dice: random.Random) -> Frame:
         wire_bytes={"pull": i * 40_000_000, "push": i * 40_000_000, "dense": i * 22_000_000},
         saves=0,
     )
+
+
+def make_failing_frames(count: int = 32, trainers: int = 3) -> list[Frame]:
+    """Such a run under partial recovery, with three failures and four checkpoints in even steps."""
+    return [_failing(frame, (i + 1) / count) for i, frame in enumerate(make_frames(count, trainers))]
+
+
+def _failing(frame: Frame, share: float) -> Frame:
+    failures = int(3 * share + 1e-9)
+    return msgspec.structs.replace(
+        frame,
+        saves=int(4 * share),
+        failures=failures,
+        pls=0.021 * failures,
+        target_pls=0.1,
+        recovery_seconds={"save": 2.5 * int(4 * share), "load": 0.75 * failures, "lost": 0.0, "wait": 6.0 * failures},
+    )
+
+
+def make_recovery_result(**figures: Any) -> Recovery:
+    """What `make_failing_frames` ends with."""
+    known: dict[str, Any] = {
+        "failures": 3,
+        "pls": 0.063,
+        "saves": 4,
+        "seconds": RecoverySeconds(save=10.0, load=2.25, lost=0.0, wait=18.0),
+        "interval_s": 161_280.0,
+        "mode": "partial",
+        "target_pls": 0.1,
+        "priority": "all",
+        "why": "partial recovery: 0.60 % of the time with a save every 44.8 h, and full recovery 8.35 % of the time "
+        "with a save every 2.3 h; a PLS of 0.1 is expected, the target is 0.1",
+    }
+    return Recovery(**{**known, **figures})
+
+
+def make_decisions() -> list[RoleEvent]:
+    """The driver chooses at the start and once more."""
+    first = "partial recovery: 0.60 % of the time with a save every 44.8 h"
+    anew = "recovery is chosen anew (time between failures is 11 s, was 28 h): full recovery with a save <every> 4 s"
+    return [RoleEvent(0.0, "driver", "decided", first), RoleEvent(20.0, "driver", "decided", anew)]
 
 
 def make_result(trainers: int = 2, **sections: Any) -> Result:

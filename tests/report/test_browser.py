@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import make_events, make_frames, make_result, make_test
+from fake_runs import (
+    make_decisions,
+    make_events,
+    make_failing_frames,
+    make_frames,
+    make_recovery_result,
+    make_result,
+    make_test,
+)
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
@@ -60,6 +68,12 @@ def cluster_page() -> str:
 
 
 @cache
+def recovery_page() -> str:
+    result = make_result(3, recovery=make_recovery_result(emulated_job_s=72_000.0))
+    return render_page(result, make_failing_frames(), [*make_events(), *make_decisions()])
+
+
+@cache
 def bare_page() -> str:
     return render_page(make_result(1, test=None, train=None, sync=None, wire=None, machine=None), [])
 
@@ -82,6 +96,7 @@ def comparison_page() -> str:
 PAGES = {
     "full": full_page,
     "cluster": cluster_page,
+    "recovery": recovery_page,
     "bare": bare_page,
     "unruly": unruly_page,
     "comparison": comparison_page,
@@ -182,6 +197,21 @@ def test_the_timeline_has_a_row_for_each_role_and_its_events_unfold(browser: web
     assert not events.find_element("tag name", "table").is_displayed()
     events.find_element("tag name", "summary").click()
     assert len([row for row in events.find_elements("tag name", "tr") if row.is_displayed()]) == len(make_events()) + 1
+
+
+def test_the_section_on_recovery_has_its_charts_and_numbers_and_its_decisions_unfold(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    resize(browser, 1280, 900)
+    open_page(browser, tmp_path, recovery_page())
+    section = browser.find_element("id", "recovery")
+    texts = [text.text for text in section.find_elements("css selector", "svg text")]
+    for text in ("target 0.1", "failure", "checkpoint", "training repeated"):
+        assert text in texts
+    assert "emulated time between saves" in section.text
+    decisions = browser.find_element("id", "decisions")
+    decisions.find_element("tag name", "summary").click()
+    assert "chosen anew" in decisions.text
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fake_runs import make_events, make_frames, make_result, make_test
+from fake_runs import make_events, make_frames, make_recovery_result, make_result, make_test
 from rich.console import Console
 
 from shadowsync.errors import DataError
@@ -13,6 +13,7 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.report.compare import (
     COLUMNS,
     Run,
+    columns_of,
     compare,
     comparison_table,
     differences,
@@ -100,6 +101,19 @@ def test_the_best_of_each_column_is_marked() -> None:
     assert [row[ne].best for row in cells] == [False, True, False]
     assert [row[eps].best for row in cells] == [False, False, False]  # all equal
     assert cells[2][auc].text == "—"
+
+
+def test_recovery_is_compared_where_some_run_recovers() -> None:
+    names = [column.name for column in columns_of(runs())]
+    assert not {"recovery", "PLS"} & set(names)
+    idle = make_recovery_result(mode="none", failures=0, pls=0.0)
+    partial = Run("partial", make_result(3, recovery=make_recovery_result()), [])
+    several = [runs()[0], partial, Run("idle", make_result(recovery=idle), [])]
+    assert [column.name for column in columns_of(several)] == [*names, "recovery", "PLS"]
+    told = [[cell.text for cell in cells[-2:]] for cells in compare(several)]
+    assert told == [["—", "—"], ["partial", "0.0630"], ["—", "—"]]
+    assert not any(cell.best for cells in compare([partial, runs()[0]]) for cell in cells[-2:])
+    assert '<th scope="col" class="right">PLS</th>' in render_comparison(several)
 
 
 def test_only_what_differs_is_listed() -> None:

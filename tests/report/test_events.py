@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_runs import make_frames
+from fake_runs import make_failing_frames, make_frames
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
@@ -42,6 +42,18 @@ def test_tags_cover_the_frame_and_leave_out_what_is_none() -> None:
     assert dict(scalars(cluster))["recovery/failures"] == 0
     assert dict(scalars(cluster))["queue/dense-0"] == 4
     assert "quality/auc" not in dict(scalars(msgspec.structs.replace(frame, auc=None)))
+
+
+def test_what_recovery_costs_has_tags_that_say_when_it_is_emulated() -> None:
+    frame = make_failing_frames()[-1]
+    told = {"recovery/failures": 3, "recovery/pls": frame.pls, "recovery/target_pls": 0.1, "recovery/wait_s": 18.0}
+    assert told.items() <= dict(scalars(frame)).items()
+    emulated = dict(scalars(msgspec.structs.replace(frame, emulated_job_s=72_000.0)))
+    assert emulated["recovery/emulated_wait_s"] == 18.0
+    assert "recovery/wait_s" not in emulated
+    quiet = dict(scalars(msgspec.structs.replace(frame, failures=0, pls=0.0)))
+    assert (quiet["recovery/failures"], quiet["recovery/pls"]) == (0, 0.0)
+    assert not {"recovery/pls", "recovery/save_s"} & set(dict(scalars(make_frames(1)[0])))
 
 
 def test_a_resumed_run_writes_a_new_file_that_hides_what_was_lost(tmp_path: Path) -> None:

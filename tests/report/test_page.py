@@ -15,8 +15,9 @@ from fake_runs import make_events, make_frames, make_result, make_test
 
 from shadowsync.errors import SaveError
 from shadowsync.metrics.scores import CurvePoint
+from shadowsync.report.canvas import Axis
 from shadowsync.report.page import flat, headlines, render_page, write_page
-from shadowsync.report.plots import Axis, Bar, Chart, Line, bar_chart, line_chart, spread
+from shadowsync.report.plots import Bar, Chart, Line, bar_chart, line_chart, spread
 from shadowsync.report.result import Throughput, Wire
 from shadowsync.report.series import curve, kept, steady
 

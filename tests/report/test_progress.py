@@ -48,6 +48,20 @@ def test_the_line_of_a_cluster_says_who_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pls", "target", "shown"),
+    [
+        (0.01234, 0.1, "2 failures  PLS 0.0123/0.1  — left"),
+        (0.5, None, "2 failures  PLS 0.5  — left"),
+        (0.0, 0.1, "2 failures  — left"),
+        (None, None, "2 failures  — left"),
+    ],
+)
+def test_the_line_says_what_was_lost_once_something_was(pls: float | None, target: float | None, shown: str) -> None:
+    frame = msgspec.structs.replace(make_frames(4, 1)[1], failures=2, pls=pls, target_pls=target)
+    assert progress_line(frame, None, columns=None).endswith(shown)
+
+
+@pytest.mark.parametrize(
     ("trainers", "room", "shown"),
     [
         (1, None, ""),
@@ -142,7 +156,7 @@ def test_final_table() -> None:
     shown = printed(screen)
     for name in ("test AUC", "best reachable AUC", "test NE", "test calibration", "test log loss", "examples/s (EPS)"):
         assert name in shown
-    for value in ("0.9500", "39,688", "1,024", "10.4", "bad rows skipped", "failures"):
+    for value in ("0.9500", "39,688", "1,024", "10.4", "bad rows skipped", "failures", "PLS 0.001"):
         assert value in shown
 
 

@@ -51,6 +51,10 @@ def full_frame() -> Frame:
         staleness=1.5,
         checkpointing=True,
         emulated_step_ms=20.0,
+        pls=0.02,
+        target_pls=0.1,
+        recovery_seconds={"save": 1.5, "lost": 0.0},
+        emulated_job_s=7200.0,
     )
 
 
@@ -75,6 +79,11 @@ EXPECTED = {
     ("shadowsync_role_up", (("role", "driver"),)): 1.0,
     ("shadowsync_role_up", (("role", "trainer-1"),)): 0.0,
     ("shadowsync_emulated_step_seconds", ()): 0.02,
+    ("shadowsync_pls", ()): 0.02,
+    ("shadowsync_target_pls", ()): 0.1,
+    ("shadowsync_recovery_seconds_total", (("kind", "save"),)): 1.5,
+    ("shadowsync_recovery_seconds_total", (("kind", "lost"),)): 0.0,
+    ("shadowsync_emulated_job_seconds", ()): 7200.0,
 }
 
 
@@ -93,7 +102,8 @@ def test_what_is_not_known_has_no_sample() -> None:
     with prometheus.Endpoint(0, "127.0.0.1") as endpoint:
         endpoint.show(frame)
         names = {name for name, _ in scrape(endpoint.url)}
-    for missing in ("auc", "sync_gap_iterations", "wire_bytes_total", "queue_depth", "roles", "emulated_step_seconds"):
+    absent = ("auc", "sync_gap_iterations", "wire_bytes_total", "queue_depth", "roles", "emulated_step_seconds")
+    for missing in (*absent, "pls", "target_pls", "recovery_seconds_total", "emulated_job_seconds"):
         assert f"shadowsync_{missing}" not in names
     assert "shadowsync_normalized_entropy" in names
 

@@ -34,6 +34,12 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         staleness: mean age of the gradients applied over the interval, in global steps; None without an aggregator.
         emulated_step_ms: what a step was made to take, so that the rates are those of an emulated machine; None where
             they are real.
+        pls: portion of samples that failures have lost so far; None with `recovery.mode=none`, unless something was
+            lost all the same.
+        target_pls: what `pls` may come to at the end; None where recovery is not partial now.
+        recovery_seconds: what recovery has cost since the last start, by kind (`save`, `load`, `lost`, `wait`, as in
+            `result.RecoverySeconds`); empty where `pls` is None.
+        emulated_job_s: `recovery_seconds` are those of a job of this length; None where they have passed.
     """
 
     seconds: float
@@ -57,3 +63,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queue_depth: dict[str, int] = {}
     staleness: float | None = None
     emulated_step_ms: float | None = None
+    pls: float | None = None
+    target_pls: float | None = None
+    recovery_seconds: dict[str, float] = {}
+    emulated_job_s: float | None = None

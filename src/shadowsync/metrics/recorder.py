@@ -20,6 +20,7 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import Quality
 from shadowsync.metrics.rates import average_sync_gap, rate
 from shadowsync.metrics.roles import RoleState
+from shadowsync.metrics.toll import Toll
 
 Clock = Callable[[], float]
 
@@ -38,6 +39,7 @@ class JobCounts:
         saves: checkpoints written so far.
         replica_distance: mean over trainers of ‖w_i − mean w‖ / ‖mean w‖, or None.
         wire_raw_bytes, checkpointing, failures, roles, queue_depth, staleness, emulated_step_ms: as in `Frame`.
+        toll: of failures.
     """
 
     total_samples: int
@@ -52,6 +54,7 @@ class JobCounts:
     queue_depth: Mapping[str, int] = field(default_factory=dict)
     staleness: float | None = None
     emulated_step_ms: float | None = None
+    toll: Toll = field(default_factory=Toll)
 
 
 @dataclass(frozen=True)
@@ -286,6 +289,10 @@ class Recorder:
             queue_depth=dict(counts.queue_depth),
             staleness=counts.staleness,
             emulated_step_ms=counts.emulated_step_ms,
+            pls=counts.toll.pls,
+            target_pls=counts.toll.target_pls,
+            recovery_seconds=dict(counts.toll.seconds),
+            emulated_job_s=counts.toll.emulated_job_s,
         )
 
     def speed(self) -> Speed:

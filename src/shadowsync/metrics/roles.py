@@ -7,7 +7,9 @@ from typing import Literal
 import msgspec
 
 RoleState = Literal["alive", "saving", "restarting", "unreachable", "dead", "left"]
-Happening = Literal["alive", "dead", "restarted", "unreachable", "reachable", "saving", "saved", "restored", "left"]
+Happening = Literal[
+    "alive", "dead", "restarted", "unreachable", "reachable", "saving", "saved", "restored", "left", "decided"
+]
 
 _ENTERED: dict[Happening, RoleState] = {
     "alive": "alive",
@@ -29,7 +31,8 @@ class RoleEvent(msgspec.Struct, frozen=True, omit_defaults=True):
         seconds: since the first start of the run.
         role: its name: `driver`, `reader-0`, `trainer-0`, `embedding-1`, `dense-0`.
         event: `restarted` says that a new process has taken the role's place; it is at work again with the `restored`
-            or `alive` that follows. `left` says that it ended as it should.
+            or `alive` that follows. `left` says that it ended as it should; `decided` that the driver chose what
+            happens after failures, which changes nobody's state.
         detail: a few words on why or where, for a person.
     """
 
@@ -53,9 +56,9 @@ def state_after(state: RoleState | None, event: Happening) -> RoleState:
 
     The end of something ends only that: a save that is reported as done does not revive a role that died meanwhile.
     """
-    if event not in _ENDED:
+    if event in _ENTERED:
         return _ENTERED[event]
-    return "alive" if state is None or state == _ENDED[event] else state
+    return "alive" if state is None or state == _ENDED.get(event) else state
 
 
 class Roster:

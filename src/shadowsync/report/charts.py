@@ -6,7 +6,8 @@ from functools import partial
 
 from shadowsync.metrics.frame import Frame
 from shadowsync.report import words
-from shadowsync.report.plots import Axis, Band, Bar, Chart, Line, Reference, bar_chart, calibration_chart, line_chart
+from shadowsync.report.canvas import Axis
+from shadowsync.report.plots import Band, Bar, Chart, Line, Reference, bar_chart, calibration_chart, line_chart
 from shadowsync.report.result import Result
 from shadowsync.report.series import curve, kept, steady
 

@@ -3,17 +3,20 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from shadowsync.metrics.frame import Frame
 from shadowsync.report import words
+from shadowsync.report.canvas import SERIES_COLOURS, Axis
 from shadowsync.report.charts import SAMPLES, SECONDS, Card, three_digits
 from shadowsync.report.files import write_atomically
 from shadowsync.report.history import read_frames
 from shadowsync.report.page import flat, marked, render, write_page
-from shadowsync.report.plots import SERIES_COLOURS, Axis, Chart, Line, line_chart
+from shadowsync.report.plots import Chart, Line, line_chart
+from shadowsync.report.recovery_section import notable_recovery
 from shadowsync.report.result import Result, read_result
 from shadowsync.report.role_log import read_events
 from shadowsync.report.series import curve, kept
@@ -40,14 +43,16 @@ class Run:
 class Column:
     """A measure of the comparison; `best` picks the best of several values, None where there is none.
 
-    A `timed` one has no best among runs of which some are emulated: their speed is not that of a machine.
+    A `timed` one has no best among runs of which some are emulated: their speed is not that of a machine. One that is
+    `of_some` is left out where no run has it.
     """
 
     name: str
-    value: Callable[[Result], float | None]
-    show: Callable[[float | None], str]
+    value: Callable[[Result], float | str | None]
+    show: Callable[[Any], str]
     best: Callable[[Sequence[float]], float] | None = None
     timed: bool = False
+    of_some: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,16 @@ class Cell:
 
     text: str
     best: bool
+
+
+def _mode(result: Result) -> str | None:
+    recovery = notable_recovery(result)
+    return None if recovery is None else recovery.mode
+
+
+def _pls(result: Result) -> float | None:
+    recovery = notable_recovery(result)
+    return None if recovery is None else recovery.pls
 
 
 COLUMNS = (
@@ -68,6 +83,8 @@ COLUMNS = (
     Column("sync gap", lambda r: r.sync.average_gap if r.sync else None, lambda v: words.decimal(v, 1)),
     Column("trained", lambda r: r.data.trained_samples, words.count),
     Column("time", lambda r: r.throughput.seconds, words.duration),
+    Column("recovery", _mode, lambda v: v or words.MISSING, of_some=True),
+    Column("PLS", _pls, lambda v: words.decimal(v, 4), of_some=True),
 )
 
 
@@ -112,32 +129,40 @@ def render_comparison(runs: Sequence[Run]) -> str:
     return render(
         "comparison.html.j2",
         introduction="Each run has one colour; the best value of a column, where there is a best, is set in bold.",
-        columns=[column.name for column in COLUMNS],
+        columns=[column.name for column in columns_of(runs)],
         runs=rows,
         differences=differences(runs),
         curve_cards=marked([_card(overlay, runs) for overlay in _OVERLAYS]),
     )
 
 
+def columns_of(runs: Sequence[Run]) -> list[Column]:
+    """Those of every run, and of the others those of which some run has a value."""
+    return [
+        column for column in COLUMNS if not column.of_some or any(column.value(run.result) is not None for run in runs)
+    ]
+
+
 def compare(runs: Sequence[Run]) -> list[list[Cell]]:
     """One row of cells per run, one cell per column."""
-    values = [[column.value(run.result) for column in COLUMNS] for run in runs]
+    columns = columns_of(runs)
+    values = [[column.value(run.result) for column in columns] for run in runs]
     mixed = len({run.result.throughput.emulated_step_ms is None for run in runs}) > 1
     best = [
         None if column.timed and mixed else _best(column, [row[i] for row in values])
-        for i, column in enumerate(COLUMNS)
+        for i, column in enumerate(columns)
     ]
     return [
         [
             Cell(column.show(value), value is not None and value == top)
-            for column, value, top in zip(COLUMNS, row, best, strict=True)
+            for column, value, top in zip(columns, row, best, strict=True)
         ]
         for row in values
     ]
 
 
-def _best(column: Column, values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+def _best(column: Column, values: Sequence[float | str | None]) -> float | None:
+    known = [value for value in values if isinstance(value, float | int)]
     return column.best(known) if column.best is not None and len(set(known)) > 1 else None
 
 
@@ -152,7 +177,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def comparison_table(runs: Sequence[Run]) -> Table:
     """The comparison for the terminal: a column per run while a few fit beside each other, else a row per run."""
     rows = [[Text(cell.text, style="bold" if cell.best else "") for cell in cells] for cells in compare(runs)]
-    names, measures = [run.label for run in runs], [column.name for column in COLUMNS]
+    names, measures = [run.label for run in runs], [column.name for column in columns_of(runs)]
     if len(runs) > _RUNS_ABREAST:
         return _table("run", measures, names, rows)
     return _table("", names, measures, list(zip(*rows, strict=True)))

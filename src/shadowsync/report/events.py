@@ -85,9 +85,13 @@ def scalars(frame: Frame) -> Iterator[tuple[str, float]]:
         "speed/emulated_step_ms": frame.emulated_step_ms,
         "sync/staleness": frame.staleness,
         "recovery/saves": frame.saves,
-        "recovery/failures": frame.failures if frame.failures or frame.roles else None,
+        "recovery/failures": frame.failures if frame.failures or frame.roles or frame.pls is not None else None,
+        "recovery/pls": frame.pls,
+        "recovery/target_pls": frame.target_pls,
     }
     yield from ((tag, value) for tag, value in single.items() if value is not None)
     yield from ((f"speed/eps_trainer_{i}", eps) for i, eps in enumerate(frame.eps_per_trainer))
     yield from ((f"wire/{kind}_bytes", count) for kind, count in frame.wire_bytes.items())
+    emulated = "emulated_" if frame.emulated_job_s is not None else ""
+    yield from ((f"recovery/{emulated}{kind}_s", seconds) for kind, seconds in frame.recovery_seconds.items())
     yield from ((f"queue/{role}", depth) for role, depth in frame.queue_depth.items())

@@ -11,9 +11,11 @@ from markupsafe import Markup
 
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.roles import RoleEvent
+from shadowsync.recovery.costs import spoken
 from shadowsync.report import words
 from shadowsync.report.charts import Card, quality_cards, speed_cards
 from shadowsync.report.files import write_atomically
+from shadowsync.report.recovery_section import PLS_TERM, make_recovery
 from shadowsync.report.result import Result
 from shadowsync.report.summary import key_numbers
 from shadowsync.report.timeline import make_timeline
@@ -62,19 +64,22 @@ def write_page(folder: Path, result: Result, frames: Sequence[Frame], events: Se
 
 def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEvent] = ()) -> str:
     """The page of one run as HTML; with a timeline if there are `events` of its roles."""
-    timeline = make_timeline(events, frames)
+    recovery = make_recovery(result, frames, events)
+    timeline = make_timeline(events, frames, emulated=recovery is not None and recovery.emulated)
     return render(
         "page.html.j2",
         title=_title(result),
         introduction=_introduction(result.config),
-        notice=_notice(result),
+        notices=list(_notices(result)),
         headlines=headlines(result),
         quality_cards=marked(quality_cards(result, frames)),
         speed_cards=marked(speed_cards(result, frames)),
+        recovery=recovery,
+        recovery_cards=marked([] if recovery is None else recovery.cards),
         timeline=timeline,
         timeline_cards=marked([] if timeline is None else [timeline.card]),
         key_numbers=key_numbers(result),
-        terms=TERMS,
+        terms=TERMS if recovery is None else (*TERMS, PLS_TERM),
         configuration=list(flat(result.config)),
         environment=[*result.versions.items(), *(result.machine or {}).items()],
     )
@@ -165,15 +170,20 @@ def _title(result: Result) -> str:
     return f"{_at(config, 'model', 'name', 'a model')} on {_at(config, 'data', 'name', 'data')}{emulated}"
 
 
-def _notice(result: Result) -> str | None:
+def _notices(result: Result) -> Iterator[str]:
     """What must not be overlooked."""
     step_ms = result.throughput.emulated_step_ms
-    if step_ms is None:
-        return None
-    return (
-        f"Emulated: every step was made to take {words.step_time(step_ms)} (train.emulate_step_ms). Speeds on this "
-        "page are those of the emulated machines, not of the one it ran on."
-    )
+    if step_ms is not None:
+        yield (
+            f"Emulated: every step was made to take {words.step_time(step_ms)} (train.emulate_step_ms). Speeds on this "
+            "page are those of the emulated machines, not of the one it ran on."
+        )
+    job_s = None if result.recovery is None else result.recovery.emulated_job_s
+    if job_s is not None:
+        yield (
+            f"Emulated: this run stands for a job of {spoken(job_s)} (recovery.emulate_job_s). Times labelled as "
+            "emulated are those of that job; speed, training time and the timeline are the run's own."
+        )
 
 
 def _introduction(config: Mapping[str, Any]) -> str:

@@ -80,7 +80,8 @@ def _seconds_left(recent: "deque[Frame]") -> float | None:
 
 
 def progress_line(frame: Frame, seconds_left: float | None, columns: int | None) -> str:
-    """The line of one frame: share done, examples/s, window NE, AUC so far, sync gap, trouble, time left, trainers.
+    """The line of one frame: share done, examples/s, window NE, AUC so far, sync gap, trouble and loss, time left,
+    trainers.
 
     `columns`: the width of the terminal, which decides whether there are a bar and the single trainers; None for a
     line of any length, without a bar.
@@ -105,6 +106,8 @@ def _figures(frame: Frame) -> Iterator[str]:
         yield "saving"
     if frame.failures:
         yield words.plural(frame.failures, "failure")
+    if frame.pls:
+        yield words.pls(frame.pls) if frame.target_pls is None else f"{words.pls(frame.pls)}/{frame.target_pls:g}"
     if troubled := roles_in_trouble(frame.roles):
         yield troubled
 

@@ -98,7 +98,7 @@ class _Figures(Collector):
 
 def metrics(frame: Frame) -> list[Metric]:
     """The frame as metrics; what is None there has no sample."""
-    return [*_progress(frame), *_quality(frame), *_traffic(frame), *_roles(frame)]
+    return [*_progress(frame), *_quality(frame), *_traffic(frame), *_roles(frame), *_recovery(frame)]
 
 
 def _progress(frame: Frame) -> list[Metric]:
@@ -148,6 +148,19 @@ def _roles(frame: Frame) -> list[Metric]:
         _counter("failures", "Roles that died.", frame.failures),
         _gauges("roles", "How many roles are in a state.", "state", counts),
         _gauges("role_up", "1 where a role is alive, saving included.", "role", alive),
+    ]
+
+
+def _recovery(frame: Frame) -> list[Metric]:
+    return [
+        _gauge("pls", "Portion of samples that failures have lost.", frame.pls),
+        _gauge("target_pls", "What it may come to; only where recovery is partial.", frame.target_pls),
+        _counters("recovery_seconds", "What recovery has cost.", "kind", frame.recovery_seconds),
+        _gauge(
+            "emulated_job_seconds",
+            "There only if the job stands for another: its length; recovery_seconds are those of that job.",
+            frame.emulated_job_s,
+        ),
     ]
 
 

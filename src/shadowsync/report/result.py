@@ -100,7 +100,14 @@ class Aggregation(_Section, frozen=True):
 
 
 class RecoverySeconds(_Section, frozen=True):
-    """Where recovery's time went."""
+    """Where recovery's time went.
+
+    Attributes:
+        save: by which saving held up training: standing still, and processors that it took.
+        load: loading checkpoints.
+        lost: training that was repeated.
+        wait: from failures until replacements stood ready.
+    """
 
     save: float
     load: float
@@ -109,7 +116,17 @@ class RecoverySeconds(_Section, frozen=True):
 
 
 class Recovery(_Section, frozen=True):
-    """Failures and what they cost; `pls` is the portion of lost samples."""
+    """Failures and what they cost; `pls` is the portion of lost samples.
+
+    Attributes:
+        mode: at the end: after a failure of an embedding server everybody goes back (`full`), only its replacement does
+            (`partial`), or nothing is saved for that (`none`).
+        why: what spoke for the mode, as a sentence.
+        target_pls, priority: as configured, under `partial`.
+        emulated_job_s: the seconds are those of a job of this length, for which this one stands.
+        rounds: saves of everything; by priority it takes several of the `saves` to come to one.
+        server_failures: those of the `failures` that took embedding servers, several at once counted as one.
+    """
 
     failures: int
     pls: float
@@ -117,6 +134,12 @@ class Recovery(_Section, frozen=True):
     seconds: RecoverySeconds
     interval_s: float | None
     mode: str
+    target_pls: float | None = None
+    priority: str | None = None
+    why: str | None = None
+    emulated_job_s: float | None = None
+    rounds: int | None = None
+    server_failures: int | None = None
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

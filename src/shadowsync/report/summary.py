@@ -89,6 +89,6 @@ def _recovery(result: Result) -> list[KeyNumber]:
         return []
     rows = [KeyNumber("checkpoints", words.count(recovery.saves), f"recovery mode {recovery.mode}")]
     if recovery.failures:
-        lost = words.percent(recovery.pls, 3)
-        rows.append(KeyNumber("failures", words.count(recovery.failures), f"{lost} of the samples were lost"))
+        target = "" if recovery.target_pls is None else f", the target is {recovery.target_pls:g}"
+        rows.append(KeyNumber("failures", words.count(recovery.failures), f"{words.pls(recovery.pls)}{target}"))
     return rows

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.roles import RoleEvent, Span, role_order, spans
 from shadowsync.report import words
+from shadowsync.report.canvas import Axis
 from shadowsync.report.charts import Card
-from shadowsync.report.plots import Axis, Look, Row, Stretch, timeline_chart
+from shadowsync.report.timeline_chart import Look, Row, Stretch, timeline_chart
 
 _ROWS = 24
 _NAME_LENGTH = 18
@@ -31,16 +32,20 @@ class Timeline:
     left_out: int
 
 
-def make_timeline(events: Sequence[RoleEvent], frames: Sequence[Frame]) -> Timeline | None:
-    """None where no role was told of."""
+def make_timeline(events: Sequence[RoleEvent], frames: Sequence[Frame], *, emulated: bool = False) -> Timeline | None:
+    """None where no role was told of; `emulated`: the times that decisions speak of are those of another job."""
     if not events:
         return None
     ordered = sorted(events, key=lambda event: event.seconds)
     told = spans(ordered, _end(ordered, frames))
     drawn = _rows_drawn(told)
-    rows = [Row(_short(role), [_stretch(span) for span in told[role]], _deaths(ordered, role)) for role in drawn]
-    listed = [(words.clock(e.seconds), e.role, e.event, e.detail) for e in _notable(ordered)]
+    rows = [_row(ordered, role, told[role]) for role in drawn]
+    listed = [(words.clock(e.seconds), e.role, e.event, _detail(e, emulated)) for e in _notable(ordered)]
     return Timeline(_card(rows, len(told) - len(drawn)), listed, len(ordered) - len(listed))
+
+
+def _detail(event: RoleEvent, emulated: bool) -> str:
+    return f"emulated: {event.detail}" if emulated and event.event == "decided" else event.detail
 
 
 def _notable(events: Sequence[RoleEvent]) -> Sequence[RoleEvent]:
@@ -70,15 +75,18 @@ def _stretch(span: Span) -> Stretch:
     return Stretch(span.start, span.end, _LOOKS[span.state])
 
 
-def _deaths(events: Sequence[RoleEvent], role: str) -> list[float]:
-    return [event.seconds for event in events if event.role == role and event.event == "dead"]
+def _row(events: Sequence[RoleEvent], role: str, told: Sequence[Span]) -> Row:
+    own = [event for event in events if event.role == role]
+    deaths, decisions = ([event.seconds for event in own if event.event == kind] for kind in ("dead", "decided"))
+    return Row(_short(role), [_stretch(span) for span in told], deaths, decisions)
 
 
 def _card(rows: Sequence[Row], hidden: int) -> Card:
+    decided = " A diamond marks a decision on recovery." if any(row.notes for row in rows) else ""
     more = f" {words.plural(hidden, 'further role')} had fewer troubles and are not drawn." if hidden else ""
     return Card(
         "Timeline of the roles",
-        f"The state of each role over the run; a cross marks a death, however short.{more}",
+        f"The state of each role over the run; a cross marks a death, however short.{decided}{more}",
         "long thin lines; a role that dies is back soon, and the others go on meanwhile.",
         timeline_chart(rows, list(_LOOKS.values()), "timeline", _AXIS),
     )

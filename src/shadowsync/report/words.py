@@ -20,6 +20,11 @@ def percent(share: float | None, digits: int = 0) -> str:
     return MISSING if share is None or _undefined(share) else f"{100 * share:.{digits}f} %"
 
 
+def pls(portion: float) -> str:
+    """`PLS 0.0123`, the portion of lost samples."""
+    return f"PLS {portion:.3g}"
+
+
 def short(value: float | None) -> str:
     """`1.2M`, `850k`, `12`: for axes."""
     if value is None or _undefined(value):

@@ -6,12 +6,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from shadowsync.errors import ConfigError, ShadowSyncError
+
+if TYPE_CHECKING:
+    from shadowsync.inference import Trained
 
 app = typer.Typer(
     help="Trains click models with background synchronisation: nobody waits.",
@@ -55,7 +58,7 @@ def evaluate(folder: RunFolder, data: DataPath = None) -> None:
     from shadowsync.inference import Trained
     from shadowsync.report.quality_table import quality_table
 
-    Console().print(quality_table(Trained(folder).evaluate(data)))
+    Console().print(quality_table(_said(Trained(folder)).evaluate(data)))
 
 
 @app.command()
@@ -67,18 +70,30 @@ def predict(
     """Write the predicted probability of each row, in the order of the rows."""
     from shadowsync.inference import Trained
 
-    rows = Trained(folder).predict(data, out)
+    rows = _said(Trained(folder)).predict(data, out)
     typer.echo(f"{rows} predictions written to {out}")
 
 
 @app.command()
 def export(
-    folder: RunFolder, out: Annotated[Path, typer.Option("--out", metavar="MODEL", help="The file to write.")]
+    folder: RunFolder,
+    out: Annotated[Path, typer.Option("--out", metavar="MODEL", help="The file to write; with --since a folder.")],
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="CHECKPOINT", help="Only the embedding rows that changed since this checkpoint."),
+    ] = None,
 ) -> None:
-    """Write the model with its tables as one file that torch alone loads."""
+    """Write the model with its tables as one file that torch alone loads, or what has changed of its rows."""
+    if since is not None:
+        from shadowsync.runs import export_changes
+
+        found = export_changes(folder, since, str(out))
+        changed = sum(table.changed for table in found.tables)
+        typer.echo(f"{changed} rows that changed from {found.since} to {found.until} are in {out}")
+        return
     from shadowsync.inference import Trained
 
-    Trained(folder).export(out)
+    _said(Trained(folder)).export(out)
     typer.echo(f"the model is in {out}: torch.export.load({str(out)!r}).module()")
 
 
@@ -148,6 +163,13 @@ def plan_recovery(  # noqa: PLR0913 (each is an option of the command)
     console = Console()
     for part in plan_tables(planning.plan_recovery(folder, given)):
         console.print(part)
+
+
+def _said(trained: "Trained") -> "Trained":
+    """The model, with a word on what could not be loaded of it."""
+    for sentence in trained.skipped:
+        typer.echo(sentence, err=True)
+    return trained
 
 
 def _split_settings(settings: list[str]) -> tuple[Path | None, list[str]]:

@@ -36,6 +36,9 @@ class Trained:
         folder: of the run.
         model: the module of the user's own that the run trained, if it did.
 
+    Attributes:
+        skipped: one sentence for each newer checkpoint that cannot be loaded, and one if some rows are older.
+
     Raises:
         ConfigError: the folder does not exist, or a module of the user's own is missing.
         CheckpointError: there is no checkpoint, or it is of another model.
@@ -43,6 +46,7 @@ class Trained:
 
     def __init__(self, folder: Path | str, model: nn.Module | None = None) -> None:
         saved = load_checkpoint(Path(folder))
+        self.skipped = saved.skipped
         state = job_state(saved)
         if state.own_model and model is None:
             raise ConfigError(

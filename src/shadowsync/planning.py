@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shadowsync.assembly import server_count
 from shadowsync.config import parse
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError, ConfigError
@@ -179,7 +180,7 @@ class _Run:
     def figures(self) -> dict[str, Figure]:
         """Numbers by name, with the measured ones where there is a result."""
         configured = {
-            "servers": self._config.embedding.servers,
+            "servers": server_count(self._config),
             "target_pls": self.settings.goal.target_pls,
             "fail_s": self.settings.priors.fail_s,
             "share": self._config.recovery.share,
@@ -195,13 +196,16 @@ class _Run:
         if self._result is None or (recovery := self._result.recovery) is None:
             return {}
         found = {}
-        seconds, failures = recovery.seconds, recovery.failures
-        if recovery.saves:
-            found["save_s"] = Figure(seconds.save / recovery.saves, f"measured: {recovery.saves} saves")
+        seconds = recovery.seconds
+        saves, saved = (recovery.saves, "saves") if recovery.rounds is None else (recovery.rounds, "rounds of saves")
+        failures = recovery.failures if recovery.server_failures is None else recovery.server_failures
+        if saves:
+            found["save_s"] = Figure(seconds.save / saves, f"measured: {saves} {saved}")
         if failures:
             found["load_s"] = Figure(seconds.load / failures, f"measured: {failures} failures")
             found["restart_s"] = Figure(seconds.wait / failures, f"measured: {failures} failures")
-            fail_s = time_between_failures(self.settings.priors, failures, self._result.throughput.seconds)
+            seconds_in_all = recovery.emulated_job_s or self._result.throughput.seconds
+            fail_s = time_between_failures(self.settings.priors, failures, seconds_in_all)
             found["fail_s"] = Figure(fail_s, f"recovery.prior_fail_s and {failures} failures")
         return found
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -11,6 +10,8 @@ from rich.text import Text
 from shadowsync.planning import RecoveryPlan, Weights, option
 from shadowsync.recovery.costs import spoken
 from shadowsync.recovery.decision import Option
+from shadowsync.recovery.priority import RowPriority
+from shadowsync.registry import members
 from shadowsync.report import words
 
 _SHOWN: dict[str, Callable[[float], str]] = {
@@ -32,35 +33,6 @@ _MEANINGS = {
     "servers": "embedding servers",
     "target_pls": "target PLS",
     "share": "rows in a save by priority",
-}
-
-
-@dataclass(frozen=True)
-class Tracker:
-    """What a row priority remembers, and so the memory it takes (CPR, arXiv 2011.02999, section 4.2).
-
-    Attributes:
-        copies: of the weights.
-        row_bytes: for each row.
-        entry_bytes: for each row that one save may take.
-        papers_entry_bytes: the same in the paper, whose ids are narrower.
-    """
-
-    copies: float = 0.0
-    row_bytes: float = 0.0
-    entry_bytes: float = 0.0
-    papers_entry_bytes: float = 0.0
-
-    def memory(self, weights: Weights, share: float, entry_bytes: float) -> float:
-        """In bytes."""
-        return self.copies * weights.weight_bytes + (self.row_bytes + share * entry_bytes) * weights.rows
-
-
-TRACKERS = {
-    "all": Tracker(),
-    "scar": Tracker(copies=1),
-    "mfu": Tracker(row_bytes=4),
-    "ssu": Tracker(entry_bytes=8, papers_entry_bytes=4),
 }
 
 
@@ -100,12 +72,11 @@ def _policies(plan: RecoveryPlan) -> Table:
 
 def _trackers(weights: Weights, share: float) -> Table:
     title = f"Memory of the trackers of {words.count(weights.rows)} rows ({words.data_size(weights.weight_bytes)})"
-    table = _table("priority", "memory", "of the weights", "in the paper", title=title)
-    for name, tracker in TRACKERS.items():
-        ours = tracker.memory(weights, share, tracker.entry_bytes)
-        papers = tracker.memory(weights, share, tracker.papers_entry_bytes)
-        parts = [words.percent(one / weights.weight_bytes, 2) for one in (ours, papers)]
-        table.add_row(name, words.data_size(ours), *parts)
+    table = _table("priority", "memory", "of the weights", title=title)
+    dim = round(weights.weight_bytes / 4 / weights.rows)
+    for name, priority in members("shadowsync.recovery", RowPriority).items():
+        taken = priority().memory_bytes(weights.rows, dim, share)
+        table.add_row(name, words.data_size(taken), words.percent(taken / weights.weight_bytes, 2))
     return table
 
 

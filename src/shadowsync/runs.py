@@ -11,7 +11,9 @@ from omegaconf import OmegaConf
 
 from shadowsync.config import read_yaml
 from shadowsync.errors import CheckpointError, ConfigError
+from shadowsync.recovery.changes import changed_rows
 from shadowsync.recovery.checkpoints import CheckpointStore
+from shadowsync.recovery.delta_files import DeltaList, write_delta
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.report.files import save_errors, write_atomically
 
@@ -56,6 +58,31 @@ def checkpoint_root(folder: Path, checkpoint_dir: str | None) -> str:
     return checkpoint_dir or str(folder / "checkpoints")
 
 
+def open_store(folder: Path) -> CheckpointStore:
+    """The checkpoints of the run in `folder`, to be read.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; give the folder of a run")
+    given = read_yaml(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
+    return CheckpointStore(checkpoint_root(folder, given.get("train", {}).get("checkpoint_dir")))
+
+
+def export_changes(folder: Path, since: str, out: str) -> DeltaList:
+    """Writes the embedding rows that changed from one checkpoint of a run to its newest, to be laid over the former.
+
+    Raises:
+        ConfigError: there is no such folder.
+        CheckpointError: one of them cannot be loaded.
+        SaveError: `out` cannot be written, or something is there.
+    """
+    store = open_store(folder)
+    until = store.open().name
+    return write_delta(out, since, until, changed_rows(store, since, until))
+
+
 def load_checkpoint(folder: Path, verify: bool = True) -> LoadedCheckpoint:
     """The newest checkpoint of the run in `folder` that is whole.
 
@@ -67,10 +94,7 @@ def load_checkpoint(folder: Path, verify: bool = True) -> LoadedCheckpoint:
         ConfigError: there is no such folder.
         CheckpointError: it has no checkpoint that can be loaded.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; give the folder of a run")
-    given = read_yaml(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
-    store = CheckpointStore(checkpoint_root(folder, given.get("train", {}).get("checkpoint_dir")))
+    store = open_store(folder)
     if not verify and (newest := store.newest()) is not None:
         with contextlib.suppress(CheckpointError):
             return store.load(newest)

@@ -110,3 +110,19 @@ def test_help_says_what_a_command_does(shadowsync: CommandLine, command: tuple[s
     said = shadowsync(*command, "--help")
     assert (said.status, said.err) == (0, "")
     assert "Usage" in said.out
+
+
+def test_rows_that_changed_since_a_checkpoint_are_exported(shadowsync: CommandLine) -> None:
+    assert shadowsync("train", "run.yaml", "train.keep=9", "--out", "out").status == 0
+    (since,) = (path.name for path in Path("out/checkpoints").iterdir())
+    assert shadowsync("train", "--resume", "out", "data.epochs=2").status == 0
+    said = shadowsync("export", "out", "--since", since, "--out", "changes")
+    listed = json.loads(Path("changes/delta.json").read_text())
+    assert (said.status, listed["since"]) == (0, since)
+    changed = sum(table["changed"] for table in listed["tables"])
+    assert said.out == f"{changed} rows that changed from {since} to {listed['until']} are in changes\n"
+    assert 0 < changed <= sum(table["rows"] for table in listed["tables"])
+    wrong = shadowsync("export", "out", "--since", "samples-000000000001", "--out", "other")
+    assert wrong.status == 2
+    assert "is not a checkpoint" in wrong.err
+    assert not Path("other").exists()

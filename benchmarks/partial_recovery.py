@@ -1,0 +1,320 @@
+"""What failures of embedding servers cost, with full and with partial recovery (CPR, arXiv 2011.02999).
+
+    python benchmarks/partial_recovery.py --emulate --out FOLDER [--seeds 3] [--picture partial_recovery.png]
+    python benchmarks/partial_recovery.py --real --out FOLDER [--seconds 300]
+    … --report      prints the tables of what has been run so far
+
+`--emulate`: the demo stands for a job of 56 h on servers that fail every 28 h (parameters below). Servers lose their
+rows by script in one process, which shows what that does to the model; time is accounted for by the formulas. Failures
+come from a gamma distribution, drawn anew for each seed and alike for all ways to recover.
+
+`--real`: three hosts, tables of Criteo Kaggle's sizes, and `kill -9` of an embedding server every 30 s on average; no
+failures, full and partial recovery take turns, each choosing its own interval. Seconds are measured. Root rights are
+needed.
+
+A finished run is one file of FOLDER; started again, the script goes on where it stopped.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).parent))
+from clustered import Cells, in_sentences, load_average, start_ray, train_command
+from failures import RunFiles
+from machine import describe, table
+from testbed import RayNode, Testbed
+from throughput import KAGGLE_ROWS
+
+from shadowsync import Job
+from shadowsync.config import load
+
+HOUR_S = 3600.0
+JOB_S, FAIL_S, SAVE_S, LOAD_S, RESTART_S = 56 * HOUR_S, 28 * HOUR_S, 318.0, 204.0, 204.0
+"""A production job. O_save and O_load + O_res are such that full recovery costs 8.35 % and partial 0.60 %, about what
+the paper reports; it does not give them."""
+QUIET = ("report.html=false", "report.tensorboard=false")
+PRIORITIES = ("scar", "mfu", "ssu")
+MIN_ROWS = 1000
+"""Of the demo's tables: those with fewer rows are saved whole."""
+HOSTS, KILL_EVERY_S = 3, 30.0
+REAL = (
+    *("data.name=synthetic", f"data.table_rows={list(KAGGLE_ROWS)}".replace(" ", "")),
+    *("data.test_rows=0", "train.trainers=3", "train.batch_size=1024", "embedding.servers=3"),
+)
+BELIEVED = ("recovery.prior_fail_s=30", "recovery.prior_save_s=5", "recovery.prior_restart_s=5")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the emulation.
+
+    Attributes:
+        way: to recover: `none` (no failure), `full`, `naive` (partial at full recovery's interval), `vanilla` (partial
+            at the interval of its target), or a priority.
+        servers: N.
+        target_pls: that partial recovery aims at.
+        share: of the servers that one failure takes.
+        late: failures after 45 % and 90 % of the job, which leaves little time to learn again; else drawn from the
+            gamma distribution.
+    """
+
+    way: str
+    servers: int = 8
+    target_pls: float = 0.1
+    share: float = 0.125
+    late: bool = False
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        when = "late" if self.late else "gamma"
+        return f"{self.way}-n{self.servers}-pls{self.target_pls:g}-share{self.share:g}-{when}-seed{self.seed}"
+
+    def overrides(self) -> list[str]:
+        """The configuration of the run."""
+        servers = (f"embedding.servers={self.servers}", "embedding.sharding=row_wise")
+        found = [*QUIET, f"train.seed={self.seed}", *servers]
+        if self.way == "none":
+            return found
+        times = "at:0.45+0.9,unit=epoch" if self.late else f"gamma:mean_epochs={FAIL_S / JOB_S:g}"
+        inject = f"{times},seed={self.seed + 1},share={self.share:g}"
+        found += [f"recovery.emulate_job_s={JOB_S:g}", f"recovery.prior_fail_s={FAIL_S:g}"]
+        found += [f"recovery.prior_save_s={SAVE_S:g}", f"recovery.prior_load_s={LOAD_S:g}"]
+        found += [f"recovery.prior_restart_s={RESTART_S:g}", f"recovery.inject={inject}"]
+        return found + self._mode()
+
+    def _mode(self) -> list[str]:
+        if self.way == "full":
+            return ["recovery.mode=full"]
+        partial = ["recovery.mode=partial", f"recovery.target_pls={self.target_pls:g}"]
+        if self.way in PRIORITIES:
+            partial += [f"recovery.priority={self.way}", f"recovery.min_rows={MIN_ROWS}"]
+        if self.way == "naive":
+            partial.append(f"recovery.interval_s={math.sqrt(2 * SAVE_S * FAIL_S):g}")
+        return partial
+
+
+def grid(seeds: int) -> list[Cell]:
+    """The main table and late failures for every seed, then the sweeps for one."""
+    ways = ("none", "full", "naive", "vanilla", *PRIORITIES)
+    swept = ("vanilla", *PRIORITIES)
+    cells = []
+    for seed in range(seeds):
+        cells += [Cell(way, seed=seed) for way in ways]
+        late = ((share, way) for share in (0.125, 0.5) for way in swept)
+        cells += [Cell(way, target_pls=0.2, share=share, late=True, seed=seed) for share, way in late]
+    cells += [Cell(way, servers=servers) for servers in (4, 16, 32) for way in ("none", "vanilla", "mfu")]
+    cells += [Cell(way, target_pls=pls) for pls in (0.01, 0.05, 0.2) for way in ("vanilla", "mfu")]
+    return cells
+
+
+def emulate(cell: Cell) -> dict[str, Any]:
+    """Runs one."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Job(load(None, cell.overrides()), out=Path(folder) / "run").run()
+    assert result.test is not None
+    assert result.recovery is not None
+    seconds = asdict_of(result.recovery.seconds)
+    return {
+        **asdict(cell),
+        "auc": result.test.auc,
+        "ne": result.test.ne,
+        "eps": result.throughput.eps,
+        "failures": result.recovery.failures,
+        "pls": result.recovery.pls,
+        "saves": result.recovery.saves,
+        "interval_s": result.recovery.interval_s,
+        "overhead": sum(seconds.values()) / JOB_S if cell.way != "none" else 0.0,
+        "seconds": seconds,
+    }
+
+
+def asdict_of(seconds: Any) -> dict[str, float]:
+    """Of `result.json`, by kind."""
+    return {kind: getattr(seconds, kind) for kind in ("save", "load", "lost", "wait")}
+
+
+def emulated_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each cell, over its seeds; AUC against the run without failures of the same seed and servers."""
+    clean = {(row["servers"], row["seed"]): row["auc"] for row in rows if row["way"] == "none"}
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["late"], row["servers"], row["target_pls"], row["share"], row["way"]), []).append(row)
+    lines = []
+    for (late, servers, target, share, way), mine in sorted(found.items(), key=lambda item: item[0][:4]):
+        differences = [row["auc"] - clean[servers, row["seed"]] for row in mine if (servers, row["seed"]) in clean]
+        cells = (
+            f"{100 * statistics.fmean(row['overhead'] for row in mine):.2f} %",
+            f"{statistics.fmean(row['pls'] for row in mine):.3f}",
+            f"{statistics.fmean(row['failures'] for row in mine):.1f}",
+            f"{statistics.fmean(row['auc'] for row in mine):.4f}",
+            f"{statistics.fmean(differences):+.4f}" if differences else "-",
+        )
+        lines.append((way, "late" if late else "gamma", servers, target, f"{100 * share:g} %", len(mine), *cells))
+    header = ["way", "failures", "servers", "target PLS", "at once", "seeds", "overhead", "PLS", "lost servers", "AUC"]
+    return table([*header, "to no failure"], lines)
+
+
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """AUC lost against PLS, a point for each run."""
+    clean = {(row["servers"], row["seed"]): row["auc"] for row in rows if row["way"] == "none"}
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for position, way in enumerate(("vanilla", *PRIORITIES)):
+        mine = [row for row in rows if row["way"] == way and (row["servers"], row["seed"]) in clean]
+        lost = [clean[row["servers"], row["seed"]] - row["auc"] for row in mine]
+        axes.plot([row["pls"] for row in mine], lost, "o", alpha=0.6, color=f"C{position}", label=way)
+    axes.axhline(0.0005, color="0.6", linestyle=":")
+    axes.set(xlabel="PLS of the run", ylabel="AUC lost to the run without failures")
+    axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+def real(mode: str, number: int, seconds: float) -> dict[str, Any]:
+    """One run on three hosts, with kills."""
+    with tempfile.TemporaryDirectory() as folder, Testbed(hosts=HOSTS, rate="10gbit") as testbed:
+        start_ray(testbed, [RayNode()] * HOSTS)
+        out = Path(folder) / "run"
+        rows = int(seconds * 30_000)
+        log = Path(folder) / "log"
+        with log.open("w") as said:
+            recovery = [f"recovery.mode={mode}", *(() if mode == "none" else BELIEVED)]
+            command = train_command(out, [*QUIET, *REAL, f"data.rows={rows}", *recovery])
+            process = testbed.run(0, command, stdout=said, stderr=subprocess.STDOUT)
+            every_s = math.inf if mode == "none" else KILL_EVERY_S
+            kills = kill_now_and_then(process, RunFiles(out), every_s, random.Random(number), 5 * seconds)
+        if process.returncode or not (out / "result.json").exists():
+            return {"error": log.read_text()[-500:], "kills": kills}
+        found = json.loads((out / "result.json").read_text())
+    return {
+        "kills": kills,
+        "recovery": found["recovery"],
+        "ne": found["train"]["ne_lifetime"],
+        "auc": found["train"]["auc"],
+        "seconds": found["throughput"]["seconds"],
+        "samples": found["data"]["trained_samples"],
+        "load": load_average(),
+    }
+
+
+def kill_now_and_then(
+    process: "subprocess.Popen[Any]", files: RunFiles, every_s: float, dice: random.Random, most_s: float
+) -> int:
+    """Sends SIGKILL to embedding servers until the run ends; how often."""
+    kills, due, began = 0, math.inf, time.monotonic()
+    while process.poll() is None:
+        now = time.monotonic()
+        if math.isinf(due) and files.training():
+            due = now + dice.gammavariate(4.0, every_s / 4)
+        if now >= due:
+            servers = [found for role, found in files.roles().items() if role.startswith("embedding")]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(dice.choice(servers)["pid"], signal.SIGKILL)
+                kills += 1
+            due = now + dice.gammavariate(4.0, every_s / 4)
+        if now > began + most_s:
+            process.kill()
+        time.sleep(0.05)
+    return kills
+
+
+def real_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Seconds by kind, side by side, and how much longer than without failures it took."""
+    clean = [row["seconds"] for row in rows if row["name"].startswith("none") and "error" not in row]
+    undisturbed_s = statistics.median(clean) if clean else None
+    lines = []
+    for row in rows:
+        if "error" in row:
+            lines.append((row["name"], row["kills"], *["-"] * 9))
+            continue
+        spent = row["recovery"]["seconds"]
+        lines.append(
+            (
+                row["name"],
+                row["kills"],
+                f"{row['seconds']:.0f}",
+                *(f"{spent[kind]:.1f}" for kind in ("save", "load", "lost", "wait")),
+                "-" if undisturbed_s is None else f"{row['seconds'] - undisturbed_s:+.0f}",
+                f"{row['samples'] / row['seconds']:,.0f}",
+                f"{row['recovery']['pls']:.4f}",
+                f"{row['ne']:.4f}",
+            )
+        )
+    header = [
+        "run",
+        "kills",
+        "seconds",
+        "save s",
+        "load s",
+        "lost s",
+        "wait s",
+        "longer by s",
+        "examples/s",
+        "PLS",
+        "NE",
+    ]
+    return table(header, lines)
+
+
+def run_emulated(arguments: argparse.Namespace) -> None:
+    """Runs what is missing of the grid, and prints."""
+    kept = Cells(arguments.out)
+    cells = grid(arguments.seeds)
+    for cell in [] if arguments.report else cells:
+        if kept.read(cell.name) is None:
+            kept.write(cell.name, emulate(cell))
+            print(cell.name, kept.read(cell.name), file=sys.stderr, flush=True)
+    rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
+    print(emulated_table(rows))
+    if arguments.picture is not None:
+        picture(rows, arguments.picture)
+
+
+def run_real(arguments: argparse.Namespace) -> None:
+    """Runs what is missing, in turn, and prints."""
+    kept = Cells(arguments.out)
+    names = [
+        (f"{mode}-{number}", mode, number) for number in range(arguments.seeds) for mode in ("none", "partial", "full")
+    ]
+    for name, mode, number in [] if arguments.report else names:
+        if kept.read(name) is None:
+            kept.write(name, {"name": name, **real(mode, number, arguments.seconds)})
+            print(name, kept.read(name), file=sys.stderr, flush=True)
+    print(real_table([row for name, *_ in names if (row := kept.read(name)) is not None]))
+
+
+def main() -> None:
+    """Runs and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--emulate", dest="run", action="store_const", const=run_emulated)
+    what.add_argument("--real", dest="run", action="store_const", const=run_real)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=300.0, help="about how long an undisturbed real run trains")
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--report", action="store_true")
+    arguments = parser.parse_args()
+    print("\n".join(describe()))
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    in_sentences(main)

@@ -1,0 +1,323 @@
+"""What saving costs: how fast rows reach the disk, how fast training goes on meanwhile, and what following rows costs.
+
+    python benchmarks/saving.py                   all three
+    python benchmarks/saving.py disk              33.8 M rows × 16 through the store, against the disk's own sequential
+                                                  speed, in turn
+    python benchmarks/saving.py beside            training while one save follows the other, against training alone
+    python benchmarks/saving.py trackers          training with each priority's tracker, against training without
+
+All on the synthetic source in this process: two workers, bf16, 26 tables of Criteo Kaggle's sizes or `--table-rows`.
+The disk's speed is that of files of the store's size, each flushed with an `fsync`. Each training run is a process of
+its own, the variants take turns, and ratios are medians over the rounds. Ids repeat from memory, so the AUC beside
+the speed is one of data seen before: it says that all variants learn alike, not how well.
+
+    [--rounds 5] [--seconds 10] [--batch 1024] [--folder DIR of the disk] [--table-rows 200000]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shadowsync.choices import choose_all
+from shadowsync.config import parse
+from shadowsync.embedding.pages import keep_freed_memory
+from shadowsync.embedding.table import Rows, RowSet
+from shadowsync.local_session import LocalSession
+from shadowsync.metrics.toll import Toll
+from shadowsync.recovery.checkpoints import PIECE_BYTES, CheckpointStore
+from shadowsync.recovery.saver import NICENESS
+from shadowsync.recovery.snapshot import DeltaOf, Snapshot
+from shadowsync.session import Material, Own
+
+sys.path.insert(0, str(Path(__file__).parent))
+from machine import describe, ratios, table
+from throughput import KAGGLE_ROWS, REPEATED_BLOCKS
+
+CHUNK_BYTES = 4 << 20
+WHOLE_EVERY = 16
+TRACKERS = ("none", "all", "scar", "mfu", "ssu")
+SAVERS = ("not saving", "all", "scar", "mfu", "ssu")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One training run.
+
+    Attributes:
+        eps: examples per second.
+        auc: over the last window of training.
+        saves: checkpoints written meanwhile.
+        gb: their rows, in 10⁹ bytes.
+        save_s: seconds in which one was under way.
+    """
+
+    eps: float
+    auc: float
+    saves: int
+    gb: float
+    save_s: float
+
+
+def config(priority: str, arguments: argparse.Namespace, rows: int) -> dict[str, Any]:
+    """Of a session whose rows are tracked by that priority; `none` for not at all."""
+    recovery = {"mode": "none"} if priority == "none" else {"mode": "partial", "priority": priority}
+    return {
+        "data": {
+            "name": "synthetic",
+            "rows": rows,
+            "test_rows": 0,
+            "table_rows": arguments.table_rows or KAGGLE_ROWS,
+            "repeat_blocks": REPEATED_BLOCKS,
+        },
+        "train": {"batch_size": arguments.batch, "precision": "bf16", "trainers": 1, "workers": 2},
+        "sync": {"method": "none"},
+        "recovery": recovery,
+    }
+
+
+@contextmanager
+def session(values: dict[str, Any]) -> Iterator[LocalSession]:
+    """A session with its source."""
+    parsed = parse(values)
+    choices = choose_all(parsed, own_model=False)
+    source = choices.source.open("train", "error")
+    assert source is not None
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    with (
+        closing(source),
+        closing(LocalSession(Material(parsed, choices, Own(), source, None), lambda _: nullcontext())) as made,
+    ):
+        yield made
+
+
+def snapshot(made: LocalSession, rows: Sequence[Rows | RowSet], delta: DeltaOf | None = None) -> Snapshot:
+    """The rows alone: the dense part is a few MB."""
+    return Snapshot({}, made.reader.trained, tuple(rows), {}, {}, {}, {}, delta)
+
+
+def byte_count(rows: Sequence[Rows | RowSet]) -> int:
+    """Of rows and their numbers."""
+    numbers = sum(part.numbers.nbytes for part in rows if isinstance(part, RowSet))
+    return numbers + sum(tensor.nbytes for part in rows for tensor in part.tensors.values())
+
+
+# --- the disk --------------------------------------------------------------------------------------------------------
+
+
+def write_plainly(folder: Path, size: int) -> float:
+    """Seconds to write and flush so many bytes, in files and chunks of the store's sizes."""
+    chunk = memoryview(os.urandom(CHUNK_BYTES))
+    began = time.perf_counter()
+    for number, start in enumerate(range(0, size, PIECE_BYTES)):
+        with (folder / f"plain-{number}").open("wb") as file:
+            left = min(PIECE_BYTES, size - start)
+            while left > 0:
+                left -= file.write(chunk[:left])
+            file.flush()
+            os.fsync(file.fileno())
+    seconds = time.perf_counter() - began
+    for path in folder.glob("plain-*"):
+        path.unlink()
+    return seconds
+
+
+def measure_disk(arguments: argparse.Namespace) -> None:
+    """Whole checkpoints of all tables in turn with plain files of as many bytes."""
+    speeds: dict[str, list[float]] = {"disk": [], "save": [], "copy and save": []}
+    with (
+        session(config("all", arguments, arguments.batch)) as made,
+        tempfile.TemporaryDirectory(dir=arguments.folder) as name,
+    ):
+        folder = Path(name)
+        for number in range(arguments.rounds):
+            began = time.perf_counter()
+            rows = made.rows_beside()
+            copied = time.perf_counter()
+            size = byte_count(rows)
+            CheckpointStore(str(folder / f"store-{number}")).save(snapshot(made, rows))
+            saved = time.perf_counter()
+            del rows
+            remove(folder / f"store-{number}")
+            speeds["disk"].append(size / write_plainly(folder, size) / 1e9)
+            speeds["save"].append(size / (saved - copied) / 1e9)
+            speeds["copy and save"].append(size / (saved - began) / 1e9)
+            print({what: round(found[-1], 3) for what, found in speeds.items()}, file=sys.stderr, flush=True)
+    relative = ratios(speeds, "disk")
+    lines = [(what, statistics.median(found), f"{relative[what]:.0%}") for what, found in speeds.items()]
+    print(f"\nwhole checkpoints of {size / 1e9:.2f} GB, medians of {arguments.rounds} rounds\n")
+    print(table(["", "GB/s", "over the disk"], lines))
+
+
+def remove(folder: Path) -> None:
+    """A folder with all that is in it."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+class Saver:
+    """Saves one checkpoint after the other in a thread of its own: a whole one, then deltas, and so on."""
+
+    def __init__(self, made: LocalSession, store: CheckpointStore) -> None:
+        self.saves, self.bytes, self.seconds = 0, 0, 0.0
+        self._made, self._store = made, store
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Saver":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        torch.set_num_threads(1)
+        parent: str | None = None
+        while not self._ended.is_set():
+            began = time.perf_counter()
+            whole = parent is None or self.saves % WHOLE_EVERY == 0
+            rows = self._made.rows_beside() if whole else self._made.changed_rows(self.saves % 8 == 0)
+            exact = self._made.choices.recovery.priority == "all"
+            delta = None if whole or parent is None else DeltaOf(parent, exact)
+            parent = self._store.save(snapshot(self._made, rows, delta))
+            self._made.rows_saved(rows)
+            self.saves += 1
+            self.bytes += byte_count(rows)
+            self.seconds += time.perf_counter() - began
+
+
+def train(made: LocalSession) -> None:
+    """To the end."""
+    made.start()
+    while made.alive():
+        made.reap()
+        made.ended.wait(0.25)
+        made.ended.clear()
+    made.finish()
+
+
+def measure_training(variant: str, saving: bool, rows: int, arguments: argparse.Namespace) -> Measured:
+    """Trains in this process; `variant` is a priority, or none."""
+    with session(config(variant, arguments, rows)) as made, tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        with made.recorder:
+            if saving:
+                with Saver(made, CheckpointStore(str(Path(name) / "store"))) as saver:
+                    train(made)
+                saves, size, seconds = saver.saves, saver.bytes, saver.seconds
+            else:
+                train(made)
+                saves, size, seconds = 0, 0, 0.0
+        frame = made.recorder.frame(made.counts(saves, Toll()), ended=True)
+        auc = frame.auc if frame.auc is not None else float("nan")
+        return Measured(made.recorder.speed().eps, auc, saves, size / 1e9, seconds)
+
+
+def measure_apart(variant: str, saving: bool, rows: int, arguments: argparse.Namespace) -> Measured:
+    """`measure_training` in a process of its own."""
+    command = [sys.executable, __file__, "--one", variant, str(int(saving)), str(rows), "--batch", str(arguments.batch)]
+    command += ["--folder", arguments.folder] if arguments.folder else []
+    command += ["--table-rows", str(arguments.table_rows)] if arguments.table_rows else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{variant}: {done.stderr}")
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def compare(
+    title: str, variants: Sequence[str], measure: Callable[[str, int], Measured], arguments: argparse.Namespace
+) -> None:
+    """Runs the variants in turn and prints a table; the first one is the base."""
+    base = variants[0]
+    speed = measure(base, 20_000).eps  # warms the disk and finds the length
+    rows = int(max(20_000, speed * arguments.seconds))
+    runs: dict[str, list[Measured]] = {variant: [] for variant in variants}
+    for _ in range(arguments.rounds):
+        for variant in variants:
+            runs[variant].append(measure(variant, rows))
+            print(variant, runs[variant][-1], file=sys.stderr, flush=True)
+    relative = ratios({variant: [m.eps for m in found] for variant, found in runs.items()}, base)
+    lines = [
+        (
+            variant,
+            f"{statistics.median(m.eps for m in found):,.0f}",
+            f"{relative[variant]:.3f}",
+            f"{statistics.median(m.auc for m in found):.4f}",
+            f"{statistics.mean(m.saves for m in found):.1f}",
+            f"{statistics.mean(m.gb for m in found):.2f}",
+            f"{statistics.mean(m.save_s for m in found):.1f}",
+        )
+        for variant, found in runs.items()
+    ]
+    print(f"\n{title}, batch {arguments.batch}, {rows:,} samples, medians of {arguments.rounds} rounds\n")
+    print(table(["", "examples/s", f"over {base}", "AUC so far", "saves", "GB", "s saving"], lines))
+
+
+def measure_beside(arguments: argparse.Namespace) -> None:
+    """Training while it is saved, by each priority, over training with the same tracker that is not saved."""
+    for priority in arguments.priorities:
+        variants = ("not saving", "saving")
+        compare(
+            f"saving without pause, priority {priority}",
+            variants,
+            lambda variant, rows, p=priority: measure_apart(p, variant == "saving", rows, arguments),
+            arguments,
+        )
+
+
+def measure_trackers(arguments: argparse.Namespace) -> None:
+    """Training with each tracker, nothing saved."""
+    compare("trackers", TRACKERS, lambda variant, rows: measure_apart(variant, False, rows, arguments), arguments)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "disk": measure_disk,
+    "beside": measure_beside,
+    "trackers": measure_trackers,
+}
+
+
+def main() -> None:
+    """Prints the machine and what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--folder")
+    parser.add_argument("--table-rows", type=int)
+    parser.add_argument("--priorities", nargs="+", default=["all", "mfu"], choices=TRACKERS[1:])
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
+    if arguments.one:
+        variant, saving, rows = arguments.one
+        print(json.dumps(asdict(measure_training(variant, bool(int(saving)), int(rows), arguments))))
+        return
+    print("\n".join(describe()))
+    for part in arguments.parts or PARTS:
+        PARTS[part](arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ from shadowsync.config import Config
 from shadowsync.data.source import Source
 from shadowsync.embedding.storage import Storage
 from shadowsync.models.model import ModelSpec
+from shadowsync.recovery.failures import FailureTimes
 from shadowsync.registry import members
 from shadowsync.sync.method import SyncMethod
 from shadowsync.sync.schedule import Schedule
@@ -27,13 +28,15 @@ HEAD = """# Configuration
 
 Made from the schema by `make docs`; do not edit. Give keys as YAML sections in a file or as `section.key=value` on the
 command line. Unknown keys are errors. `data.name`, `model.name`, `sync.method` and `sync.schedule` choose a member,
-whose own options stand in the same section.
+whose own options stand in the same section; those of `recovery.inject` stand behind its name
+([how](recovery.md#scripted-failures)).
 """
 SEAMS: dict[str, list[tuple[str, str, type[Any]]]] = {
     "data": [("data.name", "shadowsync.data", Source)],
     "model": [("model.name", "shadowsync.models", ModelSpec)],
     "sync": [("sync.method", "shadowsync.sync", SyncMethod), ("sync.schedule", "shadowsync.sync", Schedule)],
     "embedding": [("embedding.storage", "shadowsync.embedding", Storage)],
+    "recovery": [("recovery.inject", "shadowsync.recovery", FailureTimes)],
     "compression": [("compression.pull|push|dense", "shadowsync.compression", Codec)],
 }
 
@@ -78,8 +81,15 @@ def _described(hint: Any, field: dataclasses.Field[Any], attributes: dict[str, s
 
 
 def _attributes(member: type[Any]) -> dict[str, str]:
-    """The entries of `Attributes:` in a docstring, by name."""
-    lines = inspect.cleandoc(member.__doc__ or "").partition("Attributes:\n")[2].splitlines()
+    """The entries of `Attributes:` in the docstrings of a class and those it extends, by name."""
+    found: dict[str, str] = {}
+    for documented in reversed(member.__mro__):
+        found |= _entries(documented)
+    return found
+
+
+def _entries(documented: type[Any]) -> dict[str, str]:
+    lines = inspect.cleandoc(documented.__doc__ or "").partition("Attributes:\n")[2].splitlines()
     found: dict[str, str] = {}
     for line in itertools.takewhile(lambda line: line.startswith("    "), lines):
         if not line.startswith("     "):

@@ -73,7 +73,14 @@ def test_the_page_names_every_metric_that_an_operator_wants_and_no_other() -> No
         saves=0,
     )
     full = msgspec.structs.replace(
-        frame, wire_raw_bytes={"pull": 1}, roles={"driver": "alive"}, queue_depth={"driver": 0}, staleness=0.0
+        frame,
+        wire_raw_bytes={"pull": 1},
+        roles={"driver": "alive"},
+        queue_depth={"driver": 0},
+        staleness=0.0,
+        pls=0.0,
+        target_pls=0.1,
+        recovery_seconds={"save": 0.0},
     )
     served = {sample.name for metric in metrics(full) for sample in metric.samples}
     named = set(re.findall(r"shadowsync_[a-z_]+[a-z]", PAGE))

@@ -137,7 +137,8 @@ class Worker:
         loss, logits, gradient = forward_and_backward(batch.dense, pulled.pooled, batch.labels)
         if not torch.isfinite(loss):
             raise NonFiniteLoss(
-                f"the loss became {loss.item()} at {parts.hooks.place(leased)} after {parts.hooks.trained()} samples: "
+                f"the loss is no longer finite ({loss.item()}) at {parts.hooks.place(leased)} after "
+                f"{parts.hooks.trained()} samples: "
                 "lower train.lr or embedding.lr, set train.clip_norm=1, or check these rows for extreme values"
             )
         self._emulate(started)

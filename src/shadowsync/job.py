@@ -42,7 +42,7 @@ from shadowsync.report.reporter import Outputs, Reporter
 from shadowsync.report.result import Result
 from shadowsync.report.role_log import read_events
 from shadowsync.runs import check_folder, checkpoint_root, load_checkpoint, make_folder, new_folder
-from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
+from shadowsync.runtime.wire.errors import GONE
 from shadowsync.safekeeping import Safekeeping
 from shadowsync.session import Material, Newest, Own, RolePlace, Session, no_failures
 
@@ -186,7 +186,6 @@ class _Run:
         self.seconds_before = 0.0
         own = self.saved is not None and job.resume == job.out
         self.keeping = Safekeeping(self.session, store, self.saver, given(self.config), self.saved, own)
-        self.trains_since = began
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
         if self.job.resume == self.job.out and store.newest() is not None:
@@ -234,16 +233,17 @@ class _Run:
         with self.saver, self._reporter() as reporter:
             with stop_on_signals() as request:
                 with self.session.recorder:
-                    self.trains_since = time.monotonic()
-                    self._train(reporter, request)
+                    started = time.monotonic()
+                    roles = _Roles(reporter, self.job.out, started - self.seconds_before)
+                    self._train(reporter, roles, request)
                 self.keeping.take_stock()
                 self._show(reporter, ended=True)
                 self.saver.wait()
             self._raise_if_unfinished(request)
             test = self._evaluate()
             self.keeping.take_stock()
-            self._roles(reporter).notice(self.session, saving=False)  # who died meanwhile
-            reporter.finish(result := self._result(self.trains_since - self.began, test))
+            roles.notice(self.session, saving=False)  # who died meanwhile
+            reporter.finish(result := self._result(started - self.began, test))
         return result
 
     def _reporter(self) -> Reporter:
@@ -256,12 +256,11 @@ class _Run:
         self.seconds_before = max([event.seconds for event in events] + [frame.seconds for frame in earlier[-1:]] + [0])
         return Reporter(self.job.out, self.console, outputs, earlier, self.saved.samples, events)
 
-    def _train(self, reporter: Reporter, request: StopRequest) -> None:
+    def _train(self, reporter: Reporter, roles: "_Roles", request: StopRequest) -> None:
         if self.session.reader.finished:
             self.keeping.save_last()
             return  # a finished run was resumed: synchronising without training would still move the replicas
         pace = _Pace(self.config.report.every_s, time.monotonic(), QUICK_S if self.keeping.lively else LOOK_S)
-        roles = self._roles(reporter)
         self.keeping.begin()
         if self.keeping.why:
             self._tell(self.keeping.why)
@@ -294,9 +293,6 @@ class _Run:
         self.console.print(decision, highlight=False)
         self.session.happenings.add("driver", "decided", decision)
 
-    def _roles(self, reporter: Reporter) -> "_Roles":
-        return _Roles(reporter, self.job.out, self.trains_since - self.seconds_before)
-
     def _ended(self) -> bool:
         """Nobody trains any more and the last image is taken; a server that dies before that is a reason to go on."""
         if self.session.alive():
@@ -316,9 +312,7 @@ class _Run:
         keeping = self.keeping
         if not keeping.settings.saves and not keeping.account.pls:
             return Toll()
-        target_pls = keeping.settings.goal.target_pls if keeping.mode == "partial" else None
-        seconds = {**vars(keeping.spent), "load": self.load_s + keeping.spent.load}
-        return Toll(keeping.account.pls, target_pls, seconds, keeping.settings.job_s)
+        return Toll(keeping.account.pls, keeping.target_pls, keeping.seconds(self.load_s), keeping.settings.job_s)
 
     def _raise_if_unfinished(self, request: StopRequest) -> None:
         reader = self.session.reader
@@ -361,7 +355,7 @@ class _Run:
         while True:
             try:
                 return attempt()
-            except (PeerLost, CallTimeout):
+            except GONE:
                 self.session.settle()
 
     def _result(self, startup_s: float, test: TestMetrics | None) -> Result:

@@ -23,10 +23,9 @@ from shadowsync.recovery.pls import PlsAccount
 from shadowsync.recovery.saver import AsyncSaver
 from shadowsync.recovery.settings import EVERYTHING
 from shadowsync.recovery.snapshot import DeltaOf, Snapshot
-from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
+from shadowsync.runtime.wire.errors import GONE
 from shadowsync.session import ServerLoss, Session
 
-GONE = (PeerLost, CallTimeout)
 AGAIN_S = 0.5
 """Until a save is tried again that a failure prevented."""
 PROBE_S = 600.0
@@ -101,13 +100,12 @@ class Safekeeping:
         self._ended: list[_Saved | None] = []
         self._said: list[str] = []
         self._layers = 1 if resumed is None else len(resumed.layers)
-        self._cpu_s = 0.0
         self._parent = resumed.name if resumed is not None and own else None
         self._of_one_moment = resumed is None or resumed.exact
         self._taken_samples = -1
         self._exact_samples = samples if self._parent is not None else -1
-        self._saved_at = self._saved_before = self._again_at = self._started = self._now()
-        self.rounds = self.server_failures = self._repeated = 0
+        self._again_at = self._started = self._now()
+        self.rounds = self._repeated = 0
         session.goes_back = self._goes_back
 
     def _account_for(self, resumed: LoadedCheckpoint) -> None:
@@ -116,7 +114,6 @@ class Safekeeping:
         if not resumed.exact:
             servers = range(len(self.account.shares))
             self.account.failed(servers, resumed.samples, resumed.oldest)
-            self.account.failures = 0
 
     def _make_script(self) -> FailureScript | None:
         schedule = self.settings.schedule
@@ -146,6 +143,20 @@ class Safekeeping:
         return interval_s if interval_s is not None and math.isfinite(interval_s) else None
 
     @property
+    def target_pls(self) -> float | None:
+        """What the PLS may come to; None where nothing is meant to be lost."""
+        return self.settings.goal.target_pls if self.mode == "partial" else None
+
+    @property
+    def server_failures(self) -> int:
+        """Failures of embedding servers; several at once are one."""
+        return self.governor.estimates.failures
+
+    def seconds(self, load_s: float) -> dict[str, float]:
+        """What recovery has cost by kind, with the seconds that a resume took to load."""
+        return {**vars(self.spent), "load": load_s + self.spent.load}
+
+    @property
     def lively(self) -> bool:
         """Something may be due at any moment, so that whoever waits should look often."""
         return self._script is not None or self.settings.job_s is not None
@@ -155,7 +166,7 @@ class Safekeeping:
     def begin(self) -> None:
         """Training starts now."""
         self._began = time.monotonic()
-        self._saved_at = self._saved_before = self._again_at = self._started = self._now()
+        self._again_at = self._started = self._now()
         self.governor = self._make_governor()
         while self._script is not None and self._epochs and self._script.due(-1.0, self._epochs):
             pass  # those of before a resume have happened
@@ -210,7 +221,7 @@ class Safekeeping:
             return 0.0
         if self.settings.saves:
             return self.governor.due_at
-        return math.inf if self._every_s is None else self._saved_at + self._every_s
+        return math.inf if self._every_s is None else self.governor.saved_at + self._every_s
 
     def due(self) -> Due:
         """What is to be saved now; nothing while a save is under way: a slow disk costs checkpoints, not training."""
@@ -221,9 +232,7 @@ class Safekeeping:
 
     def save(self, due: Due) -> bool:
         """Has what is due saved in the background; false if somebody died, so that it is due still."""
-        now = self._now()
-        self._saved_before, self._saved_at = self._saved_at, now
-        self.governor.saving(due, now)
+        self.governor.saving(due, self._now())
         submitted = self._submit(due, self._beside if self.mode == "partial" else self._whole)
         if not submitted:
             self._note_failed_save()
@@ -264,14 +273,17 @@ class Safekeeping:
 
     def _have_saved(self, make: Callable[[], Snapshot], due: Due, stood_s: float) -> None:
         """What goes on in the saver's thread costs training the time that it takes the processors."""
-        made: list[Snapshot] = []
+        made: list[tuple[float, Snapshot]] = []
 
         def write() -> Snapshot:
-            self._cpu_s = time.thread_time()
-            made.append(make())
-            return made[0]
+            made.append((time.thread_time(), make()))
+            return made[0][1]
 
-        self.saver.submit(write, lambda name: self._after(name, due, made[0], stood_s), self._fails)
+        def saved(name: str) -> None:
+            began_s, snapshot = made[0]
+            self._after(name, due, snapshot, stood_s, began_s)
+
+        self.saver.submit(write, saved, self._fails)
 
     def _fails(self, error: BaseException) -> bool:
         """In the saver's thread: a save that came to nothing because somebody died, or because its parent is gone."""
@@ -290,14 +302,14 @@ class Safekeeping:
         rows = self._session.changed_rows(due is Due.ROUND)
         return {"tables": rows, "delta": DeltaOf(self._parent, self.settings.priority == EVERYTHING)}
 
-    def _after(self, name: str, due: Due, snapshot: Snapshot, stood_s: float) -> None:
-        """In the saver's thread, when a save is on the disk."""
+    def _after(self, name: str, due: Due, snapshot: Snapshot, stood_s: float, began_s: float) -> None:
+        """In the saver's thread, when a save is on the disk; it began at `began_s` of the thread's own time."""
         self._parent = name
         self._layers = 1 if snapshot.delta is None else self._layers + 1
         self._of_one_moment = snapshot.samples == self._exact_samples
         with contextlib.suppress(*GONE):
             self._session.rows_saved(snapshot.tables)
-        cost_s = stood_s + (time.thread_time() - self._cpu_s) / (os.cpu_count() or 1)
+        cost_s = stood_s + (time.thread_time() - began_s) / (os.cpu_count() or 1)
         with self._lock:
             self._ended.append(_Saved(due, snapshot.samples, snapshot.delta is None, cost_s))
         if self._layers > MOST_LAYERS:
@@ -335,14 +347,13 @@ class Safekeeping:
     def _note_failed_save(self) -> None:
         """It is due as before, and tried again soon."""
         self._again_at = self._now() + AGAIN_S
-        self._saved_at, self._taken_samples = self._saved_before, -1
+        self._taken_samples = -1
         self.governor.not_saved()
 
     def _note_loss(self, loss: ServerLoss) -> None:
         load_s, restart_s = self._cost_of(loss)
         self.spent.load += load_s
         self.spent.wait += restart_s
-        self.server_failures += bool(loss.servers)
         if self._parent is not None and plain_name(loss.loaded or "") != plain_name(self._parent):
             self._parent = None  # what was saved last was not what they loaded, so nothing may build on it
         if loss.back_to is None:

@@ -74,15 +74,15 @@ def recovery(session: Session, keeping: Safekeeping, load_s: float) -> result.Re
 
     No sample is lost and nobody waits when a trainer dies: the others train its rows.
     """
-    spent, settings = keeping.spent, keeping.settings
+    settings = keeping.settings
     return result.Recovery(
         failures=session.failures,
         pls=keeping.account.pls,
         saves=keeping.saver.saves,
-        seconds=result.RecoverySeconds(save=spent.save, load=load_s + spent.load, lost=spent.lost, wait=spent.wait),
+        seconds=result.RecoverySeconds(**keeping.seconds(load_s)),
         interval_s=keeping.interval_s,
         mode=keeping.mode,
-        target_pls=settings.goal.target_pls if keeping.mode == "partial" else None,
+        target_pls=keeping.target_pls,
         priority=settings.priority if keeping.mode == "partial" else None,
         why=keeping.why or None,
         emulated_job_s=settings.job_s,

@@ -1,6 +1,7 @@
 """Roles die in mid-run: the job goes on by itself, with every row trained, or ends with a sentence."""
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,9 +14,7 @@ from job_helpers import METHODS, Ledger, Witness, beside_own_model, checkpoints,
 from shadowsync import Job, Result
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.images import Images
-from shadowsync.data.reader import Reader
 from shadowsync.errors import RunError
-from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Machine
 from shadowsync.runtime.wire.keys import JobKeys
@@ -59,6 +58,28 @@ def survive(config: dict[str, Any], out: Path, script: Killing) -> Result:
     assert abs(frames[-1]["samples"] - ROWS * EPOCHS) <= trainers * UNTOLD  # what a dead trainer did not live to tell
     assert frames[-1]["failures"] == result.recovery.failures
     return result
+
+
+def killing_before(
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster,
+    owner: type,
+    method: str,
+    role: str,
+    when: Callable[[Any], bool] = lambda _: True,
+) -> threading.Event:
+    """Kills a role once, right before a method of some object; set when that was done."""
+    original, struck = getattr(owner, method), threading.Event()
+
+    def disturbed(own: Any, *given: Any) -> Any:
+        if when(own) and not struck.is_set():
+            struck.set()
+            cluster.kill(role)
+            assert cluster.wait_for(role, "dead")
+        return original(own, *given)
+
+    monkeypatch.setattr(owner, method, disturbed)
+    return struck
 
 
 KINDS = ["trainer-1", "reader-0", "dense-1", "embedding-1"]
@@ -201,16 +222,9 @@ def test_a_server_of_rows_may_die_again_and_again(tmp_path: Path, cluster: Clust
 def test_another_server_may_die_while_the_job_goes_back(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build, struck = Crew.build_servers, threading.Event()
-
-    def disturbed(crew: Crew, reader: Reader) -> None:
-        if crew.generation == 1 and not struck.is_set():
-            struck.set()
-            cluster.kill("embedding-1")
-            assert cluster.wait_for("embedding-1", "dead")
-        build(crew, reader)
-
-    monkeypatch.setattr(Crew, "build_servers", disturbed)
+    struck = killing_before(
+        monkeypatch, cluster, Crew, "build_servers", "embedding-1", when=lambda crew: crew.generation == 1
+    )
     survive(job_settings(tmp_path, recovery={"mode": "full"}), tmp_path / "out", Killing(cluster, ["embedding-0"]))
     assert struck.is_set()
 
@@ -219,16 +233,7 @@ def test_another_server_may_die_while_the_job_goes_back(
 def test_whoever_dies_before_the_job_has_begun_is_replaced(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    build, struck = Crew.build_servers, threading.Event()
-
-    def disturbed(crew: Crew, reader: Reader) -> None:
-        if not struck.is_set():
-            struck.set()
-            cluster.kill(role)
-            assert cluster.wait_for(role, "dead")
-        build(crew, reader)
-
-    monkeypatch.setattr(Crew, "build_servers", disturbed)
+    killing_before(monkeypatch, cluster, Crew, "build_servers", role)
     result = Job(beside_own_model(job_settings(tmp_path)), model=Tower(), out=tmp_path / "out").run()
     assert result.data.trained_samples == ROWS * EPOCHS
     assert result.recovery.failures == 1
@@ -240,16 +245,7 @@ def test_whoever_dies_while_a_run_is_resumed_is_replaced(
 ) -> None:
     out, config = tmp_path / "out", job_settings(tmp_path)
     Job(beside_own_model(config), model=Witness(Ledger()), out=out).run()
-    load, struck = Images.load_rows, threading.Event()
-
-    def disturbed(images: Images, saved: LoadedCheckpoint) -> None:
-        if not struck.is_set():
-            struck.set()
-            cluster.kill(role)
-            assert cluster.wait_for(role, "dead")
-        load(images, saved)
-
-    monkeypatch.setattr(Images, "load_rows", disturbed)
+    killing_before(monkeypatch, cluster, Images, "load_rows", role)
     config["data"] = config["data"] | {"epochs": EPOCHS + 1}
     ledger = Ledger()
     result = Job(beside_own_model(config), model=Witness(ledger), out=out, resume=out).run()
@@ -259,6 +255,28 @@ def test_whoever_dies_while_a_run_is_resumed_is_replaced(
     assert result.test is not None
     assert result.test.auc is not None
     assert result.test.auc > 0.7
+
+
+def test_a_death_before_a_run_is_resumed_whose_rows_are_older(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint is a share of the rows on an older one, as `kill -9` leaves it."""
+    recovery = {"mode": "partial", "priority": "mfu", "min_rows": 1}
+    train = {"save_every_s": 0.1, "keep": 1000, "emulate_step_ms": 2.0}
+    out, config = tmp_path / "out", job_settings(tmp_path, train=train, recovery=recovery)
+    Job(beside_own_model(config), model=Witness(Ledger()), out=out).run()
+    for newest in reversed(checkpoints(out)):
+        body = json.loads((newest / "manifest.json").read_text())["body"]
+        if body.get("parent") is not None and body["samples"] < ROWS * EPOCHS:
+            break
+        shutil.rmtree(newest)
+    left = ROWS * EPOCHS - body["samples"]
+    killing_before(monkeypatch, cluster, Crew, "build_servers", "embedding-0")
+    ledger = Ledger()
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, resume=out).run()
+    assert 0 < left == ledger.rows.total()
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert result.recovery.failures == 1
 
 
 def test_a_death_after_the_last_row_costs_nothing(tmp_path: Path, cluster: Cluster) -> None:

@@ -17,7 +17,7 @@ from shadowsync.cluster.trainer_part import Addresses, build_trainer
 from shadowsync.data.reader import Reader
 from shadowsync.errors import RunError
 from shadowsync.runtime.runtime import Order, Runtime
-from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
+from shadowsync.runtime.wire.errors import GONE, PeerLost
 
 RESERVE_S = 120.0
 
@@ -157,7 +157,7 @@ class Crew:
     def _end_part(self, member: Member) -> None:
         try:
             member.build(build_nothing, None)
-        except (PeerLost, CallTimeout) as error:
+        except GONE as error:
             self.staff.give_up(member, str(error))
 
     def build_servers(self, reader: Reader) -> None:

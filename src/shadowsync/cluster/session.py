@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from shadowsync.cluster.blueprint import Blueprint
 from shadowsync.cluster.crew import Crew
@@ -27,7 +27,7 @@ from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.runtime.host import CALL_S
 from shadowsync.runtime.runtime import Order, Runtime
 from shadowsync.runtime.wire.client import Courier, CourierOptions
-from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
+from shadowsync.runtime.wire.errors import GONE, PeerLost
 from shadowsync.session import Material, Newest, RolePlace, ServerLoss, Session, distance, reader_options
 
 STATUS_S = 1.0
@@ -36,8 +36,6 @@ FINISH_S = 60.0
 SEARCH_S = 1.0
 ATTEMPTS = 20
 POOL = 64
-
-_GONE = (PeerLost, CallTimeout)
 
 
 class ClusterSession(Session):
@@ -63,7 +61,8 @@ class ClusterSession(Session):
 
     def __init__(self, material: Material, make_runtime: Callable[[], Runtime], newest: Newest) -> None:
         super().__init__(material)
-        self._material, self._newest = material, newest
+        self._material = material
+        self._newest: Newest = lambda _: nullcontext()  # a checkpoint is put back by whoever made this session
         self._beginning = self.recorder.state()
         blueprint, cluster = Blueprint.of(material, self), self.config.cluster
         self._vacancies = Vacancies(cluster.lost_after_s, cluster.min_trainers)
@@ -88,6 +87,7 @@ class ClusterSession(Session):
             self._newcomers = Newcomers(self.choices.method, newest, self._crew, self._images)
             self._crew.hire_all()
             self._begin()
+            self._newest = newest
             self._ends = stack.pop_all()
 
     def _make_crew(self, runtime: Runtime, blueprint: Blueprint, stack: ExitStack) -> Crew:
@@ -108,7 +108,7 @@ class ClusterSession(Session):
         """The first generation; whoever dies meanwhile is replaced."""
         try:
             self._begin_generation()
-        except _GONE as error:
+        except GONE as error:
             self._go_back(f"somebody died at the start: {error}")
             if self.given_up is not None:
                 raise RunError(self.given_up) from error
@@ -230,7 +230,7 @@ class ClusterSession(Session):
 
     def _fail(self, member: Member, error: Exception) -> None:
         """Something went wrong in a trainer: it lost somebody, or it is a reason to end the job."""
-        if isinstance(error, _GONE):
+        if isinstance(error, GONE):
             self._crew.staff.give_up(member, str(error))
         else:
             self._error = self._error or error
@@ -304,7 +304,7 @@ class ClusterSession(Session):
                 error = install.exception()
                 if error is None:
                     self._vacancies.taken(role)
-                elif not isinstance(error, _GONE):
+                elif not isinstance(error, GONE):
                     self._error = self._error or error
                     self.stop()
 
@@ -329,7 +329,7 @@ class ClusterSession(Session):
             self._mourn_all()
             try:
                 self._next_generation(training)
-            except _GONE:
+            except GONE:
                 if self.given_up is None and not self._closing.is_set():
                     continue
             if self.given_up is None:
@@ -464,7 +464,7 @@ class ClusterSession(Session):
         """Who dies meanwhile leaves parts half-filled: `settle` then starts all of them from the checkpoint."""
         try:
             yield
-        except _GONE as error:
+        except GONE as error:
             self._must_go_back = f"somebody died while a checkpoint was put back: {error}"
             raise
 

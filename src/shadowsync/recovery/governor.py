@@ -71,6 +71,11 @@ class Governor:
         self.decision = decide(self.goal, self._basis, self.scale)
 
     @property
+    def saved_at(self) -> float:
+        """When the last save began, or the job."""
+        return self._save_s
+
+    @property
     def due_at(self) -> float:
         """When the next save is due; infinite for never."""
         return min(self._round_at, self._save_s + self._step * self.decision.interval_s)

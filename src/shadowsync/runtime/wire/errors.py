@@ -15,6 +15,10 @@ class CallTimeout(RunError):
     """No answer came within the deadline of the call."""
 
 
+GONE = (PeerLost, CallTimeout)
+"""How the death of a peer shows in a call."""
+
+
 class Fault(msgspec.Struct, frozen=True, array_like=True):
     """An error as it crosses the wire.
 

@@ -6,7 +6,9 @@
 
 `--emulate`: the demo stands for a job of 56 h on servers that fail every 28 h (parameters below). Servers lose their
 rows by script in one process, which shows what that does to the model; time is accounted for by the formulas. Failures
-come from a gamma distribution, drawn anew for each seed and alike for all ways to recover.
+come from a gamma distribution, drawn anew for each seed and alike for all ways to recover; or they are late, after 45 %
+and 90 % of the job, with one whole checkpoint, at the start. The demo's dense columns tell much of what its rows know,
+so the loss of rows hardly shows in its AUC: all but a first table train without them (`data.history=false`).
 
 `--real`: three hosts, tables of Criteo Kaggle's sizes, and `kill -9` of an embedding server every 30 s on average; no
 failures, full and partial recovery take turns, each choosing its own interval. Seconds are measured. Root rights are
@@ -50,6 +52,8 @@ JOB_S, FAIL_S, SAVE_S, LOAD_S, RESTART_S = 56 * HOUR_S, 28 * HOUR_S, 318.0, 204.
 the paper reports; it does not give them."""
 QUIET = ("report.html=false", "report.tensorboard=false")
 PRIORITIES = ("scar", "mfu", "ssu")
+SHARES = (0.125, 0.25, 0.5)
+"""Of the servers that fail at once."""
 MIN_ROWS = 1000
 """Of the demo's tables: those with fewer rows are saved whole."""
 HOSTS, KILL_EVERY_S = 3, 30.0
@@ -70,8 +74,9 @@ class Cell:
         servers: N.
         target_pls: that partial recovery aims at.
         share: of the servers that one failure takes.
-        late: failures after 45 % and 90 % of the job, which leaves little time to learn again; else drawn from the
-            gamma distribution.
+        late: failures after 45 % and 90 % of the job, which leaves little time to learn again, and an interval as long
+            as the job; else failures are drawn from the gamma distribution.
+        history: with the demo's dense columns.
     """
 
     way: str
@@ -79,18 +84,19 @@ class Cell:
     target_pls: float = 0.1
     share: float = 0.125
     late: bool = False
+    history: bool = False
     seed: int = 0
 
     @property
     def name(self) -> str:
         """Of its file."""
-        when = "late" if self.late else "gamma"
-        return f"{self.way}-n{self.servers}-pls{self.target_pls:g}-share{self.share:g}-{when}-seed{self.seed}"
+        task, when = "dense" if self.history else "ids", "late" if self.late else "gamma"
+        return f"{self.way}-{task}-n{self.servers}-pls{self.target_pls:g}-share{self.share:g}-{when}-seed{self.seed}"
 
     def overrides(self) -> list[str]:
         """The configuration of the run."""
         servers = (f"embedding.servers={self.servers}", "embedding.sharding=row_wise")
-        found = [*QUIET, f"train.seed={self.seed}", *servers]
+        found = [*QUIET, f"data.history={self.history}", f"train.seed={self.seed}", *servers]
         if self.way == "none":
             return found
         times = "at:0.45+0.9,unit=epoch" if self.late else f"gamma:mean_epochs={FAIL_S / JOB_S:g}"
@@ -106,22 +112,22 @@ class Cell:
         partial = ["recovery.mode=partial", f"recovery.target_pls={self.target_pls:g}"]
         if self.way in PRIORITIES:
             partial += [f"recovery.priority={self.way}", f"recovery.min_rows={MIN_ROWS}"]
-        if self.way == "naive":
-            partial.append(f"recovery.interval_s={math.sqrt(2 * SAVE_S * FAIL_S):g}")
+        if self.late or self.way == "naive":
+            partial.append(f"recovery.interval_s={JOB_S if self.late else math.sqrt(2 * SAVE_S * FAIL_S):g}")
         return partial
 
 
 def grid(seeds: int) -> list[Cell]:
-    """The main table and late failures for every seed, then the sweeps for one."""
+    """Late and random failures for every seed, sweeps for one, and the first table again with the dense columns."""
     ways = ("none", "full", "naive", "vanilla", *PRIORITIES)
     swept = ("vanilla", *PRIORITIES)
-    cells = []
-    for seed in range(seeds):
-        cells += [Cell(way, seed=seed) for way in ways]
-        late = ((share, way) for share in (0.125, 0.5) for way in swept)
-        cells += [Cell(way, target_pls=0.2, share=share, late=True, seed=seed) for share, way in late]
-    cells += [Cell(way, servers=servers) for servers in (4, 16, 32) for way in ("none", "vanilla", "mfu")]
-    cells += [Cell(way, target_pls=pls) for pls in (0.01, 0.05, 0.2) for way in ("vanilla", "mfu")]
+    cells = [Cell("none", seed=seed) for seed in range(seeds)]
+    late = [(share, way) for share in SHARES for way in swept]
+    cells += [Cell(way, share=share, late=True, seed=seed) for seed in range(seeds) for share, way in late]
+    cells += [Cell(way, seed=seed) for seed in range(seeds) for way in ways]
+    cells += [Cell(way, servers=servers) for servers in (4, 16, 32) for way in ("none", "vanilla", "ssu")]
+    cells += [Cell(way, target_pls=pls) for pls in (0.01, 0.05, 0.2) for way in ("vanilla", "ssu")]
+    cells += [Cell(way, history=True, seed=seed) for seed in range(seeds) for way in ways]
     return cells
 
 
@@ -153,36 +159,49 @@ def asdict_of(seconds: Any) -> dict[str, float]:
 
 def emulated_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each cell, over its seeds; AUC against the run without failures of the same seed and servers."""
-    clean = {(row["servers"], row["seed"]): row["auc"] for row in rows if row["way"] == "none"}
+    clean = undisturbed(rows)
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["late"], row["servers"], row["target_pls"], row["share"], row["way"]), []).append(row)
+        key = (row["history"], row["late"], row["servers"], row["target_pls"], row["share"])
+        found.setdefault((*key, row["way"]), []).append(row)
     lines = []
-    for (late, servers, target, share, way), mine in sorted(found.items(), key=lambda item: item[0][:4]):
-        differences = [row["auc"] - clean[servers, row["seed"]] for row in mine if (servers, row["seed"]) in clean]
+    for (history, late, servers, target, share, way), mine in sorted(found.items(), key=lambda item: item[0][:5]):
+        differences = [row["auc"] - clean[same_task(row)] for row in mine if same_task(row) in clean]
         cells = (
             f"{100 * statistics.fmean(row['overhead'] for row in mine):.2f} %",
             f"{statistics.fmean(row['pls'] for row in mine):.3f}",
             f"{statistics.fmean(row['failures'] for row in mine):.1f}",
             f"{statistics.fmean(row['auc'] for row in mine):.4f}",
             f"{statistics.fmean(differences):+.4f}" if differences else "-",
+            f"{max(differences) - min(differences):.4f}" if len(differences) > 1 else "-",
         )
-        lines.append((way, "late" if late else "gamma", servers, target, f"{100 * share:g} %", len(mine), *cells))
-    header = ["way", "failures", "servers", "target PLS", "at once", "seeds", "overhead", "PLS", "lost servers", "AUC"]
-    return table([*header, "to no failure"], lines)
+        when = ("ids and dense" if history else "ids", "late" if late else "gamma")
+        lines.append((way, *when, servers, "-" if late else target, f"{100 * share:g} %", len(mine), *cells))
+    header = ["way", "columns", "failures", "servers", "target PLS", "at once", "seeds", "overhead", "PLS"]
+    return table([*header, "lost servers", "AUC", "to no failure", "spread"], lines)
+
+
+def same_task(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a run must share with the one without failures that it is compared with."""
+    return row["history"], row["servers"], row["seed"]
+
+
+def undisturbed(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], float]:
+    """AUC of the runs without failures."""
+    return {same_task(row): row["auc"] for row in rows if row["way"] == "none"}
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """AUC lost against PLS, a point for each run."""
-    clean = {(row["servers"], row["seed"]): row["auc"] for row in rows if row["way"] == "none"}
+    clean = undisturbed(rows)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for position, way in enumerate(("vanilla", *PRIORITIES)):
-        mine = [row for row in rows if row["way"] == way and (row["servers"], row["seed"]) in clean]
-        lost = [clean[row["servers"], row["seed"]] - row["auc"] for row in mine]
+        mine = [row for row in rows if row["way"] == way and not row["history"] and same_task(row) in clean]
+        lost = [clean[same_task(row)] - row["auc"] for row in mine]
         axes.plot([row["pls"] for row in mine], lost, "o", alpha=0.6, color=f"C{position}", label=way)
     axes.axhline(0.0005, color="0.6", linestyle=":")
-    axes.set(xlabel="PLS of the run", ylabel="AUC lost to the run without failures")
+    axes.set(xlabel="PLS of the run", ylabel="AUC lost to the run without failures, from ids alone")
     axes.legend()
     figure.savefig(path, dpi=130)
 

@@ -191,6 +191,18 @@ def test_training_rows_can_be_capped(tmp_path, shop):
     assert source.open("test", "error").rows > 3
 
 
+def test_without_the_histories_only_ids_are_left(tmp_path, shop):
+    opened = [
+        CompleteJourney(cache=str(tmp_path), first_test_week=4, history=history).open("train", "error")
+        for history in (True, False)
+    ]
+    full, bare = (next(map(source.read, source.slices(100))) for source in opened)
+    assert full.dense.shape[1] == len(opened[0].schema.dense) > 0
+    assert bare.dense.shape == (len(full), 0)
+    assert bare.ids.values.tolist() == full.ids.values.tolist()
+    assert bare.labels.tolist() == full.labels.tolist()
+
+
 def test_rows_are_shuffled_by_the_seed(tmp_path, shop):
     def ids(seed):
         opened = CompleteJourney(cache=str(tmp_path), first_test_week=5, negatives=20, seed=seed).open("train", "error")

@@ -68,6 +68,12 @@ class CompleteJourney(Source):
         int, Field(ge=1, le=1000, description="ids of recent_categories per row at most; more costs time")
     ] = 10
     seed: Annotated[int, Field(ge=0, description="of the drawn exposures and their order")] = 0
+    history: Annotated[
+        bool,
+        Field(
+            description="the dense columns, counts of what was bought before; false leaves all there is to know to ids"
+        ),
+    ] = True
 
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
         """Prepares the data if that has not been done.
@@ -79,7 +85,8 @@ class CompleteJourney(Source):
         folder = self._folder()
         manifest = _manifest(folder) or self._prepare(folder)
         path = str(folder / f"{split}.parquet")
-        source = build(Parquet, {"path": path, **manifest["columns"]}, "data")
+        without = {} if self.history else {"dense": ()}
+        source = build(Parquet, {"path": path, **manifest["columns"], **without}, "data")
         opened = source.open("train", on_bad_row)
         assert isinstance(opened, OpenParquet)
         if split == "train" and self.rows is not None:

@@ -20,9 +20,9 @@ from torch import Tensor
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.distinct import Distinct, find_distinct, sum_bags
 from shadowsync.embedding.requests import Bounds, check_range, spread
-from shadowsync.embedding.rowwise import bags_of, by_sample
 from shadowsync.embedding.selection import Selection
 from shadowsync.embedding.server import RowLookup
+from shadowsync.embedding.slot_groups import bags_of, by_sample
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +44,16 @@ class Server(Protocol):
     def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
         """As `EmbeddingServer.step_rows`."""
 
+    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
+        """As `EmbeddingServer.hold`."""
+
+    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
+        """As `EmbeddingServer.hold_rows`."""
+
+
+_ByLookup = Callable[[Server, Lookup, Tensor], Pending[None]]
+_ByRow = Callable[[Server, RowLookup, Sequence[Tensor]], Pending[None]]
+
 
 @dataclass(frozen=True)
 class Near:
@@ -72,6 +82,16 @@ class Near:
     def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
         """As `Server.step_rows`."""
         self.server.step_rows(lookup, gradients, lr)
+        return DONE
+
+    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
+        """As `Server.hold`."""
+        self.server.hold(number, lookup, gradient)
+        return DONE
+
+    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
+        """As `Server.hold_rows`."""
+        self.server.hold_rows(number, lookup, gradients)
         return DONE
 
 
@@ -165,17 +185,46 @@ class EmbeddingClient:
             DataError: the gradient is not of the shape and type of `pulled.pooled`. What a server or the way to it
                 finds out, the answer raises.
         """
+        return self._send(
+            pulled,
+            gradient,
+            lambda server, lookup, mine: server.push(lookup, mine, lr),
+            lambda server, lookup, sums: server.step_rows(lookup, sums, lr),
+        )
+
+    def hold(self, pulled: Pulled, gradient: Tensor, number: int) -> Pending[None]:
+        """Has the servers hold a batch's gradients until a global step names it (`EmbeddingServer.commit`).
+
+        Args:
+            pulled, gradient: as in `push`.
+            number: of the batch, unique among those that are held.
+
+        Returns:
+            Ends when every server holds its part.
+
+        Raises:
+            DataError: as `push`.
+        """
+        return self._send(
+            pulled,
+            gradient,
+            lambda server, lookup, mine: server.hold(number, lookup, mine),
+            lambda server, lookup, sums: server.hold_rows(number, lookup, sums),
+        )
+
+    def _send(self, pulled: Pulled, gradient: Tensor, by_lookup: _ByLookup, by_row: _ByRow) -> Pending[None]:
         if gradient.shape != pulled.pooled.shape or gradient.dtype != pulled.pooled.dtype:
             raise DataError(
                 f"a gradient of {gradient.dtype} {list(gradient.shape)} does not fit vectors of "
                 f"{pulled.pooled.dtype} {list(pulled.pooled.shape)}"
             )
         pushes = [
-            self._servers[route.server].push(lookup, route.selection.gradient(gradient), lr)
+            by_lookup(self._servers[route.server], lookup, route.selection.gradient(gradient))
             for route, lookup in pulled.lookups
         ]
-        if pulled.gathered:
-            pushes += self._step(pulled.gathered, gradient, lr)
+        if (gathered := pulled.gathered) is not None:
+            given = zip(gathered.plan.asked, gathered.lookups, gathered.sums(gradient), strict=True)
+            pushes += [by_row(self._servers[asked.server], lookup, sums) for asked, lookup, sums in given]
         return all_of(pushes)
 
     def _next_number(self) -> int:
@@ -184,10 +233,6 @@ class EmbeddingClient:
     def _read(self, gathered: Gathered) -> list[Pending[tuple[Tensor, ...]]]:
         pairs = zip(gathered.plan.asked, gathered.lookups, strict=True)
         return [self._servers[asked.server].read_rows(lookup) for asked, lookup in pairs]
-
-    def _step(self, gathered: Gathered, gradient: Tensor, lr: float) -> list[Pending[None]]:
-        given = zip(gathered.plan.asked, gathered.lookups, gathered.sums(gradient), strict=True)
-        return [self._servers[asked.server].step_rows(lookup, sums, lr) for asked, lookup, sums in given]
 
 
 def _check_held_once(tables: Sequence[Table], servers: Sequence[Sequence[Shard]]) -> None:

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.pending import Callback, Pending, Promise
 from shadowsync.embedding.requests import Bounds, check_range
@@ -15,6 +16,8 @@ from shadowsync.embedding.table import Shard, slots_of
 from shadowsync.errors import DataError, RunError
 from shadowsync.runtime.embedding_messages import (
     Coded,
+    CommitAsked,
+    ForgetAsked,
     PullAsked,
     PushAsked,
     Pushed,
@@ -101,23 +104,56 @@ class EmbeddingRemote:
 
     def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
         """As `EmbeddingServer.push`."""
+        return self._push(lookup, gradient, lr, None)
+
+    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
+        """As `EmbeddingServer.hold`."""
+        return self._push(lookup, gradient, 0.0, number)
+
+    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
+        """As `EmbeddingServer.step_rows`."""
+        return self._step(lookup, gradients, lr, None)
+
+    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
+        """As `EmbeddingServer.hold_rows`."""
+        return self._step(lookup, gradients, 0.0, number)
+
+    def commit(self, step: RowStep) -> Pending[None]:
+        """As `EmbeddingServer.commit`."""
+        weights = step.weights
+        meta = CommitAsked(
+            step.step,
+            tuple(weights),
+            tuple(weights.values()),
+            step.divisor,
+            step.lr,
+            step.below,
+            self._remote.generation,
+        )
+        return _Fetched(self._call(_Message("commit", meta, ())), _nothing)
+
+    def forget_held(self, stepped: int) -> Pending[None]:
+        """As `EmbeddingServer.forget_held`."""
+        meta = ForgetAsked(stepped, self._remote.generation)
+        return _Fetched(self._call(_Message("forget_held", meta, ())), _nothing)
+
+    def _push(self, lookup: Lookup, gradient: Tensor, lr: float, held: int | None) -> Pending[None]:
         coded, frames = self._encode([(lookup.slots, gradient)])
 
         def message(again: bool) -> _Message:
             ids, tensors = pack_ids(lookup, self._id_type) if again else (None, ())
-            meta = PushAsked(self._remote.stream, lookup.number, lr, coded, ids, self._remote.generation)
+            meta = PushAsked(self._remote.stream, lookup.number, lr, coded, ids, self._remote.generation, held)
             return _Message("push", meta, (*tensors, *frames), _bytes(tensors))
 
         return _Delivery(self._call, message, self._pushes)
 
-    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
-        """As `EmbeddingServer.step_rows`."""
+    def _step(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float, held: int | None) -> Pending[None]:
         coded, frames = self._encode([(("rows", width), gradient) for width, gradient in enumerate(gradients)])
 
         def message(again: bool) -> _Message:
             numbers = (lookup.rows.to(self._number_type),) if again else ()
             shards = lookup.shards if again else None
-            meta = StepAsked(self._remote.stream, lookup.number, lr, coded, shards, self._remote.generation)
+            meta = StepAsked(self._remote.stream, lookup.number, lr, coded, shards, self._remote.generation, held)
             return _Message("step", meta, (*numbers, *frames), _bytes(numbers))
 
         return _Delivery(self._call, message, self._pushes)
@@ -200,6 +236,10 @@ class _Delivery(Promise[None]):
             return
         if known:
             self.keep(None)
+
+
+def _nothing(_: Answer) -> None:
+    """The answer only says that it was done."""
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -144,6 +144,16 @@ class EmbeddingLine:
         self.server.step_rows(lookup, self._by_width(self.pushes, gradients), lr)
         return DONE
 
+    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
+        """As `EmbeddingServer.hold`."""
+        self.server.hold(number, lookup, self._stream(self.pushes, lookup.slots).send(gradient))
+        return DONE
+
+    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
+        """As `EmbeddingServer.hold_rows`."""
+        self.server.hold_rows(number, lookup, self._by_width(self.pushes, gradients))
+        return DONE
+
     def _by_width(self, line: Line, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(self._stream(line, ("rows", width)).send(tensor) for width, tensor in enumerate(tensors))
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shadowsync.choices import Choices
+from shadowsync.aggregation.conductor import StepRule
+from shadowsync.choices import Aggregating, Choices
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, EmbeddingConfig
 from shadowsync.data.batch import Jagged
@@ -30,7 +31,7 @@ from shadowsync.sync.schedule import Driver
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica, copy_module
 from shadowsync.training.trainer import Trainer
-from shadowsync.training.update import LocalUpdate
+from shadowsync.training.update import LocalUpdate, Update
 from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
 
 GIB = 1 << 30
@@ -171,16 +172,44 @@ class TrainerKit:
         )
 
 
+@dataclass(frozen=True)
+class WorkerKit:
+    """What a worker has of its own.
+
+    Attributes:
+        client: its way to the embedding servers.
+        replica: whose parameters its module computes with; workers of a trainer may share one.
+        update: what becomes of its gradients.
+    """
+
+    client: EmbeddingClient
+    replica: Replica
+    update: Update
+
+
 def make_trainer(
-    kit: TrainerKit, trainer: Trainer, driver: Driver, clients: Sequence[EmbeddingClient], feed: Feed, hooks: Hooks
+    kit: TrainerKit, trainer: Trainer, driver: Driver, workers: Sequence[WorkerKit], feed: Feed, hooks: Hooks
 ) -> Trainer:
-    """Gives a trainer its workers, one for each client."""
-    train, embedding = kit.config.train, kit.config.embedding
-    for index, client in enumerate(clients):
-        module = trainer.replica.worker_module(train.precision, train.clip_norm)
-        parts = WorkerParts(trainer.rank, index, module, feed, client, driver, trainer.gate, kit.settings(), hooks)
-        trainer.add(Worker(parts, LocalUpdate(client, feed, train.lr, embedding.lr)))
+    """Gives a trainer its workers."""
+    train = kit.config.train
+    for index, own in enumerate(workers):
+        module = own.replica.worker_module(train.precision, train.clip_norm)
+        parts = WorkerParts(trainer.rank, index, module, feed, own.client, driver, trainer.gate, kit.settings(), hooks)
+        trainer.add(Worker(parts, own.update))
     return trainer
+
+
+def hogwild_workers(
+    kit: TrainerKit, replica: Replica, clients: Sequence[EmbeddingClient], feed: Feed
+) -> list[WorkerKit]:
+    """Workers of a replica method, one for each client: they share the replica and step it themselves."""
+    dense_lr, row_lr = kit.config.train.lr, kit.config.embedding.lr
+    return [WorkerKit(client, replica, LocalUpdate(client, feed, dense_lr, row_lr)) for client in clients]
+
+
+def step_rule(config: Config, aggregating: Aggregating, rates: Rates) -> StepRule:
+    """How global steps are made."""
+    return StepRule(aggregating.size, config.train.lr, config.embedding.lr, rates, aggregating.rows_by_buffer)
 
 
 def server_count(config: Config) -> int:

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.compression.codec import Codec
-from shadowsync.config import Config, EmbeddingConfig, SyncConfig, TrainConfig, parse
+from shadowsync.config import AggregationConfig, Config, EmbeddingConfig, SyncConfig, TrainConfig, parse
 from shadowsync.data.source import Source
 from shadowsync.embedding.choose import storage_class
 from shadowsync.embedding.optimizers import RowRule
@@ -14,7 +15,9 @@ from shadowsync.errors import ConfigError
 from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.settings import RecoverySettings, recovery_settings
 from shadowsync.registry import build, choose, members, option_names, split_options
+from shadowsync.sync.background import Background
 from shadowsync.sync.method import SyncMethod
+from shadowsync.sync.none import NoSync
 from shadowsync.sync.schedule import Schedule
 from shadowsync.training.optimizers import DenseOptimizer
 
@@ -36,6 +39,7 @@ class Choices:
         codecs: by kind of traffic: `pull`, `push`, `dense`.
         optimizer: of the dense part.
         recovery: what is saved while the job runs, and what happens after a failure.
+        aggregation: how gradients make global steps; None where replicas are merged.
     """
 
     source: Source
@@ -46,6 +50,22 @@ class Choices:
     codecs: Mapping[str, Codec]
     optimizer: DenseOptimizer
     recovery: RecoverySettings
+    aggregation: "Aggregating | None" = None
+
+
+@dataclass(frozen=True)
+class Aggregating:
+    """A gradient method and what it makes a global step of.
+
+    Attributes:
+        method: the method.
+        size: gradients in a global batch, M.
+        rows_by_buffer: rows' gradients are divided by M, not by the batches that contain the row.
+    """
+
+    method: Aggregation
+    size: int
+    rows_by_buffer: bool
 
 
 def choose_all(config: Config, own_model: bool) -> Choices:
@@ -69,6 +89,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
         codecs={kind: _choose_codec(kind, name) for kind, name in config.compression},
         optimizer=_dense_optimizer(config.train),
         recovery=recovery_settings(config.recovery, config.cluster.runtime == "ray"),
+        aggregation=_choose_aggregation(config),
     )
 
 
@@ -80,6 +101,7 @@ def without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
         if name in values:
             known = {*Config.model_fields[name].annotation.model_fields, *find(config)}  # type: ignore[union-attr]
             kept[name] = {key: value for key, value in values[name].items() if key in known}
+    kept.pop("aggregation" if config.aggregation.method is None else "sync", None)
     if parse({"cluster": values.get("cluster", {})}).cluster.runtime == "inprocess" and "cluster" in values:
         kept["cluster"] = {key: value for key, value in values["cluster"].items() if key in IN_PROCESS_KEYS}
     return kept
@@ -106,10 +128,18 @@ def _sync_options(config: Config) -> set[str]:
     return {*option_names(method), *(option_names(schedule) if method.active else ())}
 
 
+def _aggregation_options(config: Config) -> set[str]:
+    method = config.aggregation.method
+    if method is None:
+        return set()
+    return set(option_names(choose("aggregation.method", method, "shadowsync.aggregation", Aggregation)))
+
+
 _CHOSEN: Mapping[str, Callable[[Config], set[str]]] = {
     "data": _data_options,
     "model": _model_options,
     "sync": _sync_options,
+    "aggregation": _aggregation_options,
 }
 
 
@@ -169,7 +199,43 @@ def _check_optimizer(section: str, given: EmbeddingConfig | TrainConfig, used: t
             raise ConfigError(f"{section}.{option} is not an option of {section}.optimizer={given.optimizer}")
 
 
+def _choose_aggregation(config: Config) -> Aggregating | None:
+    given, train = config.aggregation, config.train
+    if given.method is None:
+        if unused := sorted({*given.model_fields_set, *given.options} - {"method"}):
+            raise ConfigError(
+                f"aggregation.{unused[0]} has no effect without aggregation.method: set it, or leave it out"
+            )
+        return None
+    if config.sync.model_fields_set or config.sync.options:
+        key = min({*config.sync.model_fields_set, *config.sync.options})
+        raise ConfigError(
+            f"sync.{key} has no effect with aggregation.method={given.method}, which merges no replicas: leave it out"
+        )
+    member = choose("aggregation.method", given.method, "shadowsync.aggregation", Aggregation)
+    (own,) = split_options(
+        "aggregation", given.options, {f"aggregation.method={given.method}": member}, AggregationConfig.model_fields
+    )
+    whole = given.global_batch or train.batch_size * train.trainers * train.workers
+    size, rest = divmod(whole, train.batch_size)
+    if rest or not size:
+        raise ConfigError(
+            f"aggregation.global_batch={whole} is not a multiple of train.batch_size={train.batch_size}: a global step "
+            "is made of whole batches"
+        )
+    method = build(member, own, "aggregation")
+    method.start(size)  # what does not fit is found before anything starts
+    return Aggregating(method, size, given.rows == "buffer")
+
+
 def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:
+    if config.aggregation.method is not None:
+        if config.cluster.dense_servers > 1:
+            raise ConfigError(
+                f"cluster.dense_servers={config.cluster.dense_servers} has no effect with aggregation.method="
+                f"{config.aggregation.method}, which steps the dense part on one server: set it to 1"
+            )
+        return NoSync(), Background()
     sync = config.sync
     method = choose("sync.method", sync.method, "shadowsync.sync", SyncMethod)
     schedule = choose("sync.schedule", sync.schedule, "shadowsync.sync", Schedule)

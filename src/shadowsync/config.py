@@ -170,6 +170,26 @@ class SyncConfig(Choice):
     schedule: str = Field("background", description="when it runs")
 
 
+class AggregationConfig(Choice):
+    """How gradients make global steps, in place of replicas that are merged; the method's own options go beside
+    these keys."""
+
+    method: str | None = Field(
+        None, description="the gradient method, which takes the place of sync.method; null merges replicas"
+    )
+    global_batch: int | None = Field(
+        None,
+        ge=1,
+        description="samples of a global step, whatever the number of workers; a multiple of train.batch_size; null is "
+        "one batch of each worker",
+    )
+    rows: Literal["containing", "buffer"] = Field(
+        "containing",
+        description="a row's gradient is the mean over the batches that contain it, or the sum over all batches of the "
+        "step, as in one large batch",
+    )
+
+
 class CompressionConfig(Section):
     """What crosses between roles."""
 
@@ -285,6 +305,7 @@ class Config(Section):
     embedding: EmbeddingConfig = EmbeddingConfig()
     train: TrainConfig = TrainConfig()
     sync: SyncConfig = SyncConfig()
+    aggregation: AggregationConfig = AggregationConfig()
     compression: CompressionConfig = CompressionConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -224,7 +224,7 @@ class _Run:
         started = time.monotonic()
         if self.saved is not None:
             _check_order(self.saved, self.config)
-            self._unless_somebody_dies(partial(put_back, self.session, self.saved, self.config.train.trainers))
+            self._unless_somebody_dies(partial(put_back, self.session, self.saved))
         return time.monotonic() - started
 
     def to_the_end(self) -> Result:
@@ -372,6 +372,7 @@ class _Run:
             throughput=sections.throughput(train, speed, startup_s),
             sync=sections.sync(session, speed),
             wire=sections.wire(session),
+            aggregation=sections.aggregation(session),
             recovery=sections.recovery(session, self.keeping, self.load_s),
         )
 

@@ -54,13 +54,28 @@ def throughput(config: TrainConfig, speed: Speed, startup_s: float) -> result.Th
     )
 
 
-def sync(session: Session, speed: Speed) -> result.Sync:
-    """How often replicas met."""
+def sync(session: Session, speed: Speed) -> result.Sync | None:
+    """How often replicas met; None where there are none."""
+    if session.choices.aggregation is not None:
+        return None
     return result.Sync(
         method=session.choices.method.name,
         schedule=session.choices.schedule.name,
         count=session.sync_count,
         average_gap=average_sync_gap(speed.iterations, session.sync_count),
+    )
+
+
+def aggregation(session: Session) -> result.Aggregation | None:
+    """What a gradient method did."""
+    done = session.aggregation
+    if done is None:
+        return None
+    return result.Aggregation(
+        global_steps=done.global_steps,
+        dropped=done.dropped,
+        mean_staleness=done.mean_staleness,
+        max_staleness=done.max_staleness,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import make_module, make_replica, make_tables
 from shadowsync.choices import Choices
 from shadowsync.config import Config
@@ -294,8 +295,18 @@ class Session(ABC):
     def predicting_client(self) -> EmbeddingClient:
         """Pulls rows as they are, for predictions."""
 
-    def go_on(self, syncs: int, wire: dict[str, dict[str, int]]) -> None:
-        """Counts on from a checkpoint's synchronisations and bytes."""
+    @property
+    def dense_copies(self) -> int:
+        """Replicas of the dense part in an image: one for each trainer, or the one that global steps move."""
+        return self.config.train.trainers if self.choices.aggregation is None else 1
+
+    @property
+    def aggregation(self) -> AggregationState | None:
+        """What a gradient method has done, before a resume too; None where replicas are merged."""
+        return None
+
+    def go_on(self, syncs: int, wire: dict[str, dict[str, int]], aggregation: AggregationState) -> None:
+        """Counts on from a checkpoint's synchronisations, bytes and global steps."""
         self._syncs_before, self._wire_before = syncs, wire
 
     def final_weights(self, image: DenseImage) -> Tensor:
@@ -375,6 +386,7 @@ class Session(ABC):
             wire_bytes=wire["bytes"],
             saves=saves,
             replica_distance=self._replica_distance(),
+            staleness=None if (aggregation := self.aggregation) is None else aggregation.mean_staleness,
             wire_raw_bytes=wire["raw_bytes"],
             failures=self.failures,
             roles=self.role_states(),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 
+from shadowsync.aggregation.counts import AggregationState
 from shadowsync.cluster.blueprint import Blueprint
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.front import Doors
@@ -374,14 +375,14 @@ class ClusterSession(Session):
         """Rows, dense part and counts of a checkpoint into fresh parts; without one they are the initial ones."""
         if saved is None:
             self.recorder.rewind(self._beginning)
-            self.go_on(0, wire)
+            self.go_on(0, wire, AggregationState())
             return
         state = job_state(saved)
         self._images.load_rows(saved)
         trainers = len(self._crew.statuses.at_work())
         self._images.load_dense(restored_dense(saved, self.choices.method, self.template, trainers))
         self.recorder.rewind(state.recorder)
-        self.go_on(state.syncs, wire)
+        self.go_on(state.syncs, wire, state.aggregation)
 
     def _fill_places(self) -> list[str]:
         """Hires for every place that is vacant, trainers where there is room and one at least; those roles."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from shadowsync.assembly import TrainerKit, make_module, make_replica, make_trainer, unique_rows
+from shadowsync.assembly import TrainerKit, hogwild_workers, make_module, make_replica, make_trainer, unique_rows
 from shadowsync.choices import choose_all
 from shadowsync.cluster.records import RecordSender
 from shadowsync.cluster.trainer_messages import (
@@ -181,7 +181,8 @@ class TrainerPart:
             place=self._place,
             ended=self._wake.set,
         )
-        make_trainer(self._kit, trainer, driver, self._make_clients(), self._feed, hooks)
+        workers = hogwild_workers(self._kit, replica, self._make_clients(), self._feed)
+        make_trainer(self._kit, trainer, driver, workers, self._feed, hooks)
         return trainer, synchronisation
 
     def _make_group(self, length: int) -> RemoteGroup:

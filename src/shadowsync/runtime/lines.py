@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from shadowsync.aggregation.stepping import DenseGradient, DenseStepper, Version
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.pending import DONE, Done, Pending
@@ -159,3 +160,31 @@ class EmbeddingLine:
 
     def _stream(self, line: Line, about: Hashable) -> Stream:
         return line.stream((self.position, about))
+
+
+@dataclass(frozen=True)
+class DenseLine:
+    """The dense part of gradient methods in this process as a worker sees it over a wire.
+
+    Attributes:
+        stepper: the other end.
+        line: of the dense part.
+        worker: whose streams these are.
+    """
+
+    stepper: DenseStepper
+    line: Line
+    worker: Hashable
+
+    def newer(self, than: int) -> Version | None:
+        """As `DenseStepper.newer`."""
+        found = self.stepper.newer(than)
+        return None if found is None else Version(found.number, self._stream("parameters").send(found.flat))
+
+    def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
+        """As `DenseStepper.hold`."""
+        self.stepper.hold(number, replace(gradient, flat=self._stream("gradients").send(gradient.flat)))
+        return DONE
+
+    def _stream(self, about: str) -> Stream:
+        return self.line.stream((about, self.worker))

@@ -5,7 +5,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,6 +139,45 @@ class Replica:
             parameter.data = slot.view(self.flat)
 
 
+class Stepper:
+    """Applies the replica's optimizer, without a lock.
+
+    Args:
+        replica: whose parameters and state are stepped in place.
+        clip_norm: a gradient of a larger L2 norm is scaled down to it; None leaves it alone.
+    """
+
+    def __init__(self, replica: Replica, clip_norm: float | None) -> None:
+        self._optimizer = replica.optimizer
+        self._clip_norm = clip_norm
+        self._views = [slot.view(replica.flat) for slot in replica.slots]
+        self._state = {name: replica.parts(name) for name in replica.state}
+
+    def step(self, gradients: Sequence[Tensor | None], lr: float) -> None:
+        """One step.
+
+        Args:
+            gradients: one for each slot in its order; a slot without one, and its state, stay as they are.
+            lr: the learning rate.
+        """
+        used = [(index, _solid(found)) for index, found in enumerate(gradients) if found is not None]
+        if not used:
+            return
+        where = [index for index, _ in used]
+        state = {name: [parts[index] for index in where] for name, parts in self._state.items()}
+        with torch.no_grad():
+            clipped = self._clip([gradient for _, gradient in used])
+            self._optimizer.step([self._views[index] for index in where], clipped, state, lr)
+
+    def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Equal to `torch.nn.utils.clip_grad_norm_`; not in place, since autograd may return one tensor twice."""
+        if self._clip_norm is None:
+            return gradients
+        norm = nn.utils.get_total_norm(gradients)
+        scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+        return list(torch._foreach_mul(gradients, scale))
+
+
 class WorkerModule:
     """What one Hogwild worker computes with: its own graph and gradients over the replica's parameters.
 
@@ -155,10 +194,8 @@ class WorkerModule:
         self.gradients: tuple[Tensor | None, ...] = ()
         self._replica = replica
         self._autocast = autocast
-        self._clip_norm = clip_norm
         self._parameters = _trainable(self.module)
-        self._views = [slot.view(replica.flat) for slot in replica.slots]
-        self._state = {name: replica.parts(name) for name in replica.state}
+        self._stepper = Stepper(replica, clip_norm)
 
     def loss_and_gradients(self, dense: Tensor, pooled: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The forward and the backward pass; `gradients` are there afterwards, and nothing has been stepped.
@@ -189,14 +226,7 @@ class WorkerModule:
 
     def step(self, lr: float) -> None:
         """Applies the optimizer to the replica in place, without a lock, with `gradients` clipped if so set."""
-        used = [(index, _solid(found)) for index, found in enumerate(self.gradients) if found is not None]
-        if not used:
-            return
-        where = [index for index, _ in used]
-        state = {name: [parts[index] for index in where] for name, parts in self._state.items()}
-        with torch.no_grad():
-            gradients = self._clip([gradient for _, gradient in used])
-            self._replica.optimizer.step([self._views[index] for index in where], gradients, state, lr)
+        self._stepper.step(self.gradients, lr)
 
     def flat_gradient(self) -> Tensor:
         """`gradients` as one tensor `[P]`, zero in the gaps and for parameters without one."""
@@ -226,14 +256,6 @@ class WorkerModule:
             )
         floats: Tensor = logits.float()
         return floats
-
-    def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Equal to `torch.nn.utils.clip_grad_norm_`; not in place, since autograd may return one tensor twice."""
-        if self._clip_norm is None:
-            return gradients
-        norm = nn.utils.get_total_norm(gradients)
-        scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
-        return list(torch._foreach_mul(gradients, scale))
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:

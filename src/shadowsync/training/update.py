@@ -18,7 +18,23 @@ MOST_UNDER_WAY = 4
 
 
 class Update(Protocol):
-    """What becomes of a worker's gradients; one for each worker, and called by it alone."""
+    """What becomes of a worker's gradients; one for each worker, and called by it alone.
+
+    Of each batch `begin`, `ready` and `apply` are called in this order. With pulls ahead, later batches are begun, in a
+    thread of the worker's own, before an earlier one is ready.
+    """
+
+    def begin(self, leased: LeasedBatch) -> LeasedBatch | None:
+        """The worker has taken a batch; when this returns its rows are pulled.
+
+        Returns:
+            the batch, under whatever number its gradients will have; None if nothing is to be trained any more.
+        """
+        ...
+
+    def ready(self, leased: LeasedBatch) -> None:
+        """The forward pass is next: the parameters of the worker's module are brought up to date if need be."""
+        ...
 
     def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
         """Takes the gradients of one batch; the worker's next step starts when it returns.
@@ -46,6 +62,14 @@ class Update(Protocol):
         """
         ...
 
+    def idle(self) -> None:
+        """The worker has nothing to do, and no batch that it has begun: nobody is to wait for it. Settles first."""
+        ...
+
+    def left(self) -> None:
+        """The worker has ended, whatever the reason; not to raise."""
+        ...
+
 
 @dataclass(frozen=True)
 class LocalUpdate:
@@ -69,6 +93,13 @@ class LocalUpdate:
     most_under_way: int = MOST_UNDER_WAY
     _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False, compare=False)
 
+    def begin(self, leased: LeasedBatch) -> LeasedBatch | None:
+        """As `Update.begin`: nobody has to be asked."""
+        return leased
+
+    def ready(self, leased: LeasedBatch) -> None:
+        """As `Update.ready`: the worker's module shares the replica's parameters."""
+
     def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
         """As `Update.apply`."""
         module.step(self.dense_lr * factor)
@@ -87,6 +118,13 @@ class LocalUpdate:
         """As `Update.settle`."""
         while self._under_way:
             self._under_way.popleft().result()
+
+    def idle(self) -> None:
+        """As `Update.idle`."""
+        self.settle()
+
+    def left(self) -> None:
+        """As `Update.left`: nobody waits for a worker."""
 
     def _ended(self, leased: LeasedBatch, error: BaseException | None) -> None:
         if error is None:

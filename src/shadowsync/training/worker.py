@@ -128,10 +128,12 @@ class Worker:
 
     def ended(self) -> None:
         """Tells the job that this worker is done."""
+        self._update.left()
         self._parts.hooks.ended()
 
     def _step(self, leased: LeasedBatch, pulled: Pulled) -> None:
         parts, batch = self._parts, leased.batch
+        self._update.ready(leased)
         factor, started = self._factor(len(batch)), time.monotonic()
         forward_and_backward = parts.module.loss_and_gradients if parts.settings.compute else _nothing_computed
         loss, logits, gradient = forward_and_backward(batch.dense, pulled.pooled, batch.labels)
@@ -170,10 +172,11 @@ class Worker:
 
     def _fetch(self, wait: bool) -> _Ready | None:
         leased = self._parts.feed.next(wait)
-        return None if leased is None else (leased, self._parts.embeddings.pull(leased.batch.ids))
+        begun = None if leased is None else self._update.begin(leased)
+        return None if begun is None else (begun, self._parts.embeddings.pull(begun.batch.ids))
 
     def _wait_for_more(self) -> _Ready | None:
-        self._update.settle()
+        self._update.idle()
         self._parts.listener.worker_idle(self._parts.index)
         self.idle = True
         with self._parts.gate.resting():

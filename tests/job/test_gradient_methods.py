@@ -1,0 +1,232 @@
+"""Whole jobs under gradient methods: every row once, large-batch training to the bit, and switches in mid-run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from job_helpers import (
+    SMALL_DLRM,
+    Ledger,
+    Witness,
+    beside_own_model,
+    checkpoints,
+    error_of,
+    result_of,
+    settings,
+    train_counted,
+    write_rows,
+)
+from safetensors.torch import load_file
+from test_resume import interrupt
+
+from shadowsync import Job
+from shadowsync.aggregation.aggregator import Aggregation
+from shadowsync.errors import ConfigError
+from shadowsync.registry import members
+from shadowsync.training.worker import TrainerLost
+
+pytestmark = pytest.mark.timeout(60)
+
+METHODS = sorted(members("shadowsync.aggregation", Aggregation))
+
+
+def gradient_settings(path: Path, method: str, **sections: Any) -> dict[str, Any]:
+    config = settings(path, path, **sections)
+    del config["sync"]
+    config["aggregation"] = {"method": method, **dict(sections.get("aggregation", {}))}
+    return config
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """Everything that was trained, from the newest checkpoint."""
+    found = {}
+    for file in sorted(checkpoints(out)[-1].glob("*.safetensors")):
+        found |= {name: tensor for name, tensor in load_file(file).items() if "random" not in file.name}
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("global_batch", [None, 2, 6, 32], ids=lambda size: f"G{size}")
+def test_every_row_is_trained_once(tmp_path: Path, method: str, global_batch: int | None) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 101)
+    config = gradient_settings(
+        data,
+        method,
+        train={"trainers": 3, "workers": 2},
+        data={"epochs": 2},
+        embedding={"servers": 2},
+        aggregation={
+            "global_batch": global_batch,
+            **({"backups": 0} if method == "hop_bw" and global_batch == 2 else {}),
+        },
+    )
+    result, rows = train_counted(config, tmp_path / "out")
+    assert rows == dict.fromkeys(range(101), 2)
+    assert result.data.trained_samples == 202
+    assert result.sync is None
+    assert result.aggregation is not None
+    assert result.aggregation.global_steps > 0
+    assert result_of(tmp_path / "out")["aggregation"]["dropped"] == result.aggregation.dropped
+    assert {"auc", "ne"} <= result_of(tmp_path / "out")["test"].keys()
+
+
+def large_batch(data: Path, out: Path, precision: str, optimizer: str) -> None:
+    """One worker with the whole global batch at once."""
+    config = settings(
+        data,
+        data,
+        model=SMALL_DLRM,
+        train={"batch_size": 8, "precision": precision, "optimizer": optimizer},
+        data={"slice_rows": 16, "epochs": 2},
+    )
+    Job(config, out=out).run()
+
+
+@pytest.mark.parametrize("method", ["sync", "gba", "bsp", "auto"])
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sgd"])
+def test_with_nothing_stale_it_is_large_batch_training(tmp_path: Path, method: str, optimizer: str) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 64)
+    large_batch(data, tmp_path / "large", "fp32", optimizer)
+    config = gradient_settings(
+        data,
+        method,
+        model=SMALL_DLRM,
+        train={"batch_size": 2, "optimizer": optimizer, "workers": 4 if method == "sync" else 1},
+        data={"slice_rows": 16, "epochs": 2},
+        aggregation={"global_batch": 8, "rows": "buffer"},
+    )
+    result = Job(config, out=tmp_path / "out").run()
+    assert result.aggregation is not None
+    assert (result.aggregation.global_steps, result.aggregation.max_staleness) == (16, 0)
+    large, ours = weights(tmp_path / "large"), weights(tmp_path / "out")
+    assert large.keys() == ours.keys()
+    for name in large:
+        torch.testing.assert_close(ours[name], large[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("rows", ["containing", "buffer"])
+def test_without_delay_gba_is_synchronous_training_to_the_bit(tmp_path: Path, rows: str) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 60)
+    for method in ("sync", "gba"):
+        config = gradient_settings(
+            data, method, model=SMALL_DLRM, data={"slice_rows": 12}, aggregation={"global_batch": 8, "rows": rows}
+        )
+        Job(config, out=tmp_path / method).run()
+    sync, gba = weights(tmp_path / "sync"), weights(tmp_path / "gba")
+    assert all(torch.equal(sync[name], gba[name]) for name in sync)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_interrupted_job_is_resumed_where_it_was(tmp_path: Path, method: str) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+    config = gradient_settings(
+        data, method, train={"trainers": 2, "workers": 2}, data={"epochs": 2}, aggregation={"global_batch": 8}
+    )
+    before, said = interrupt(config, out)
+    assert f"stopped by SIGTERM after {before.total()} samples" in said
+    result, after = train_counted(config, out, resume=out)
+    assert before + after == dict.fromkeys(range(101), 2)
+    assert result.data.trained_samples == 202
+
+
+FAMILIES = [
+    {"sync": {"method": "easgd"}},
+    {"sync": {"method": "ma"}},
+    *({"aggregation": {"method": m}} for m in METHODS),
+]
+
+
+@pytest.mark.parametrize("there", FAMILIES, ids=str)
+@pytest.mark.parametrize("here", [FAMILIES[0], FAMILIES[2], {"aggregation": {"method": "gba"}}], ids=str)
+def test_a_checkpoint_of_any_method_goes_on_under_another(
+    tmp_path: Path, there: dict[str, Any], here: dict[str, Any]
+) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+    base = settings(data, data, train={"trainers": 2}, data={"epochs": 2})
+    del base["sync"]
+    before, _ = interrupt(base | there, out)
+    ledger = Ledger()
+    Job(beside_own_model(base | here), model=Witness(ledger), out=tmp_path / "new", resume=out).run()
+    assert before + ledger.rows == dict.fromkeys(range(101), 2)
+
+
+def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:
+    """Half under one method, half under the other, with nothing stale, is the whole under one."""
+    data = write_rows(tmp_path / "rows.parquet", 64)
+
+    def config(method: str, epochs: int) -> dict[str, Any]:
+        return gradient_settings(
+            data,
+            method,
+            model=SMALL_DLRM,
+            train={"optimizer": "adam"},
+            data={"slice_rows": 16, "epochs": epochs},
+            aggregation={"global_batch": 8},
+        )
+
+    Job(config("sync", 2), out=tmp_path / "whole").run()
+    Job(config("sync", 1), out=tmp_path / "half").run()
+    result = Job(config("gba", 2), out=tmp_path / "other", resume=tmp_path / "half").run()
+    whole, other = weights(tmp_path / "whole"), weights(tmp_path / "other")
+    assert all(torch.equal(whole[name], other[name]) for name in whole)
+    assert result.aggregation is not None
+    assert result.aggregation.global_steps == 16
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("iteration", [1, 2, 5])
+def test_a_trainer_that_dies_holds_nobody_up(tmp_path: Path, method: str, iteration: int) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+
+    def script(rank: int, step: int) -> None:
+        if rank == 1 and step == iteration:
+            raise TrainerLost("by script")
+
+    config = gradient_settings(
+        data, method, train={"trainers": 3, "workers": 2}, data={"epochs": 2}, aggregation={"global_batch": 12}
+    )
+    result, rows = train_counted(config, out, failures=script)
+    assert result.data.trained_samples == 202
+    assert rows == dict.fromkeys(range(101), 2)
+    assert result.recovery is not None
+    assert result.recovery.failures == 1
+
+
+@pytest.mark.parametrize("trainers", [8])
+@pytest.mark.parametrize("method", METHODS)
+def test_eight_trainers_on_ten_rows(tmp_path: Path, method: str, trainers: int) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 10)
+    config = gradient_settings(data, method, train={"trainers": trainers, "batch_size": 4})
+    result, rows = train_counted(config, tmp_path / "out")
+    assert rows == dict.fromkeys(range(10), 1)
+    assert result.data.trained_samples == 10
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "not a multiple": ({"method": "gba", "global_batch": 3}, "aggregation.global_batch=3 is not a multiple"),
+    "smaller than a batch": ({"method": "gba", "global_batch": 1}, "aggregation.global_batch=1 is not a multiple"),
+    "nothing to tune": ({"global_batch": 4}, "aggregation.global_batch has no effect without aggregation.method"),
+    "another's option": ({"method": "sync", "tolerance": 3}, "aggregation.tolerance is not an option"),
+    "no such method": ({"method": "gbba"}, "did you mean gba"),
+    "too many backups": ({"method": "hop_bw", "global_batch": 4, "backups": 2}, "backups"),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG.values(), ids=WRONG)
+def test_settings_that_mean_nothing_are_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    config = settings(write_rows(tmp_path / "rows.parquet", 10)) | {"aggregation": given}
+    del config["sync"]
+    error = error_of(lambda: Job(config, out=tmp_path / "out").run())
+    assert isinstance(error, ConfigError)
+    assert said in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("extra", [{"sync": {"method": "easgd"}}, {"cluster": {"dense_servers": 2}}], ids=str)
+def test_what_belongs_to_the_other_family_is_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
+    config = settings(write_rows(tmp_path / "rows.parquet", 10)) | {"aggregation": {"method": "gba"}}
+    del config["sync"]
+    error = error_of(lambda: Job(config | extra, out=tmp_path / "out").run())
+    assert isinstance(error, ConfigError)
+    assert "aggregation.method=gba" in str(error)

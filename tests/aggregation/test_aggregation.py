@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shadowsync.aggregation.aggregator import Aggregation, Begun, Commit
 from shadowsync.aggregation.asynchronous import Async
+from shadowsync.aggregation.auto import Auto
 from shadowsync.aggregation.bsp import Bsp
 from shadowsync.aggregation.gba import Gba
 from shadowsync.aggregation.hop_bs import HopBs
@@ -25,6 +26,7 @@ METHODS: list[Callable[[], Aggregation]] = [
     lambda: HopBs(bound=0),
     lambda: HopBw(backups=0),
     lambda: Gba(tolerance=0, divide_by="kept"),
+    lambda: Auto(share=0.02, even=0.01, steady_commits=1, steady_s=0.0),
 ]
 Faults = list[tuple[str, int, int]]
 NEVER_WAIT = ("async", "bsp", "gba")
@@ -59,7 +61,7 @@ def check(cluster: Cluster, first_step: int = 3) -> None:
 
 
 def test_the_members_are_those_of_the_configuration() -> None:
-    assert list(MEMBERS) == ["async", "bsp", "gba", "hop_bs", "hop_bw", "sync"]
+    assert list(MEMBERS) == ["async", "auto", "bsp", "gba", "hop_bs", "hop_bw", "sync"]
 
 
 @pytest.mark.parametrize("make", METHODS)
@@ -171,7 +173,7 @@ def test_sync_trains_in_the_order_of_dispatch(size: int, workers: int, delays: l
 def test_gba_without_delay_is_sync(size: int, delays: list[int]) -> None:
     """Rounds of M: M begin, M arrive in any order. So do bsp, and hop_bw without backups."""
     runs = []
-    for method in (Sync(), Gba(tolerance=0), Gba(divide_by="kept"), Bsp(), HopBw(backups=0)):
+    for method in (Sync(), Gba(tolerance=0), Gba(divide_by="kept"), Bsp(), HopBw(backups=0), Auto()):
         aggregator, found = method.start(size), []
         for k in range(4):
             batches = [Begun(k * size + i, k, i) for i in range(size)]
@@ -344,6 +346,8 @@ def test_a_step_takes_at_least_one_batch() -> None:
         ("gba", {"divide_by": "m"}, r"aggregation\.divide_by=m"),
         ("hop_bs", {"bound": -1}, r"aggregation\.bound=-1"),
         ("hop_bw", {"backups": -1}, r"aggregation\.backups=-1"),
+        ("auto", {"share": 1.5}, r"aggregation\.share=1\.5"),
+        ("auto", {"share": 0.1, "even": 0.1}, r"even=0\.1 has to be below share=0\.1"),
     ],
 )
 def test_options_are_checked(name: str, options: dict[str, object], said: str) -> None:
@@ -363,6 +367,7 @@ def test_a_straggler_holds_up_rounds_and_nobody_else() -> None:
     assert taken_s["sync"] == pytest.approx(2000 / 8 * 5, rel=0.02)
     assert taken_s["gba"] == pytest.approx(taken_s["async"], rel=0.02)
     assert taken_s["bsp"] == pytest.approx(taken_s["async"], rel=0.02)
+    assert taken_s["auto"] < 1.2 * taken_s["async"]
     assert taken_s["hop_bs"] == pytest.approx(taken_s["sync"], rel=0.05), "the slowest sets the pace"
 
 

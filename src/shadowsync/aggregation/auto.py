@@ -1,0 +1,155 @@
+"""Synchronous while the workers are even, GBA while stragglers would hold up the rounds."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Switch, Worker
+from shadowsync.aggregation.gba import DivideBy, Gba, Tolerance
+from shadowsync.aggregation.step_times import StepTimes, lost_share
+from shadowsync.aggregation.synchronous import Sync
+
+
+@dataclass(frozen=True)
+class Auto(Aggregation):
+    """Switches between `sync` and `gba` while the job runs, which GBA makes possible without re-tuning (arXiv
+    2205.11048); the paper leaves the choice to the user, the rule is ours.
+
+    What synchronous rounds lose to stragglers is estimated after every commit, in either mode, from the step times of
+    the living workers (`step_times.lost_share`). Above `share` it goes to GBA, below `even` back; both only after
+    the estimate has been there for `steady_commits` commits and `steady_s` seconds in a row. It starts synchronously.
+
+    A switch happens right after a commit, when nothing is held. Gradients in flight are kept: on the way back the first
+    round waits for them instead of admitting as many new ones.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    share: Annotated[
+        float, Field(gt=0, lt=1, description="loss of synchronous throughput to leave it at; more stays longer")
+    ] = 0.2
+    even: Annotated[
+        float, Field(gt=0, lt=1, description="loss of synchronous throughput to return at; more returns sooner")
+    ] = 0.1
+    steady_commits: Annotated[
+        int, Field(ge=1, description="commits in a row that a switch needs; more follows later and flaps less")
+    ] = 5
+    steady_s: Annotated[
+        float, Field(ge=0, allow_inf_nan=False, description="seconds in a row; more follows later and flaps less")
+    ] = 1.0
+    tolerance: Tolerance = Gba.tolerance
+    divide_by: DivideBy = Gba.divide_by
+
+    def __post_init__(self) -> None:
+        if self.even >= self.share:
+            raise ValueError(f"even={self.even} has to be below share={self.share}, or the modes would alternate")
+
+    def start(self, size: int, step: int = 0) -> Aggregator:
+        return _Switching(self, size, step)
+
+
+@dataclass
+class _Streak:
+    """For how long something has been so.
+
+    Attributes:
+        count: times in a row.
+        since: when the first of them was.
+    """
+
+    count: int = 0
+    since: float = math.inf
+
+    def add(self, holds: bool, now: float) -> None:
+        if not holds:
+            self.count, self.since = 0, math.inf
+            return
+        self.count += 1
+        self.since = min(self.since, now)
+
+    def lasts(self, commits: int, seconds: float, now: float) -> bool:
+        return self.count >= commits and now - self.since >= seconds
+
+
+class _Switching(Aggregator):
+    """Hands everything on to the method at work, and changes it."""
+
+    def __init__(self, options: Auto, size: int, step: int) -> None:
+        self._options = options
+        self._size = size
+        self._modes: tuple[Aggregation, Aggregation] = (Sync(), Gba(options.tolerance, options.divide_by))
+        self._at_work = self._modes[0].start(size, step)
+        self._times = StepTimes()
+        self._streak = _Streak()
+        super().__init__(self._at_work.mode, step)
+
+    @property
+    def in_flight(self) -> Mapping[int, Begun]:
+        return self._at_work.in_flight
+
+    @property
+    def held(self) -> int:
+        return self._at_work.held
+
+    def begin(self, batch: Begun, now: float) -> bool:
+        if not self._at_work.begin(batch, now):
+            return False
+        self._times.began(batch, now)
+        return True
+
+    def arrived(self, number: int, now: float) -> Sequence[Commit]:
+        self._times.arrived(number, now)
+        return self._after(self._at_work.arrived(number, now), now)
+
+    def retired(self, number: int, now: float) -> Sequence[Commit]:
+        self._times.retired(number)
+        return self._after(self._at_work.retired(number, now), now)
+
+    def left(self, worker: Worker, now: float) -> Sequence[Commit]:
+        self._times.left(worker)
+        return self._after(self._at_work.left(worker, now), now)
+
+    def flush(self, now: float) -> Sequence[Commit]:
+        return self._after(self._at_work.flush(now), now)
+
+    def carry(self, batches: Iterable[Begun], now: float) -> None:
+        taken = list(batches)
+        self._at_work.carry(taken, now)
+        for batch in taken:
+            self._times.began(batch, now)
+
+    def _after(self, commits: Sequence[Commit], now: float) -> Sequence[Commit]:
+        self.step = self._at_work.step
+        if commits:
+            self._judge(now)
+        return commits
+
+    def _judge(self, now: float) -> None:
+        """Looks at the step times, and switches if they have called for it long enough."""
+        if not (step_s := self._times.seconds(now)):
+            return
+        lost = lost_share(step_s, self._size)
+        options, waits = self._options, self.mode == Sync.name
+        self._streak.add(lost > options.share if waits else lost < options.even, now)
+        if self._streak.lasts(options.steady_commits, options.steady_s, now):
+            bound = f"above share={options.share:.0%}" if waits else f"below even={options.even:.0%}"
+            lasting = f"{bound} for {self._streak.count} commits"
+            self._switch(f"stragglers cost synchronous rounds {lost:.0%}, {lasting}; {_spread(step_s)}", now)
+
+    def _switch(self, why: str, now: float) -> None:
+        carried = tuple(self._at_work.in_flight.values())
+        self._modes = (self._modes[1], self._modes[0])
+        self._at_work = self._modes[0].start(self._size, self.step)
+        self._at_work.carry(carried, now)
+        self._streak = _Streak()
+        self.mode = self._at_work.mode
+        self.switches.append(Switch(self.step, self.mode, why))
+
+
+def _spread(step_s: Sequence[float]) -> str:
+    slowest, usual = max(step_s), median(step_s)
+    return f"of {len(step_s)} workers the slowest takes {slowest:.3g} s a batch, the median {usual:.3g} s"

@@ -1,0 +1,184 @@
+"""Synchronous or GBA: what stragglers cost, and when the mode changes."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from cluster_simulator import Cluster, StepTime
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowsync.aggregation.aggregator import Aggregation, Begun
+from shadowsync.aggregation.auto import Auto
+from shadowsync.aggregation.gba import Gba
+from shadowsync.aggregation.step_times import StepTimes, lost_share, round_s
+from shadowsync.aggregation.stragglers import Stragglers, parse_stragglers
+from shadowsync.aggregation.synchronous import Sync
+
+WORKERS = 8
+QUICK = settings(max_examples=60, deadline=None)
+TIMES = st.lists(st.floats(0.1, 10), min_size=2, max_size=9)
+
+
+def scripted(stragglers: Stragglers, noise: float = 0.0, seed: int = 0) -> StepTime:
+    """A second a batch, drawn out by a script and by noise of each batch's own."""
+
+    def seconds(worker: int, number: int, now: float) -> float:
+        own = random.Random(seed * 1_000_003 + number).lognormvariate(0, noise) if noise else 1.0
+        return stragglers.factor(worker, now) * own
+
+    return seconds
+
+
+def run(aggregation: Aggregation, step_time: StepTime, until_s: float) -> Cluster:
+    cluster = Cluster(aggregation, WORKERS, 10**6, step_time, until_s)
+    for worker in range(WORKERS):
+        cluster.join(worker)
+    return cluster.run()
+
+
+def modes(cluster: Cluster) -> list[str]:
+    return [switch.mode for switch in cluster.aggregator.switches]
+
+
+def trained(cluster: Cluster) -> int:
+    return len(cluster.received)
+
+
+EVEN_BUSY_EVEN = parse_stragglers("index=2,slow=5,from_s=200,until_s=500")
+
+
+def test_it_goes_to_gba_under_a_straggler_and_back() -> None:
+    cluster = run(Auto(), scripted(EVEN_BUSY_EVEN), 700)
+    assert modes(cluster) == ["gba", "sync"]
+    to_gba, back = cluster.aggregator.switches
+    assert 200 < cluster.commit_times[to_gba.step - 1] < 280
+    assert 500 < cluster.commit_times[back.step - 1] < 520
+    assert "78%" in to_gba.why
+    assert "above share=20% for 5 commits" in to_gba.why
+    assert "of 8 workers the slowest takes 5 s a batch, the median 1 s" in to_gba.why
+    assert "below even=10%" in back.why
+    assert cluster.aggregator.mode == "sync"
+
+
+def test_it_is_nearly_as_fast_as_the_better_of_both() -> None:
+    """Counted in batches trained while the cluster is even, busy for a while, and even again."""
+    script = parse_stragglers("share=0.25,slow=3-10,for_s=300,from_s=1000,until_s=3000,seed=4")
+    auto, sync, gba = (trained(run(m, scripted(script), 4000)) for m in (Auto(), Sync(), Gba()))
+    assert gba > 1.4 * sync
+    assert auto > 0.95 * gba
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("slow", [1.0, 1.15, 1.5])
+def test_noise_makes_it_change_its_mind_once_at_most(seed: int, slow: float) -> None:
+    """Even workers, one between the bounds, and one above them, with step times that vary by a tenth."""
+    cluster = run(Auto(), scripted(parse_stragglers(f"index=0,slow={slow}"), noise=0.1, seed=seed), 400)
+    assert modes(cluster) == ([] if slow < 1.2 else ["gba"])
+
+
+def test_a_hiccup_changes_nothing() -> None:
+    def hiccups(worker: int, number: int, now: float) -> float:
+        return 20.0 if number % 97 == 0 else 1.0
+
+    assert modes(run(Auto(), hiccups, 500)) == []
+
+
+def test_it_takes_as_many_commits_and_seconds_as_it_is_told() -> None:
+    script = scripted(parse_stragglers("index=0,slow=5"))
+    steps = [
+        run(Auto(steady_commits=commits, steady_s=seconds), script, 400).aggregator.switches[0].step
+        for commits, seconds in ((1, 0.0), (9, 0.0), (1, 60.0))
+    ]
+    assert steps[1] == steps[0] + 8
+    assert steps[2] == steps[0] + 12, "five seconds a commit"
+
+
+def test_gradients_in_flight_enter_the_first_round() -> None:
+    """Nothing is dropped at the switch, and the round waits for what began before it."""
+    cluster = run(Auto(tolerance=1000), scripted(EVEN_BUSY_EVEN), 700)
+    back = cluster.aggregator.switches[1]
+    first, second = cluster.commits[back.step : back.step + 2]
+    assert min(cluster.began_at_step[number] for number in first.weights) < back.step
+    assert {cluster.began_at_step[number] for number in second.weights} == {second.step}
+    assert cluster.dropped == 0
+    assert len(first.weights) == len(second.weights) == WORKERS
+
+
+def test_a_worker_that_hangs_is_seen_before_it_is_done() -> None:
+    def hangs(worker: int, number: int, now: float) -> float:
+        return 1e4 if worker == 1 and now > 300 else EVEN_BUSY_EVEN.factor(worker, now)
+
+    cluster = Cluster(Auto(), WORKERS, 10**6, hangs, 800)
+    for worker in range(WORKERS):
+        cluster.join(worker)
+    cluster.die(1, 750)
+    assert modes(cluster.run()) == ["gba", "sync"]
+    assert cluster.commit_times[cluster.aggregator.switches[1].step - 1] > 750, "not while one hangs"
+
+
+def test_a_straggler_that_dies_is_forgotten() -> None:
+    cluster = Cluster(Auto(), WORKERS, 10**6, scripted(parse_stragglers("index=0,slow=8")), 400)
+    for worker in range(WORKERS):
+        cluster.join(worker)
+    cluster.die(0, 200)
+    assert modes(cluster.run()) == ["gba", "sync"]
+    assert cluster.commit_times[cluster.aggregator.switches[1].step - 1] < 220
+
+
+def test_one_batch_a_worker_is_the_rate_of_the_rounds_over_the_sum_of_rates() -> None:
+    assert lost_share([1.0] * 7 + [5.0], 8) == pytest.approx(1 - (8 / 5) / (7 + 1 / 5))
+
+
+@given(TIMES, st.integers(1, 20))
+@QUICK
+def test_the_loss_is_a_share_and_no_matter_of_units_or_order(times: list[float], size: int) -> None:
+    lost = lost_share(times, size)
+    assert 0 <= lost < 1
+    assert lost_share([60 * t for t in times[::-1]], size) == pytest.approx(lost, abs=1e-9)
+    assert lost_share([times[0]] * len(times), size) == pytest.approx(0, abs=1e-9)
+    assert lost_share(times[:1], size) == 0
+
+
+@given(TIMES, st.integers(1, 20))
+@QUICK
+def test_a_round_takes_as_long_as_in_the_simulator(times: list[float], size: int) -> None:
+    if len(times) > size:
+        return
+    cluster = Cluster(Sync(), size, size, lambda worker, number, now: times[worker])
+    for worker in range(len(times)):
+        cluster.join(worker)
+    assert round_s(times, size) == pytest.approx(cluster.run().commit_times[0])
+
+
+def test_with_more_workers_than_batches_everybody_takes_part_equally_often() -> None:
+    """Of two drawn from 1, 2 and 4 s: the slowest is the second once, and the third twice, in three."""
+    assert round_s([4.0, 1.0, 2.0], 2) == pytest.approx((2 + 4 + 4) / 3)
+
+
+def test_step_times_are_medians_of_the_last_few() -> None:
+    times = StepTimes()
+    for number, seconds in enumerate([9.0, 9.0, 1.0, 2.0, 3.0, 50.0, 2.5]):
+        times.began(Begun(number, 0, "a"), 100.0)
+        times.began(Begun(number, 0, "a"), 101.0)
+        times.arrived(number, 100.0 + seconds)
+    assert times.seconds(200.0) == [2.5]
+    times.began(Begun(10, 0, "a"), 200.0)
+    times.began(Begun(11, 0, "b"), 203.0)
+    assert times.seconds(201.0) == [2.5, 2.5], "a newcomer is as fast as most"
+    assert times.seconds(210.0) == [10.0, 7.0], "what is under way counts when it takes longer"
+    times.retired(10)
+    times.left("b")
+    assert times.seconds(210.0) == [2.5]
+    times.left("a")
+    assert times.seconds(210.0) == []
+
+
+@pytest.mark.parametrize("make", [Auto, lambda: Auto(divide_by="kept", tolerance=0)])
+def test_the_gba_it_switches_to_has_the_options(make: Callable[[], Auto]) -> None:
+    cluster = run(make(), scripted(parse_stragglers("index=0,slow=5")), 200)
+    late = cluster.commits[cluster.aggregator.switches[0].step :][:-1]
+    tolerance = cluster.aggregation.tolerance  # type: ignore[attr-defined]
+    dropping = [commit for commit in late if commit.dropped]
+    assert bool(dropping) == (tolerance == 0)
+    assert all(commit.divisor == commit.kept for commit in dropping)

@@ -11,6 +11,7 @@ from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_replica, make_trainer, step_rule
 from shadowsync.choices import Aggregating, Choices
 from shadowsync.config import Config
+from shadowsync.data.desk import Desk
 from shadowsync.data.feed import Feed
 from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
@@ -94,6 +95,9 @@ class LocalDense(ABC):
     def restart(self, before: AggregationState) -> None:  # noqa: B027 (matters to gradient methods only)
         """The counts go on from these."""
 
+    def abandoned(self, rank: int) -> None:  # noqa: B027 (matters to gradient methods only)
+        """A trainer died, and what it had not begun goes to others."""
+
     def stop(self) -> None:  # noqa: B027 (matters only where workers wait for each other)
         """Lets everybody go who waits for others."""
 
@@ -158,12 +162,13 @@ class LocalGradients(LocalDense):
         material: DenseMaterial,
         aggregating: Aggregating,
         servers: Sequence[EmbeddingServer],
-        trained: Callable[[], int],
+        desk: Desk,
     ) -> None:
         self._material, self._servers, self._line = material, servers, material.line
         self._stepper = DenseStepper(material.replica(), material.config.train.clip_norm)
         rule = step_rule(material.config, aggregating, material.kit.settings().rates)
-        self.conductor = Conductor(aggregating.method, rule, StepParts(self._stepper, servers, trained))
+        self.conductor = Conductor(aggregating.method, rule, StepParts(self._stepper, servers, lambda: desk.trained))
+        desk.number_by(self.conductor.dispatch)
 
     def trainer(
         self, rank: int, clients: Sequence[EmbeddingClient], feed: Feed, hooks: Callable[[Trainer], Hooks]
@@ -203,6 +208,9 @@ class LocalGradients(LocalDense):
         self._stepper.restart(before.global_steps)
         for server in self._servers:
             server.forget_held(before.global_steps - 1)
+
+    def abandoned(self, rank: int) -> None:
+        self.conductor.abandoned(rank)
 
     def stop(self) -> None:
         self.conductor.stop()

@@ -58,7 +58,7 @@ class LocalSession(Session):
         aggregating = self.choices.aggregation
         if aggregating is None:
             return LocalReplicas(material)
-        return LocalGradients(material, aggregating, self.embeddings.servers, lambda: self.reader.trained)
+        return LocalGradients(material, aggregating, self.embeddings.servers, self.reader.desk)
 
     def _make_trainer(self, rank: int) -> Trainer:
         clients = [
@@ -99,7 +99,8 @@ class LocalSession(Session):
     def reap(self) -> None:
         for trainer in self.trainers:
             if trainer.error is not None and not trainer.stepping() and not trainer.finished:
-                self.reader.abandon(trainer.rank)  # first: its other workers may be waiting for these very rows
+                self.dense.abandoned(trainer.rank)
+                self.reader.abandon(trainer.rank)  # before `finish`: its workers may be waiting for these very rows
                 trainer.finish()
         if any(trainer.failed for trainer in self.trainers):
             self.stop()

@@ -91,6 +91,11 @@ class Aggregator(ABC):
         self.switches: list[Switch] = []
 
     @property
+    def waits(self) -> bool:
+        """A batch that begins is computed with the parameters of `step`, so that it has to wait until that is made."""
+        return False
+
+    @property
     @abstractmethod
     def in_flight(self) -> Mapping[int, Begun]:
         """The batches being computed, by number."""

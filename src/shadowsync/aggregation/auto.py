@@ -88,6 +88,10 @@ class _Switching(Aggregator):
         super().__init__(self._at_work.mode, step)
 
     @property
+    def waits(self) -> bool:
+        return self._at_work.waits
+
+    @property
     def in_flight(self) -> Mapping[int, Begun]:
         return self._at_work.in_flight
 

@@ -69,11 +69,13 @@ class Arrived:
     """A gradient that all servers hold.
 
     Attributes:
+        trainer: who held the batch's rows.
         samples: of its batch.
         version: of the dense parameters that it was computed with.
         done: says that the batch was trained; called when a global step has taken or dropped it.
     """
 
+    trainer: int
     samples: int
     version: int
     done: Callable[[], None]
@@ -109,8 +111,10 @@ class Conductor:
         self.aggregator: Aggregator = self._method.start(self._rule.size, before.global_steps)
         self._tokens = TokenBook(self._method.batches_per_step(self._rule.size), before.global_steps)
         self._carried = before.global_steps
+        self._dispatched: dict[int, tuple[int, int]] = {}
         self._begun: dict[int, Worker] = {}
         self._arrived: dict[int, Arrived] = {}
+        self._undone: dict[int, Arrived] = {}
         self._commits: deque[tuple[Commit, int, Mapping[int, Arrived]]] = deque()
         self._error: BaseException | None = None
 
@@ -122,37 +126,67 @@ class Conductor:
 
     # --- called by workers -------------------------------------------------------------------------------------------
 
-    def begin(self, worker: Worker) -> int | None:
-        """A worker has taken a batch.
+    def dispatch(self, trainer: int) -> int:
+        """A batch is being handed out to a trainer; called in the order in which that is done.
 
         Returns:
-            the number under which its gradients are held; None if nothing will be trained any more. A method that
-            makes workers wait returns when it may be computed, with parameters as they are then.
+            the number under which its gradients are held.
         """
         with self._changed:
-            number, token = self._next, self._tokens.dispatch()
+            number = self._next
             self._next += 1
-            self._working.add(worker)
-            batch = Begun(number, token, worker)
-            while not self._stopped and not self._admits(batch):
-                self._changed.wait()
-            if self._stopped:
-                return None
-            self._begun[number] = worker
+            self._dispatched[number] = (trainer, self._tokens.dispatch())
             return number
 
+    def begin(self, worker: Worker, number: int) -> bool:
+        """A worker is about to compute a batch that was dispatched.
+
+        Returns:
+            False if nothing will be trained any more. A method that makes workers wait returns when the batch may be
+            computed, with parameters as they are then.
+        """
+        with self._changed:
+            if number not in self._dispatched:
+                return False
+            self._working.add(worker)
+            batch = Begun(number, self._dispatched[number][1], worker)
+            while not self._stopped and not self._admits(batch):
+                self._changed.wait()
+            del self._dispatched[number]
+            self._begun[number] = worker
+            self._changed.notify_all()
+            return not self._stopped
+
     def _admits(self, batch: Begun) -> bool:
-        """Whoever has to wait for a step also waits until it is carried out."""
+        """Whoever has to wait for a step waits until it is carried out, and for the batches before."""
         self._raise_error()
-        if self.aggregator.waits and self._carried < self.aggregator.step:
+        if self.aggregator.waits and (self._carried < self.aggregator.step or min(self._dispatched) < batch.number):
             return False
         return self.aggregator.begin(batch, self._clock())
 
-    def arrived(self, number: int, arrived: Arrived) -> None:
-        """All servers hold the gradients of a batch that has begun."""
+    def abandoned(self, trainer: int) -> None:
+        """A trainer is gone, and its rows are about to be given to others.
+
+        Batches that it had not begun never will be. Those whose gradients wait for their step count as trained from
+        now on, so that nobody trains them again.
+        """
         with self._changed:
-            self._begun.pop(number, None)
-            self._arrived[number] = arrived
+            waiting = [number for number, one in self._undone.items() if one.trainer == trainer]
+            counted = [self._undone.pop(number) for number in waiting]
+            lost = [number for number, (owner, _) in self._dispatched.items() if owner == trainer]
+            for number in lost:
+                del self._dispatched[number]
+            self._tokens.retired(len(lost))
+            self._changed.notify_all()
+        for arrived in counted:
+            arrived.done()
+
+    def arrived(self, number: int, arrived: Arrived) -> None:
+        """All servers hold the gradients of a batch; of one that was given up meanwhile nothing is taken note of."""
+        with self._changed:
+            if self._begun.pop(number, None) is None:
+                return
+            self._arrived[number] = self._undone[number] = arrived
             self._decided(self.aggregator.arrived(number, self._clock()))
         self._carry_out()
 
@@ -162,7 +196,7 @@ class Conductor:
             self._leave(worker)
             if not self._working and self.aggregator.held:
                 self._decided(self.aggregator.flush(self._clock()))
-                self._tokens.realign(self.aggregator.step, 0)
+                self._tokens.realign(self.aggregator.step, len(self._dispatched))
         self._carry_out()
 
     def left(self, worker: Worker) -> None:
@@ -196,7 +230,7 @@ class Conductor:
     def _decided(self, commits: Sequence[Commit]) -> None:
         """Under the lock."""
         for commit in commits:
-            below = min((*self._begun, *self._held_after(commit)), default=self._next)
+            below = min((*self._dispatched, *self._begun, *self._held_after(commit)), default=self._next)
             named = {number: self._arrived.pop(number) for number in commit.weights}
             self._commits.append((commit, below, named))
         self._changed.notify_all()
@@ -228,8 +262,9 @@ class Conductor:
         with self._changed:
             self.counts.add(commit.step, commit.weights, {number: one.version for number, one in named.items()})
             self._carried = commit.step + 1
+            counted = [self._undone.pop(number) for number in named if number in self._undone]
             self._changed.notify_all()
-        for arrived in named.values():
+        for arrived in counted:
             arrived.done()
 
     def _raise_error(self) -> None:

@@ -13,24 +13,24 @@ class AggregationState(msgspec.Struct, frozen=True, kw_only=True):
         global_steps: k.
         received: gradients of which a global step has decided.
         dropped: those of them that were dropped.
-        staleness: how many of the applied ones were computed so many steps before theirs, by that number.
+        staleness: pairs, of a number of steps and how many of the applied ones were computed so many before theirs.
     """
 
     global_steps: int = 0
     received: int = 0
     dropped: int = 0
-    staleness: dict[int, int] = {}
+    staleness: tuple[tuple[int, int], ...] = ()
 
     @property
     def mean_staleness(self) -> float:
         """Of the applied gradients, in global steps; 0 where there is none."""
-        applied = sum(self.staleness.values())
-        return sum(steps * count for steps, count in self.staleness.items()) / applied if applied else 0.0
+        applied = sum(count for _, count in self.staleness)
+        return sum(steps * count for steps, count in self.staleness) / applied if applied else 0.0
 
     @property
     def max_staleness(self) -> int:
         """Of the applied gradients."""
-        return max(self.staleness, default=0)
+        return max((steps for steps, _ in self.staleness), default=0)
 
 
 class AggregationCounts:
@@ -38,7 +38,7 @@ class AggregationCounts:
 
     def __init__(self, before: AggregationState) -> None:
         self._global_steps, self._received, self._dropped = before.global_steps, before.received, before.dropped
-        self._staleness = Counter(before.staleness)
+        self._staleness = Counter(dict(before.staleness))
 
     def add(self, step: int, weights: Mapping[int, float], versions: Mapping[int, int]) -> None:
         """A global step was made.
@@ -63,5 +63,5 @@ class AggregationCounts:
             global_steps=self._global_steps,
             received=self._received,
             dropped=self._dropped,
-            staleness=dict(sorted(self._staleness.items())),
+            staleness=tuple(sorted(self._staleness.items())),
         )

@@ -25,6 +25,10 @@ class Sync(Aggregation):
 class Rounds(Buffer):
     """A buffer that admits as many batches as a round has; the rest wait, first those dispatched first."""
 
+    @property
+    def waits(self) -> bool:
+        return True
+
     def _admits(self, batch: Begun) -> bool:
         before = sum(number < batch.number for number in self._waiting)
         return self._taken() + before < self.size

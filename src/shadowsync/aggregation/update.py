@@ -23,7 +23,7 @@ from shadowsync.training.update import MOST_UNDER_WAY
 class Authority(Protocol):
     """What a worker needs of the `Conductor`, near or behind a wire."""
 
-    def begin(self, worker: Worker) -> int | None:
+    def begin(self, worker: Worker, number: int) -> bool:
         """As `Conductor.begin`."""
 
     def arrived(self, number: int, arrived: Arrived) -> None:
@@ -72,10 +72,9 @@ class GradientUpdate:
     _version: int = field(default=-1, init=False)
     _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False)
 
-    def begin(self, leased: LeasedBatch) -> LeasedBatch | None:
+    def begin(self, leased: LeasedBatch) -> bool:
         """As `Update.begin`."""
-        number = self.authority.begin(self.worker)
-        return None if number is None else replace(leased, number=number)
+        return self.authority.begin(self.worker, leased.number)
 
     def ready(self, leased: LeasedBatch) -> None:
         """As `Update.ready`."""
@@ -89,7 +88,9 @@ class GradientUpdate:
         number = leased.number
         dense = DenseGradient(module.flat_gradient(), tuple(found is not None for found in module.gradients))
         sent = all_of([self.dense.hold(number, dense), self.embeddings.hold(pulled, gradient, number)])
-        sent.then(self._telling(Arrived(len(leased.batch), self._version, self._done(leased)), number))
+        sent.then(
+            self._telling(Arrived(self.feed.trainer, len(leased.batch), self._version, self._done(leased)), number)
+        )
         self._under_way.append(sent)
         while self._under_way and (len(self._under_way) > self.most_under_way or self._under_way[0].done()):
             self._under_way.popleft().result()

@@ -1,7 +1,8 @@
 """The one authority over who trains which rows: a lease book that threads share and that tells when it changed."""
 
+import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -50,6 +51,11 @@ class Leasing(Protocol):
         """Returns when `version()` is another one, or earlier: ask again then."""
 
 
+def _counting() -> Callable[[int], int]:
+    numbers = itertools.count()
+    return lambda _: next(numbers)
+
+
 class Desk:
     """A `LeaseBook` behind a lock (a `Leasing`)."""
 
@@ -61,9 +67,14 @@ class Desk:
         """
         self._book = book
         self._grain = grain
-        self._claimed = 0
+        self._number: Callable[[int], int] = _counting()
         self._version = 0
         self._changed = threading.Condition()
+
+    def number_by(self, give: Callable[[int], int]) -> None:
+        """Has somebody else number the batches: called with the trainer for each claim, in their order."""
+        with self._changed:
+            self._number = give
 
     @property
     def finished(self) -> bool:
@@ -104,8 +115,7 @@ class Desk:
             granted = self._book.claim(lease, start, stop)
             if granted <= start:
                 return None
-            self._claimed += 1
-            return Claim(self._claimed - 1, granted)
+            return Claim(self._number(lease.trainer), granted)
 
     def done(self, lease: Lease, start: int, stop: int) -> bool:
         """As `Leasing.done`."""

@@ -24,11 +24,11 @@ class Update(Protocol):
     thread of the worker's own, before an earlier one is ready.
     """
 
-    def begin(self, leased: LeasedBatch) -> LeasedBatch | None:
+    def begin(self, leased: LeasedBatch) -> bool:
         """The worker has taken a batch; when this returns its rows are pulled.
 
         Returns:
-            the batch, under whatever number its gradients will have; None if nothing is to be trained any more.
+            False if nothing is to be trained any more.
         """
         ...
 
@@ -93,9 +93,9 @@ class LocalUpdate:
     most_under_way: int = MOST_UNDER_WAY
     _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False, compare=False)
 
-    def begin(self, leased: LeasedBatch) -> LeasedBatch | None:
+    def begin(self, leased: LeasedBatch) -> bool:
         """As `Update.begin`: nobody has to be asked."""
-        return leased
+        return True
 
     def ready(self, leased: LeasedBatch) -> None:
         """As `Update.ready`: the worker's module shares the replica's parameters."""

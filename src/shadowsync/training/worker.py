@@ -172,8 +172,9 @@ class Worker:
 
     def _fetch(self, wait: bool) -> _Ready | None:
         leased = self._parts.feed.next(wait)
-        begun = None if leased is None else self._update.begin(leased)
-        return None if begun is None else (begun, self._parts.embeddings.pull(begun.batch.ids))
+        if leased is None or not self._update.begin(leased):
+            return None
+        return leased, self._parts.embeddings.pull(leased.batch.ids)
 
     def _wait_for_more(self) -> _Ready | None:
         self._update.idle()

@@ -134,11 +134,13 @@ def test_a_worker_that_hangs_is_seen_before_it_is_done() -> None:
 
 
 def test_a_batch_that_got_lost_does_not_count_as_under_way() -> None:
-    cluster = Cluster(Auto(), WORKERS, 10**6, scripted(EVEN_BUSY_EVEN), 700)
-    for worker in range(WORKERS):
-        cluster.join(worker)
-        cluster.lose(worker, 450.5)
-    assert modes(cluster.run()) == ["gba", "sync"]
+    aggregator = Auto(steady_commits=1, steady_s=0.0).start(2)
+    aggregator.begin(Begun(0, 0, "a"), 0.0)
+    aggregator.retired(0, 1.0)
+    for number, worker in ((1, "a"), (2, "b")):
+        assert aggregator.begin(Begun(number, 0, worker), 100.0)
+        commits = aggregator.arrived(number, 101.0)
+    assert (len(commits), aggregator.switches) == (1, [])
 
 
 def test_step_times_of_carried_batches_count_from_the_switch() -> None:

@@ -60,6 +60,12 @@ def check(cluster: Cluster, first_step: int = 3) -> None:
     assert (cluster.aggregator.held, dict(cluster.aggregator.in_flight)) == (0, {})
 
 
+def holds_little(cluster: Cluster, batch: Begun) -> None:
+    """Less than a step, and of those that come too late one for each worker."""
+    workers = len({batch.worker for batch in cluster.dispatched.values()})
+    assert cluster.aggregator.held < cluster.size + workers
+
+
 def test_the_members_are_those_of_the_configuration() -> None:
     assert list(MEMBERS) == ["async", "auto", "bsp", "gba", "hop_bs", "hop_bw", "sync"]
 
@@ -68,8 +74,9 @@ def test_the_members_are_those_of_the_configuration() -> None:
 @given(size=SIZES, workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
 @QUICK
 def test_contract(make: Callable[[], Aggregation], size: int, workers: int, delays: list[int], faults: Faults) -> None:
-    cluster = troubled(make(), size, workers, delays, faults).run()
-    check(cluster)
+    cluster = troubled(make(), size, workers, delays, faults)
+    cluster.watch = holds_little
+    check(cluster.run())
     assert cluster.aggregator.flush(cluster.now) == []
     if cluster.aggregation.name in NEVER_WAIT:
         assert cluster.refusals == 0
@@ -262,6 +269,12 @@ def test_hop_bs_lets_workers_run_ahead_as_far_as_the_bound() -> None:
     assert not aggregator.begin(Begun(4, 0, "fast"), 3.0), "the newcomer is where the slowest was"
     aggregator.arrived(5, 4.0)
     assert aggregator.begin(Begun(4, 0, "fast"), 4.0)
+
+
+def test_hop_bs_counts_what_a_worker_computes_at_the_same_time() -> None:
+    aggregator = HopBs(bound=1).start(4)
+    began = [aggregator.begin(Begun(number, 0, worker), 0.0) for number, worker in enumerate("baaab")]
+    assert began == [True, True, True, False, True]
 
 
 def test_hop_bs_waits_for_nobody_who_has_nothing_to_compute_after_a_flush() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shadowsync.aggregation.aggregator import Aggregation, Begun
 from shadowsync.aggregation.auto import Auto
 from shadowsync.aggregation.gba import Gba
-from shadowsync.aggregation.step_times import StepTimes, lost_share, round_s
+from shadowsync.aggregation.step_times import RECENT, StepTimes, lost_share, round_s
 from shadowsync.aggregation.stragglers import Stragglers, parse_stragglers
 from shadowsync.aggregation.synchronous import Sync
 
@@ -54,9 +54,8 @@ def test_it_goes_to_gba_under_a_straggler_and_back() -> None:
     to_gba, back = cluster.aggregator.switches
     assert 200 < cluster.commit_times[to_gba.step - 1] < 280
     assert 500 < cluster.commit_times[back.step - 1] < 520
-    assert "78%" in to_gba.why
     assert "above share=20% for 5 commits" in to_gba.why
-    assert "of 8 workers the slowest takes 5 s a batch, the median 1 s" in to_gba.why
+    assert "of 8 workers the slowest takes 2.75 s a batch on average, the median 1 s" in to_gba.why
     assert "below even=10%" in back.why
     assert cluster.aggregator.mode == "sync"
 
@@ -70,16 +69,33 @@ def test_it_is_nearly_as_fast_as_the_better_of_both() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("slow", [1.0, 1.15, 1.5])
-def test_noise_makes_it_change_its_mind_once_at_most(seed: int, slow: float) -> None:
-    """Even workers, one between the bounds, and one above them, with step times that vary by a tenth."""
-    cluster = run(Auto(), scripted(parse_stragglers(f"index=0,slow={slow}"), noise=0.1, seed=seed), 400)
-    assert modes(cluster) == ([] if slow < 1.2 else ["gba"])
+@pytest.mark.parametrize(("slow", "expected"), [(1.0, []), (1.5, ["gba"])])
+def test_it_does_not_flap_under_noise(seed: int, slow: float, expected: list[str]) -> None:
+    """Even workers and uneven ones, whose step times vary by a tenth."""
+    assert modes(run(Auto(), scripted(parse_stragglers(f"index=0,slow={slow}"), noise=0.1, seed=seed), 400)) == expected
 
 
-def test_a_hiccup_changes_nothing() -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_between_the_bounds_it_stays_what_it_is(seed: int) -> None:
+    """Rounds lose about 15 %, either from the start on, or after a straggler has made it switch."""
+    between = parse_stragglers("index=0,slow=1.2;index=1,slow=5,from_s=200,until_s=300")
+    cluster = run(Auto(), scripted(between, noise=0.03, seed=seed), 600)
+    assert modes(cluster) == ["gba"]
+    assert 200 < cluster.commit_times[cluster.aggregator.switches[0].step] < 300
+
+
+def test_noise_alone_can_call_for_gba() -> None:
+    """With step times that vary by a third, rounds of eight lose a third, though all workers are alike."""
+    step_time = scripted(parse_stragglers("index=0,slow=1"), noise=0.3)
+    auto, sync, gba = (run(method, step_time, 600) for method in (Auto(), Sync(), Gba()))
+    assert trained(sync) < 0.75 * trained(gba)
+    assert trained(auto) > 0.95 * trained(gba)
+    assert modes(auto) == ["gba"]
+
+
+def test_a_hiccup_now_and_then_changes_nothing() -> None:
     def hiccups(worker: int, number: int, now: float) -> float:
-        return 20.0 if number % 97 == 0 else 1.0
+        return 20.0 if number % 397 == 396 else 1.0
 
     assert modes(run(Auto(), hiccups, 500)) == []
 
@@ -117,6 +133,24 @@ def test_a_worker_that_hangs_is_seen_before_it_is_done() -> None:
     assert cluster.commit_times[cluster.aggregator.switches[1].step - 1] > 750, "not while one hangs"
 
 
+def test_a_batch_that_got_lost_does_not_count_as_under_way() -> None:
+    aggregator = Auto(steady_commits=1, steady_s=0.0).start(2)
+    aggregator.begin(Begun(0, 0, "a"), 0.0)
+    aggregator.retired(0, 1.0)
+    for number, worker in ((1, "a"), (2, "b")):
+        assert aggregator.begin(Begun(number, 0, worker), 100.0)
+        commits = aggregator.arrived(number, 101.0)
+    assert (len(commits), aggregator.switches) == (1, [])
+
+
+def test_step_times_of_carried_batches_count_from_the_switch() -> None:
+    aggregator = Auto(steady_commits=1, steady_s=0.0).start(2)
+    aggregator.carry([Begun(0, 0, "slow"), Begun(1, 0, "fast")], 10.0)
+    aggregator.arrived(1, 11.0)
+    aggregator.arrived(0, 19.0)
+    assert [switch.mode for switch in aggregator.switches] == ["gba"]
+
+
 def test_a_straggler_that_dies_is_forgotten() -> None:
     cluster = Cluster(Auto(), WORKERS, 10**6, scripted(parse_stragglers("index=0,slow=8")), 400)
     for worker in range(WORKERS):
@@ -127,17 +161,24 @@ def test_a_straggler_that_dies_is_forgotten() -> None:
 
 
 def test_one_batch_a_worker_is_the_rate_of_the_rounds_over_the_sum_of_rates() -> None:
-    assert lost_share([1.0] * 7 + [5.0], 8) == pytest.approx(1 - (8 / 5) / (7 + 1 / 5))
+    assert lost_share([[1.0] * 7 + [5.0]], 8) == pytest.approx(1 - (8 / 5) / (7 + 1 / 5))
 
 
 @given(TIMES, st.integers(1, 20))
 @QUICK
 def test_the_loss_is_a_share_and_no_matter_of_units_or_order(times: list[float], size: int) -> None:
-    lost = lost_share(times, size)
+    rounds = [times, times[::-1], times]
+    lost = lost_share(rounds, size)
     assert 0 <= lost < 1
-    assert lost_share([60 * t for t in times[::-1]], size) == pytest.approx(lost, abs=1e-9)
-    assert lost_share([times[0]] * len(times), size) == pytest.approx(0, abs=1e-9)
-    assert lost_share(times[:1], size) == 0
+    assert lost_share([[60 * t for t in one[::-1]] for one in rounds[::-1]], size) == pytest.approx(lost, abs=1e-9)
+    assert lost_share([[times[0]] * len(times)], size) == pytest.approx(0, abs=1e-9)
+    assert lost_share([times[:1]], size) == 0
+
+
+def test_what_varies_from_batch_to_batch_costs_rounds_too_but_one_hiccup_passes() -> None:
+    """Two workers that take turns at being slow: rounds take 3 s, the workers 2 s a batch on average."""
+    assert lost_share([[1, 3], [3, 1], [1, 3], [3, 1]], 2) == pytest.approx(1 - 2 / 3)
+    assert lost_share([[1, 1]] * 9 + [[1, 50]], 2) == 0
 
 
 @given(TIMES, st.integers(1, 20))
@@ -156,22 +197,31 @@ def test_with_more_workers_than_batches_everybody_takes_part_equally_often() -> 
     assert round_s([4.0, 1.0, 2.0], 2) == pytest.approx((2 + 4 + 4) / 3)
 
 
-def test_step_times_are_medians_of_the_last_few() -> None:
+def test_rounds_are_put_together_from_the_last_step_times() -> None:
     times = StepTimes()
-    for number, seconds in enumerate([9.0, 9.0, 1.0, 2.0, 3.0, 50.0, 2.5]):
-        times.began(Begun(number, 0, "a"), 100.0)
-        times.began(Begun(number, 0, "a"), 101.0)
+    for number, (worker, seconds) in enumerate([("a", 1.0), ("a", 2.0), ("a", 3.0), ("b", 5.0), ("b", 6.0)]):
+        times.began(Begun(number, 0, worker), 100.0)
+        times.began(Begun(number, 0, worker), 101.0)
         times.arrived(number, 100.0 + seconds)
-    assert times.seconds(200.0) == [2.5]
+    assert times.rounds(200.0) == [[3, 6], [2, 5], [1, 6]]
     times.began(Begun(10, 0, "a"), 200.0)
-    times.began(Begun(11, 0, "b"), 203.0)
-    assert times.seconds(201.0) == [2.5, 2.5], "a newcomer is as fast as most"
-    assert times.seconds(210.0) == [10.0, 7.0], "what is under way counts when it takes longer"
+    times.began(Begun(11, 0, "c"), 203.0)
+    assert times.rounds(201.0) == [[3, 6, 3.75], [2, 5, 3.75], [1, 6, 3.75]], "a newcomer is as fast as most"
+    assert times.rounds(210.0) == [[10, 6, 7], [10, 5, 7]], "what is under way counts when it takes longer"
     times.retired(10)
-    times.left("b")
-    assert times.seconds(210.0) == [2.5]
+    times.left("c")
+    assert times.rounds(210.0) == [[3, 6], [2, 5], [1, 6]]
     times.left("a")
-    assert times.seconds(210.0) == []
+    times.left("b")
+    assert times.rounds(210.0) == []
+
+
+def test_only_the_last_step_times_count() -> None:
+    times = StepTimes()
+    for number in range(RECENT + 3):
+        times.began(Begun(number, 0, "a"), 0.0)
+        times.arrived(number, float(number + 1))
+    assert times.rounds(0.0) == [[float(number + 1)] for number in range(RECENT + 2, 2, -1)]
 
 
 @pytest.mark.parametrize("make", [Auto, lambda: Auto(divide_by="kept", tolerance=0)])

@@ -3,24 +3,24 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Switch, Worker
 from shadowsync.aggregation.gba import DivideBy, Gba, Tolerance
-from shadowsync.aggregation.step_times import StepTimes, lost_share
+from shadowsync.aggregation.step_times import Round, StepTimes, lost_share
 from shadowsync.aggregation.synchronous import Sync
 
 
 @dataclass(frozen=True)
 class Auto(Aggregation):
     """Switches between `sync` and `gba` while the job runs, which GBA makes possible without re-tuning (arXiv
-    2205.11048); the paper leaves the choice to the user, the rule is ours.
+    2205.11048). The rule of when to switch is ours.
 
-    What synchronous rounds lose to stragglers is estimated after every commit, in either mode, from the step times of
-    the living workers (`step_times.lost_share`). Above `share` it goes to GBA, below `even` back; both only after
+    What synchronous rounds lose to stragglers is estimated after every commit, in either mode, from the last step times
+    of the living workers (`step_times.lost_share`). Above `share` it goes to GBA, below `even` back; both only after
     the estimate has been there for `steady_commits` commits and `steady_s` seconds in a row. It starts synchronously.
 
     A switch happens right after a commit, when nothing is held. Gradients in flight are kept: on the way back the first
@@ -134,15 +134,15 @@ class _Switching(Aggregator):
 
     def _judge(self, now: float) -> None:
         """Looks at the step times, and switches if they have called for it long enough."""
-        if not (step_s := self._times.seconds(now)):
+        if not (rounds := self._times.rounds(now)):
             return
-        lost = lost_share(step_s, self._size)
+        lost = lost_share(rounds, self._size)
         options, waits = self._options, self.mode == Sync.name
         self._streak.add(lost > options.share if waits else lost < options.even, now)
         if self._streak.lasts(options.steady_commits, options.steady_s, now):
             bound = f"above share={options.share:.0%}" if waits else f"below even={options.even:.0%}"
             lasting = f"{bound} for {self._streak.count} commits"
-            self._switch(f"stragglers cost synchronous rounds {lost:.0%}, {lasting}; {_spread(step_s)}", now)
+            self._switch(f"stragglers cost synchronous rounds {lost:.0%}, {lasting}; {_spread(rounds)}", now)
 
     def _switch(self, why: str, now: float) -> None:
         carried = tuple(self._at_work.in_flight.values())
@@ -154,6 +154,7 @@ class _Switching(Aggregator):
         self.switches.append(Switch(self.step, self.mode, why))
 
 
-def _spread(step_s: Sequence[float]) -> str:
-    slowest, usual = max(step_s), median(step_s)
-    return f"of {len(step_s)} workers the slowest takes {slowest:.3g} s a batch, the median {usual:.3g} s"
+def _spread(rounds: Sequence[Round]) -> str:
+    means = [fmean(times) for times in zip(*rounds, strict=True)]
+    slowest, usual = max(means), median(means)
+    return f"of {len(means)} workers the slowest takes {slowest:.3g} s a batch on average, the median {usual:.3g} s"

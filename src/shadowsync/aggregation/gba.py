@@ -24,9 +24,9 @@ class Gba(Aggregation):
     `g = Σ f(τ_m, k) g_m / M` with `f = 0 if k − τ > ι else 1`.
 
     The buffer counts gradients, so a slow or lost worker holds nobody up. `divide_by=buffer` is the paper's M: a step
-    with dropped gradients is shorter. `kept` divides by `Σ f`, which keeps its length. Unlike in the paper, a step all
-    of whose gradients are too old leaves the optimizer alone (`Commit`), and at the end of the data a buffer that is
-    partly filled is a step too, divided by the number kept. The paper's ι is not known to us; the default is ours.
+    with dropped gradients is shorter. `kept` divides by `Σ f`, which keeps its length. Also ours: a step all of whose
+    gradients are too old leaves the optimizer alone (`Commit`), and at the end of the data a buffer that is partly
+    filled is a step too, divided by the number kept. The paper's ι is not known to us; the default is ours.
     """
 
     name: ClassVar[str] = "gba"

@@ -1,4 +1,4 @@
-"""How long each worker takes for a batch, and what the slowest of them cost rounds that wait for everybody.
+"""How long each worker takes for a batch, and what waiting for the slowest costs synchronous rounds.
 
 Pure: the time is handed in.
 """
@@ -8,20 +8,23 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean as mean
 from statistics import median
 
 from shadowsync.aggregation.aggregator import Begun, Worker
 
-RECENT = 5
+RECENT = 16
 _INSTANT_S = 1e-9
+Round = Sequence[float]
+"""A step time of each worker."""
 
 
 @dataclass
 class StepTimes:
-    """The step time of each living worker: the median of its last `RECENT`, from `begin` to arrival.
+    """The last `RECENT` step times of each living worker, from `begin` to arrival.
 
-    The median lets a single hiccup pass. A batch under way counts as soon as it takes longer than that, so that a
-    worker that hangs is seen before it is done; whoever has not finished any is believed to be as fast as most.
+    A batch under way counts as soon as it takes longer than all of them, so that a worker that hangs is seen before it
+    is done; whoever has not finished any is believed to be as fast as most.
     """
 
     _began: dict[int, tuple[Worker, float]] = field(default_factory=dict)
@@ -46,16 +49,23 @@ class StepTimes:
         self._recent.pop(worker, None)
         self._began = {number: begun for number, begun in self._began.items() if begun[0] != worker}
 
-    def seconds(self, now: float) -> list[float]:
-        """The step times of the workers, as they look now."""
-        found = {worker: median(recent) for worker, recent in self._recent.items()}
-        usual = median(found.values()) if found else 0.0
+    def rounds(self, now: float) -> list[Round]:
+        """What the last rounds would have been: the newest step time of every worker, the newest but one, and so on.
+
+        Of a worker with fewer of them some count again.
+        """
+        found = {worker: list(recent)[::-1] for worker, recent in self._recent.items()}
+        usual = median(mean(recent) for recent in found.values()) if found else 0.0
         for worker, began in self._began.values():
-            found[worker] = max(found.get(worker, usual), now - began)
-        return [seconds for seconds in found.values() if seconds > 0]
+            known = found.setdefault(worker, [usual])
+            if now - began > max(known):
+                found[worker] = [now - began]
+        times = [recent for recent in found.values() if min(recent) > 0]
+        depth = max(map(len, times), default=0)
+        return [[recent[i % len(recent)] for recent in times] for i in range(depth)]
 
 
-def round_s(step_s: Sequence[float], size: int) -> float:
+def round_s(step_s: Round, size: int) -> float:
     """The time of a synchronous round of `size` batches among workers with these step times.
 
     Up to `size` workers: each takes the next batch when it has finished one, until all are taken. More: the mean of
@@ -67,19 +77,22 @@ def round_s(step_s: Sequence[float], size: int) -> float:
     return sum(t * (math.comb(i, size - 1) / ways) for i, t in enumerate(sorted(step_s)))
 
 
-def lost_share(step_s: Sequence[float], size: int) -> float:
-    """The share of their throughput that synchronous rounds lose because these workers are not equally fast.
+def lost_share(rounds: Sequence[Round], size: int) -> float:
+    """The share of their throughput that synchronous rounds lose because batches do not take equally long.
 
-    `1 − T_even / T`, with T the time of a round and `T_even = ceil(M/N) N / Σ 1/t_i` that of a round of as many equal
-    workers with the same sum of rates. With one batch for each worker that is the rate of the rounds, `M / max t`, over
-    the sum of the rates. What rounds lose among equal workers (M no multiple of N, or more workers than batches) is not
-    laid at the door of stragglers. Nor is what a worker's times vary by from batch to batch, for a step time is
-    smoothed; so where that is much, the estimate is too low.
+    `1 − T_even / T`, with T the mean time of these rounds and `T_even = ceil(M/N) N / Σ 1/t_i` that of a round of as
+    many equal workers with the same sum of rates; `t_i` is a worker's mean. With one batch for each worker that is the
+    rate of the rounds, `M / mean of max t`, over the sum of the rates. The slowest round is left out of T, so that a
+    single hiccup among them passes. What rounds lose among equal workers (M no multiple of N, or more workers than
+    batches) is not laid at the door of stragglers. What a worker's times vary by from batch to batch is: rounds wait
+    for that too.
     """
-    if len(step_s) < 2:
+    means = [mean(times) for times in zip(*rounds, strict=True)]
+    if len(means) < 2:
         return 0.0
-    even_s = math.ceil(size / len(step_s)) * len(step_s) / sum(1 / t for t in step_s)
-    return max(0.0, 1 - even_s / round_s(step_s, size))
+    even_s = math.ceil(size / len(means)) * len(means) / sum(1 / t for t in means)
+    lengths = sorted(round_s(times, size) for times in rounds)
+    return max(0.0, 1 - even_s / mean(lengths[:-1] or lengths))
 
 
 def _shared_out_s(step_s: Iterable[float], size: int) -> float:

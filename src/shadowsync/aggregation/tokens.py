@@ -11,7 +11,7 @@ class TokenBook:
     """Hands out tokens in the order in which batches are dispatched: `τ = floor(q / M)` for the q-th (GBA, arXiv
     2205.11048), counted from the step at which the book begins.
 
-    In the paper nothing gets lost. Here batches of workers that died are retired, and q is what was dispatched and not
+    The formula knows no losses. Here batches of workers that died are retired, and q is what was dispatched and not
     retired: otherwise tokens would run ahead of k, and a gradient would look fresher than it is.
 
     Attributes:

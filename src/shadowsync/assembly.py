@@ -1,12 +1,13 @@
 """Builds the parts that a job, an evaluation and an export share, from a configuration."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from shadowsync.aggregation.conductor import StepRule
+from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.choices import Aggregating, Choices
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, EmbeddingConfig
@@ -167,9 +168,12 @@ class TrainerKit:
         train = self.config.train
         rates = Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
         emulated = train.emulate_step_ms
-        return StepSettings(
+        settings = StepSettings(
             rates, prefetch(self.config), None if emulated is None else emulated / 1e3, train.emulate_compute
         )
+        if train.stragglers is None:
+            return settings
+        return replace(settings, slowness=parse_stragglers(train.stragglers, "train.stragglers").factor)
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,10 @@ def make_trainer(
     train = kit.config.train
     for index, own in enumerate(workers):
         module = own.replica.worker_module(train.precision, train.clip_norm)
-        parts = WorkerParts(trainer.rank, index, module, feed, own.client, driver, trainer.gate, kit.settings(), hooks)
+        number = trainer.rank * train.workers + index
+        parts = WorkerParts(
+            trainer.rank, index, number, module, feed, own.client, driver, trainer.gate, kit.settings(), hooks
+        )
         trainer.add(Worker(parts, own.update))
     return trainer
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shadowsync.aggregation.aggregator import Aggregation
+from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.compression.codec import Codec
 from shadowsync.config import AggregationConfig, Config, EmbeddingConfig, SyncConfig, TrainConfig, parse
 from shadowsync.data.source import Source
@@ -78,6 +79,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     method, schedule = _choose_sync(config)
     _check_used(config)
     _check_cluster(config)
+    _check_emulation(config.train)
     if own_model and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
         raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
     return Choices(
@@ -181,8 +183,10 @@ def _check_cluster(config: Config) -> None:
     if cluster.runtime == "inprocess":
         for key in sorted(cluster.model_fields_set - IN_PROCESS_KEYS):
             raise ConfigError(f"cluster.{key} has no effect in one process: set cluster.runtime=ray, or leave it out")
-    if not train.emulate_compute and train.emulate_step_ms is None:
-        raise ConfigError("train.emulate_compute=false needs train.emulate_step_ms: how long the machine would compute")
+    if cluster.runtime == "ray" and config.aggregation.method is not None:
+        raise ConfigError(
+            f"aggregation.method={config.aggregation.method} runs in one process only: set cluster.runtime=inprocess"
+        )
     for key in ("trainer_resource", "server_resource"):
         if (name := getattr(cluster, key)) in RAYS_OWN:
             raise ConfigError(f"cluster.{key}={name} is Ray's own: name one that ray start --resources gave")
@@ -191,6 +195,16 @@ def _check_cluster(config: Config) -> None:
         raise ConfigError(f"cluster.max_trainers={most} is below train.trainers={train.trainers}")
     if cluster.min_trainers > train.trainers:
         raise ConfigError(f"cluster.min_trainers={cluster.min_trainers} is above train.trainers={train.trainers}")
+
+
+def _check_emulation(train: TrainConfig) -> None:
+    """Raises `ConfigError` for emulated machines of which nobody says how fast they are."""
+    if train.stragglers is not None:
+        parse_stragglers(train.stragglers, "train.stragglers")
+        if train.emulate_step_ms is None:
+            raise ConfigError("train.stragglers needs train.emulate_step_ms: how long a step takes of who is not slow")
+    if not train.emulate_compute and train.emulate_step_ms is None:
+        raise ConfigError("train.emulate_compute=false needs train.emulate_step_ms: how long the machine would compute")
 
 
 def _check_optimizer(section: str, given: EmbeddingConfig | TrainConfig, used: tuple[str, ...]) -> None:

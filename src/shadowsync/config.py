@@ -145,6 +145,11 @@ class TrainConfig(Section):
     emulate_step_ms: float | None = Field(
         None, gt=0, description="each step lasts at least this long, as on a slower machine; results say so"
     )
+    stragglers: str | None = Field(
+        None,
+        min_length=1,
+        description="with emulate_step_ms: who is slow when, for instance share=0.25,slow=3-10,for_s=60,seed=1",
+    )
     emulate_compute: bool = Field(
         True,
         description="false with emulate_step_ms: wait instead of computing, to study servers and networks with more "

@@ -74,6 +74,16 @@ class Kept:
     gradients: list[tuple[Tensor, ...]] = field(default_factory=list)
     settled_at: list[int] = field(default_factory=list)
 
+    begun: list[int] = field(default_factory=list)
+    quiet: bool = True
+
+    def begin(self, leased: LeasedBatch) -> bool:
+        self.begun.append(leased.number)
+        return True
+
+    def ready(self, leased: LeasedBatch) -> None:
+        assert leased.number in self.begun
+
     def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
         assert gradient.shape == pulled.pooled.shape
         self.numbers.append(leased.number)
@@ -82,6 +92,12 @@ class Kept:
 
     def settle(self) -> None:
         self.settled_at.append(len(self.numbers))
+
+    def idle(self) -> None:
+        self.settle()
+
+    def left(self) -> None:
+        """Nobody waits."""
 
 
 def batches(count: int) -> Iterator[LeasedBatch]:
@@ -121,7 +137,7 @@ class Bench:
             ended=lambda: None,
         )
         settings = StepSettings(self.rates, prefetch=1)
-        parts = WorkerParts(0, 0, module, self.feed, self.rows, Unsynchronised(), gate, settings, hooks)
+        parts = WorkerParts(0, 0, 0, module, self.feed, self.rows, Unsynchronised(), gate, settings, hooks)
         worker = Worker(parts, update)
         worker.run()
         return worker

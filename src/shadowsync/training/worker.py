@@ -39,6 +39,10 @@ class StepListener(Protocol):
     def stop(self) -> None: ...
 
 
+def _even(worker: int, seconds: float) -> float:  # noqa: ARG001 - the signature of a slowness
+    return 1.0
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """What a step needs besides the data.
@@ -47,6 +51,8 @@ class StepSettings:
         rates: the factor on all learning rates, from the samples trained so far.
         prefetch: pulls under way per worker.
         emulate_step_s: forward and backward are made to last at least this long; None leaves them as they are.
+        slowness: factor of `emulate_step_s`, from 1 on, by the worker's number over all trainers and seconds since it
+            began.
         compute: do the forward and the backward pass; False sends gradients of zeros and moves no parameter, for
             studies of servers and networks alone.
     """
@@ -55,6 +61,7 @@ class StepSettings:
     prefetch: int
     emulate_step_s: float | None = None
     compute: bool = True
+    slowness: Callable[[int, float], float] = _even
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,17 @@ class Hooks:
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """What a worker works with: the trainer's, but for `module`, which is its own."""
+    """What a worker works with: the trainer's, but for `module`, which is its own.
+
+    Attributes:
+        rank: of the trainer.
+        index: in the trainer.
+        number: over all trainers.
+    """
 
     rank: int
     index: int
+    number: int
     module: WorkerModule
     feed: Feed
     embeddings: EmbeddingClient
@@ -107,9 +121,11 @@ class Worker:
         self._settled_factor: float | None = None
         self.iterations = 0
         self.idle = False
+        self._began = time.monotonic()
 
     def run(self) -> None:
         """Trains until the feed ends or the job stops."""
+        self._began = time.monotonic()
         for leased, pulled in self._pulled():
             self._parts.hooks.before_step(self._parts.rank, self.iterations + 1)
             self._step(leased, pulled)
@@ -150,8 +166,11 @@ class Worker:
 
     def _emulate(self, started: float) -> None:
         """Waits as long as a slower machine would still compute; a pause need not wait for it."""
-        least = self._parts.settings.emulate_step_s
-        if least is not None and (left := started + least - time.monotonic()) > 0:
+        parts = self._parts
+        if parts.settings.emulate_step_s is None:
+            return
+        least = parts.settings.emulate_step_s * parts.settings.slowness(parts.number, started - self._began)
+        if (left := started + least - time.monotonic()) > 0:
             self._parts.gate.rest(left, self._parts.hooks.stopping)
 
     def _factor(self, batch_size: int) -> float:

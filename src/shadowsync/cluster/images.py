@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shadowsync.assembly import LOADED_ROWS
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.staff import Member
 from shadowsync.cluster.trainer_messages import Held, HoldAsked, ImageNames, Released
@@ -138,11 +137,7 @@ class Images:
 
     def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:
         """Fills the rows of one embedding server."""
-        rows = RemoteRows(member.connection)
-        for shard in self._crew.blueprint.shards[member.index]:
-            for start in range(shard.start, shard.stop, LOADED_ROWS):
-                stop = min(start + LOADED_ROWS, shard.stop)
-                rows.write(Rows(shard.table, start, saved.rows(shard.table.name, start, stop)))
+        RemoteRows(member.connection).write(saved.rows_of(self._crew.blueprint.shards[member.index]))
 
     def predicting_client(self) -> EmbeddingClient:
         """Pulls rows as they are."""

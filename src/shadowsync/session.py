@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,11 +69,26 @@ class Material:
     position: Mapping[str, Any] | None = None
 
 
-Newest = Callable[[Sequence[Shard] | None], AbstractContextManager[LoadedCheckpoint | None]]
-"""Opens the checkpoint to go back to in mid-run, or only the rows of some shards; None where that is the very start.
+class Newest(Protocol):
+    """The checkpoint to go back to in mid-run, or only the rows of some shards; None where that is the very start.
 
-What it opens is not removed within the block.
-"""
+    What it opens is not removed within the block.
+    """
+
+    def __call__(
+        self, shards: Sequence[Shard] | None, load: Callable[[LoadedCheckpoint], None] | None = None, /
+    ) -> AbstractContextManager[LoadedCheckpoint | None]:
+        """Opens it.
+
+        Args:
+            shards: look at nothing but their rows; None for everything.
+            load: reads all of these rows, each byte compared meanwhile, and is called anew with an older checkpoint
+                if one turns out to be damaged: for rows that nobody can see yet. It is not called at the very start.
+                None has everything read and compared before it is opened.
+
+        Raises:
+            CheckpointError: none can be loaded.
+        """
 
 
 class Happened(NamedTuple):

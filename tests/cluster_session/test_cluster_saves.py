@@ -1,8 +1,10 @@
 """Rows of a cluster's embedding servers that are saved while trainers train, and servers that die meanwhile."""
 
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from saving_sessions import (
 )
 
 from shadowsync.cluster.session import ClusterSession
-from shadowsync.embedding.table import Rows, RowSet
+from shadowsync.embedding.table import Rows, RowSet, Shard
+from shadowsync.imaging import take
 from shadowsync.recovery.checkpoints import CheckpointStore
+from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.keys import JobKeys
@@ -35,6 +39,15 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
+def newest_of(
+    store: CheckpointStore, shards: Sequence[Shard] | None, load: Callable[[LoadedCheckpoint], None] | None = None
+) -> AbstractContextManager[LoadedCheckpoint | None]:
+    """As `Newest`, of a store."""
+    if store.newest() is None:
+        return nullcontext()
+    return store.opened(None, shards) if load is None else store.loading(shards, load)
+
+
 class Started:
     """A session with the runtime that started its processes."""
 
@@ -46,8 +59,7 @@ class Started:
             return self.runtime
 
         given = {"cluster": {"runtime": "ray"}} | given
-        newest = lambda shards: store.opened(None, shards) if store.newest() else nullcontext()  # noqa: E731
-        self.session = ClusterSession(material(folder, **given), start, newest)
+        self.session = ClusterSession(material(folder, **given), start, partial(newest_of, store))
 
     def kill(self, role: str) -> None:
         next(process for process in self.runtime.processes if process.order.role == role).kill()
@@ -148,3 +160,53 @@ def test_after_rows_are_loaded_nothing_has_changed(tmp_path: Path) -> None:
         changed = started.session.changed_rows(end_of_round=True)
         assert all(isinstance(r, RowSet) and not len(r.numbers) for r in changed)
         assert torch.equal(changed[0].tensors["weight"], torch.zeros(0, 4))
+
+
+def harm_last(folder: Path, store: CheckpointStore, name: str, shards: Sequence[Shard]) -> None:
+    """Flips a bit in the last file that these shards are read from."""
+    (layer,) = store.open(name, shards[-1:]).layers
+    path = folder / "checkpoints" / name / layer.pieces[shards[-1].table.name][-1].file
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def other(rows: Rows) -> Rows:
+    """Every number of it is another one."""
+    return Rows(rows.table, rows.start, {name: tensor + 1 for name, tensor in rows.tensors.items()})
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_checkpoint_that_is_damaged_shows_while_it_is_loaded(tmp_path: Path, goes_back: bool) -> None:
+    """The one before is loaded over what was there already, and is what the account hears of."""
+    store = CheckpointStore(str(tmp_path / "checkpoints"), piece_bytes=300)
+    with clustered(tmp_path, store) as started:
+        session = started.session
+        session.goes_back = goes_back
+        image = take(session, {})
+        older = store.save(image)
+        newer = store.save(replace(image, samples=4, tables=tuple(map(other, image.tables))))
+        harm_last(tmp_path, store, newer, session._crew.blueprint.shards[1])
+        read: list[str] = []
+        rows_of = LoadedCheckpoint.rows_of
+
+        def noted(self: LoadedCheckpoint, shards: Sequence[Shard], *names: Any) -> Iterator[Rows]:
+            for rows in rows_of(self, shards, *names):
+                read.append(self.name)
+                yield rows
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LoadedCheckpoint, "rows_of", noted)
+            started.kill("embedding-1")
+            while not (losses := session.losses()):
+                session.reap()
+                session.ended.wait(0.05)
+                session.ended.clear()
+        (loss,) = losses
+        assert (loss.servers, loss.loaded, loss.loaded_samples) == ((1,), older, 0)
+        assert read[0] == newer
+        assert set(read) == {newer, older}
+        session.settle()
+        assert_same(by_table(session.rows()), loaded_rows(store.open(older)))
+        trained(session)
+        assert session.reader.finished

@@ -62,7 +62,7 @@ class ClusterSession(Session):
     def __init__(self, material: Material, make_runtime: Callable[[], Runtime], newest: Newest) -> None:
         super().__init__(material)
         self._material = material
-        self._newest: Newest = lambda _: nullcontext()  # a checkpoint is put back by whoever made this session
+        self._newest: Newest = lambda *_: nullcontext()  # a checkpoint is put back by whoever made this session
         self._beginning = self.recorder.state()
         blueprint, cluster = Blueprint.of(material, self), self.config.cluster
         self._vacancies = Vacancies(cluster.lost_after_s, cluster.min_trainers)
@@ -345,8 +345,9 @@ class ClusterSession(Session):
         newcomers = self._fill_places()
         if self.given_up is not None:
             return
-        with self._newest(None) as saved:
-            self._begin_from(saved)
+        with self._newest(None, self._begin_from) as saved:
+            if saved is None:
+                self._begin_from(None)
         self._newcomers.forget_deaths()
         self._must_go_back = None
         self._vacancies.clear()
@@ -359,6 +360,7 @@ class ClusterSession(Session):
                 self._crew.ask_to_stop()
 
     def _begin_from(self, saved: LoadedCheckpoint | None) -> None:
+        """Everybody gets a fresh part and what the checkpoint holds for it; may be done again with an older one."""
         before, position = self.reader, self._material.position if saved is None else saved.position
         first_number = (self._crew.generation + 1) << 32
         self.reader = Reader(self.train_source, reader_options(self.config), position, first_number)

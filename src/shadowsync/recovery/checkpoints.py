@@ -150,6 +150,28 @@ class CheckpointStore:
     def opened(self, name: str | None = None, shards: Sequence[Shard] | None = None) -> Iterator[LoadedCheckpoint]:
         """As `open`; within the block this store removes nothing that is read of it."""
         found = self._shelf.newest(shards, self._given_up) if name is None else self._shelf.named(name, shards)
+        with self._told(found) as loaded:
+            yield loaded
+
+    @contextlib.contextmanager
+    def loading(
+        self, shards: Sequence[Shard] | None, load: Callable[[LoadedCheckpoint], object]
+    ) -> Iterator[LoadedCheckpoint]:
+        """As `opened` of the newest one, in one pass over its rows: it is compared while `load` reads it.
+
+        Args:
+            shards: as in `open`.
+            load: reads all rows of the shards. If that shows a defect (`DamagedCheckpoint`) it is called anew with an
+                older checkpoint; nobody may see before the end what it has taken.
+
+        Raises:
+            CheckpointError: there is none that can be loaded.
+        """
+        with self._told(self._shelf.newest(shards, self._given_up, load)) as loaded:
+            yield loaded
+
+    @contextlib.contextmanager
+    def _told(self, found: AbstractContextManager[LoadedCheckpoint]) -> Iterator[LoadedCheckpoint]:
         with found as loaded:
             yield dataclasses.replace(loaded, skipped=loaded.skipped + older_rows(loaded))
 

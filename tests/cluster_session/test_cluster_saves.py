@@ -22,6 +22,7 @@ from saving_sessions import (
 )
 
 from shadowsync.cluster.session import ClusterSession
+from shadowsync.embedding import initial, memory
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.imaging import take
 from shadowsync.recovery.checkpoints import CheckpointStore
@@ -210,3 +211,28 @@ def test_a_checkpoint_that_is_damaged_shows_while_it_is_loaded(tmp_path: Path, g
         assert_same(by_table(session.rows()), loaded_rows(store.open(older)))
         trained(session)
         assert session.reader.finished
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_initial_rows_are_drawn_for_a_replacement_only_where_nothing_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    store = store_in(tmp_path)
+    with clustered(tmp_path, store) as started:
+        session = started.session
+        image = take(session, {})
+        if saved:
+            image = replace(image, tables=tuple(map(other, image.tables)))
+            store.save(image)
+            session.load_rows(store.open())
+        drawn: list[int] = []
+        draw = initial.fill
+        monkeypatch.setattr(memory, "fill", lambda shards, seed: drawn.append(seed) or draw(shards, seed))
+        started.kill("embedding-1")
+        while not session.losses():
+            session.reap()
+            session.ended.wait(0.05)
+            session.ended.clear()
+        session.settle()
+        assert len(drawn) == (0 if saved else 1)
+        assert_same(by_table(session.rows()), by_table(image.tables))

@@ -91,9 +91,9 @@ class Blueprint:
 
     # --- specifications ----------------------------------------------------------------------------------------------
 
-    def embedding(self, index: int, generation: int) -> EmbeddingSpec:
+    def embedding(self, index: int, generation: int, filled: bool = True) -> EmbeddingSpec:
         """Of an embedding server."""
-        return EmbeddingSpec(self.config, self._own_model, self.shards[index], generation)
+        return EmbeddingSpec(self.config, self._own_model, self.shards[index], generation, filled)
 
     def dense(self, index: int, generation: int) -> DenseSpec:
         """Of a dense server."""

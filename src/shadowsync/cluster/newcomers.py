@@ -128,9 +128,11 @@ class Newcomers:
 
         Nobody knows it yet, so rows of a checkpoint that turns out to be damaged are simply overwritten.
         """
-        self.crew.build_server(member, reader)
+        self.crew.build_server(member, reader, filled=False)
         began, shards = time.monotonic(), self.crew.blueprint.shards[member.index]
         with self.newest(shards, lambda saved: self.images.load_server(saved, member)) as saved:
+            if saved is None:
+                self.crew.build_server(member, reader)
             self._is_back(member.index, saved, began)  # before anybody saves: what it loaded decides what a save holds
         member.ready = True
         self.crew.tell_of_server(member)

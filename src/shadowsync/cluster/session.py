@@ -113,10 +113,10 @@ class ClusterSession(Session):
             if self.given_up is not None:
                 raise RunError(self.given_up) from error
 
-    def _begin_generation(self) -> None:
-        """Everybody gets a part with its initial values."""
+    def _begin_generation(self, filled: bool = True) -> None:
+        """Everybody gets a part with its initial values, but for rows that are not to be `filled`."""
         self._training = False
-        self._crew.build_servers(self.reader)
+        self._crew.build_servers(self.reader, filled)
         self._images.write_center(self.template.flat.detach().cpu())
         self._crew.build_trainers()
 
@@ -367,7 +367,7 @@ class ClusterSession(Session):
         self._loaded = (None if saved is None else saved.name, self.reader.trained)
         before.close()
         wire = self.wire_totals()
-        self._begin_generation()
+        self._begin_generation(filled=saved is None)
         self._loading_at = time.monotonic()
         self._load(saved, wire)
         self._loading_s = time.monotonic() - self._loading_at

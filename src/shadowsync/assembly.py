@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shadowsync.choices import Choices
+from shadowsync.choices import Choices, server_count
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, EmbeddingConfig
 from shadowsync.data.batch import Jagged
@@ -181,12 +181,6 @@ def make_trainer(
         parts = WorkerParts(trainer.rank, index, module, feed, client, driver, trainer.gate, kit.settings(), hooks)
         trainer.add(Worker(parts, LocalUpdate(client, feed, train.lr, embedding.lr)))
     return trainer
-
-
-def server_count(config: Config) -> int:
-    """Embedding servers: as given, else two on a cluster and one on a single machine."""
-    given = config.embedding.servers
-    return given if given is not None else 1 if config.cluster.address is None else 2
 
 
 def prefetch(config: Config) -> int:

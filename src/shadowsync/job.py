@@ -16,8 +16,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from shadowsync import sections
-from shadowsync.assembly import prefetch, server_count
-from shadowsync.choices import Choices, choose_all, without_foreign_options
+from shadowsync.assembly import prefetch
+from shadowsync.choices import Choices, choose_all, server_count, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory

@@ -94,17 +94,21 @@ class FailureTimes(ABC):
     def times(self) -> Iterator[float]:
         """When somebody fails, in ascending order."""
 
+    def check_roles(self, numbers: Mapping[str, int]) -> None:
+        """Raises `ConfigError` if there are no such roles among so many of each kind."""
+        number = numbers.get(self.kind, 0)
+        if number <= max(self.index or (0,)):
+            has = f"it has {number}, counted from 0" if number else "it has none"
+            raise ConfigError(f"{KEY}: this job has no {self.kind} {max(self.index or (0,))} that could fail; {has}")
+
     def failures(self, numbers: Mapping[str, int]) -> Iterator[Failure]:
         """The failures among so many roles of each kind.
 
         Raises:
             ConfigError: there are no such roles.
         """
-        number = numbers.get(self.kind, 0)
-        if number <= max(self.index or (0,)):
-            has = f"it has {number}, counted from 0" if number else "it has none"
-            raise ConfigError(f"{KEY}: this job has no {self.kind} {max(self.index or (0,))} that could fail; {has}")
-        return self._draw(number)
+        self.check_roles(numbers)
+        return self._draw(numbers[self.kind])
 
     def _draw(self, number: int) -> Iterator[Failure]:
         dice = np.random.default_rng((self.seed, 1))
@@ -178,6 +182,11 @@ class FailureSchedule:
     """Everything that is to fail: several schedules side by side."""
 
     parts: tuple[FailureTimes, ...]
+
+    def check_roles(self, numbers: Mapping[str, int]) -> None:
+        """Raises `ConfigError` if a part names roles that are not among so many of each kind."""
+        for part in self.parts:
+            part.check_roles(numbers)
 
     def script(self, numbers: Mapping[str, int]) -> "FailureScript":
         """For a job with so many roles of each kind (`embedding`, `trainer`, `dense`, `reader`).

@@ -240,6 +240,7 @@ class Safekeeping:
 
     def save_last(self) -> bool:
         """Has everything saved as it is now, unless it is; false if somebody died."""
+        self.take_stock()  # what failed at the last look is part of it
         return self._submit(Due.NOTHING, self._whole)
 
     def _submit(self, due: Due, make: Callable[[Due, float], None]) -> bool:

@@ -193,6 +193,9 @@ class Safekeeping:
         if self._script is not None:
             for failure in self._script.due(self._now() - self._started, self._epochs):
                 self._session.strike(failure.kind, failure.indices)
+            if (epochs := self._script.next_epochs) is not None:
+                trained = math.ceil(epochs * self._session.train_source.rows)
+                self._session.reader.desk.alarm(trained, self._session.ended.set)
         if self.settings.saves and (chosen := self.governor.revise(self._now())) is not None:
             self._said.append(chosen)
         self._session.goes_back = self._goes_back

@@ -207,6 +207,11 @@ class FailureScript:
     def __post_init__(self) -> None:
         self._next = [next(stream, None) for stream in self.streams]
 
+    @property
+    def next_epochs(self) -> float | None:
+        """When the next failure is that is counted in passes over the data; None if there is none."""
+        return min((one.at for one in self._next if one is not None and one.unit == "epoch"), default=None)
+
     def due(self, seconds: float, epochs: float) -> list[Failure]:
         """What fails now, after so many seconds of training and so many passes over the data, schedule by schedule.
 

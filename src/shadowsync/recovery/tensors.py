@@ -6,11 +6,11 @@ are plain safetensors files, which the library opens.
 """
 
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 
 CHUNK_BYTES = 4 << 20
@@ -103,6 +103,6 @@ class BlockSums:
             part = view[: self.block_bytes - used]
             if used == 0:
                 self.sums.append(0)
-            self.sums[-1] = zlib.crc32(part, self.sums[-1])
+            self.sums[-1] = crc32(part, self.sums[-1])
             self.total_bytes += len(part)
             view = view[len(part) :]

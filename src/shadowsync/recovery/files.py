@@ -17,8 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shadowsync.errors import ConfigError
 from shadowsync.recovery.direct import write_file
+from shadowsync.recovery.tensors import Chunk
 
-Chunk = bytes | memoryview
 _NO_FOLDER_FSYNC = (errno.EINVAL, errno.ENOTSUP)
 
 

@@ -1,6 +1,5 @@
 """When a running job saves, what a save holds, and what failures of embedding servers have cost it."""
 
-import contextlib
 import math
 import os
 import threading
@@ -9,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from shadowsync.errors import SaveError
+from shadowsync.embedding.table import Shard
+from shadowsync.errors import CheckpointError, SaveError
 from shadowsync.imaging import take
 from shadowsync.job_state import job_state
 from shadowsync.recovery.checkpoints import CheckpointStore, ParentLost
@@ -23,6 +23,7 @@ from shadowsync.recovery.pls import PlsAccount
 from shadowsync.recovery.saver import AsyncSaver
 from shadowsync.recovery.settings import EVERYTHING
 from shadowsync.recovery.snapshot import DeltaOf, Snapshot
+from shadowsync.recovery.written import WrittenRows
 from shadowsync.runtime.wire.errors import GONE
 from shadowsync.session import ServerLoss, Session
 
@@ -307,13 +308,25 @@ class Safekeeping:
         self._parent = name
         self._layers = 1 if snapshot.delta is None else self._layers + 1
         self._of_one_moment = snapshot.samples == self._exact_samples
-        with contextlib.suppress(*GONE):
-            self._session.rows_saved(snapshot.tables)
+        self._report(name, snapshot)
         cost_s = stood_s + (time.thread_time() - began_s) / (os.cpu_count() or 1)
         with self._lock:
             self._ended.append(_Saved(due, snapshot.samples, snapshot.delta is None, cost_s))
         if self._layers > MOST_LAYERS:
             self._rewrite(name)
+
+    def _report(self, name: str, snapshot: Snapshot) -> None:
+        """Tells servers what is saved; what they do not hear of comes up once more."""
+        whole = [Shard(table, 0, table.rows) for table in self._session.tables]
+        try:
+            with WrittenRows(lambda: self._store.opened(name, whole)) as written:
+                self._session.rows_saved(snapshot.tables, written)
+        except GONE:
+            pass
+        except CheckpointError as error:
+            self._parent = None  # nothing may build on what cannot be read
+            with self._lock:
+                self._said.append(str(error))
 
     def _rewrite(self, name: str) -> None:
         """A delta and all that it builds on as one; if that fails nothing is lost but room, and it is tried again."""

@@ -196,8 +196,9 @@ class LocalSession(Session):
     def rows_beside(self) -> tuple[Rows, ...]:
         return self._rows.beside()
 
-    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> None:
+    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> float:
         self._rows.saved(rows, written)
+        return 0.0
 
     def row_shares(self) -> tuple[float, ...]:
         return self._rows.shares()

@@ -265,7 +265,7 @@ class Session(ABC):
         """All rows, copied when they are read, while everybody goes on; otherwise as `changed_rows`."""
 
     @abstractmethod
-    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> None:
+    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> float:
         """What the last `changed_rows` or `rows_beside` gave is safely written.
 
         Rows that were copied otherwise, or for an earlier save, may be given and change nothing: what was saved of
@@ -274,6 +274,10 @@ class Session(ABC):
         Args:
             rows: as given.
             written: their weights; asked for only where later ones will be compared with them.
+
+        Returns:
+            Seconds by which the save held training up in other processes (those of the processor, as a share of a
+            machine's cores); what the threads of this one spent is not in it.
 
         Raises:
             PeerLost: a server is not there.

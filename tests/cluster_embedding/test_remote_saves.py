@@ -1,5 +1,8 @@
 """Rows of a served embedding server that are saved beside training: what crosses, and what is refused."""
 
+import itertools
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -187,6 +190,39 @@ def test_weights_cross_only_where_they_are_compared() -> None:
         found = list(save.changed(SHARDS, False))
         save.saved(0, SHARDS[0], found[0], as_held(server) if count == 2 else never_asked)
         assert sent[-1] == ("saved", count)
+
+
+def test_what_a_save_costs_is_counted_where_its_rows_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is said to take the processor for a second."""
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(seconds)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    server = made("mfu")
+    trained(server)
+    asked: list[str] = []
+
+    class Counting(DirectConnection):
+        def call(self, method: str, meta: Any = None, tensors: Any = (), timeout_s: Any = None) -> Any:
+            asked.append(method)
+            return super().call(method, meta, tensors, timeout_s)
+
+    way = Counting(served(server))
+    for _ in range(2):
+        save = RemoteSave.begin(way)
+        assert save.cost_s() == 0
+        found = list(save.changed(SHARDS, True))
+        picked_s = save.cost_s()
+        assert picked_s > 0
+        for rows in found:
+            in_memory(rows)
+        read_s = save.cost_s()
+        save.saved(0, SHARDS[0], found[0], never_asked)
+        assert picked_s < read_s < save.cost_s()
+        calls = [method for method in asked if method not in ("begin_save", "save_cost")]
+        assert save.cost_s() == len(calls) / 4
+        assert {*calls} == {"pick", "rows", "singles", "saved"}
+        asked.clear()
+    assert RemoteSave(way, save.number - 1, False).cost_s() == 0
 
 
 class Replaced(Connection):

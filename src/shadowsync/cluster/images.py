@@ -118,15 +118,18 @@ class Images:
         self._under_way.began(saves, copies)
         return copies
 
-    def rows_saved(self, copies: Sequence[Rows | RowSet], written: Written) -> None:
-        """As `Session.rows_saved`."""
+    def rows_saved(self, copies: Sequence[Rows | RowSet], written: Written) -> float:
+        """As `Session.rows_saved`. Servers are copied one after the other, so what each is held up adds up."""
         saves = self._under_way.saves(copies)
+        costs_s: dict[int, float] = {}
 
         def tell(index: int, save: RemoteSave) -> None:
             for shard, rows in held(self._crew.blueprint.shards[index], copies):
                 save.saved(shard, self._crew.blueprint.shards[index][shard], rows, written)
+            costs_s[index] = save.cost_s()
 
         self._crew.all_at_once([partial(tell, index, save) for index, save in saves.items()])
+        return sum(costs_s.values())
 
     def load_rows(self, saved: LoadedCheckpoint) -> None:
         """Fills all rows, as `Session.load_rows`."""

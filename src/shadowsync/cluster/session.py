@@ -441,9 +441,9 @@ class ClusterSession(Session):
         self._check_settled()
         return self._images.rows_beside()
 
-    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> None:
+    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> float:
         self._check_settled()
-        self._images.rows_saved(rows, written)
+        return self._images.rows_saved(rows, written)
 
     def row_shares(self) -> tuple[float, ...]:
         return shares_of(self._crew.blueprint.shards)

@@ -12,7 +12,16 @@ from torch import Tensor
 from shadowsync.embedding.live_rows import live_set, live_shard
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.recovery.written import Written
-from shadowsync.runtime.embedding_messages import PickAsked, Picked, SaveBegun, SavedTold, SinglesAsked, as_int64
+from shadowsync.runtime.embedding_messages import (
+    PickAsked,
+    Picked,
+    SaveBegun,
+    SaveCost,
+    SaveCostAsked,
+    SavedTold,
+    SinglesAsked,
+    as_int64,
+)
 from shadowsync.runtime.embedding_rows import CHUNK_BYTES, UNDER_WAY, RemoteRows, tensors_of
 from shadowsync.runtime.embedding_saves import MOST_ROWS
 from shadowsync.runtime.lines import id_type
@@ -94,6 +103,10 @@ class RemoteSave:
             weights = [written(shard.table, part).contiguous()] if self.compares else []
             told = SavedTold(self.number, index, start, stop, bool(single))
             self._call("saved", told, [*single, *weights]).result()
+
+    def cost_s(self) -> float:
+        """Seconds by which the save has held others up at the server so far; 0 if another took the place."""
+        return self._call("save_cost", SaveCostAsked(self.number)).result().read(SaveCost).seconds
 
     def _pick(self, index: int, end_of_round: bool) -> Tensor | None:
         parts: list[Tensor] = []

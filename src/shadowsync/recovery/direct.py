@@ -7,12 +7,15 @@ aligned buffer, which is used again and again, the disk fetches the bytes itself
 
 import errno
 import fcntl
-import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shadowsync.embedding.pages import HUGE_PAGE_BYTES, zeros
 
 BUFFER_BYTES = 4 << 20
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux
@@ -24,8 +27,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     Raises:
         OSError: what the file system raised; what `chunks` raises passes through.
     """
-    memory = mmap.mmap(-1, BUFFER_BYTES)  # begins at a page
-    buffer, filled = np.frombuffer(memory, np.uint8), 0
+    buffer, filled = _aligned_buffer(), 0
     with path.open("wb", buffering=0) as file:
         target = _Target(file.fileno())
         for chunk in chunks:
@@ -39,6 +41,11 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
                     filled = 0
         target.write(buffer[:filled].data)
         os.fsync(file.fileno())
+
+
+def _aligned_buffer() -> NDArray[np.uint8]:
+    """Begins at a page; in huge pages a direct write takes a third of the processor's time."""
+    return zeros(max(BUFFER_BYTES, HUGE_PAGE_BYTES), torch.uint8)[:BUFFER_BYTES].numpy()
 
 
 class _Target:

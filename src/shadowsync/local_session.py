@@ -22,6 +22,7 @@ from shadowsync.metrics.roles import RoleState
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.tracking import row_tracking
+from shadowsync.recovery.written import Written
 from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
 from shadowsync.runtime.lines import Line
 from shadowsync.session import Material, Newest, ServerLoss, Session, distance, reader_options
@@ -195,8 +196,9 @@ class LocalSession(Session):
     def rows_beside(self) -> tuple[Rows, ...]:
         return self._rows.beside()
 
-    def rows_saved(self, rows: Sequence[Rows | RowSet]) -> None:
-        self._rows.saved(rows)
+    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> float:
+        self._rows.saved(rows, written)
+        return 0.0
 
     def row_shares(self) -> tuple[float, ...]:
         return self._rows.shares()

@@ -24,6 +24,7 @@ from shadowsync.metrics.recorder import JobCounts, Recorder
 from shadowsync.metrics.roles import Happening, RoleState
 from shadowsync.metrics.toll import Toll
 from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.written import Written
 from shadowsync.training.replica import Replica
 
 WARMUP_SAMPLES = 50_000
@@ -254,7 +255,11 @@ class Session(ABC):
 
     @abstractmethod
     def changed_rows(self, end_of_round: bool) -> tuple[Rows | RowSet, ...]:
-        """Copies of the rows that are to be saved now, taken while everybody goes on; of each row as of one moment.
+        """The rows that are to be saved now, copied when they are read, while everybody goes on.
+
+        Of each row everything is as of one moment between this call and its reading, which needs the memory of a few
+        chunks and of the optimizer's state for the rows that are read together. Whoever reads hears of a server that
+        is not there as whoever calls this.
 
         A save begins with this or with `rows_beside` and ends with `rows_saved`; they come from one thread at a time,
         which may be any. One that is never reported as saved comes up again in the next one.
@@ -272,17 +277,26 @@ class Session(ABC):
 
     @abstractmethod
     def rows_beside(self) -> tuple[Rows, ...]:
-        """Copies of all rows, taken while everybody goes on; of each row as of one moment. Otherwise `changed_rows`."""
+        """All rows, copied when they are read, while everybody goes on; otherwise as `changed_rows`."""
 
     @abstractmethod
-    def rows_saved(self, rows: Sequence[Rows | RowSet]) -> None:
+    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> float:
         """What the last `changed_rows` or `rows_beside` gave is safely written.
 
         Rows that were copied otherwise, or for an earlier save, may be given and change nothing: what was saved of
         them comes up once more.
 
+        Args:
+            rows: as given.
+            written: their weights; asked for only where later ones will be compared with them.
+
+        Returns:
+            Seconds by which the save held training up in other processes (those of the processor, as a share of a
+            machine's cores); what the threads of this one spent is not in it.
+
         Raises:
             PeerLost: a server is not there.
+            CheckpointError: what was written cannot be read. What was not told by then comes up once more.
         """
 
     @abstractmethod

@@ -43,6 +43,13 @@ def numbers_of(rows: Rows | RowSet) -> Tensor | range:
     return rows.numbers if isinstance(rows, RowSet) else range(*span_of(rows))
 
 
+def parts_of(rows: Rows | RowSet, most: int) -> Iterator[Tensor | range]:
+    """The numbers of the rows that a copy holds, so many at a time; of none, once too."""
+    numbers = numbers_of(rows)
+    for first in range(0, max(1, len(numbers)), most):
+        yield numbers[first : first + most]
+
+
 def held(shards: Sequence[Shard], copies: Sequence[Rows | RowSet]) -> Iterator[tuple[int, Rows | RowSet]]:
     """The copies that are of these shards, each with the position of its shard."""
     for rows in copies:

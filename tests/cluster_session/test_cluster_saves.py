@@ -14,11 +14,15 @@ from saving_sessions import (
     Pause,
     assert_same,
     by_table,
+    in_memory,
     loaded_rows,
     material,
+    never_asked,
+    save,
     save_delta,
     save_while_training,
     save_whole,
+    snapshot,
 )
 
 from shadowsync.cluster.session import ClusterSession
@@ -27,6 +31,7 @@ from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.imaging import take
 from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.snapshot import DeltaOf
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.keys import JobKeys
@@ -112,7 +117,7 @@ def test_by_priority_shares_cross_and_small_tables_at_the_end_of_a_round(tmp_pat
         big = [size for (table, _), size in sizes.items() if table == "many"]
         assert 0 < sum(big) == sum(sizes.values())
         assert all(size <= 8 for size in big)
-        session.rows_saved(rows)
+        name = save(session, store, rows, DeltaOf(name, False))
         first = {(r.table.name, n) for r in rows if isinstance(r, RowSet) for n in r.numbers.tolist()}
         again = session.changed_rows(end_of_round=True)
         assert {r.table.name for r in again if isinstance(r, Rows)} == {"c0", "c1"}
@@ -135,10 +140,13 @@ def test_a_server_that_dies_is_reported_and_nothing_counts_as_saved(tmp_path: Pa
         for call in (
             lambda: session.changed_rows(end_of_round=True),
             session.rows_beside,
-            lambda: session.rows_saved(rows),
+            lambda: session.rows_saved(rows, never_asked),
+            lambda: store.save(snapshot(session, rows, DeltaOf(name, True))),
         ):
             with pytest.raises(PeerLost):
                 call()
+        assert store.names() == [name]
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [name], "nothing is left of it"
         session.settle()
         pause.go()
         trained_on = save_delta(session, store, name)
@@ -160,7 +168,7 @@ def test_after_rows_are_loaded_nothing_has_changed(tmp_path: Path) -> None:
         started.session.load_rows(store.load(name))
         changed = started.session.changed_rows(end_of_round=True)
         assert all(isinstance(r, RowSet) and not len(r.numbers) for r in changed)
-        assert torch.equal(changed[0].tensors["weight"], torch.zeros(0, 4))
+        assert torch.equal(in_memory(changed[0])["weight"], torch.zeros(0, 4))
 
 
 def harm_last(folder: Path, store: CheckpointStore, name: str, shards: Sequence[Shard]) -> None:

@@ -24,6 +24,7 @@ from shadowsync.errors import RunError
 from shadowsync.job_state import job_state
 from shadowsync.metrics.roles import RoleState
 from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.written import Written
 from shadowsync.runtime.host import CALL_S
 from shadowsync.runtime.runtime import Order, Runtime
 from shadowsync.runtime.wire.client import Courier, CourierOptions
@@ -442,9 +443,9 @@ class ClusterSession(Session):
         self._check_settled()
         return self._images.rows_beside()
 
-    def rows_saved(self, rows: Sequence[Rows | RowSet]) -> None:
+    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> float:
         self._check_settled()
-        self._images.rows_saved(rows)
+        return self._images.rows_saved(rows, written)
 
     def row_shares(self) -> tuple[float, ...]:
         return shares_of(self._crew.blueprint.shards)

@@ -2,11 +2,11 @@
 
 import math
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 
 from shadowsync.errors import CheckpointError
@@ -103,7 +103,7 @@ class BlockReader:
         content = self._guard(entry.name, lambda path: self._files.read(path, start, stop))
         if len(content) != stop - start:
             raise damaged(self.place(entry.name), f"ends before byte {stop} of {entry.bytes}")
-        if zlib.crc32(content) != entry.crc32[index]:
+        if crc32(content) != entry.crc32[index]:
             raise damaged(self.place(entry.name), f"is not what was written (bytes {start} to {stop})")
         return content
 

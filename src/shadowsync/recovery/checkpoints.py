@@ -17,7 +17,7 @@ import msgspec
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import CheckpointError, SaveError
 from shadowsync.recovery.claims import Claims
-from shadowsync.recovery.compaction import as_whole, rows_from
+from shadowsync.recovery.compaction import as_whole
 from shadowsync.recovery.files import Files, open_files
 from shadowsync.recovery.lineage import ParentLost
 from shadowsync.recovery.loading import LoadedCheckpoint
@@ -226,7 +226,7 @@ class CheckpointStore:
 
     def _rewrite(self, loaded: LoadedCheckpoint, whole: str) -> None:
         staged = self._files.staging(whole)
-        writer = SnapshotWriter(self._files, staged, self._piece_bytes, lambda cut, name: rows_from(loaded, cut, name))
+        writer = SnapshotWriter(self._files, staged, self._piece_bytes)
         exact = {"exact": loaded.exact}
         self._write(whole, lambda: msgspec.structs.replace(writer.write(as_whole(loaded), loaded.oldest), **exact))
 

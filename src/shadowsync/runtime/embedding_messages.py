@@ -214,6 +214,23 @@ class SavedTold(Meta, frozen=True):
     single: bool
 
 
+class SaveCostAsked(Meta, frozen=True):
+    """Asks what a save has cost at the server."""
+
+    save: int
+
+
+class SaveCost(Meta, frozen=True):
+    """Answers `SaveCostAsked`.
+
+    Attributes:
+        seconds: of the processor that the save's calls have taken so far, over the machine's cores; without what
+            crossing the wire takes. 0 if the save is not under way any more.
+    """
+
+    seconds: float
+
+
 class RowsGiven(Meta, frozen=True):
     """Overwrites the rows that `RowsAsked` with the same fields would ask for; tensors: those named."""
 

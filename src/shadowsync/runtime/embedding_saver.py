@@ -1,22 +1,34 @@
 """Who saves the rows of an embedding server behind a wire, beside training."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from shadowsync.embedding.live_rows import live_set, live_shard
 from shadowsync.embedding.table import Rows, RowSet, Shard
-from shadowsync.recovery.snapshot import TABLE_WIDE
-from shadowsync.runtime.embedding_messages import PickAsked, Picked, SaveBegun, SavedTold, SinglesAsked, as_int64
+from shadowsync.recovery.written import Written
+from shadowsync.runtime.embedding_messages import (
+    PickAsked,
+    Picked,
+    SaveBegun,
+    SaveCost,
+    SaveCostAsked,
+    SavedTold,
+    SinglesAsked,
+    as_int64,
+)
 from shadowsync.runtime.embedding_rows import CHUNK_BYTES, UNDER_WAY, RemoteRows, tensors_of
 from shadowsync.runtime.embedding_saves import MOST_ROWS
 from shadowsync.runtime.lines import id_type
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.service import Meta
+from shadowsync.under_way import parts_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ class RemoteSave:
         return cls(connection, begun.save, begun.compares, timeout_s, chunk_bytes)
 
     def everything(self, shards: Sequence[Shard]) -> Iterator[Rows]:
-        """All rows, in chunks.
+        """All rows, one `Rows` a shard, which are copied when they are read.
 
         Args:
             shards: what the server holds.
@@ -54,10 +66,11 @@ class RemoteSave:
         Raises:
             PeerLost: another server has taken the place.
         """
-        return self._rows.read_shards(dict(enumerate(shards)), self.chunk_bytes, self.number)
+        for index, shard in enumerate(shards):
+            yield self._whole(index, shard)
 
     def changed(self, shards: Sequence[Shard], end_of_round: bool) -> Iterator[Rows | RowSet]:
-        """The rows that are to be saved now: one `RowSet` a shard, or the shard as a whole in chunks.
+        """The rows that are to be saved now, one `RowSet` or `Rows` a shard, which are copied when they are read.
 
         Args:
             shards: what the server holds.
@@ -69,25 +82,31 @@ class RemoteSave:
         for index, shard in enumerate(shards):
             picked = self._pick(index, end_of_round)
             if picked is None:
-                yield from self._rows.read_shards({index: shard}, self.chunk_bytes, self.number)
+                yield self._whole(index, shard)
             else:
-                yield RowSet(shard.table, shard.start, shard.stop, picked, self._copy(index, shard, picked))
+                yield live_set(shard, picked, self._nothing(index, shard), partial(self._singles, index, shard, picked))
 
-    @property
-    def _rows(self) -> RemoteRows:
-        return RemoteRows(self.connection, self.timeout_s)
+    def saved(self, index: int, shard: Shard, rows: Rows | RowSet, written: Written) -> None:
+        """Rows of the shard at that position are safely written; a server that took the place does not hear of it.
 
-    def saved(self, index: int, shard: Shard, rows: Rows | RowSet) -> None:
-        """Rows of the shard at that position are safely written; a server that took the place does not hear of it."""
-        weights = rows.tensors["weight"]
-        step = self._rows_at_once(shard)
-        for first in range(0, max(1, len(weights)), step):
-            part = weights[first : first + step]
-            start, single = rows.start + first, []
-            if isinstance(rows, RowSet):
-                start, single = rows.start, [self._narrow(shard, rows.numbers[first : first + step])]
-            told = SavedTold(self.number, index, start, start + len(part), bool(single))
-            self._call("saved", told, [*single, *([part.contiguous()] if self.compares else [])]).result()
+        Args:
+            index: position of the shard.
+            shard: which.
+            rows: as given out for this save.
+            written: their weights, should the server want them.
+        """
+        for part in parts_of(rows, self._rows_at_once(shard)):
+            if isinstance(part, range):
+                start, stop, single = part.start, part.stop, []
+            else:
+                start, stop, single = rows.start, shard.stop, [self._narrow(shard, part)]
+            weights = [written(shard.table, part).contiguous()] if self.compares else []
+            told = SavedTold(self.number, index, start, stop, bool(single))
+            self._call("saved", told, [*single, *weights]).result()
+
+    def cost_s(self) -> float:
+        """Seconds by which the save has held others up at the server so far; 0 if another took the place."""
+        return self._call("save_cost", SaveCostAsked(self.number)).result().read(SaveCost).seconds
 
     def _pick(self, index: int, end_of_round: bool) -> Tensor | None:
         parts: list[Tensor] = []
@@ -103,18 +122,31 @@ class RemoteSave:
             if sum(map(len, parts)) >= picked.total or not len(parts[-1]):
                 return torch.cat(parts)
 
-    def _copy(self, index: int, shard: Shard, numbers: Tensor) -> dict[str, Tensor]:
+    def _whole(self, index: int, shard: Shard) -> Rows:
+        return live_shard(shard, self._nothing(index, shard), partial(self._run, index, shard))
+
+    def _nothing(self, index: int, shard: Shard) -> dict[str, Tensor]:
+        none = self._narrow(shard, torch.zeros(0, dtype=torch.int64))
+        return tensors_of(self._call("singles", SinglesAsked(self.number, index), [none]).result())
+
+    def _run(self, index: int, shard: Shard, first: int, last: int) -> Iterator[Mapping[str, Tensor]]:
+        run = Shard(shard.table, shard.start + first, shard.start + last)
+        whole = RemoteRows(self.connection, self.timeout_s)
+        for rows in whole.read_shards({index: run}, self.chunk_bytes, self.number):
+            yield rows.tensors
+
+    def _singles(
+        self, index: int, shard: Shard, numbers: Tensor, first: int, last: int
+    ) -> Iterator[Mapping[str, Tensor]]:
         step = self._rows_at_once(shard)
-        asked: deque[tuple[int, Future[Answer]]] = deque()
-        copies: dict[str, Tensor] = {}
-        for first in range(0, max(1, len(numbers)), step):
-            part = self._narrow(shard, numbers[first : first + step])
-            asked.append((first, self._call("singles", SinglesAsked(self.number, index), [part])))
+        asked: deque[Future[Answer]] = deque()
+        for start in range(first, max(first + 1, last), step):
+            part = self._narrow(shard, numbers[start : min(start + step, last)])
+            asked.append(self._call("singles", SinglesAsked(self.number, index), [part]))
             if len(asked) >= UNDER_WAY:
-                _put(copies, len(numbers), *asked.popleft())
+                yield tensors_of(asked.popleft().result())
         while asked:
-            _put(copies, len(numbers), *asked.popleft())
-        return copies
+            yield tensors_of(asked.popleft().result())
 
     def _rows_at_once(self, shard: Shard) -> int:
         return min(MOST_ROWS, max(1, self.chunk_bytes // (4 * shard.table.dim)))
@@ -124,13 +156,3 @@ class RemoteSave:
 
     def _call(self, method: str, meta: Meta, tensors: Sequence[Tensor] = ()) -> Future[Answer]:
         return self.connection.call(method, meta, tensors, self.timeout_s)
-
-
-def _put(copies: dict[str, Tensor], total: int, first: int, future: Future[Answer]) -> None:
-    """Adds a chunk to the copies of `total` rows; of tensors of the table as a whole the last one stays."""
-    for name, tensor in tensors_of(future.result()).items():
-        if name in TABLE_WIDE:
-            copies[name] = tensor
-        else:
-            whole = copies.setdefault(name, tensor.new_empty((total, *tensor.shape[1:])))
-            whole[first : first + len(tensor)] = tensor

@@ -125,9 +125,8 @@ class EmbeddingService:
             "read": Method(self._read, once=False),
             "step": Method(self._step),
             "shards": Method(self._shards, once=False),
-            "rows": Method(self._rows, once=False),
             "load_rows": Method(self._load_rows),
-            **SaveMethods(server).methods,
+            **SaveMethods(server, self._rows).methods,
         }
         self._server = server
         self._generation = generation

@@ -162,7 +162,7 @@ def test_only_the_replacement_of_a_server_of_rows_goes_back(tmp_path: Path, clus
     out = tmp_path / "out"
     config = job_settings(
         tmp_path,
-        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 2.0},
+        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 12.0},
         recovery={"mode": "partial", "priority": priority, **({"min_rows": 1} if priority != "all" else {})},
     )
     ledger = Ledger()

@@ -222,7 +222,7 @@ def test_what_a_save_costs_is_counted_where_its_rows_are(monkeypatch: pytest.Mon
         assert save.cost_s() == len(calls) / 4
         assert {*calls} == {"pick", "rows", "singles", "saved"}
         asked.clear()
-    assert RemoteSave(way, save.number - 1, False).cost_s() == 0
+    assert replace(save, number=save.number - 1).cost_s() == 0
 
 
 class Replaced(Connection):
@@ -277,7 +277,7 @@ def test_what_was_saved_of_a_server_that_is_gone_is_not_told_to_its_successor() 
     rows = next(iter(save.changed(SHARDS, False)))
     then.begin_save()
     before = then.pick(0, False)
-    RemoteSave(DirectConnection(served(then)), save.number, save.compares).saved(0, SHARDS[0], rows, never_asked)
+    replace(save, connection=DirectConnection(served(then))).saved(0, SHARDS[0], rows, never_asked)
     after = then.pick(0, False)
     assert before is not None
     assert after is not None

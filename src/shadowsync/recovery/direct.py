@@ -8,6 +8,7 @@ aligned buffer, which is used again and again, the disk fetches the bytes itself
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from shadowsync.embedding.pages import HUGE_PAGE_BYTES, zeros
 
 BUFFER_BYTES = 4 << 20
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux
+_kept = threading.local()
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
@@ -27,7 +29,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     Raises:
         OSError: what the file system raised; what `chunks` raises passes through.
     """
-    buffer, filled = _aligned_buffer(), 0
+    buffer, filled = _buffer(), 0
     with path.open("wb", buffering=0) as file:
         target = _Target(file.fileno())
         for chunk in chunks:
@@ -43,9 +45,13 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         os.fsync(file.fileno())
 
 
-def _aligned_buffer() -> NDArray[np.uint8]:
-    """Begins at a page; in huge pages a direct write takes a third of the processor's time."""
-    return zeros(max(BUFFER_BYTES, HUGE_PAGE_BYTES), torch.uint8)[:BUFFER_BYTES].numpy()
+def _buffer() -> NDArray[np.uint8]:
+    """This thread's; begins at a page. In huge pages a direct write takes a third of the processor's time."""
+    buffer: NDArray[np.uint8] | None = getattr(_kept, "buffer", None)
+    if buffer is None or len(buffer) != BUFFER_BYTES:
+        buffer = zeros(max(BUFFER_BYTES, HUGE_PAGE_BYTES), torch.uint8)[:BUFFER_BYTES].numpy()
+        _kept.buffer = buffer
+    return buffer
 
 
 class _Target:

@@ -155,15 +155,17 @@ class RowsFound(Meta, frozen=True):
 
 
 class SaveBegun(Meta, frozen=True):
-    """Answers the word that a save begins.
+    """Answers the word that a save begins; tensors: a copy of no rows of each shard, which tells their forms.
 
     Attributes:
         save: its number.
         compares: the server wants to hear what was written of the rows.
+        names: of the tensors of each shard.
     """
 
     save: int
     compares: bool
+    names: tuple[tuple[str, ...], ...]
 
 
 class PickAsked(Meta, frozen=True):

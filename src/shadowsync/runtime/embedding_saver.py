@@ -39,6 +39,7 @@ class RemoteSave:
         connection: to the service.
         number: of the save.
         compares: the server wants to hear what was written.
+        forms: a copy of no rows of each shard.
         timeout_s: the deadline of every call; None leaves it to the connection.
         chunk_bytes: weights in one message.
     """
@@ -46,6 +47,7 @@ class RemoteSave:
     connection: Connection
     number: int
     compares: bool
+    forms: tuple[Mapping[str, Tensor], ...]
     timeout_s: float | None = None
     chunk_bytes: int = CHUNK_BYTES
 
@@ -54,8 +56,10 @@ class RemoteSave:
         cls, connection: Connection, timeout_s: float | None = None, chunk_bytes: int = CHUNK_BYTES
     ) -> "RemoteSave":
         """A save begins; the one before it is over."""
-        begun = connection.call("begin_save", timeout_s=timeout_s).result().read(SaveBegun)
-        return cls(connection, begun.save, begun.compares, timeout_s, chunk_bytes)
+        answer = connection.call("begin_save", timeout_s=timeout_s).result()
+        begun, tensors = answer.read(SaveBegun), iter(answer.tensors)
+        forms = tuple({name: next(tensors) for name in names} for names in begun.names)
+        return cls(connection, begun.save, begun.compares, forms, timeout_s, chunk_bytes)
 
     def everything(self, shards: Sequence[Shard]) -> Iterator[Rows]:
         """All rows, one `Rows` a shard, which are copied when they are read.
@@ -84,7 +88,7 @@ class RemoteSave:
             if picked is None:
                 yield self._whole(index, shard)
             else:
-                yield live_set(shard, picked, self._nothing(index, shard), partial(self._singles, index, shard, picked))
+                yield live_set(shard, picked, self.forms[index], partial(self._singles, index, shard, picked))
 
     def saved(self, index: int, shard: Shard, rows: Rows | RowSet, written: Written) -> None:
         """Rows of the shard at that position are safely written; a server that took the place does not hear of it.
@@ -123,11 +127,7 @@ class RemoteSave:
                 return torch.cat(parts)
 
     def _whole(self, index: int, shard: Shard) -> Rows:
-        return live_shard(shard, self._nothing(index, shard), partial(self._run, index, shard))
-
-    def _nothing(self, index: int, shard: Shard) -> dict[str, Tensor]:
-        none = self._narrow(shard, torch.zeros(0, dtype=torch.int64))
-        return tensors_of(self._call("singles", SinglesAsked(self.number, index), [none]).result())
+        return live_shard(shard, self.forms[index], partial(self._run, index, shard))
 
     def _run(self, index: int, shard: Shard, first: int, last: int) -> Iterator[Mapping[str, Tensor]]:
         run = Shard(shard.table, shard.start + first, shard.start + last)
@@ -140,7 +140,9 @@ class RemoteSave:
     ) -> Iterator[Mapping[str, Tensor]]:
         step = self._rows_at_once(shard)
         asked: deque[Future[Answer]] = deque()
-        for start in range(first, max(first + 1, last), step):
+        if first == last:
+            yield self.forms[index]
+        for start in range(first, last, step):
             part = self._narrow(shard, numbers[start : min(start + step, last)])
             asked.append(self._call("singles", SinglesAsked(self.number, index), [part]))
             if len(asked) >= UNDER_WAY:

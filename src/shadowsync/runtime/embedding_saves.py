@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shadowsync.embedding.server import EmbeddingServer
@@ -95,7 +96,10 @@ class SaveMethods:
     def _begin(self, _: Request) -> Reply:
         self._pick_kept = None
         self._used.begin()
-        return Reply(SaveBegun(self._server.begin_save(), self._server.compares))
+        save, none = self._server.begin_save(), torch.zeros(0, dtype=torch.int64)
+        forms = [self._server.copy_rows(shard, none) for shard in range(len(self._server.shards))]
+        begun = SaveBegun(save, self._server.compares, tuple(tuple(form) for form in forms))
+        return Reply(begun, tuple(tensor for form in forms for tensor in form.values()))
 
     def _cost(self, request: Request) -> Reply:
         known = self._server.is_under_way(request.read(SaveCostAsked).save)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.embedding.live_rows import live_set, live_shard
-from shadowsync.embedding.table import Rows, RowSet, Shard
+from shadowsync.embedding.table import Rows, RowSet, Shard, parts_of
 from shadowsync.recovery.written import Written
 from shadowsync.runtime.embedding_messages import (
     PickAsked,
@@ -28,7 +28,6 @@ from shadowsync.runtime.lines import id_type
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.service import Meta
-from shadowsync.under_way import parts_of
 
 
 @dataclass(frozen=True)

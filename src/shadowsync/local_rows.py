@@ -7,10 +7,10 @@ from torch import Tensor
 
 from shadowsync.embedding.live_rows import Copy, live_set, live_shard
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Rows, RowSet, shares_of
+from shadowsync.embedding.table import Rows, RowSet, parts_of, shares_of
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.written import Written
-from shadowsync.under_way import UnderWay, held, parts_of
+from shadowsync.under_way import UnderWay, held
 
 CHUNK_BYTES = 4 << 20
 """Copied at once: memory of this size is used again and again."""

@@ -116,6 +116,11 @@ def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shadowsync.runtime.embedding_saver.MOST_ROWS", 5)
 
 
+@pytest.fixture
+def nothing_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shadowsync.runtime.embedding_saver.EARLY_BYTES", 0)
+
+
 @pytest.mark.usefixtures("small_messages")
 @pytest.mark.parametrize("optimizer", [ADAGRAD, ADAM], ids=lambda optimizer: optimizer.name)
 @pytest.mark.parametrize("priority", PRIORITIES)
@@ -153,6 +158,7 @@ def test_over_a_wire_the_same_rows_are_picked_copied_and_reported(
     assert spoken_of(again) == {s.table.name: p.tolist() for s, p in zip(SHARDS, picks, strict=True) if p is not None}
 
 
+@pytest.mark.usefixtures("nothing_early")
 def test_everything_crosses_in_chunks_when_it_is_read(connect: Connect) -> None:
     server = made("scar", ADAM)
     trained(server)
@@ -257,6 +263,22 @@ def test_a_server_that_takes_the_place_does_not_answer_for_the_other(calls: int)
         list(map(in_memory, whole.everything(SHARDS)))
 
 
+@pytest.mark.parametrize("optimizer", [ADAGRAD, ADAM], ids=lambda optimizer: optimizer.name)
+def test_small_shards_are_copied_when_a_save_begins_and_anew_if_read_again(optimizer: Any) -> None:
+    server = made("all", optimizer)
+    trained(server)
+    found = list(RemoteSave.begin(DirectConnection(served(server))).everything(SHARDS))
+    then = [{name: tensor.clone() for name, tensor in own.tensors.items()} for own in server.state()]
+    trained(server)
+    for wanted in (then, [own.tensors for own in server.state()]):
+        for rows, tensors in zip(found, wanted, strict=True):
+            assert rows.source is not None
+            for name in rows.tensors:
+                read = torch.cat(list(rows.source.read(0, len(rows.tensors["weight"]), name)))
+                assert torch.equal(read, tensors[name]), name
+
+
+@pytest.mark.usefixtures("nothing_early")
 @pytest.mark.parametrize("priority", ["all", "mfu"])
 def test_rows_that_were_given_out_are_not_read_from_its_successor(priority: str) -> None:
     first, then = made(priority), made(priority)

@@ -128,7 +128,10 @@ def test_by_priority_shares_cross_and_small_tables_at_the_end_of_a_round(tmp_pat
         assert not store.open(name).exact
 
 
-def test_a_server_that_dies_is_reported_and_nothing_counts_as_saved(tmp_path: Path) -> None:
+def test_a_server_that_dies_is_reported_and_nothing_counts_as_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shadowsync.runtime.embedding_saver.EARLY_BYTES", 0)
     store, pause = store_in(tmp_path), Pause(iteration=20)
     with clustered(tmp_path, store, failures=pause, rows=600) as started:
         session = started.session

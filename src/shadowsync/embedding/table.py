@@ -101,6 +101,23 @@ class RowSet:
     source: RowSource | None = field(default=None, compare=False)
 
 
+def span_of(rows: Rows | RowSet) -> tuple[int, int]:
+    """The run of rows of its table that a copy is of: the first, and one beyond the last."""
+    return rows.start, rows.stop if isinstance(rows, RowSet) else rows.start + len(rows.tensors["weight"])
+
+
+def numbers_of(rows: Rows | RowSet) -> Tensor | range:
+    """The rows that a copy holds, as numbers in their table."""
+    return rows.numbers if isinstance(rows, RowSet) else range(*span_of(rows))
+
+
+def parts_of(rows: Rows | RowSet, most: int) -> Iterator[Tensor | range]:
+    """The numbers of the rows that a copy holds, so many at a time; of none, once too."""
+    numbers = numbers_of(rows)
+    for first in range(0, max(1, len(numbers)), most):
+        yield numbers[first : first + most]
+
+
 @dataclass(frozen=True)
 class Slot:
     """One feature's look-ups in one shard; a server is asked for it by its position among the server's slots."""

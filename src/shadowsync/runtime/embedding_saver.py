@@ -1,7 +1,7 @@
 """Who saves the rows of an embedding server behind a wire, beside training."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -9,12 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shadowsync.embedding.live_rows import live_set, live_shard
-from shadowsync.embedding.table import Rows, RowSet, Shard
+from shadowsync.embedding.live_rows import Copy, live_set, live_shard
+from shadowsync.embedding.table import Rows, RowSet, Shard, parts_of
 from shadowsync.recovery.written import Written
 from shadowsync.runtime.embedding_messages import (
     PickAsked,
     Picked,
+    RowsAsked,
     SaveBegun,
     SaveCost,
     SaveCostAsked,
@@ -22,13 +23,15 @@ from shadowsync.runtime.embedding_messages import (
     SinglesAsked,
     as_int64,
 )
-from shadowsync.runtime.embedding_rows import CHUNK_BYTES, UNDER_WAY, RemoteRows, tensors_of
+from shadowsync.runtime.embedding_rows import CHUNK_BYTES, UNDER_WAY, tensors_of
 from shadowsync.runtime.embedding_saves import MOST_ROWS
 from shadowsync.runtime.lines import id_type
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.service import Meta
-from shadowsync.under_way import parts_of
+
+EARLY_BYTES = 4 << 20
+"""Weights of small shards of one server that are copied as soon as a save begins."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,9 @@ class RemoteSave:
         Raises:
             PeerLost: another server has taken the place.
         """
+        early = _Budget(EARLY_BYTES)
         for index, shard in enumerate(shards):
-            yield self._whole(index, shard)
+            yield self._whole(index, shard, early)
 
     def changed(self, shards: Sequence[Shard], end_of_round: bool) -> Iterator[Rows | RowSet]:
         """The rows that are to be saved now, one `RowSet` or `Rows` a shard, which are copied when they are read.
@@ -83,12 +87,14 @@ class RemoteSave:
         Raises:
             PeerLost: as `everything`.
         """
+        early = _Budget(EARLY_BYTES)
         for index, shard in enumerate(shards):
             picked = self._pick(index, end_of_round)
             if picked is None:
-                yield self._whole(index, shard)
+                yield self._whole(index, shard, early)
             else:
-                yield live_set(shard, picked, self.forms[index], partial(self._singles, index, shard, picked))
+                copy = partial(self._singles, index, shard, picked)
+                yield live_set(shard, picked, self.forms[index], self._early(index, shard, len(picked), copy, early))
 
     def saved(self, index: int, shard: Shard, rows: Rows | RowSet, written: Written) -> None:
         """Rows of the shard at that position are safely written; a server that took the place does not hear of it.
@@ -126,29 +132,36 @@ class RemoteSave:
             if sum(map(len, parts)) >= picked.total or not len(parts[-1]):
                 return torch.cat(parts)
 
-    def _whole(self, index: int, shard: Shard) -> Rows:
-        return live_shard(shard, self.forms[index], partial(self._run, index, shard))
+    def _whole(self, index: int, shard: Shard, early: "_Budget") -> Rows:
+        copy = partial(self._run, index, shard)
+        return live_shard(shard, self.forms[index], self._early(index, shard, shard.rows, copy, early))
 
-    def _run(self, index: int, shard: Shard, first: int, last: int) -> Iterator[Mapping[str, Tensor]]:
-        run = Shard(shard.table, shard.start + first, shard.start + last)
-        whole = RemoteRows(self.connection, self.timeout_s)
-        for rows in whole.read_shards({index: run}, self.chunk_bytes, self.number):
-            yield rows.tensors
+    def _early(self, index: int, shard: Shard, count: int, ask: "_Ask", early: "_Budget") -> Copy:
+        """Few rows are asked for at once, so that many small shards do not each wait for an answer in their turn."""
+        fits = 0 < count <= self._rows_at_once(shard) and early.takes(4 * shard.table.dim * count)
+        asked = [list(ask(0, count))] if fits else []
 
-    def _singles(
-        self, index: int, shard: Shard, numbers: Tensor, first: int, last: int
-    ) -> Iterator[Mapping[str, Tensor]]:
+        def copy(first: int, last: int) -> Iterator[Mapping[str, Tensor]]:
+            if first == last:
+                yield self.forms[index]
+            elif asked and (first, last) == (0, count):
+                yield from _answers(iter(asked.pop()))
+            else:
+                yield from _answers(ask(first, last))
+
+        return copy
+
+    def _run(self, index: int, shard: Shard, first: int, last: int) -> Iterator[Future[Answer]]:
         step = self._rows_at_once(shard)
-        asked: deque[Future[Answer]] = deque()
-        if first == last:
-            yield self.forms[index]
+        for start in range(shard.start + first, shard.start + last, step):
+            asked = RowsAsked(index, start, min(start + step, shard.start + last), self.number)
+            yield self._call("rows", asked)
+
+    def _singles(self, index: int, shard: Shard, numbers: Tensor, first: int, last: int) -> Iterator[Future[Answer]]:
+        step = self._rows_at_once(shard)
         for start in range(first, last, step):
             part = self._narrow(shard, numbers[start : min(start + step, last)])
-            asked.append(self._call("singles", SinglesAsked(self.number, index), [part]))
-            if len(asked) >= UNDER_WAY:
-                yield tensors_of(asked.popleft().result())
-        while asked:
-            yield tensors_of(asked.popleft().result())
+            yield self._call("singles", SinglesAsked(self.number, index), [part])
 
     def _rows_at_once(self, shard: Shard) -> int:
         return min(MOST_ROWS, max(1, self.chunk_bytes // (4 * shard.table.dim)))
@@ -158,3 +171,31 @@ class RemoteSave:
 
     def _call(self, method: str, meta: Meta, tensors: Sequence[Tensor] = ()) -> Future[Answer]:
         return self.connection.call(method, meta, tensors, self.timeout_s)
+
+
+_Ask = Callable[[int, int], Iterator[Future[Answer]]]
+"""Asks for the rows at positions `first … last − 1`, a message at a time."""
+
+
+class _Budget:
+    """Bytes that may be taken."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def takes(self, count: int) -> bool:
+        """Takes so many, if they are left."""
+        fits = count <= self._left
+        self._left -= count if fits else 0
+        return fits
+
+
+def _answers(asked: Iterator[Future[Answer]]) -> Iterator[Mapping[str, Tensor]]:
+    """In their order, with some messages under way."""
+    under_way: deque[Future[Answer]] = deque()
+    for future in asked:
+        under_way.append(future)
+        if len(under_way) >= UNDER_WAY:
+            yield tensors_of(under_way.popleft().result())
+    while under_way:
+        yield tensors_of(under_way.popleft().result())

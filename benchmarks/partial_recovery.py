@@ -128,7 +128,7 @@ def grid(seeds: int) -> list[Cell]:
     cells += [Cell(way, servers=servers) for servers in (4, 16, 32) for way in ("none", "vanilla", "ssu")]
     cells += [Cell(way, target_pls=pls) for pls in (0.01, 0.05, 0.2) for way in ("vanilla", "ssu")]
     cells += [Cell(way, history=True, seed=seed) for seed in range(seeds) for way in ways]
-    return cells
+    return list(dict.fromkeys(cells))
 
 
 def emulate(cell: Cell) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """What saving costs: how fast rows reach the disk, how fast training goes on meanwhile, and what following rows costs.
 
     python benchmarks/saving.py                   all three
-    python benchmarks/saving.py disk              33.8 M rows × 16 through the store, against the disk's own sequential
-                                                  speed, in turn
+    python benchmarks/saving.py disk              33.8 M rows × 16 copied from the live tables into the store, as a job
+                                                  does, against the disk's own sequential speed, in turn
     python benchmarks/saving.py beside            training while one save follows the other, against training alone
     python benchmarks/saving.py trackers          training with each priority's tracker, against training without
 
 All on the synthetic source in this process: two workers, bf16, 26 tables of Criteo Kaggle's sizes or `--table-rows`.
-The disk's speed is that of files of the store's size, each flushed with an `fsync`. Each training run is a process of
-its own, the variants take turns, and ratios are medians over the rounds. Ids repeat from memory, so the AUC beside
-the speed is one of data seen before: it says that all variants learn alike, not how well.
+The disk's speed is that of random bytes from one buffer in files of the store's size, each flushed with an `fsync`:
+written directly where the file system lets one (`disk`, the faster way and the yardstick), and through the page cache.
+The processor's time is the writing thread's; what the kernel does elsewhere (write-back) is not in it. Each training
+run is a process of its own, the variants take turns, and ratios are medians over the rounds. Ids repeat from memory, so
+the AUC beside the speed is one of data seen before: it says that all variants learn alike, not how well.
 
     [--rounds 5] [--seconds 10] [--batch 1024] [--folder DIR of the disk] [--table-rows 200000]
 """
@@ -23,9 +25,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +41,10 @@ from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.local_session import LocalSession
 from shadowsync.metrics.toll import Toll
 from shadowsync.recovery.checkpoints import PIECE_BYTES, CheckpointStore
+from shadowsync.recovery.direct import write_file
 from shadowsync.recovery.saver import NICENESS
 from shadowsync.recovery.snapshot import DeltaOf, Snapshot
+from shadowsync.recovery.written import WrittenRows
 from shadowsync.session import Material, Own
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -118,48 +123,59 @@ def byte_count(rows: Sequence[Rows | RowSet]) -> int:
 # --- the disk --------------------------------------------------------------------------------------------------------
 
 
-def write_plainly(folder: Path, size: int) -> float:
-    """Seconds to write and flush so many bytes, in files and chunks of the store's sizes."""
+def write_cached(path: Path, chunks: Iterable[memoryview]) -> None:
+    """Writes and flushes a file through the page cache."""
+    with path.open("wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_plainly(folder: Path, size: int, write: Callable[[Path, Iterable[memoryview]], None]) -> None:
+    """Writes so many bytes in files and chunks of the store's sizes."""
     chunk = memoryview(os.urandom(CHUNK_BYTES))
-    began = time.perf_counter()
     for number, start in enumerate(range(0, size, PIECE_BYTES)):
-        with (folder / f"plain-{number}").open("wb") as file:
-            left = min(PIECE_BYTES, size - start)
-            while left > 0:
-                left -= file.write(chunk[:left])
-            file.flush()
-            os.fsync(file.fileno())
-    seconds = time.perf_counter() - began
-    for path in folder.glob("plain-*"):
-        path.unlink()
-    return seconds
+        stop = min(start + PIECE_BYTES, size)
+        write(folder / f"plain-{number}", (chunk[: stop - at] for at in range(start, stop, CHUNK_BYTES)))
+
+
+def save_all(made: LocalSession, root: Path) -> None:
+    """A whole checkpoint of the live tables."""
+    CheckpointStore(str(root)).save(snapshot(made, made.rows_beside()))
 
 
 def measure_disk(arguments: argparse.Namespace) -> None:
     """Whole checkpoints of all tables in turn with plain files of as many bytes."""
-    speeds: dict[str, list[float]] = {"disk": [], "save": [], "copy and save": []}
+    speeds: dict[str, list[float]] = {"disk": [], "page cache": [], "save": []}
+    cpu: dict[str, list[float]] = {what: [] for what in speeds}
     with (
         session(config("all", arguments, arguments.batch)) as made,
         tempfile.TemporaryDirectory(dir=arguments.folder) as name,
     ):
-        folder = Path(name)
+        size = byte_count(made.rows_beside())
+        ways: dict[str, Callable[[Path], None]] = {
+            "disk": lambda folder: write_plainly(folder, size, write_file),
+            "page cache": lambda folder: write_plainly(folder, size, write_cached),
+            "save": lambda folder: save_all(made, folder),
+        }
         for number in range(arguments.rounds):
-            began = time.perf_counter()
-            rows = made.rows_beside()
-            copied = time.perf_counter()
-            size = byte_count(rows)
-            CheckpointStore(str(folder / f"store-{number}")).save(snapshot(made, rows))
-            saved = time.perf_counter()
-            del rows
-            remove(folder / f"store-{number}")
-            speeds["disk"].append(size / write_plainly(folder, size) / 1e9)
-            speeds["save"].append(size / (saved - copied) / 1e9)
-            speeds["copy and save"].append(size / (saved - began) / 1e9)
+            for what, way in ways.items():
+                folder = Path(name) / f"{what}-{number}"
+                folder.mkdir()
+                began, began_cpu = time.perf_counter(), time.thread_time()
+                way(folder)
+                speeds[what].append(size / (time.perf_counter() - began) / 1e9)
+                cpu[what].append((time.thread_time() - began_cpu) / size * 1e9)
+                remove(folder)
             print({what: round(found[-1], 3) for what, found in speeds.items()}, file=sys.stderr, flush=True)
     relative = ratios(speeds, "disk")
-    lines = [(what, statistics.median(found), f"{relative[what]:.0%}") for what, found in speeds.items()]
+    lines = [
+        (what, statistics.median(found), f"{relative[what]:.0%}", f"{statistics.median(cpu[what]):.3f}")
+        for what, found in speeds.items()
+    ]
     print(f"\nwhole checkpoints of {size / 1e9:.2f} GB, medians of {arguments.rounds} rounds\n")
-    print(table(["", "GB/s", "over the disk"], lines))
+    print(table(["", "GB/s", "over the disk", "CPU s/GB"], lines))
 
 
 def remove(folder: Path) -> None:
@@ -199,8 +215,9 @@ class Saver:
             rows = self._made.rows_beside() if whole else self._made.changed_rows(self.saves % 8 == 0)
             exact = self._made.choices.recovery.priority == "all"
             delta = None if whole or parent is None else DeltaOf(parent, exact)
-            parent = self._store.save(snapshot(self._made, rows, delta))
-            self._made.rows_saved(rows)
+            parent = name = self._store.save(snapshot(self._made, rows, delta))
+            with WrittenRows(partial(self._store.opened, name)) as written:
+                self._made.rows_saved(rows, written)
             self.saves += 1
             self.bytes += byte_count(rows)
             self.seconds += time.perf_counter() - began

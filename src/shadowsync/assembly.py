@@ -8,7 +8,7 @@ from torch import nn
 
 from shadowsync.aggregation.conductor import StepRule
 from shadowsync.aggregation.stragglers import parse_stragglers
-from shadowsync.choices import Aggregating, Choices
+from shadowsync.choices import Aggregating, Choices, server_count
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, EmbeddingConfig
 from shadowsync.data.batch import Jagged
@@ -217,12 +217,6 @@ def hogwild_workers(
 def step_rule(config: Config, aggregating: Aggregating, rates: Rates) -> StepRule:
     """How global steps are made."""
     return StepRule(aggregating.size, config.train.lr, config.embedding.lr, rates, aggregating.rows_by_buffer)
-
-
-def server_count(config: Config) -> int:
-    """Embedding servers: as given, else two on a cluster and one on a single machine."""
-    given = config.embedding.servers
-    return given if given is not None else 1 if config.cluster.address is None else 2
 
 
 def prefetch(config: Config) -> int:

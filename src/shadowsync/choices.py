@@ -82,6 +82,9 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     _check_emulation(config.train)
     if own_model and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
         raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
+    recovery = recovery_settings(config.recovery, config.cluster.runtime == "ray")
+    if recovery.schedule is not None:
+        recovery.schedule.check_roles(_most_roles(config, method))
     return Choices(
         source=_choose_one("data", config.data.name, config.data.options, "shadowsync.data", Source),
         model=None if own_model else _choose_model(config),
@@ -90,9 +93,25 @@ def choose_all(config: Config, own_model: bool) -> Choices:
         schedule=schedule,
         codecs={kind: _choose_codec(kind, name) for kind, name in config.compression},
         optimizer=_dense_optimizer(config.train),
-        recovery=recovery_settings(config.recovery, config.cluster.runtime == "ray"),
+        recovery=recovery,
         aggregation=_choose_aggregation(config),
     )
+
+
+def server_count(config: Config) -> int:
+    """Embedding servers: as given, else two on a cluster and one on a single machine."""
+    given = config.embedding.servers
+    return given if given is not None else 1 if config.cluster.address is None else 2
+
+
+def _most_roles(config: Config, method: SyncMethod) -> dict[str, int]:
+    """How many of each kind may fail at most; servers that get no rows drop out later."""
+    cluster, trainers = config.cluster, config.train.trainers
+    most = {"embedding": server_count(config), "trainer": trainers}
+    if cluster.runtime == "inprocess":
+        return most
+    readers = cluster.readers or (1 if cluster.address is None else trainers)
+    return most | {"dense": cluster.dense_servers if method.centralised else 0, "reader": readers}
 
 
 def without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from shadowsync import sections
-from shadowsync.assembly import prefetch, server_count
-from shadowsync.choices import Choices, choose_all, without_foreign_options
+from shadowsync.assembly import prefetch
+from shadowsync.choices import Choices, choose_all, server_count, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory
@@ -205,16 +205,20 @@ class _Run:
         return saved
 
     @contextlib.contextmanager
-    def _newest(self, shards: Sequence[Shard] | None) -> Iterator[LoadedCheckpoint | None]:
-        """What to go back to in mid-run, or the newest rows of some shards; None for the very start."""
+    def _newest(
+        self, shards: Sequence[Shard] | None, load: Callable[[LoadedCheckpoint], None] | None = None
+    ) -> Iterator[LoadedCheckpoint | None]:
+        """As `Newest`."""
         if shards is None:
             self.saver.wait()
         else:
             self.saver.settle()  # what is being saved may hold rows of these shards; the next delta builds on it
         if self.store.newest() is None:
+            if self.saved is not None and load is not None:
+                load(self.saved)
             yield self.saved
             return
-        with self.store.opened(None, shards) as found:
+        with self.store.opened(None, shards) if load is None else self.store.loading(shards, load) as found:
             for sentence in found.skipped:
                 self._tell(sentence)
             yield self.store.load(found.name) if shards is None else found

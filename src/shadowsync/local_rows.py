@@ -1,14 +1,21 @@
 """The rows of embedding servers in this process, copied beside training, reported as saved, and lost."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import torch
+from torch import Tensor
+
+from shadowsync.embedding.live_rows import Copy, live_set, live_shard
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Rows, RowSet, shares_of
+from shadowsync.embedding.table import Rows, RowSet, parts_of, shares_of
 from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.under_way import UnderWay, held, numbers_of
+from shadowsync.recovery.written import Written
+from shadowsync.under_way import UnderWay, held
 
+CHUNK_BYTES = 4 << 20
+"""Copied at once: memory of this size is used again and again."""
 TOLD_ROWS = 1 << 20
-"""Reported at once: each takes 8 bytes meanwhile."""
+"""Reported at once, fewer where the weights belong to it: each takes 8 bytes meanwhile."""
 
 
 class LocalRows:
@@ -37,12 +44,12 @@ class LocalRows:
     def _begin(self) -> dict[int, int]:
         return {index: server.begin_save() for index, server in enumerate(self._servers)}
 
-    def saved(self, copies: Sequence[Rows | RowSet]) -> None:
+    def saved(self, copies: Sequence[Rows | RowSet], written: Written) -> None:
         """As `Session.rows_saved`."""
         for index, save in self._under_way.saves(copies).items():
             server = self._servers[index]
             for shard, rows in held(server.shards, copies):
-                _tell(server, save, shard, rows)
+                _tell(server, save, shard, rows, written)
 
     def lose(self, servers: Collection[int], saved: LoadedCheckpoint | None) -> None:
         """Those servers' rows become what the checkpoint holds, without one their initial values.
@@ -62,19 +69,32 @@ class LocalRows:
 
 
 def _picked(server: EmbeddingServer, index: int, end_of_round: bool) -> Rows | RowSet:
-    picked, shard = server.pick(index, end_of_round), server.shards[index]
+    picked = server.pick(index, end_of_round)
     if picked is None:
         return _whole(server, index)
-    return RowSet(shard.table, shard.start, shard.stop, picked, server.copy_rows(index, picked))
+    return live_set(server.shards[index], picked, _nothing(server, index), _copy(server, index, picked))
 
 
 def _whole(server: EmbeddingServer, index: int) -> Rows:
     shard = server.shards[index]
-    return Rows(shard.table, shard.start, server.copy_rows(index, range(shard.start, shard.stop)))
+    return live_shard(shard, _nothing(server, index), _copy(server, index, range(shard.start, shard.stop)))
 
 
-def _tell(server: EmbeddingServer, save: int, shard: int, rows: Rows | RowSet) -> None:
-    numbers, weights = numbers_of(rows), rows.tensors["weight"]
-    for first in range(0, max(1, len(numbers)), TOLD_ROWS):
-        part = slice(first, first + TOLD_ROWS)
-        server.rows_saved(save, shard, numbers[part], weights[part])
+def _nothing(server: EmbeddingServer, index: int) -> Mapping[str, Tensor]:
+    return server.copy_rows(index, torch.zeros(0, dtype=torch.int64))
+
+
+def _copy(server: EmbeddingServer, index: int, numbers: Tensor | range) -> Copy:
+    step = max(1, CHUNK_BYTES // server.row_bytes(index))
+
+    def copy(first: int, last: int) -> Iterator[Mapping[str, Tensor]]:
+        for start in range(first, max(first + 1, last), step):
+            yield server.copy_rows(index, numbers[start : min(start + step, last)])
+
+    return copy
+
+
+def _tell(server: EmbeddingServer, save: int, shard: int, rows: Rows | RowSet, written: Written) -> None:
+    most = max(1, CHUNK_BYTES // (4 * rows.table.dim)) if server.compares else TOLD_ROWS
+    for part in parts_of(rows, most):
+        server.rows_saved(save, shard, part, written(rows.table, part) if server.compares else None)

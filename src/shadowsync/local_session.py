@@ -16,6 +16,7 @@ from shadowsync.metrics.roles import RoleState
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.tracking import row_tracking
+from shadowsync.recovery.written import Written
 from shadowsync.session import Material, Newest, ServerLoss, Session, reader_options
 from shadowsync.training.gate import Gate
 from shadowsync.training.trainer import Trainer
@@ -175,8 +176,9 @@ class LocalSession(Session):
     def rows_beside(self) -> tuple[Rows, ...]:
         return self._rows.beside()
 
-    def rows_saved(self, rows: Sequence[Rows | RowSet]) -> None:
-        self._rows.saved(rows)
+    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> float:
+        self._rows.saved(rows, written)
+        return 0.0
 
     def row_shares(self) -> tuple[float, ...]:
         return self._rows.shares()

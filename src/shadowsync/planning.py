@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowsync.assembly import server_count
+from shadowsync.choices import server_count
 from shadowsync.config import parse
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError, ConfigError

@@ -1,6 +1,5 @@
 """When a running job saves, what a save holds, and what failures of embedding servers have cost it."""
 
-import contextlib
 import math
 import os
 import threading
@@ -9,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from shadowsync.errors import SaveError
+from shadowsync.embedding.table import Shard
+from shadowsync.errors import CheckpointError, SaveError
 from shadowsync.imaging import take
 from shadowsync.job_state import job_state
+from shadowsync.recovery.chain import Chain, rows_bytes
 from shadowsync.recovery.checkpoints import CheckpointStore, ParentLost
 from shadowsync.recovery.costs import Scale
 from shadowsync.recovery.estimates import Estimates
@@ -23,6 +24,7 @@ from shadowsync.recovery.pls import PlsAccount
 from shadowsync.recovery.saver import AsyncSaver
 from shadowsync.recovery.settings import EVERYTHING
 from shadowsync.recovery.snapshot import DeltaOf, Snapshot
+from shadowsync.recovery.written import WrittenRows
 from shadowsync.runtime.wire.errors import GONE
 from shadowsync.session import ServerLoss, Session
 
@@ -30,8 +32,6 @@ AGAIN_S = 0.5
 """Until a save is tried again that a failure prevented."""
 PROBE_S = 600.0
 """The first save comes after this time if not sooner, to learn what one costs."""
-MOST_LAYERS = 16
-"""Deltas on top of each other; then they are rewritten as one whole checkpoint, in the background."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Safekeeping:
         self._lock = threading.Lock()
         self._ended: list[_Saved | None] = []
         self._said: list[str] = []
-        self._layers = 1 if resumed is None else len(resumed.layers)
+        self._chain = Chain(() if resumed is None else [layer.byte_count for layer in resumed.layers])
         self._parent = resumed.name if resumed is not None and own else None
         self._of_one_moment = resumed is None or resumed.exact
         self._taken_samples = -1
@@ -193,6 +193,9 @@ class Safekeeping:
         if self._script is not None:
             for failure in self._script.due(self._now() - self._started, self._epochs):
                 self._session.strike(failure.kind, failure.indices)
+            if (epochs := self._script.next_epochs) is not None:
+                trained = math.ceil(epochs * self._session.train_source.rows)
+                self._session.reader.desk.alarm(trained, self._session.ended.set)
         if self.settings.saves and (chosen := self.governor.revise(self._now())) is not None:
             self._said.append(chosen)
         self._session.goes_back = self._goes_back
@@ -239,8 +242,22 @@ class Safekeeping:
         return submitted
 
     def save_last(self) -> bool:
-        """Has everything saved as it is now, unless it is; false if somebody died."""
-        return self._submit(Due.NOTHING, self._whole)
+        """Has everything saved as it is now, unless it is; false if somebody died.
+
+        Where nobody trains any more the rows are copied while they are written, and this waits for it.
+        """
+        self.saver.settle()
+        self.take_stock()
+        if self._session.alive() or self._session.given_up is not None:  # given up, trainers may be training still
+            return self._submit(Due.NOTHING, self._whole)
+        exact_samples = self._exact_samples
+        submitted = self._submit(Due.NOTHING, self._at_rest)
+        self.saver.settle()
+        with self._lock:
+            lost = None in self._ended
+        if lost:
+            self._exact_samples = exact_samples
+        return submitted and not lost
 
     def _submit(self, due: Due, make: Callable[[Due, float], None]) -> bool:
         began = time.monotonic()
@@ -259,6 +276,12 @@ class Safekeeping:
         snapshot = take(self._session, self._given, self.account.pls)
         self._exact_samples = snapshot.samples
         self._have_saved(lambda: snapshot, due, time.monotonic() - began)
+
+    def _at_rest(self, due: Due, began: float) -> None:
+        """Everything at one moment, as nobody trains any more."""
+        frame = take(self._session, self._given, self.account.pls, rows=())
+        self._exact_samples = frame.samples
+        self._have_saved(lambda: replace(frame, tables=self._session.rows_beside()), due, time.monotonic() - began)
 
     def _beside(self, due: Due, began: float) -> None:
         """The dense part and the position at one moment, and rows copied while training goes on, if there is news.
@@ -305,22 +328,38 @@ class Safekeeping:
     def _after(self, name: str, due: Due, snapshot: Snapshot, stood_s: float, began_s: float) -> None:
         """In the saver's thread, when a save is on the disk; it began at `began_s` of the thread's own time."""
         self._parent = name
-        self._layers = 1 if snapshot.delta is None else self._layers + 1
+        (self._chain.whole if snapshot.delta is None else self._chain.delta)(rows_bytes(snapshot.tables))
         self._of_one_moment = snapshot.samples == self._exact_samples
-        with contextlib.suppress(*GONE):
-            self._session.rows_saved(snapshot.tables)
-        cost_s = stood_s + (time.thread_time() - began_s) / (os.cpu_count() or 1)
+        report_s = self._report(name, snapshot)
+        cost_s = stood_s + report_s + (time.thread_time() - began_s) / (os.cpu_count() or 1)
         with self._lock:
             self._ended.append(_Saved(due, snapshot.samples, snapshot.delta is None, cost_s))
-        if self._layers > MOST_LAYERS:
+        if self._parent is not None and self._chain.is_long:
             self._rewrite(name)
+
+    def _report(self, name: str, snapshot: Snapshot) -> float:
+        """Tells servers what is saved, for its cost as `Session.rows_saved`; what is not told comes up once more."""
+        if snapshot.delta is None and snapshot.samples == self._exact_samples:
+            return 0.0  # of one moment, so nobody copied them for a save
+        whole = [Shard(table, 0, table.rows) for table in self._session.tables]
+        try:
+            with WrittenRows(lambda: self._store.opened(name, whole)) as written:
+                return self._session.rows_saved(snapshot.tables, written)
+        except GONE:
+            pass
+        except CheckpointError as error:
+            self._parent = None  # nothing may build on what cannot be read
+            with self._lock:
+                self._said.append(str(error))
+        return 0.0
 
     def _rewrite(self, name: str) -> None:
         """A delta and all that it builds on as one; if that fails nothing is lost but room, and it is tried again."""
         try:
-            self._parent, self._layers = self._store.compact(name), 1
+            self._parent = self._store.compact(name)
+            self._chain.rewritten()
         except SaveError as error:
-            self._layers = MOST_LAYERS // 2
+            self._chain.put_off()
             with self._lock:
                 self._said.append(str(error))
 

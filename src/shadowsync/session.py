@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from shadowsync.metrics.recorder import JobCounts, Recorder
 from shadowsync.metrics.roles import Happening, RoleState
 from shadowsync.metrics.toll import Toll
 from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.written import Written
 from shadowsync.training.replica import Replica
 
 WARMUP_SAMPLES = 50_000
@@ -70,11 +71,26 @@ class Material:
     position: Mapping[str, Any] | None = None
 
 
-Newest = Callable[[Sequence[Shard] | None], AbstractContextManager[LoadedCheckpoint | None]]
-"""Opens the checkpoint to go back to in mid-run, or only the rows of some shards; None where that is the very start.
+class Newest(Protocol):
+    """The checkpoint to go back to in mid-run, or only the rows of some shards; None where that is the very start.
 
-What it opens is not removed within the block.
-"""
+    What it opens is not removed within the block.
+    """
+
+    def __call__(
+        self, shards: Sequence[Shard] | None, load: Callable[[LoadedCheckpoint], None] | None = None, /
+    ) -> AbstractContextManager[LoadedCheckpoint | None]:
+        """Opens it.
+
+        Args:
+            shards: look at nothing but their rows; None for everything.
+            load: reads all of these rows, each byte compared meanwhile, and is called anew with an older checkpoint
+                if one turns out to be damaged: for rows that nobody can see yet. It is not called at the very start.
+                None has everything read and compared before it is opened.
+
+        Raises:
+            CheckpointError: none can be loaded.
+        """
 
 
 class Happened(NamedTuple):
@@ -240,7 +256,11 @@ class Session(ABC):
 
     @abstractmethod
     def changed_rows(self, end_of_round: bool) -> tuple[Rows | RowSet, ...]:
-        """Copies of the rows that are to be saved now, taken while everybody goes on; of each row as of one moment.
+        """The rows that are to be saved now, copied when they are read, while everybody goes on.
+
+        Of each row everything is as of one moment between this call and its reading, which needs the memory of a few
+        chunks and of the optimizer's state for the rows that are read together. Whoever reads hears of a server that
+        is not there as whoever calls this.
 
         A save begins with this or with `rows_beside` and ends with `rows_saved`; they come from one thread at a time,
         which may be any. One that is never reported as saved comes up again in the next one.
@@ -258,17 +278,26 @@ class Session(ABC):
 
     @abstractmethod
     def rows_beside(self) -> tuple[Rows, ...]:
-        """Copies of all rows, taken while everybody goes on; of each row as of one moment. Otherwise `changed_rows`."""
+        """All rows, copied when they are read, while everybody goes on; otherwise as `changed_rows`."""
 
     @abstractmethod
-    def rows_saved(self, rows: Sequence[Rows | RowSet]) -> None:
+    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> float:
         """What the last `changed_rows` or `rows_beside` gave is safely written.
 
         Rows that were copied otherwise, or for an earlier save, may be given and change nothing: what was saved of
         them comes up once more.
 
+        Args:
+            rows: as given.
+            written: their weights; asked for only where later ones will be compared with them.
+
+        Returns:
+            Seconds by which the save held training up in other processes (those of the processor, as a share of a
+            machine's cores); what the threads of this one spent is not in it.
+
         Raises:
             PeerLost: a server is not there.
+            CheckpointError: what was written cannot be read. What was not told by then comes up once more.
         """
 
     @abstractmethod

@@ -4,9 +4,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from torch import Tensor
-
-from shadowsync.embedding.table import Rows, RowSet, Shard
+from shadowsync.embedding.table import Rows, RowSet, Shard, span_of
 
 S = TypeVar("S")
 
@@ -31,16 +29,6 @@ class UnderWay(Generic[S]):
         """The save that these copies are of, by server; nothing if it is not the newest one."""
         newest = bool(copies) and self._first is not None and self._first() is copies[0]
         return self._saves if newest else {}
-
-
-def span_of(rows: Rows | RowSet) -> tuple[int, int]:
-    """The run of rows of its table that a copy is of: the first, and one beyond the last."""
-    return rows.start, rows.stop if isinstance(rows, RowSet) else rows.start + len(rows.tensors["weight"])
-
-
-def numbers_of(rows: Rows | RowSet) -> Tensor | range:
-    """The rows that a copy holds, as numbers in their table."""
-    return rows.numbers if isinstance(rows, RowSet) else range(*span_of(rows))
 
 
 def held(shards: Sequence[Shard], copies: Sequence[Rows | RowSet]) -> Iterator[tuple[int, Rows | RowSet]]:

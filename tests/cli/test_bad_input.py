@@ -37,6 +37,13 @@ def text(name: str, content: str | bytes) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
+def doomed(inject: str, role: str, *settings: str) -> Mistake:
+    """A script of failures of a role that is not there; it is told of before the data, which is not there either."""
+    return Mistake(
+        train("data.path=nowhere.parquet", f"recovery.inject={inject}", *settings), ["recovery.inject", role]
+    )
+
+
 CONFIGURATION: dict[str, Mistake] = {
     "unknown key": Mistake(train("train.batchsize=8"), ["train.batchsize", "did you mean batch_size?", "lr"]),
     "unknown section": Mistake(train("trian.lr=1"), ["trian", "did you mean train?"]),
@@ -56,6 +63,15 @@ CONFIGURATION: dict[str, Mistake] = {
     ),
     "option misspelt": Mistake(train("sync.method=easgd", "sync.alhpa=0.1"), ["sync.alhpa", "did you mean alpha?"]),
     "option out of range": Mistake(train("sync.method=ma", "sync.alpha=2"), ["sync.alpha=2", "less than or equal"]),
+    "a role that no cluster is there for fails": doomed("at:1,kind=reader", "no reader 0"),
+    "a role that only other methods have fails": doomed(
+        "at:1,kind=dense", "no dense 0", "cluster.runtime=ray", "sync.method=ma"
+    ),
+    "a trainer too many fails": doomed(
+        "gamma:mean_s=9;at:1,kind=trainer,index=0+2", "no trainer 2 that could fail; it has 2", "train.trainers=2"
+    ),
+    "a server too many fails": doomed("at:1,index=3", "no embedding 3", "embedding.servers=3", "cluster.runtime=ray"),
+    "a reader too many fails": doomed("at:1,kind=reader,index=1", "no reader 1", "cluster.runtime=ray"),
     "unknown method": Mistake(train("sync.method=eagsd"), ["sync.method=eagsd", "did you mean easgd?", "bmuf"]),
     "unknown schedule": Mistake(train("sync.schedule=sometimes"), ["sync.schedule=sometimes", "background", "every_k"]),
     "unknown source": Mistake(train("data.name=parket"), ["data.name=parket", "did you mean parquet?"]),

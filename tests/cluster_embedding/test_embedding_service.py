@@ -1,5 +1,7 @@
 """What a served embedding server refuses, remembers and gives out."""
 
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
@@ -241,7 +243,7 @@ def test_rows_go_out_in_chunks_and_into_servers_of_another_cut(connect):
     assert max(len(chunk.tensors["weight"]) * chunk.table.dim for chunk in chunks) == 7 * 8
     for chunk in chunks:
         for way in target.connections:
-            RemoteRows(way).write(chunk)
+            RemoteRows(way).write([chunk])
     (held,) = target.servers
     for rows in held.state():
         for name, tensor in rows.tensors.items():
@@ -263,11 +265,11 @@ def test_a_row_that_is_given_out_is_a_copy():
 def test_rows_of_other_tables_are_passed_over_and_those_of_others_refused(connect):
     job = far(connect, [whole(TABLES[:1])])
     ways, before = RemoteRows(job.connections[0]), copied(job.servers[0])
-    ways.write(Rows(TABLES[2], 0, {"weight": torch.ones(3, 6), "momentum": torch.ones(3)}))
+    ways.write([Rows(TABLES[2], 0, {"weight": torch.ones(3, 6), "momentum": torch.ones(3)})])
     with pytest.raises(
         DataError, match=r"weight \[2, 8\] do not fit rows 38 to 39 of a shard that has weight \[2, 8\], mom"
     ):
-        ways.write(Rows(TABLES[0], 38, {"weight": torch.ones(2, 8)}))
+        ways.write([Rows(TABLES[0], 38, {"weight": torch.ones(2, 8)})])
     torch.testing.assert_close(copied(job.servers[0]), before, rtol=0, atol=0)
 
 
@@ -277,3 +279,54 @@ def test_a_client_learns_what_a_server_holds(connect):
     assert {
         feature for way in job.connections for s in RemoteRows(way).shards() for feature in s.table.features
     } == set(SOURCE)
+
+
+class Slow(DirectConnection):
+    """Answers nothing but what a server holds until it is told to, and tells how much is under way at each call."""
+
+    def __init__(self, service):
+        super().__init__(service)
+        self.waiting = []
+        self.under_way = []
+
+    def call(self, method, meta=None, tensors=(), timeout_s=None):
+        if method != "load_rows":
+            return super().call(method, meta, tensors, timeout_s)
+        answered = Future()
+        self.waiting.append((answered, super().call(method, meta, tensors, timeout_s)))
+        self.under_way.append(sum(not future.done() for future, _ in self.waiting))
+        return answered
+
+    def answer(self):
+        for answered, real in self.waiting:
+            if not answered.done():
+                answered.set_result(real.result())
+
+
+def row_chunks(between):
+    for start in range(0, 40, 8):
+        yield Rows(TABLES[0], start, {"weight": torch.full((8, 8), float(start)), "momentum": torch.ones(8)})
+        between()
+
+
+def test_the_next_rows_are_looked_for_while_others_cross():
+    job = far(DirectConnection, [whole(TABLES[:1])])
+    way = Slow(job.services[0])
+    RemoteRows(way).write(row_chunks(way.answer))
+    way.answer()
+    assert way.under_way == [1] * 5, "each is sent before the next one is asked for"
+    assert copied(job.servers[0])[0]["weight"][:, 0].tolist() == [float(row // 8 * 8) for row in range(40)]
+
+
+def test_nothing_is_under_way_any_more_when_rows_cannot_be_read():
+    job = far(DirectConnection, [whole(TABLES[:1])])
+    way = Slow(job.services[0])
+
+    def torn():
+        yield next(row_chunks(lambda: None))
+        threading.Thread(target=way.answer).start()
+        raise DataError("torn")
+
+    with pytest.raises(DataError, match="torn"):
+        RemoteRows(way).write(torn())
+    assert all(answered.done() for answered, _ in way.waiting)

@@ -1,7 +1,11 @@
 """Rows of a served embedding server that are saved beside training: what crosses, and what is refused."""
 
+import itertools
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +16,12 @@ from torch import Tensor
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Rows, RowSet, Shard
+from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import DataError
 from shadowsync.recovery.priority import RowPriority
 from shadowsync.recovery.tracking import RowTracking
+from shadowsync.recovery.written import Written
 from shadowsync.registry import members
 from shadowsync.runtime import embedding_saves
 from shadowsync.runtime.embedding_messages import (
@@ -67,9 +72,36 @@ def spoken_of(found: Sequence[Rows | RowSet]) -> dict[str, list[int]]:
     return numbers
 
 
+def in_memory(rows: Rows | RowSet) -> Rows | RowSet:
+    """Reads all of it, in two runs."""
+    assert rows.source is not None
+    count, tensors = len(rows.tensors["weight"]), {}
+    for first, last in ((0, count // 2), (count // 2, count)):
+        for name in rows.tensors:
+            tensors.setdefault(name, []).extend(rows.source.read(first, last, name))
+    return replace(
+        rows, tensors={name: parts[-1] if name == "step" else torch.cat(parts) for name, parts in tensors.items()}
+    )
+
+
+def as_held(server: EmbeddingServer) -> Written:
+    """What is written is what the server holds now."""
+
+    def written(table: Table, rows: Tensor | range) -> Tensor:
+        own = next(own for own in server.state() if own.table == table)
+        places = torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
+        return own.tensors["weight"][places - own.start]
+
+    return written
+
+
+def never_asked(table: Table, rows: Tensor | range) -> Tensor:
+    raise AssertionError("nobody compares")
+
+
 def assert_copies(found: Sequence[Rows | RowSet], server: EmbeddingServer) -> None:
-    """What was copied is what the server holds."""
-    for rows in found:
+    """What is copied is what the server holds."""
+    for rows in map(in_memory, found):
         own = next(own for own in server.state() if own.table == rows.table)
         stop = rows.start + len(rows.tensors["weight"])
         places = (rows.numbers if isinstance(rows, RowSet) else torch.arange(rows.start, stop)) - own.start
@@ -82,6 +114,11 @@ def assert_copies(found: Sequence[Rows | RowSet], server: EmbeddingServer) -> No
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedding_saves, "MOST_ROWS", 5)
     monkeypatch.setattr("shadowsync.runtime.embedding_saver.MOST_ROWS", 5)
+
+
+@pytest.fixture
+def nothing_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shadowsync.runtime.embedding_saver.EARLY_BYTES", 0)
 
 
 @pytest.mark.usefixtures("small_messages")
@@ -109,7 +146,7 @@ def test_over_a_wire_the_same_rows_are_picked_copied_and_reported(
     for index, shard in enumerate(SHARDS):
         for rows in found:
             if rows.table == shard.table:
-                save.saved(index, shard, rows)
+                save.saved(index, shard, rows, as_held(server))
         numbers = wanted[index]
         rows = range(shard.start, shard.stop) if numbers is None else numbers
         twin.rows_saved(twin_save, index, rows, twin.copy_rows(index, rows)["weight"])
@@ -121,19 +158,24 @@ def test_over_a_wire_the_same_rows_are_picked_copied_and_reported(
     assert spoken_of(again) == {s.table.name: p.tolist() for s, p in zip(SHARDS, picks, strict=True) if p is not None}
 
 
-def test_everything_crosses_in_chunks(connect: Connect) -> None:
+@pytest.mark.usefixtures("nothing_early")
+def test_everything_crosses_in_chunks_when_it_is_read(connect: Connect) -> None:
     server = made("scar", ADAM)
     trained(server)
     save = RemoteSave.begin(connect(served(server)), chunk_bytes=4 * 8 * 9)
     assert save.compares
     found = list(save.everything(SHARDS))
-    assert max(rows.tensors["weight"].numel() for rows in found) <= 8 * 9
+    trained(server)
+    for rows in found:
+        assert rows.source is not None
+        parts = list(rows.source.read(0, len(rows.tensors["weight"]), "weight"))
+        assert max(part.numel() for part in parts) <= 8 * 9
     assert_copies(found, server)
     assert spoken_of(found) == {s.table.name: list(range(s.start, s.stop)) for s in SHARDS}
     for index, shard in enumerate(SHARDS):
         for rows in found:
             if rows.table == shard.table:
-                save.saved(index, shard, rows)
+                save.saved(index, shard, rows, as_held(server))
     server.begin_save()
     picks = [server.pick(index, False) for index in range(len(SHARDS))]
     assert [len(p) for p in picks if p is not None] == [0] * len(SHARDS)
@@ -152,8 +194,41 @@ def test_weights_cross_only_where_they_are_compared() -> None:
         trained(server)
         save = RemoteSave.begin(Counting(served(server)))
         found = list(save.changed(SHARDS, False))
-        save.saved(0, SHARDS[0], found[0])
+        save.saved(0, SHARDS[0], found[0], as_held(server) if count == 2 else never_asked)
         assert sent[-1] == ("saved", count)
+
+
+def test_what_a_save_costs_is_counted_where_its_rows_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is said to take the processor for a second."""
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(seconds)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    server = made("mfu")
+    trained(server)
+    asked: list[str] = []
+
+    class Counting(DirectConnection):
+        def call(self, method: str, meta: Any = None, tensors: Any = (), timeout_s: Any = None) -> Any:
+            asked.append(method)
+            return super().call(method, meta, tensors, timeout_s)
+
+    way = Counting(served(server))
+    for _ in range(2):
+        save = RemoteSave.begin(way)
+        assert save.cost_s() == 0
+        found = list(save.changed(SHARDS, True))
+        picked_s = save.cost_s()
+        assert picked_s > 0
+        for rows in found:
+            in_memory(rows)
+        read_s = save.cost_s()
+        save.saved(0, SHARDS[0], found[0], never_asked)
+        assert picked_s < read_s < save.cost_s()
+        calls = [method for method in asked if method not in ("begin_save", "save_cost")]
+        assert save.cost_s() == len(calls) / 4
+        assert {*calls} == {"pick", "rows", "singles", "saved"}
+        asked.clear()
+    assert replace(save, number=save.number - 1).cost_s() == 0
 
 
 class Replaced(Connection):
@@ -168,6 +243,10 @@ class Replaced(Connection):
         self._calls += 1
         return way.call(method, meta, tensors)
 
+    def switch(self) -> None:
+        """From now on."""
+        self._calls = len(self._ways)
+
     def close(self) -> None:
         raise AssertionError("the connection belongs to others")
 
@@ -178,10 +257,38 @@ def test_a_server_that_takes_the_place_does_not_answer_for_the_other(calls: int)
     trained(first)
     save = RemoteSave.begin(Replaced(first, then, calls))
     with pytest.raises(PeerLost, match="an embedding server was replaced while its rows were"):
-        list(save.changed(SHARDS, True))
-    whole = RemoteSave.begin(Replaced(first, then, min(calls, 4)))
+        list(map(in_memory, save.changed(SHARDS, True)))
+    whole = RemoteSave.begin(Replaced(first, then, calls))
     with pytest.raises(PeerLost, match="an embedding server was replaced while its rows were copied"):
-        list(whole.everything(SHARDS))
+        list(map(in_memory, whole.everything(SHARDS)))
+
+
+@pytest.mark.parametrize("optimizer", [ADAGRAD, ADAM], ids=lambda optimizer: optimizer.name)
+def test_small_shards_are_copied_when_a_save_begins_and_anew_if_read_again(optimizer: Any) -> None:
+    server = made("all", optimizer)
+    trained(server)
+    found = list(RemoteSave.begin(DirectConnection(served(server))).everything(SHARDS))
+    then = [{name: tensor.clone() for name, tensor in own.tensors.items()} for own in server.state()]
+    trained(server)
+    for wanted in (then, [own.tensors for own in server.state()]):
+        for rows, tensors in zip(found, wanted, strict=True):
+            assert rows.source is not None
+            for name in rows.tensors:
+                read = torch.cat(list(rows.source.read(0, len(rows.tensors["weight"]), name)))
+                assert torch.equal(read, tensors[name]), name
+
+
+@pytest.mark.usefixtures("nothing_early")
+@pytest.mark.parametrize("priority", ["all", "mfu"])
+def test_rows_that_were_given_out_are_not_read_from_its_successor(priority: str) -> None:
+    first, then = made(priority), made(priority)
+    trained(first)
+    way = Replaced(first, then, 1000)
+    found = list(RemoteSave.begin(way).changed(SHARDS, True))
+    way.switch()
+    for rows in found:
+        with pytest.raises(PeerLost, match="an embedding server was replaced while its rows were copied"):
+            in_memory(rows)
 
 
 def test_what_was_saved_of_a_server_that_is_gone_is_not_told_to_its_successor() -> None:
@@ -192,7 +299,7 @@ def test_what_was_saved_of_a_server_that_is_gone_is_not_told_to_its_successor() 
     rows = next(iter(save.changed(SHARDS, False)))
     then.begin_save()
     before = then.pick(0, False)
-    RemoteSave(DirectConnection(served(then)), save.number, save.compares).saved(0, SHARDS[0], rows)
+    replace(save, connection=DirectConnection(served(then))).saved(0, SHARDS[0], rows, never_asked)
     after = then.pick(0, False)
     assert before is not None
     assert after is not None

@@ -140,7 +140,7 @@ def test_a_server_of_rows_goes_back_to_the_newest_checkpoint(tmp_path: Path, clu
     out = tmp_path / "out"
     config = job_settings(
         tmp_path,
-        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 2.0},
+        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 30.0},
         recovery={"mode": "full"},
     )
     ledger = Ledger()
@@ -162,7 +162,7 @@ def test_only_the_replacement_of_a_server_of_rows_goes_back(tmp_path: Path, clus
     out = tmp_path / "out"
     config = job_settings(
         tmp_path,
-        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 2.0},
+        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 30.0},
         recovery={"mode": "partial", "priority": priority, **({"min_rows": 1} if priority != "all" else {})},
     )
     ledger = Ledger()
@@ -196,7 +196,7 @@ def test_failures_by_script_are_real_deaths(tmp_path: Path, cluster: Cluster) ->
     out, ledger = tmp_path / "out", Ledger()
     config = job_settings(
         tmp_path,
-        train={"emulate_step_ms": 2.0},
+        train={"emulate_step_ms": 30.0},
         recovery={"inject": "at:0.3,unit=epoch,index=1; at:0.6,unit=epoch,kind=dense,index=0"},
     )
     result = Job(beside_own_model(config), model=Witness(ledger), out=out).run()
@@ -262,7 +262,7 @@ def test_a_death_before_a_run_is_resumed_whose_rows_are_older(
 ) -> None:
     """The newest checkpoint is a share of the rows on an older one, as `kill -9` leaves it."""
     recovery = {"mode": "partial", "priority": "mfu", "min_rows": 1}
-    train = {"save_every_s": 0.1, "keep": 1000, "emulate_step_ms": 2.0}
+    train = {"save_every_s": 0.1, "keep": 1000, "emulate_step_ms": 30.0}
     out, config = tmp_path / "out", job_settings(tmp_path, train=train, recovery=recovery)
     Job(beside_own_model(config), model=Witness(Ledger()), out=out).run()
     for newest in reversed(checkpoints(out)):
@@ -326,7 +326,7 @@ def test_a_dead_trainers_rows_are_trained_by_the_others_where_nobody_can_take_it
 def test_without_trainers_and_room_the_job_ends_with_a_sentence(tmp_path: Path, cluster: Cluster, saved: bool) -> None:
     cluster.make = Shrinking
     out = tmp_path / "out"
-    train = {"trainers": 2, "save_every_s": 0.02, "emulate_step_ms": 2.0} if saved else {"trainers": 2}
+    train = {"trainers": 2, "save_every_s": 0.02, "emulate_step_ms": 30.0} if saved else {"trainers": 2}
     config = job_settings(tmp_path, train=train, cluster={"lost_after_s": PATIENCE_S})
     roles = ["trainer-0", "trainer-1"]
     script = Alone(cluster, roles, when=lambda: not saved or len(checkpoints(out)) >= 1)

@@ -1,8 +1,10 @@
 """Rows of a cluster's embedding servers that are saved while trainers train, and servers that die meanwhile."""
 
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,24 @@ from saving_sessions import (
     Pause,
     assert_same,
     by_table,
+    in_memory,
     loaded_rows,
     material,
+    never_asked,
+    save,
     save_delta,
     save_while_training,
     save_whole,
+    snapshot,
 )
 
 from shadowsync.cluster.session import ClusterSession
-from shadowsync.embedding.table import Rows, RowSet
+from shadowsync.embedding import initial, memory
+from shadowsync.embedding.table import Rows, RowSet, Shard
+from shadowsync.imaging import take
 from shadowsync.recovery.checkpoints import CheckpointStore
+from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.snapshot import DeltaOf
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.keys import JobKeys
@@ -35,6 +45,15 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
+def newest_of(
+    store: CheckpointStore, shards: Sequence[Shard] | None, load: Callable[[LoadedCheckpoint], None] | None = None
+) -> AbstractContextManager[LoadedCheckpoint | None]:
+    """As `Newest`, of a store."""
+    if store.newest() is None:
+        return nullcontext()
+    return store.opened(None, shards) if load is None else store.loading(shards, load)
+
+
 class Started:
     """A session with the runtime that started its processes."""
 
@@ -46,8 +65,7 @@ class Started:
             return self.runtime
 
         given = {"cluster": {"runtime": "ray"}} | given
-        newest = lambda shards: store.opened(None, shards) if store.newest() else nullcontext()  # noqa: E731
-        self.session = ClusterSession(material(folder, **given), start, newest)
+        self.session = ClusterSession(material(folder, **given), start, partial(newest_of, store))
 
     def kill(self, role: str) -> None:
         next(process for process in self.runtime.processes if process.order.role == role).kill()
@@ -99,7 +117,7 @@ def test_by_priority_shares_cross_and_small_tables_at_the_end_of_a_round(tmp_pat
         big = [size for (table, _), size in sizes.items() if table == "many"]
         assert 0 < sum(big) == sum(sizes.values())
         assert all(size <= 8 for size in big)
-        session.rows_saved(rows)
+        name = save(session, store, rows, DeltaOf(name, False))
         first = {(r.table.name, n) for r in rows if isinstance(r, RowSet) for n in r.numbers.tolist()}
         again = session.changed_rows(end_of_round=True)
         assert {r.table.name for r in again if isinstance(r, Rows)} == {"c0", "c1"}
@@ -110,7 +128,10 @@ def test_by_priority_shares_cross_and_small_tables_at_the_end_of_a_round(tmp_pat
         assert not store.open(name).exact
 
 
-def test_a_server_that_dies_is_reported_and_nothing_counts_as_saved(tmp_path: Path) -> None:
+def test_a_server_that_dies_is_reported_and_nothing_counts_as_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shadowsync.runtime.embedding_saver.EARLY_BYTES", 0)
     store, pause = store_in(tmp_path), Pause(iteration=20)
     with clustered(tmp_path, store, failures=pause, rows=600) as started:
         session = started.session
@@ -122,10 +143,13 @@ def test_a_server_that_dies_is_reported_and_nothing_counts_as_saved(tmp_path: Pa
         for call in (
             lambda: session.changed_rows(end_of_round=True),
             session.rows_beside,
-            lambda: session.rows_saved(rows),
+            lambda: session.rows_saved(rows, never_asked),
+            lambda: store.save(snapshot(session, rows, DeltaOf(name, True))),
         ):
             with pytest.raises(PeerLost):
                 call()
+        assert store.names() == [name]
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [name], "nothing is left of it"
         session.settle()
         pause.go()
         trained_on = save_delta(session, store, name)
@@ -147,4 +171,79 @@ def test_after_rows_are_loaded_nothing_has_changed(tmp_path: Path) -> None:
         started.session.load_rows(store.load(name))
         changed = started.session.changed_rows(end_of_round=True)
         assert all(isinstance(r, RowSet) and not len(r.numbers) for r in changed)
-        assert torch.equal(changed[0].tensors["weight"], torch.zeros(0, 4))
+        assert torch.equal(in_memory(changed[0])["weight"], torch.zeros(0, 4))
+
+
+def harm_last(folder: Path, store: CheckpointStore, name: str, shards: Sequence[Shard]) -> None:
+    """Flips a bit in the last file that these shards are read from."""
+    (layer,) = store.open(name, shards[-1:]).layers
+    path = folder / "checkpoints" / name / layer.pieces[shards[-1].table.name][-1].file
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def other(rows: Rows) -> Rows:
+    """Every number of it is another one."""
+    return Rows(rows.table, rows.start, {name: tensor + 1 for name, tensor in rows.tensors.items()})
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_checkpoint_that_is_damaged_shows_while_it_is_loaded(tmp_path: Path, goes_back: bool) -> None:
+    """The one before is loaded over what was there already, and is what the account hears of."""
+    store = CheckpointStore(str(tmp_path / "checkpoints"), piece_bytes=300)
+    with clustered(tmp_path, store) as started:
+        session = started.session
+        session.goes_back = goes_back
+        image = take(session, {})
+        older = store.save(image)
+        newer = store.save(replace(image, samples=4, tables=tuple(map(other, image.tables))))
+        harm_last(tmp_path, store, newer, session._crew.blueprint.shards[1])
+        read: list[str] = []
+        rows_of = LoadedCheckpoint.rows_of
+
+        def noted(self: LoadedCheckpoint, shards: Sequence[Shard], *names: Any) -> Iterator[Rows]:
+            for rows in rows_of(self, shards, *names):
+                read.append(self.name)
+                yield rows
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LoadedCheckpoint, "rows_of", noted)
+            started.kill("embedding-1")
+            while not (losses := session.losses()):
+                session.reap()
+                session.ended.wait(0.05)
+                session.ended.clear()
+        (loss,) = losses
+        assert (loss.servers, loss.loaded, loss.loaded_samples) == ((1,), older, 0)
+        assert read[0] == newer
+        assert set(read) == {newer, older}
+        session.settle()
+        assert_same(by_table(session.rows()), loaded_rows(store.open(older)))
+        trained(session)
+        assert session.reader.finished
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_initial_rows_are_drawn_for_a_replacement_only_where_nothing_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    store = store_in(tmp_path)
+    with clustered(tmp_path, store) as started:
+        session = started.session
+        image = take(session, {})
+        if saved:
+            image = replace(image, tables=tuple(map(other, image.tables)))
+            store.save(image)
+            session.load_rows(store.open())
+        drawn: list[int] = []
+        draw = initial.fill
+        monkeypatch.setattr(memory, "fill", lambda shards, seed: drawn.append(seed) or draw(shards, seed))
+        started.kill("embedding-1")
+        while not session.losses():
+            session.reap()
+            session.ended.wait(0.05)
+            session.ended.clear()
+        session.settle()
+        assert len(drawn) == (0 if saved else 1)
+        assert_same(by_table(session.rows()), by_table(image.tables))

@@ -15,6 +15,7 @@ from shadowsync.embedding.table import Rows, RowSet, Table
 from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.snapshot import DeltaOf, Snapshot
+from shadowsync.recovery.written import WrittenRows
 from shadowsync.session import Material, Own, Session
 
 DEADLINE_S = 30.0
@@ -64,20 +65,40 @@ def snapshot(session: Session, tables: Sequence[Rows | RowSet], delta: DeltaOf |
     return Snapshot({}, session.reader.trained, tuple(tables), {}, {}, {}, {}, delta)
 
 
-def save_whole(session: Session, store: CheckpointStore) -> str:
-    rows = session.rows_beside()
-    name = store.save(snapshot(session, rows))
-    session.rows_saved(rows)
+def save(session: Session, store: CheckpointStore, rows: Sequence[Rows | RowSet], delta: DeltaOf | None = None) -> str:
+    """Writes rows and tells the servers."""
+    name = store.save(snapshot(session, rows, delta))
+    tell(session, store, name, rows)
     return name
+
+
+def tell(session: Session, store: CheckpointStore, name: str, rows: Sequence[Rows | RowSet]) -> None:
+    """The servers hear that the checkpoint is written."""
+    with WrittenRows(lambda: store.opened(name)) as written:
+        session.rows_saved(rows, written)
+
+
+def never_asked(table: Table, rows: Tensor | range) -> Tensor:
+    """`Written` for priorities that compare nothing."""
+    raise AssertionError("nobody compares")
+
+
+def in_memory(rows: Rows | RowSet) -> dict[str, Tensor]:
+    """Copies all that a source gives."""
+    assert rows.source is not None
+    count = len(rows.tensors["weight"])
+    return {name: torch.cat(list(rows.source.read(0, count, name))) for name in rows.tensors}
+
+
+def save_whole(session: Session, store: CheckpointStore) -> str:
+    return save(session, store, session.rows_beside())
 
 
 def save_delta(session: Session, store: CheckpointStore, parent: str, end_of_round: bool = True) -> str:
     """As a job does in the thread that saves."""
     rows = session.changed_rows(end_of_round)
     complete = session.choices.recovery.priority == "all"
-    name = store.save(snapshot(session, rows, DeltaOf(parent, complete)))
-    session.rows_saved(rows)
-    return name
+    return save(session, store, rows, DeltaOf(parent, complete))
 
 
 def save_while_training(session: Session, store: CheckpointStore) -> tuple[str, int]:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from shadowsync.assembly import prefetch, server_count
+from shadowsync.assembly import prefetch
+from shadowsync.choices import server_count
 from shadowsync.config import parse
 
 

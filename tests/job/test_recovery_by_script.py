@@ -91,7 +91,7 @@ def test_a_trainer_may_fail_by_script(tmp_path: Path) -> None:
 def test_roles_that_only_a_cluster_has_cannot_fail_here(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.parquet", 40)
     config = beside_own_model(settings(data, None, recovery={"inject": "at:0.3,unit=epoch,kind=dense"}))
-    error = error_of(Job(config, model=Witness(Ledger()), out=tmp_path / "out").run)
+    error = error_of(lambda: Job(config, model=Witness(Ledger()), out=tmp_path / "out"))
     assert isinstance(error, ConfigError)
     assert "no dense 0 that could fail" in str(error)
 

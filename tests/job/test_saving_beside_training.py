@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ from saving_sessions import (
     Pause,
     assert_same,
     by_table,
+    in_memory,
     loaded_rows,
     material,
+    never_asked,
+    save,
     save_delta,
     save_while_training,
     save_whole,
     snapshot,
+    tell,
 )
 
 from shadowsync.embedding.server import EmbeddingServer
@@ -117,26 +122,26 @@ def test_what_was_not_reported_as_saved_comes_again(tmp_path: Path) -> None:
         again = session.changed_rows(end_of_round=False)
         changed = sum(len(r.tensors["weight"]) for r in again)
         assert changed == sum(len(r.tensors["weight"]) for r in lost) > 100
-        session.rows_saved(lost)
+        session.rows_saved(lost, never_asked)
         assert sum(len(r.tensors["weight"]) for r in session.changed_rows(True)) == changed, "it was not the newest"
-        session.rows_saved(session.rows())
+        session.rows_saved(session.rows(), never_asked)
         newest = session.changed_rows(end_of_round=True)
         assert sum(len(r.tensors["weight"]) for r in newest) == changed, "nobody knows when these were copied"
-        session.rows_saved(newest)
+        session.rows_saved(newest, never_asked)
         assert sum(len(r.tensors["weight"]) for r in session.changed_rows(True)) == 0
 
 
-def test_what_changes_while_all_rows_are_copied_is_in_the_next_delta(tmp_path: Path) -> None:
+def test_what_changes_after_all_rows_were_copied_is_in_the_next_delta(tmp_path: Path) -> None:
     pause = Pause(iteration=20)
     with local(tmp_path, failures=pause) as session:
         store = store_in(tmp_path)
         session.start()
         pause.reached()
         rows = session.rows_beside()
+        name = store.save(snapshot(session, rows))
         pause.go()
         session.finish()
-        name = store.save(snapshot(session, rows))
-        session.rows_saved(rows)
+        tell(session, store, name, rows)
         name = save_delta(session, store, name)
         assert_same(loaded_rows(store.open(name)), by_table(session.rows()))
 
@@ -154,24 +159,33 @@ def test_after_a_whole_save_and_after_a_resume_nothing_has_changed(tmp_path: Pat
         assert_same(by_table(session.rows()), rows)
 
 
-def test_copies_do_not_change_with_training(tmp_path: Path) -> None:
-    pause = Pause(iteration=10)
-    with local(tmp_path, failures=pause) as session:
-        session.start()
-        pause.reached()
-        copies = [*session.rows_beside(), *session.changed_rows(end_of_round=True)]
-        before = [{name: tensor.clone() for name, tensor in part.tensors.items()} for part in copies]
-        pause.go()
-        session.finish()
-        for part, then in zip(copies, before, strict=True):
-            assert all(torch.equal(part.tensors[name], tensor) for name, tensor in then.items())
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+def test_rows_are_copied_when_they_are_read_and_their_state_with_them(tmp_path: Path, optimizer: str) -> None:
+    """Weights are read before the workers begin; what is read of their state at the end is of that moment."""
+    with local(tmp_path, embedding={"optimizer": optimizer}) as session:
+        rows = max(session.rows_beside(), key=lambda part: len(part.tensors["weight"]))
+        assert rows.source is not None
+        assert all(tensor.is_meta for tensor in rows.tensors.values())
+        then = by_table(session.rows())[rows.table.name]
+        early = {"weight": torch.cat(list(rows.source.read(2, 12, "weight")))}
+        trained(session)
+        early |= {name: torch.cat(list(rows.source.read(2, 12, name))) for name in rows.tensors if name != "weight"}
+        first = slice(rows.start + 2, rows.start + 12)
+        for name, tensor in then.items():
+            assert torch.equal(early[name], tensor if name == "step" else tensor[first]), name
+        now, late = by_table(session.rows())[rows.table.name], in_memory(rows)
+        own = slice(rows.start, rows.start + len(late["weight"]))
+        assert not torch.equal(now["weight"][first], early["weight"])
+        for name, tensor in late.items():
+            assert name == "step" or torch.equal(tensor, now[name][own]), name
 
 
 def test_without_recovery_nothing_is_tracked(tmp_path: Path) -> None:
     with local(tmp_path, recovery={"mode": "none"}) as session:
         trained(session)
         assert all(isinstance(r, RowSet) and not len(r.numbers) for r in session.changed_rows(end_of_round=False))
-        assert_same(by_table([r for r in session.changed_rows(True) if isinstance(r, Rows)]), by_table(session.rows()))
+        found = [replace(r, tensors=in_memory(r)) for r in session.changed_rows(True) if isinstance(r, Rows)]
+        assert_same(by_table(found), by_table(session.rows()))
 
 
 def test_shares_are_of_rows(tmp_path: Path) -> None:
@@ -224,8 +238,7 @@ def test_servers_are_lost_while_workers_train_and_rows_are_saved(tmp_path: Path)
             losses += 1
             rows = session.changed_rows(end_of_round=True)
             session.lose([1], store.open(name))
-            name = store.save(snapshot(session, rows, DeltaOf(name, True)))
-            session.rows_saved(rows)
+            name = save(session, store, rows, DeltaOf(name, True))
         session.finish()
         name = save_delta(session, store, name)
         assert losses > 0

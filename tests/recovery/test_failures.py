@@ -167,3 +167,12 @@ def test_roles_that_a_job_does_not_have(text: str, named: str) -> None:
 def test_a_job_without_dense_servers_has_none_to_fail() -> None:
     with pytest.raises(ConfigError, match="no dense 0 that could fail; it has none"):
         parse_schedule("at:1,kind=dense").script({"embedding": 2})
+
+
+def test_a_script_tells_when_the_next_failure_counted_in_epochs_is() -> None:
+    script = parse_schedule("at:0.5+0.2,unit=epoch;at:0.3,unit=epoch;at:0.1").script({"embedding": 1})
+    assert script.next_epochs == 0.2
+    script.due(0.0, 0.3)
+    assert script.next_epochs == 0.5
+    script.due(0.0, 0.5)
+    assert script.next_epochs is None

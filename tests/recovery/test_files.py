@@ -1,7 +1,7 @@
 """The conformance test of `Files`: what a checkpoint needs of any file system."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
@@ -9,7 +9,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from recovery_helpers import memory_root
 
-from shadowsync.errors import ConfigError
+from shadowsync.errors import ConfigError, RunError
 from shadowsync.recovery.files import Files, LocalFiles, RemoteFiles, open_files
 
 
@@ -139,6 +139,17 @@ def test_errors_of_a_remote_library_become_os_errors() -> None:
     files = RemoteFiles("broken://bucket", Broken(), "bucket")
     with pytest.raises(OSError, match=r"^RuntimeError: Access Denied$"):
         files.read("x", 0, 1)
+
+
+def test_errors_of_what_gives_the_bytes_are_not_the_file_systems(files: Files) -> None:
+    def failing() -> Iterator[bytes]:
+        yield b"1"
+        raise RunError("nobody is there")
+
+    with pytest.raises(RunError, match="nobody is there"):
+        files.write("x/y", failing())
+    files.write("x/y", [b"2"])
+    assert files.read("x/y", 0, 9) == b"2"
 
 
 @pytest.mark.parametrize("root", ["nosuch://bucket/x", "gdrive://x"])

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from shadowsync.assembly import place_tables, row_optimizer, server_count
-from shadowsync.choices import Choices
+from shadowsync.assembly import place_tables, row_optimizer
+from shadowsync.choices import Choices, server_count
 from shadowsync.cluster.parts import DenseSpec, EmbeddingSpec, ReaderSpec
 from shadowsync.cluster.places import Need
 from shadowsync.cluster.trainer_part import Addresses, TrainerSpec
@@ -91,9 +91,9 @@ class Blueprint:
 
     # --- specifications ----------------------------------------------------------------------------------------------
 
-    def embedding(self, index: int, generation: int) -> EmbeddingSpec:
+    def embedding(self, index: int, generation: int, filled: bool = True) -> EmbeddingSpec:
         """Of an embedding server."""
-        return EmbeddingSpec(self.config, self._own_model, self.shards[index], generation)
+        return EmbeddingSpec(self.config, self._own_model, self.shards[index], generation, filled)
 
     def dense(self, index: int, generation: int) -> DenseSpec:
         """Of a dense server."""

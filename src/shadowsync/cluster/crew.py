@@ -160,21 +160,26 @@ class Crew:
         except GONE as error:
             self.staff.give_up(member, str(error))
 
-    def build_servers(self, reader: Reader) -> None:
-        """A new generation: the doors are opened to it, and every server and reader gets a fresh part."""
+    def build_servers(self, reader: Reader, filled: bool = True) -> None:
+        """A new generation: the doors are opened to it, and every server and reader gets a fresh part.
+
+        Args:
+            reader: of the generation.
+            filled: rows have their initial values; else all of them are to be loaded.
+        """
         self.generation += 1
         ranks = [member.index for member in self.trainers()]
         self.doors.open(reader, self.blueprint.material.train, ranks, self.generation)
         self.statuses.begin()
         members = [member for kind in ("embedding", "dense", "reader") for member in self.staff.of_kind(kind)]
-        self.all_at_once([partial(self.build_server, member, reader) for member in members])
+        self.all_at_once([partial(self.build_server, member, reader, filled) for member in members])
         for member in members:
             member.ready = True
 
-    def build_server(self, member: Member, reader: Reader) -> None:
-        """Gives a server or reader a fresh part of this generation."""
+    def build_server(self, member: Member, reader: Reader, filled: bool = True) -> None:
+        """Gives a server or reader a fresh part of this generation; `filled` as in `build_servers`."""
         if member.kind == "embedding":
-            member.build(build_embedding, self.blueprint.embedding(member.index, self.generation))
+            member.build(build_embedding, self.blueprint.embedding(member.index, self.generation, filled))
         elif member.kind == "dense":
             member.build(build_dense, self.blueprint.dense(member.index, self.generation))
         else:

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shadowsync.assembly import LOADED_ROWS
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.staff import Member
 from shadowsync.cluster.trainer_messages import Held, HoldAsked, ImageNames, Released
@@ -24,6 +23,7 @@ from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
+from shadowsync.recovery.written import Written
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
 from shadowsync.runtime.embedding_rows import RemoteRows
 from shadowsync.runtime.embedding_saver import RemoteSave
@@ -117,15 +117,18 @@ class Images:
         self._under_way.began(saves, copies)
         return copies
 
-    def rows_saved(self, copies: Sequence[Rows | RowSet]) -> None:
-        """As `Session.rows_saved`."""
+    def rows_saved(self, copies: Sequence[Rows | RowSet], written: Written) -> float:
+        """As `Session.rows_saved`. Servers are copied one after the other, so what each is held up adds up."""
         saves = self._under_way.saves(copies)
+        costs_s: dict[int, float] = {}
 
         def tell(index: int, save: RemoteSave) -> None:
             for shard, rows in held(self._crew.blueprint.shards[index], copies):
-                save.saved(shard, self._crew.blueprint.shards[index][shard], rows)
+                save.saved(shard, self._crew.blueprint.shards[index][shard], rows, written)
+            costs_s[index] = save.cost_s()
 
         self._crew.all_at_once([partial(tell, index, save) for index, save in saves.items()])
+        return sum(costs_s.values())
 
     def load_rows(self, saved: LoadedCheckpoint) -> None:
         """Fills all rows, as `Session.load_rows`."""
@@ -138,11 +141,7 @@ class Images:
 
     def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:
         """Fills the rows of one embedding server."""
-        rows = RemoteRows(member.connection)
-        for shard in self._crew.blueprint.shards[member.index]:
-            for start in range(shard.start, shard.stop, LOADED_ROWS):
-                stop = min(start + LOADED_ROWS, shard.stop)
-                rows.write(Rows(shard.table, start, saved.rows(shard.table.name, start, stop)))
+        RemoteRows(member.connection).write(saved.rows_of(self._crew.blueprint.shards[member.index]))
 
     def predicting_client(self) -> EmbeddingClient:
         """Pulls rows as they are."""

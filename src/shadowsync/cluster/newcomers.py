@@ -124,13 +124,16 @@ class Newcomers:
         self.crew.tell_of_readers()
 
     def _install_embedding(self, member: Member, reader: Reader) -> None:
-        """Its rows are those of the newest checkpoint, without one the initial ones; nobody else goes back."""
-        self.crew.build_server(member, reader)
-        began = time.monotonic()
-        with self.newest(self.crew.blueprint.shards[member.index]) as saved:
-            if saved is not None:
-                self.images.load_server(saved, member)
-        self._is_back(member.index, saved, began)  # before anybody may save: what it loaded decides what a save holds
+        """Its rows are those of the newest checkpoint, without one the initial ones; nobody else goes back.
+
+        Nobody knows it yet, so rows of a checkpoint that turns out to be damaged are simply overwritten.
+        """
+        self.crew.build_server(member, reader, filled=False)
+        began, shards = time.monotonic(), self.crew.blueprint.shards[member.index]
+        with self.newest(shards, lambda saved: self.images.load_server(saved, member)) as saved:
+            if saved is None:
+                self.crew.build_server(member, reader)
+            self._is_back(member.index, saved, began)  # before anybody saves: what it loaded decides what a save holds
         member.ready = True
         self.crew.tell_of_server(member)
 

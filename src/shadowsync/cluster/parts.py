@@ -43,12 +43,17 @@ def build_nothing(_: None, __: Home) -> Nothing:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """An embedding server with the initial values of its rows."""
+    """An embedding server.
+
+    Attributes:
+        filled: its rows have their initial values; else they are zero, and all of them are to be loaded.
+    """
 
     config: Config
     own_model: bool
     shards: tuple[Shard, ...]
     generation: int
+    filled: bool = True
 
 
 def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
@@ -56,7 +61,7 @@ def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
     choices = choose_all(spec.config, spec.own_model)
     optimizer, seed = row_optimizer(spec.config.embedding), spec.config.train.seed
     watching = row_tracking(choices.recovery, seed)
-    server = EmbeddingServer(spec.shards, choices.storage, optimizer, seed, watching)
+    server = EmbeddingServer(spec.shards, choices.storage, optimizer, seed if spec.filled else None, watching)
     codecs, generation = choices.codecs, Generation(spec.generation)
     return EmbeddingService(server, codecs["pull"], codecs["push"], generation=generation)
 

@@ -25,6 +25,7 @@ from shadowsync.errors import RunError
 from shadowsync.job_state import job_state
 from shadowsync.metrics.roles import RoleState
 from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.written import Written
 from shadowsync.runtime.host import CALL_S
 from shadowsync.runtime.runtime import Order, Runtime
 from shadowsync.runtime.wire.client import Courier, CourierOptions
@@ -63,7 +64,7 @@ class ClusterSession(Session):
     def __init__(self, material: Material, make_runtime: Callable[[], Runtime], newest: Newest) -> None:
         super().__init__(material)
         self._material = material
-        self._newest: Newest = lambda _: nullcontext()  # a checkpoint is put back by whoever made this session
+        self._newest: Newest = lambda *_: nullcontext()  # a checkpoint is put back by whoever made this session
         self._beginning = self.recorder.state()
         blueprint, cluster = Blueprint.of(material, self), self.config.cluster
         self._vacancies = Vacancies(cluster.lost_after_s, cluster.min_trainers)
@@ -114,10 +115,10 @@ class ClusterSession(Session):
             if self.given_up is not None:
                 raise RunError(self.given_up) from error
 
-    def _begin_generation(self) -> None:
-        """Everybody gets a part with its initial values."""
+    def _begin_generation(self, filled: bool = True) -> None:
+        """Everybody gets a part with its initial values, but for rows that are not to be `filled`."""
         self._training = False
-        self._crew.build_servers(self.reader)
+        self._crew.build_servers(self.reader, filled)
         self._images.write_center(self.template.flat.detach().cpu())
         self._crew.build_trainers()
 
@@ -346,8 +347,9 @@ class ClusterSession(Session):
         newcomers = self._fill_places()
         if self.given_up is not None:
             return
-        with self._newest(None) as saved:
-            self._begin_from(saved)
+        with self._newest(None, self._begin_from) as saved:
+            if saved is None:
+                self._begin_from(None)
         self._newcomers.forget_deaths()
         self._must_go_back = None
         self._vacancies.clear()
@@ -360,13 +362,14 @@ class ClusterSession(Session):
                 self._crew.ask_to_stop()
 
     def _begin_from(self, saved: LoadedCheckpoint | None) -> None:
+        """Everybody gets a fresh part and what the checkpoint holds for it; may be done again with an older one."""
         before, position = self.reader, self._material.position if saved is None else saved.position
         first_number = (self._crew.generation + 1) << 32
         self.reader = Reader(self.train_source, reader_options(self.config), position, first_number)
         self._loaded = (None if saved is None else saved.name, self.reader.trained)
         before.close()
         wire = self.wire_totals()
-        self._begin_generation()
+        self._begin_generation(filled=saved is None)
         self._loading_at = time.monotonic()
         self._load(saved, wire)
         self._loading_s = time.monotonic() - self._loading_at
@@ -441,9 +444,9 @@ class ClusterSession(Session):
         self._check_settled()
         return self._images.rows_beside()
 
-    def rows_saved(self, rows: Sequence[Rows | RowSet]) -> None:
+    def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> float:
         self._check_settled()
-        self._images.rows_saved(rows)
+        return self._images.rows_saved(rows, written)
 
     def row_shares(self) -> tuple[float, ...]:
         return shares_of(self._crew.blueprint.shards)

@@ -70,6 +70,7 @@ class Desk:
         self._number: Callable[[int], int] = _counting()
         self._version = 0
         self._changed = threading.Condition()
+        self._alarm: tuple[int, Callable[[], None]] | None = None
 
     def number_by(self, give: Callable[[int], int]) -> None:
         """Has somebody else number the batches: called with the trainer for each claim, in their order."""
@@ -120,7 +121,21 @@ class Desk:
     def done(self, lease: Lease, start: int, stop: int) -> bool:
         """As `Leasing.done`."""
         with self._changed:
-            return self._notice(self._book.done(lease, start, stop))
+            held = self._notice(self._book.done(lease, start, stop))
+            alarm = self._alarm
+            if alarm is None or self._book.trained < alarm[0]:
+                return held
+            self._alarm = None
+        alarm[1]()
+        return held
+
+    def alarm(self, trained: int, call: Callable[[], None]) -> None:
+        """Has `call` called once, as soon as so many rows are trained, in the thread that tells of the last of them.
+
+        There is one alarm, the one that was set last; where so many are trained already it never rings.
+        """
+        with self._changed:
+            self._alarm = (trained, call) if self._book.trained < trained else None
 
     def abandon(self, trainer: int) -> None:
         """As `Leasing.abandon`."""

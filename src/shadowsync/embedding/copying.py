@@ -27,17 +27,18 @@ def copy_rows(own: Rows, rows: Tensor | range, wide: Collection[str], gate: Push
     step = max(1, CHUNK_BYTES // row_bytes)
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
+        targets = {name: copy[first : first + len(part)] for name, copy in copies.items()}
         with gate.alone():
-            taken = {name: _taken(tensor, part) for name, tensor in live.items()}
-        for name, tensor in taken.items():
-            copies[name][first : first + len(part)] = tensor
+            for name, target in targets.items():
+                _take(live[name], part, target)
     return {name: copies[name] if name in copies else tensor.clone() for name, tensor in own.tensors.items()}
 
 
-def _taken(tensor: Tensor, rows: Tensor | range) -> Tensor:
+def _take(tensor: Tensor, rows: Tensor | range, target: Tensor) -> None:
     if isinstance(rows, range):
-        return tensor[rows.start : rows.stop].clone()
-    return tensor.index_select(0, rows)
+        target.copy_(tensor[rows.start : rows.stop])
+    else:
+        torch.index_select(tensor, 0, rows, out=target)
 
 
 def local_rows(rows: Tensor | range, start: int) -> Tensor | range:

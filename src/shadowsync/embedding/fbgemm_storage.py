@@ -74,7 +74,9 @@ class FbgemmStorage(Storage):
 
     name: ClassVar[str] = "fbgemm"
 
-    def __init__(self, shards: Sequence[Shard], features: Sequence[int], optimizer: RowOptimizer, seed: int) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], features: Sequence[int], optimizer: RowOptimizer, seed: int | None
+    ) -> None:
         self._operators = load_operators()
         rule = rule_class(optimizer.name)
         self._memory = ShardMemory(shards, rule, seed)

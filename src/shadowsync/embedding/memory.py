@@ -30,14 +30,15 @@ class ShardMemory:
         flat: by name, tensors of one dimension: `weight`, and the state.
     """
 
-    def __init__(self, shards: Sequence[Shard], rule: type[RowRule], seed: int) -> None:
+    def __init__(self, shards: Sequence[Shard], rule: type[RowRule], seed: int | None) -> None:
         self.shards = tuple(shards)
         self.numbers = RowNumbers(shards)
         self.row_start = self.numbers.starts
         self.weight_start = starts_of({s: self._elements(s) for s in self.numbers.by_width})
         self._extents = {"weight": Extent.ELEMENT, **rule.state}
         self.flat = {name: self._allocate(extent) for name, extent in self._extents.items()}
-        fill([(shard, self.view(index, "weight")) for index, shard in enumerate(self.shards)], seed)
+        if seed is not None:
+            fill([(shard, self.view(index, "weight")) for index, shard in enumerate(self.shards)], seed)
 
     def _elements(self, index: int) -> int:
         return self.shards[index].rows * self.shards[index].table.dim

@@ -66,7 +66,7 @@ class EmbeddingServer:
         shards: what to hold.
         storage: how.
         optimizer: of the rows.
-        seed: of the initial rows.
+        seed: of the initial rows; None leaves them zero, for who loads all of them.
         watching: which rows are to be saved next; None saves every shard as a whole.
     """
 
@@ -75,7 +75,7 @@ class EmbeddingServer:
         shards: Sequence[Shard],
         storage: type[Storage],
         optimizer: RowOptimizer,
-        seed: int,
+        seed: int | None,
         watching: Watching | None = None,
     ) -> None:
         self.shards = tuple(shards)
@@ -296,7 +296,8 @@ class EmbeddingServer:
         for own in self.state():
             for tensor in own.tensors.values():
                 tensor.zero_()
-        fill([(s, own.tensors["weight"]) for s, own in zip(self.shards, self.state(), strict=True)], self._seed)
+        if self._seed is not None:
+            fill([(s, own.tensors["weight"]) for s, own in zip(self.shards, self.state(), strict=True)], self._seed)
         self._watches.reset()
 
     # --- saves beside training ---------------------------------------------------------------------------------------

@@ -41,7 +41,9 @@ class Storage(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def __init__(self, shards: Sequence[Shard], features: Sequence[int], optimizer: RowOptimizer, seed: int) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], features: Sequence[int], optimizer: RowOptimizer, seed: int | None
+    ) -> None:
         """
         Args:
             shards: what to hold, each initialised uniformly in ±1/sqrt(rows of the whole table), in a way that
@@ -49,7 +51,7 @@ class Storage(ABC):
             features: for each feature that will be looked up, in the order of `pull`'s output, the position of its
                 shard in `shards`.
             optimizer: applied by `push`.
-            seed: of the initial rows.
+            seed: of the initial rows; None leaves them zero, which takes less time where all of them are loaded.
         """
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """What an embedding table is, and which rows of it a server holds."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 from torch import Tensor
@@ -47,6 +47,21 @@ class Shard:
         return f"{self.table.name}[{self.start}:{self.stop}]"
 
 
+class RowSource(Protocol):
+    """Gives rows that are not in memory, when somebody wants them."""
+
+    def read(self, first: int, last: int, name: str) -> Iterator[Tensor]:
+        """A tensor of the rows at positions `first … last − 1` of those held, in parts and in order.
+
+        Whoever wants several tensors asks for those of the table as a whole last.
+
+        Args:
+            first: position of the first row.
+            last: one beyond the last.
+            name: of the tensor; one of the table as a whole is a single part.
+        """
+
+
 @dataclass(frozen=True)
 class Rows:
     """A run of rows of one table with everything the optimizer keeps for them.
@@ -56,11 +71,13 @@ class Rows:
         start: first row; the tensors hold rows `start … start + len(weight) − 1`.
         tensors: as in `Storage.state()`: `weight` and the optimizer's; a tensor of first dimension 1 beside more
             rows (Adam's `step`) belongs to the table as a whole.
+        source: of tensors that tell only their form (torch's meta device); None where all are in memory.
     """
 
     table: Table
     start: int
     tensors: Mapping[str, Tensor]
+    source: RowSource | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,7 @@ class RowSet:
         stop: one beyond its last row.
         numbers: the rows that are held, distinct and ascending in `[start, stop)`, int64 `[K]`.
         tensors: as in `Rows`, of the rows `numbers`: first dimension K, or those of the table as a whole.
+        source: as in `Rows`.
     """
 
     table: Table
@@ -80,6 +98,24 @@ class RowSet:
     stop: int
     numbers: Tensor
     tensors: Mapping[str, Tensor]
+    source: RowSource | None = field(default=None, compare=False)
+
+
+def span_of(rows: Rows | RowSet) -> tuple[int, int]:
+    """The run of rows of its table that a copy is of: the first, and one beyond the last."""
+    return rows.start, rows.stop if isinstance(rows, RowSet) else rows.start + len(rows.tensors["weight"])
+
+
+def numbers_of(rows: Rows | RowSet) -> Tensor | range:
+    """The rows that a copy holds, as numbers in their table."""
+    return rows.numbers if isinstance(rows, RowSet) else range(*span_of(rows))
+
+
+def parts_of(rows: Rows | RowSet, most: int) -> Iterator[Tensor | range]:
+    """The numbers of the rows that a copy holds, so many at a time; of none, once too."""
+    numbers = numbers_of(rows)
+    for first in range(0, max(1, len(numbers)), most):
+        yield numbers[first : first + most]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ class TorchStorage(Storage):
 
     name: ClassVar[str] = "torch"
 
-    def __init__(self, shards: Sequence[Shard], features: Sequence[int], optimizer: RowOptimizer, seed: int) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], features: Sequence[int], optimizer: RowOptimizer, seed: int | None
+    ) -> None:
         rule = rule_class(optimizer.name)
         self._memory = ShardMemory(shards, rule, seed)
         self._tables = RowwiseTables(self._memory, features, rule(optimizer))

@@ -17,7 +17,7 @@ import msgspec
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import CheckpointError, SaveError
 from shadowsync.recovery.claims import Claims
-from shadowsync.recovery.compaction import as_whole, rows_from
+from shadowsync.recovery.compaction import as_whole
 from shadowsync.recovery.files import Files, open_files
 from shadowsync.recovery.lineage import ParentLost
 from shadowsync.recovery.loading import LoadedCheckpoint
@@ -150,6 +150,28 @@ class CheckpointStore:
     def opened(self, name: str | None = None, shards: Sequence[Shard] | None = None) -> Iterator[LoadedCheckpoint]:
         """As `open`; within the block this store removes nothing that is read of it."""
         found = self._shelf.newest(shards, self._given_up) if name is None else self._shelf.named(name, shards)
+        with self._told(found) as loaded:
+            yield loaded
+
+    @contextlib.contextmanager
+    def loading(
+        self, shards: Sequence[Shard] | None, load: Callable[[LoadedCheckpoint], object]
+    ) -> Iterator[LoadedCheckpoint]:
+        """As `opened` of the newest one, in one pass over its rows: it is compared while `load` reads it.
+
+        Args:
+            shards: as in `open`.
+            load: reads all rows of the shards. If that shows a defect (`DamagedCheckpoint`) it is called anew with an
+                older checkpoint; nobody may see before the end what it has taken.
+
+        Raises:
+            CheckpointError: there is none that can be loaded.
+        """
+        with self._told(self._shelf.newest(shards, self._given_up, load)) as loaded:
+            yield loaded
+
+    @contextlib.contextmanager
+    def _told(self, found: AbstractContextManager[LoadedCheckpoint]) -> Iterator[LoadedCheckpoint]:
         with found as loaded:
             yield dataclasses.replace(loaded, skipped=loaded.skipped + older_rows(loaded))
 
@@ -204,7 +226,7 @@ class CheckpointStore:
 
     def _rewrite(self, loaded: LoadedCheckpoint, whole: str) -> None:
         staged = self._files.staging(whole)
-        writer = SnapshotWriter(self._files, staged, self._piece_bytes, lambda cut, name: rows_from(loaded, cut, name))
+        writer = SnapshotWriter(self._files, staged, self._piece_bytes)
         exact = {"exact": loaded.exact}
         self._write(whole, lambda: msgspec.structs.replace(writer.write(as_whole(loaded), loaded.oldest), **exact))
 

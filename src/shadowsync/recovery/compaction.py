@@ -1,20 +1,20 @@
 """A checkpoint with all that it builds on as one whole snapshot, whose rows are read only when they are written."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from shadowsync.embedding.table import Rows, Table
-from shadowsync.recovery.cutting import Cut
-from shadowsync.recovery.files import Chunk
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.snapshot import Snapshot
-from shadowsync.recovery.tensors import DTYPES, chunks
+from shadowsync.recovery.tensors import DTYPES
 
 
 def as_whole(loaded: LoadedCheckpoint) -> Snapshot:
-    """The same state without a parent. Tensors of rows tell their form only; their bytes come from `rows_from`."""
+    """The same state without a parent; its rows are read tensor by tensor."""
     return Snapshot(
         config=loaded.config,
         samples=loaded.samples,
@@ -26,13 +26,17 @@ def as_whole(loaded: LoadedCheckpoint) -> Snapshot:
     )
 
 
-def rows_from(loaded: LoadedCheckpoint, cut: Cut, name: str) -> Iterator[Chunk]:
-    """The bytes of a tensor of some rows, read from the checkpoint in chunks."""
-    if name in cut.wide:
-        yield from chunks(cut.wide[name])
-        return
-    for start, stop in loaded.chunks(cut.table, cut.start, cut.stop):
-        yield from chunks(loaded.rows(cut.table, start, stop, {name})[name])
+@dataclass(frozen=True)
+class _Stored:
+    """The rows of a table from `start` on, as the checkpoint holds them (`RowSource`)."""
+
+    loaded: LoadedCheckpoint
+    table: str
+    start: int
+
+    def read(self, first: int, last: int, name: str) -> Iterator[Tensor]:
+        for start, stop in self.loaded.chunks(self.table, self.start + first, self.start + last):
+            yield self.loaded.rows(self.table, start, stop, {name})[name]
 
 
 def _runs(loaded: LoadedCheckpoint, table: Table) -> Iterator[Rows]:
@@ -45,4 +49,5 @@ def _runs(loaded: LoadedCheckpoint, table: Table) -> Iterator[Rows]:
             for tensor in first.tensors
         }
         wide = {tensor.name for tensor in first.wide}
-        yield Rows(table, start, forms | (loaded.rows(table.name, start, stop, wide) if wide else {}))
+        in_memory = loaded.rows(table.name, start, stop, wide) if wide else {}
+        yield Rows(table, start, forms | in_memory, _Stored(loaded, table.name, start))

@@ -1,12 +1,14 @@
 """Cuts the rows of a snapshot into pieces that fit into files of bounded size."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shadowsync.recovery.snapshot import TABLE_WIDE, Rows, RowSet
+from shadowsync.recovery.tensors import Chunk, chunks
 
 NUMBERS = "numbers"
 
@@ -23,6 +25,7 @@ class Cut:
         tensors: of those rows.
         wide: of the table as a whole.
         numbers: the rows' numbers, by the name `numbers`; nothing where all of the run are held.
+        read: the parts of a tensor, by its name, that only tells its form.
     """
 
     table: str
@@ -32,6 +35,7 @@ class Cut:
     tensors: Mapping[str, Tensor]
     wide: Mapping[str, Tensor]
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
+    read: Callable[[str], Iterator[Tensor]] | None = None
 
     @property
     def all_tensors(self) -> dict[str, Tensor]:
@@ -46,6 +50,21 @@ class Cut:
     def key(self, name: str) -> str:
         """The tensor's name in its file."""
         return f"{self.table}[{self.start}:{self.stop}].{name}"
+
+    def bytes_of(self, name: str) -> Iterator[Chunk]:
+        """The bytes of a tensor; those of the table as a whole last, as they are none the older for it.
+
+        Raises:
+            ValueError: a source gives another number of bytes than it told.
+        """
+        tensor = self.all_tensors[name]
+        parts = self.read(name) if tensor.is_meta and self.read is not None else iter((tensor,))
+        count = 0
+        for part in parts:
+            count += part.nbytes
+            yield from chunks(part)
+        if count != tensor.nbytes:
+            raise ValueError(f"{self.key(name)} came as {count} bytes in place of {tensor.nbytes}")
 
 
 def by_table(tables: Sequence[Rows | RowSet], *, may_be_sets: bool) -> list[list[Rows | RowSet]]:
@@ -103,12 +122,13 @@ def fill(cuts: Sequence[Cut], piece_bytes: int) -> Iterator[list[Cut]]:
 def _part(rows: Rows | RowSet, first: int, last: int, parts: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -> Cut:
     """Rows number `first … last − 1` of those held."""
     name = rows.table.name
+    read = None if rows.source is None else partial(rows.source.read, first, last)
     if isinstance(rows, Rows):
-        return Cut(name, rows.start + first, rows.start + last, last - first, parts, wide)
+        return Cut(name, rows.start + first, rows.start + last, last - first, parts, wide, read=read)
     start = int(rows.numbers[first]) if first else rows.start
     stop = int(rows.numbers[last]) if last < len(rows.numbers) else rows.stop
     tensors = {key: part for key, part in parts.items() if key != NUMBERS}
-    return Cut(name, start, stop, last - first, tensors, wide, {NUMBERS: parts[NUMBERS]})
+    return Cut(name, start, stop, last - first, tensors, wide, {NUMBERS: parts[NUMBERS]}, read)
 
 
 def _check_kinds(name: str, found: Sequence[Rows | RowSet], may_be_sets: bool) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shadowsync.embedding.table import RowSet
 from shadowsync.errors import SaveError
-from shadowsync.recovery.files import Chunk, Files, open_files
-from shadowsync.recovery.tensors import BlockSums, chunks, place
+from shadowsync.recovery.files import Files, open_files
+from shadowsync.recovery.tensors import BlockSums, Chunk, chunks, place
 
 FORMAT = 1
 LIST = "delta.json"

@@ -94,17 +94,21 @@ class FailureTimes(ABC):
     def times(self) -> Iterator[float]:
         """When somebody fails, in ascending order."""
 
+    def check_roles(self, numbers: Mapping[str, int]) -> None:
+        """Raises `ConfigError` if there are no such roles among so many of each kind."""
+        number = numbers.get(self.kind, 0)
+        if number <= max(self.index or (0,)):
+            has = f"it has {number}, counted from 0" if number else "it has none"
+            raise ConfigError(f"{KEY}: this job has no {self.kind} {max(self.index or (0,))} that could fail; {has}")
+
     def failures(self, numbers: Mapping[str, int]) -> Iterator[Failure]:
         """The failures among so many roles of each kind.
 
         Raises:
             ConfigError: there are no such roles.
         """
-        number = numbers.get(self.kind, 0)
-        if number <= max(self.index or (0,)):
-            has = f"it has {number}, counted from 0" if number else "it has none"
-            raise ConfigError(f"{KEY}: this job has no {self.kind} {max(self.index or (0,))} that could fail; {has}")
-        return self._draw(number)
+        self.check_roles(numbers)
+        return self._draw(numbers[self.kind])
 
     def _draw(self, number: int) -> Iterator[Failure]:
         dice = np.random.default_rng((self.seed, 1))
@@ -179,6 +183,11 @@ class FailureSchedule:
 
     parts: tuple[FailureTimes, ...]
 
+    def check_roles(self, numbers: Mapping[str, int]) -> None:
+        """Raises `ConfigError` if a part names roles that are not among so many of each kind."""
+        for part in self.parts:
+            part.check_roles(numbers)
+
     def script(self, numbers: Mapping[str, int]) -> "FailureScript":
         """For a job with so many roles of each kind (`embedding`, `trainer`, `dense`, `reader`).
 
@@ -197,6 +206,11 @@ class FailureScript:
 
     def __post_init__(self) -> None:
         self._next = [next(stream, None) for stream in self.streams]
+
+    @property
+    def next_epochs(self) -> float | None:
+        """When the next failure is that is counted in passes over the data; None if there is none."""
+        return min((one.at for one in self._next if one is not None and one.unit == "epoch"), default=None)
 
     def due(self, seconds: float, epochs: float) -> list[Failure]:
         """What fails now, after so many seconds of training and so many passes over the data, schedule by schedule.

@@ -16,8 +16,9 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from shadowsync.errors import ConfigError
+from shadowsync.recovery.direct import write_file
+from shadowsync.recovery.tensors import Chunk
 
-Chunk = bytes | memoryview
 _NO_FOLDER_FSYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -48,7 +49,10 @@ class Files(ABC):
 
     @abstractmethod
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
-        """Writes a file, made durable where the file system can; its folder is made if need be."""
+        """Writes a file, made durable where the file system can; its folder is made if need be.
+
+        What `chunks` raises passes through as it is.
+        """
 
     @abstractmethod
     def staging(self, folder: str) -> str:
@@ -90,11 +94,7 @@ class LocalFiles(Files):
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
         target = self._path / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(target, chunks)
 
     def staging(self, folder: str) -> str:
         return f".{folder}.part"
@@ -143,12 +143,24 @@ class RemoteFiles(Files):
             return bytes(self._filesystem.cat_file(self._full(path), start=start, end=stop))
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
-        full = self._full(path)
+        with self._opened(self._full(path)) as file:
+            for chunk in chunks:
+                with _as_os_error():
+                    file.write(chunk)
+
+    @contextlib.contextmanager
+    def _opened(self, full: str) -> Iterator[Any]:
         with _as_os_error():
             self._filesystem.makedirs(full.rsplit("/", 1)[0], exist_ok=True)
-            with self._filesystem.open(full, "wb") as file:
-                for chunk in chunks:
-                    file.write(chunk)
+            file = self._filesystem.open(full, "wb")
+        try:
+            yield file
+        except BaseException:
+            with contextlib.suppress(Exception):  # of no interest any more
+                file.close()
+            raise
+        with _as_os_error():
+            file.close()
 
     def staging(self, folder: str) -> str:
         return folder

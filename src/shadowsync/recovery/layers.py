@@ -35,6 +35,11 @@ class Layer:
         self._reader = reader
         self._last = threading.local()  # several servers may read at once, each from a piece of its own
 
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the rows that are needed of it."""
+        return sum(tensor.byte_count for found in self.pieces.values() for one in found for tensor in one.all_tensors)
+
     def is_whole(self, table: str) -> bool:
         """Whether every row of the table is here."""
         return table in self.pieces and self.pieces[table][0].scattered is None

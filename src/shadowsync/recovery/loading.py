@@ -103,19 +103,28 @@ class LoadedCheckpoint:
         Raises:
             CheckpointError: no such table or rows, or the files are not what was written.
         """
+        return self._each_row(table, start, stop, names) | self._wide(table, start, stop, names)
+
+    def _each_row(self, table: str, start: int, stop: int, names: Collection[str] | None) -> dict[str, Tensor]:
+        """The tensors that have an element for each row."""
         touched = self._touched(table, start, stop)
-        asked = self.tensor_names(table) if names is None else names
-        base = touched[0][1]
-        found = {one.name: _empty(one.dtype, one.shape, stop - start) for one in base.tensors if one.name in asked}
+        base = touched[0][1].tensors
+        asked = [one for one in base if names is None or one.name in names]
+        found = {one.name: _empty(one.dtype, one.shape, stop - start) for one in asked}
         for layer, piece in touched:
             layer.read(piece, start, stop, found)
-        for tensor in base.wide:
-            if tensor.name in asked:
-                found[tensor.name] = _furthest(touched, tensor.name)
         return found
+
+    def _wide(self, table: str, start: int, stop: int, names: Collection[str] | None) -> dict[str, Tensor]:
+        """The tensors of the table as a whole."""
+        touched = self._touched(table, start, stop)
+        wide = [one.name for one in touched[0][1].wide if names is None or one.name in names]
+        return {name: _furthest(touched, name) for name in wide}
 
     def rows_of(self, shards: Sequence[Shard], names: Collection[str] | None = None) -> Iterator[Rows]:
         """The rows of some shards in bounded chunks; nothing else is read.
+
+        Tensors of the table as a whole come with each chunk, as `rows` gives them for the whole shard.
 
         Args:
             shards: of any cut.
@@ -125,8 +134,10 @@ class LoadedCheckpoint:
             CheckpointError: as `rows`.
         """
         for shard in shards:
-            for start, stop in self.chunks(shard.table.name, shard.start, shard.stop):
-                yield Rows(shard.table, start, self.rows(shard.table.name, start, stop, names))
+            name = shard.table.name
+            wide = self._wide(name, shard.start, shard.stop, names)
+            for start, stop in self.chunks(name, shard.start, shard.stop):
+                yield Rows(shard.table, start, self._each_row(name, start, stop, names) | wide)
 
     def chunks(self, table: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows of a table that take about `CHUNK_BYTES` each."""

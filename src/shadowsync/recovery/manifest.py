@@ -11,13 +11,13 @@ is still written as format 1, which older versions read.
 
 import json
 import re
-import zlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal
 
 import msgspec
+from isal.isal_zlib import crc32
 
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError
@@ -174,7 +174,7 @@ def encode(manifest: Manifest) -> bytes:
     """The bytes of the manifest's file."""
     body = msgspec.json.encode(manifest)
     number = _WHOLE_FORMAT if manifest.parent is None and manifest.exact else FORMAT
-    return msgspec.json.encode(_Envelope(number, zlib.crc32(body), msgspec.Raw(body)))
+    return msgspec.json.encode(_Envelope(number, crc32(body), msgspec.Raw(body)))
 
 
 def decode(content: bytes, place: str) -> Manifest:
@@ -192,7 +192,7 @@ def decode(content: bytes, place: str) -> Manifest:
                 "wrote it, or a newer one"
             )
         envelope = msgspec.json.decode(content, type=_Envelope)
-        if version < 1 or zlib.crc32(envelope.body) != envelope.crc32:
+        if version < 1 or crc32(envelope.body) != envelope.crc32:
             raise damaged(place, "does not match its own checksum")
         manifest = msgspec.json.decode(envelope.body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """What is complete below a root, and its opening so that this process cannot remove it meanwhile."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shadowsync.embedding.table import Shard
@@ -63,12 +63,18 @@ class Shelf:
             yield open_checkpoint(self.files, found, shards)
 
     @contextlib.contextmanager
-    def newest(self, shards: Sequence[Shard] | None, given_up: Collection[str]) -> Iterator[LoadedCheckpoint]:
+    def newest(
+        self,
+        shards: Sequence[Shard] | None,
+        given_up: Collection[str],
+        load: Callable[[LoadedCheckpoint], object] = LoadedCheckpoint.verify,
+    ) -> Iterator[LoadedCheckpoint]:
         """Opens the newest that is whole; lists anew when another process has removed what was listed.
 
         Args:
             shards: as in `open_checkpoint`.
             given_up: plain names of those that are left out.
+            load: reads all that is needed of it; called with older and older ones until none is found damaged.
 
         Raises:
             CheckpointError: there is none.
@@ -78,7 +84,7 @@ class Shelf:
             names = self._others(given_up)
             for name in (one for one in reversed(names) if one not in failed):
                 with self.claims.reading(name):
-                    loaded = self._verified(name, shards, failed)
+                    loaded = self._loaded(name, shards, load, failed)
                     if loaded is not None:
                         yield replace(loaded, skipped=skipped_ones(loaded, failed))
                         return
@@ -92,15 +98,19 @@ class Shelf:
     def _others(self, given_up: Collection[str]) -> list[str]:
         return [name for name in self.names() if plain_name(name) not in given_up]
 
-    def _verified(
-        self, name: str, shards: Sequence[Shard] | None, failed: dict[str, DamagedCheckpoint]
+    def _loaded(
+        self,
+        name: str,
+        shards: Sequence[Shard] | None,
+        load: Callable[[LoadedCheckpoint], object],
+        failed: dict[str, DamagedCheckpoint],
     ) -> LoadedCheckpoint | None:
         """The checkpoint if every byte is right; where a part of it is there twice, one of both is enough."""
         error = None
         for prefer_whole in (True, False):
             try:
                 loaded = open_checkpoint(self.files, name, shards, prefer_whole=prefer_whole)
-                loaded.verify()
+                load(loaded)
             except DamagedCheckpoint as damage:
                 error = damage if error is None else error
                 if not any(other != plain_name(other) for other in self.names()):

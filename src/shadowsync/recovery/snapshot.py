@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in memory: made by the job while everybody stands at a step boundary, written afterwards."""
+"""What a checkpoint holds, as the job gives it: its rows are in memory, or read when they are written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

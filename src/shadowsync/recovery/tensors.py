@@ -6,13 +6,14 @@ are plain safetensors files, which the library opens.
 """
 
 import json
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 
+Chunk = bytes | memoryview
 CHUNK_BYTES = 4 << 20
 DTYPES = {
     "F64": torch.float64,
@@ -43,10 +44,15 @@ class Placed:
         return _CODES[self.tensor.dtype]
 
 
-def place(tensors: Sequence[tuple[str, Tensor]]) -> tuple[bytes, list[Placed]]:
+def place(tensors: Sequence[tuple[str, Tensor]], late: Collection[str] = ()) -> tuple[bytes, list[Placed]]:
     """The head of a safetensors file, and where each tensor begins in it.
 
     Tensors of wider elements come first, so that each stands at a multiple of its element's width.
+
+    Args:
+        tensors: by name.
+        late: names of tensors that come behind all others; those of wider elements stand in their place if the others
+            all have elements of one width.
 
     Raises:
         ValueError: two tensors have one name, or a dtype has no code.
@@ -56,7 +62,7 @@ def place(tensors: Sequence[tuple[str, Tensor]]) -> tuple[bytes, list[Placed]]:
     for name, tensor in tensors:
         if tensor.dtype not in _CODES:
             raise ValueError(f"tensor {name} has dtype {tensor.dtype}, which checkpoints do not hold")
-    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
+    ordered = sorted(tensors, key=lambda item: (item[0] in late, -item[1].element_size()))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     begins = []
@@ -66,9 +72,15 @@ def place(tensors: Sequence[tuple[str, Tensor]]) -> tuple[bytes, list[Placed]]:
         begins.append(begin)
         begin = stop
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * _padding(len(text), [(at, tensor) for (_, tensor), at in zip(ordered, begins, strict=True)])
     head = len(text).to_bytes(8, "little") + text
     return head, [Placed(name, tensor, len(head) + at) for (name, tensor), at in zip(ordered, begins, strict=True)]
+
+
+def _padding(count: int, begins: Sequence[tuple[int, Tensor]]) -> int:
+    """What a head of so many bytes lacks for every tensor to stand at a multiple of its element's width."""
+    fits = (n for n in range(8) if not any((count + n + at) % tensor.element_size() for at, tensor in begins))
+    return next(fits, -count % 8)
 
 
 def chunks(tensor: Tensor) -> Iterator[memoryview]:
@@ -103,6 +115,6 @@ class BlockSums:
             part = view[: self.block_bytes - used]
             if used == 0:
                 self.sums.append(0)
-            self.sums[-1] = zlib.crc32(part, self.sums[-1])
+            self.sums[-1] = crc32(part, self.sums[-1])
             self.total_bytes += len(part)
             view = view[len(part) :]

@@ -1,37 +1,29 @@
 """Writes the files of one checkpoint, each of bounded size."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from shadowsync.recovery.cutting import Cut, by_table, cut_table, fill
-from shadowsync.recovery.files import Chunk, Files
+from shadowsync.recovery.files import Files
 from shadowsync.recovery.manifest import FileEntry, Group, Manifest, Piece, Scattered, TableEntry, TensorEntry, raw_json
 from shadowsync.recovery.snapshot import Rows, RowSet, Snapshot
-from shadowsync.recovery.tensors import BlockSums, Placed, chunks, place
+from shadowsync.recovery.tensors import BlockSums, Chunk, Placed, chunks, place
 
 BLOCK_BYTES = 4 << 20
-Read = Callable[[Cut, str], Iterator[Chunk]]
-"""The bytes of a tensor of a piece, by its name there."""
-
-
-def from_memory(piece: Cut, name: str) -> Iterator[Chunk]:
-    """The bytes of a tensor that is in memory."""
-    return chunks(piece.all_tensors[name])
 
 
 class SnapshotWriter:
-    """Writes the files of one snapshot into a folder.
+    """Writes the files of one snapshot into a folder; rows that are not in memory are read in their turn.
 
     Args:
         files: where to.
         folder: where in it.
         piece_bytes: no file of rows grows beyond this, but for a single row that is wider.
-        read: the bytes of the rows' tensors; in place of those in memory when the snapshot's only tell their form.
     """
 
-    def __init__(self, files: Files, folder: str, piece_bytes: int, read: Read = from_memory) -> None:
-        self._read = read
+    def __init__(self, files: Files, folder: str, piece_bytes: int) -> None:
         self._files = files
         self._folder = folder
         self._piece_bytes = piece_bytes
@@ -48,6 +40,7 @@ class SnapshotWriter:
             OSError: what the file system raised.
             ValueError: the snapshot does not hold every row of its tables exactly once, or holds what no checkpoint
                 can.
+            CheckpointError, RunError: what a source of rows raised.
         """
         config, position, extra = (raw_json(what, getattr(snapshot, what)) for what in ("config", "position", "extra"))
         tables = by_table(snapshot.tables, may_be_sets=snapshot.delta is not None)
@@ -74,9 +67,10 @@ class SnapshotWriter:
         )
 
     def _write_rows(self, name: str, cuts: Sequence[Cut], version: int) -> Iterator[Piece]:
-        parts = {cut.key(tensor): (cut, tensor) for cut in cuts for tensor in cut.all_tensors}
-        tensors = [(key, cut.all_tensors[tensor]) for key, (cut, tensor) in parts.items()]
-        placed = self._write_tensors(name, tensors, lambda one: self._read(*parts[one.name]))
+        tensors = [(cut.key(key), tensor) for cut in cuts for key, tensor in cut.all_tensors.items()]
+        late = {cut.key(key) for cut in cuts for key in (*cut.wide, *cut.numbers)}
+        read = {cut.key(key): partial(cut.bytes_of, key) for cut in cuts for key in cut.all_tensors}
+        placed = self._write_tensors(name, *place(tensors, late), lambda one: read[one.name]())
         for cut in cuts:
             rows, wide, numbers = (
                 tuple(_tensor_entry(key, placed[cut.key(key)]) for key in found)
@@ -86,13 +80,12 @@ class SnapshotWriter:
             yield Piece(cut.table, cut.start, cut.rows, version, name, rows, wide, scattered)
 
     def _write_group(self, name: str, tensors: Mapping[str, Tensor]) -> Group:
-        placed = self._write_tensors(name, list(tensors.items()), lambda one: chunks(one.tensor))
+        placed = self._write_tensors(name, *place(list(tensors.items())), lambda one: chunks(one.tensor))
         return Group(name, tuple(_tensor_entry(key, placed[key]) for key in tensors))
 
     def _write_tensors(
-        self, name: str, tensors: Sequence[tuple[str, Tensor]], read: Callable[[Placed], Iterator[Chunk]]
+        self, name: str, head: bytes, placed: Sequence[Placed], read: Callable[[Placed], Iterator[Chunk]]
     ) -> dict[str, Placed]:
-        head, placed = place(tensors)
         sums = BlockSums(BLOCK_BYTES)
         self._files.write(f"{self._folder}/{name}", _summed(sums, _stream(head, placed, read)))
         self._written.append(FileEntry(name, sums.total_bytes, tuple(sums.sums)))

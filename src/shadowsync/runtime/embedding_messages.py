@@ -184,15 +184,17 @@ class RowsFound(Meta, frozen=True):
 
 
 class SaveBegun(Meta, frozen=True):
-    """Answers the word that a save begins.
+    """Answers the word that a save begins; tensors: a copy of no rows of each shard, which tells their forms.
 
     Attributes:
         save: its number.
         compares: the server wants to hear what was written of the rows.
+        names: of the tensors of each shard.
     """
 
     save: int
     compares: bool
+    names: tuple[tuple[str, ...], ...]
 
 
 class PickAsked(Meta, frozen=True):
@@ -241,6 +243,23 @@ class SavedTold(Meta, frozen=True):
     start: int
     stop: int
     single: bool
+
+
+class SaveCostAsked(Meta, frozen=True):
+    """Asks what a save has cost at the server."""
+
+    save: int
+
+
+class SaveCost(Meta, frozen=True):
+    """Answers `SaveCostAsked`.
+
+    Attributes:
+        seconds: of the processor that the save's calls have taken so far, over the machine's cores; without what
+            crossing the wire takes. 0 if the save is not under way any more.
+    """
+
+    seconds: float
 
 
 class RowsGiven(Meta, frozen=True):

@@ -1,8 +1,8 @@
 """Rows in and out of an embedding server behind a wire, for checkpoints."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from shadowsync.runtime.wire.errors import PeerLost
 
 CHUNK_BYTES = 16 << 20
 UNDER_WAY = 2
-"""Chunks asked for at once: one crosses while the next is copied."""
+"""Chunks asked for or given at once: one crosses while the next is copied."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +70,39 @@ class RemoteRows:
         while under_way:
             yield _found(*under_way.popleft())
 
-    def write(self, rows: Rows) -> None:
-        """Overwrites rows with their optimizer state, those of them that the server holds.
+    def write(self, found: Iterable[Rows]) -> None:
+        """Overwrites rows with their optimizer state, those of them that the server holds, as they are found.
+
+        Whatever ends it, nothing of it is under way any more.
+
+        Args:
+            found: no row twice; one chunk of them crosses while the next is looked for.
 
         Raises:
             DataError: the tensors are not those of this server's rows.
         """
-        count = len(rows.tensors["weight"])
-        for index, shard in enumerate(self.shards()):
-            start, stop = max(rows.start, shard.start), min(rows.start + count, shard.stop)
-            if shard.table == rows.table and start < stop:
-                first, last = start - rows.start, stop - rows.start
-                tensors = [t[first:last] if len(t) == count else t for t in rows.tensors.values()]
-                given = RowsGiven(index, start, stop, tuple(rows.tensors))
-                self.connection.call("load_rows", given, [t.contiguous() for t in tensors], self.timeout_s).result()
+        shards = self.shards()
+        under_way: deque[Future[Answer]] = deque()
+        try:
+            for given, tensors in (part for rows in found for part in _parts(shards, rows)):
+                under_way.append(self.connection.call("load_rows", given, tensors, self.timeout_s))
+                if len(under_way) >= UNDER_WAY:
+                    under_way.popleft().result()
+        finally:
+            wait(under_way)
+        for answered in under_way:
+            answered.result()
+
+
+def _parts(shards: Sequence[Shard], rows: Rows) -> Iterator[tuple[RowsGiven, list[Tensor]]]:
+    """What each of the shards gets of the rows."""
+    count = len(rows.tensors["weight"])
+    for index, shard in enumerate(shards):
+        start, stop = max(rows.start, shard.start), min(rows.start + count, shard.stop)
+        if shard.table == rows.table and start < stop:
+            first, last = start - rows.start, stop - rows.start
+            tensors = [t[first:last] if len(t) == count else t for t in rows.tensors.values()]
+            yield RowsGiven(index, start, stop, tuple(rows.tensors)), [t.contiguous() for t in tensors]
 
 
 def _chunks(shards: Mapping[int, Shard], chunk_bytes: int, save: int | None) -> Iterator[tuple[Shard, RowsAsked]]:

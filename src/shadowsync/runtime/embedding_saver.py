@@ -1,22 +1,37 @@
 """Who saves the rows of an embedding server behind a wire, beside training."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from shadowsync.embedding.table import Rows, RowSet, Shard
-from shadowsync.recovery.snapshot import TABLE_WIDE
-from shadowsync.runtime.embedding_messages import PickAsked, Picked, SaveBegun, SavedTold, SinglesAsked, as_int64
-from shadowsync.runtime.embedding_rows import CHUNK_BYTES, UNDER_WAY, RemoteRows, tensors_of
+from shadowsync.embedding.live_rows import Copy, live_set, live_shard
+from shadowsync.embedding.table import Rows, RowSet, Shard, parts_of
+from shadowsync.recovery.written import Written
+from shadowsync.runtime.embedding_messages import (
+    PickAsked,
+    Picked,
+    RowsAsked,
+    SaveBegun,
+    SaveCost,
+    SaveCostAsked,
+    SavedTold,
+    SinglesAsked,
+    as_int64,
+)
+from shadowsync.runtime.embedding_rows import CHUNK_BYTES, UNDER_WAY, tensors_of
 from shadowsync.runtime.embedding_saves import MOST_ROWS
 from shadowsync.runtime.lines import id_type
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.service import Meta
+
+EARLY_BYTES = 4 << 20
+"""Weights of small shards of one server that are copied as soon as a save begins."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,7 @@ class RemoteSave:
         connection: to the service.
         number: of the save.
         compares: the server wants to hear what was written.
+        forms: a copy of no rows of each shard.
         timeout_s: the deadline of every call; None leaves it to the connection.
         chunk_bytes: weights in one message.
     """
@@ -34,6 +50,7 @@ class RemoteSave:
     connection: Connection
     number: int
     compares: bool
+    forms: tuple[Mapping[str, Tensor], ...]
     timeout_s: float | None = None
     chunk_bytes: int = CHUNK_BYTES
 
@@ -42,11 +59,13 @@ class RemoteSave:
         cls, connection: Connection, timeout_s: float | None = None, chunk_bytes: int = CHUNK_BYTES
     ) -> "RemoteSave":
         """A save begins; the one before it is over."""
-        begun = connection.call("begin_save", timeout_s=timeout_s).result().read(SaveBegun)
-        return cls(connection, begun.save, begun.compares, timeout_s, chunk_bytes)
+        answer = connection.call("begin_save", timeout_s=timeout_s).result()
+        begun, tensors = answer.read(SaveBegun), iter(answer.tensors)
+        forms = tuple({name: next(tensors) for name in names} for names in begun.names)
+        return cls(connection, begun.save, begun.compares, forms, timeout_s, chunk_bytes)
 
     def everything(self, shards: Sequence[Shard]) -> Iterator[Rows]:
-        """All rows, in chunks.
+        """All rows, one `Rows` a shard, which are copied when they are read.
 
         Args:
             shards: what the server holds.
@@ -54,10 +73,12 @@ class RemoteSave:
         Raises:
             PeerLost: another server has taken the place.
         """
-        return self._rows.read_shards(dict(enumerate(shards)), self.chunk_bytes, self.number)
+        early = _Budget(EARLY_BYTES)
+        for index, shard in enumerate(shards):
+            yield self._whole(index, shard, early)
 
     def changed(self, shards: Sequence[Shard], end_of_round: bool) -> Iterator[Rows | RowSet]:
-        """The rows that are to be saved now: one `RowSet` a shard, or the shard as a whole in chunks.
+        """The rows that are to be saved now, one `RowSet` or `Rows` a shard, which are copied when they are read.
 
         Args:
             shards: what the server holds.
@@ -66,28 +87,36 @@ class RemoteSave:
         Raises:
             PeerLost: as `everything`.
         """
+        early = _Budget(EARLY_BYTES)
         for index, shard in enumerate(shards):
             picked = self._pick(index, end_of_round)
             if picked is None:
-                yield from self._rows.read_shards({index: shard}, self.chunk_bytes, self.number)
+                yield self._whole(index, shard, early)
             else:
-                yield RowSet(shard.table, shard.start, shard.stop, picked, self._copy(index, shard, picked))
+                copy = partial(self._singles, index, shard, picked)
+                yield live_set(shard, picked, self.forms[index], self._early(index, shard, len(picked), copy, early))
 
-    @property
-    def _rows(self) -> RemoteRows:
-        return RemoteRows(self.connection, self.timeout_s)
+    def saved(self, index: int, shard: Shard, rows: Rows | RowSet, written: Written) -> None:
+        """Rows of the shard at that position are safely written; a server that took the place does not hear of it.
 
-    def saved(self, index: int, shard: Shard, rows: Rows | RowSet) -> None:
-        """Rows of the shard at that position are safely written; a server that took the place does not hear of it."""
-        weights = rows.tensors["weight"]
-        step = self._rows_at_once(shard)
-        for first in range(0, max(1, len(weights)), step):
-            part = weights[first : first + step]
-            start, single = rows.start + first, []
-            if isinstance(rows, RowSet):
-                start, single = rows.start, [self._narrow(shard, rows.numbers[first : first + step])]
-            told = SavedTold(self.number, index, start, start + len(part), bool(single))
-            self._call("saved", told, [*single, *([part.contiguous()] if self.compares else [])]).result()
+        Args:
+            index: position of the shard.
+            shard: which.
+            rows: as given out for this save.
+            written: their weights, should the server want them.
+        """
+        for part in parts_of(rows, self._rows_at_once(shard)):
+            if isinstance(part, range):
+                start, stop, single = part.start, part.stop, []
+            else:
+                start, stop, single = rows.start, shard.stop, [self._narrow(shard, part)]
+            weights = [written(shard.table, part).contiguous()] if self.compares else []
+            told = SavedTold(self.number, index, start, stop, bool(single))
+            self._call("saved", told, [*single, *weights]).result()
+
+    def cost_s(self) -> float:
+        """Seconds by which the save has held others up at the server so far; 0 if another took the place."""
+        return self._call("save_cost", SaveCostAsked(self.number)).result().read(SaveCost).seconds
 
     def _pick(self, index: int, end_of_round: bool) -> Tensor | None:
         parts: list[Tensor] = []
@@ -103,18 +132,36 @@ class RemoteSave:
             if sum(map(len, parts)) >= picked.total or not len(parts[-1]):
                 return torch.cat(parts)
 
-    def _copy(self, index: int, shard: Shard, numbers: Tensor) -> dict[str, Tensor]:
+    def _whole(self, index: int, shard: Shard, early: "_Budget") -> Rows:
+        copy = partial(self._run, index, shard)
+        return live_shard(shard, self.forms[index], self._early(index, shard, shard.rows, copy, early))
+
+    def _early(self, index: int, shard: Shard, count: int, ask: "_Ask", early: "_Budget") -> Copy:
+        """Few rows are asked for at once, so that many small shards do not each wait for an answer in their turn."""
+        fits = 0 < count <= self._rows_at_once(shard) and early.takes(4 * shard.table.dim * count)
+        asked = [list(ask(0, count))] if fits else []
+
+        def copy(first: int, last: int) -> Iterator[Mapping[str, Tensor]]:
+            if first == last:
+                yield self.forms[index]
+            elif asked and (first, last) == (0, count):
+                yield from _answers(iter(asked.pop()))
+            else:
+                yield from _answers(ask(first, last))
+
+        return copy
+
+    def _run(self, index: int, shard: Shard, first: int, last: int) -> Iterator[Future[Answer]]:
         step = self._rows_at_once(shard)
-        asked: deque[tuple[int, Future[Answer]]] = deque()
-        copies: dict[str, Tensor] = {}
-        for first in range(0, max(1, len(numbers)), step):
-            part = self._narrow(shard, numbers[first : first + step])
-            asked.append((first, self._call("singles", SinglesAsked(self.number, index), [part])))
-            if len(asked) >= UNDER_WAY:
-                _put(copies, len(numbers), *asked.popleft())
-        while asked:
-            _put(copies, len(numbers), *asked.popleft())
-        return copies
+        for start in range(shard.start + first, shard.start + last, step):
+            asked = RowsAsked(index, start, min(start + step, shard.start + last), self.number)
+            yield self._call("rows", asked)
+
+    def _singles(self, index: int, shard: Shard, numbers: Tensor, first: int, last: int) -> Iterator[Future[Answer]]:
+        step = self._rows_at_once(shard)
+        for start in range(first, last, step):
+            part = self._narrow(shard, numbers[start : min(start + step, last)])
+            yield self._call("singles", SinglesAsked(self.number, index), [part])
 
     def _rows_at_once(self, shard: Shard) -> int:
         return min(MOST_ROWS, max(1, self.chunk_bytes // (4 * shard.table.dim)))
@@ -126,11 +173,29 @@ class RemoteSave:
         return self.connection.call(method, meta, tensors, self.timeout_s)
 
 
-def _put(copies: dict[str, Tensor], total: int, first: int, future: Future[Answer]) -> None:
-    """Adds a chunk to the copies of `total` rows; of tensors of the table as a whole the last one stays."""
-    for name, tensor in tensors_of(future.result()).items():
-        if name in TABLE_WIDE:
-            copies[name] = tensor
-        else:
-            whole = copies.setdefault(name, tensor.new_empty((total, *tensor.shape[1:])))
-            whole[first : first + len(tensor)] = tensor
+_Ask = Callable[[int, int], Iterator[Future[Answer]]]
+"""Asks for the rows at positions `first … last − 1`, a message at a time."""
+
+
+class _Budget:
+    """Bytes that may be taken."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def takes(self, count: int) -> bool:
+        """Takes so many, if they are left."""
+        fits = count <= self._left
+        self._left -= count if fits else 0
+        return fits
+
+
+def _answers(asked: Iterator[Future[Answer]]) -> Iterator[Mapping[str, Tensor]]:
+    """In their order, with some messages under way."""
+    under_way: deque[Future[Answer]] = deque()
+    for future in asked:
+        under_way.append(future)
+        if len(under_way) >= UNDER_WAY:
+            yield tensors_of(under_way.popleft().result())
+    while under_way:
+        yield tensors_of(under_way.popleft().result())

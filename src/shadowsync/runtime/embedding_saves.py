@@ -1,8 +1,12 @@
 """What a served embedding server answers to those who save its rows beside training."""
 
-from collections.abc import Mapping
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shadowsync.embedding.server import EmbeddingServer
@@ -13,12 +17,16 @@ from shadowsync.runtime.embedding_messages import (
     Pushed,
     RowsFound,
     SaveBegun,
+    SaveCost,
+    SaveCostAsked,
     SavedTold,
     SinglesAsked,
     row_numbers,
 )
 from shadowsync.runtime.lines import id_type
 from shadowsync.runtime.wire.service import Method, Reply, Request
+
+Handle = Callable[[Request], Reply]
 
 MOST_ROWS = 1 << 20
 """Numbers in one message."""
@@ -35,26 +43,67 @@ class _Pick:
     numbers: Tensor | None
 
 
+class _ProcessorTime:
+    """What calls have taken of the processor since the last `begin`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Counts anew."""
+        with self._lock:
+            self.seconds = 0.0
+
+    def of(self, handle: Handle) -> Handle:
+        """The same method, counted."""
+
+        def counted(request: Request) -> Reply:
+            began = time.thread_time()
+            try:
+                return handle(request)
+            finally:
+                with self._lock:
+                    self.seconds += time.thread_time() - began
+
+        return counted
+
+
 class SaveMethods:
     """Methods of an `EmbeddingService`: a save begins, rows are picked, copied by number, and reported as saved.
 
     Each but the first names the save, so that a server that took another's place does not answer for it. Whoever saves
     does one thing after the other.
+
+    Args:
+        server: whose rows are saved.
+        rows: the service's method that gives runs of rows, for saves and otherwise.
     """
 
-    def __init__(self, server: EmbeddingServer) -> None:
+    def __init__(self, server: EmbeddingServer, rows: Handle) -> None:
         self._server = server
         self._pick_kept: _Pick | None = None
+        self._used = _ProcessorTime()
         self.methods: Mapping[str, Method] = {
             "begin_save": Method(self._begin),
-            "pick": Method(self._pick),
-            "singles": Method(self._singles, once=False),
-            "saved": Method(self._saved),
+            "rows": Method(self._used.of(rows), once=False),
+            "pick": Method(self._used.of(self._pick)),
+            "singles": Method(self._used.of(self._singles), once=False),
+            "saved": Method(self._used.of(self._saved)),
+            "save_cost": Method(self._cost, once=False),
         }
 
     def _begin(self, _: Request) -> Reply:
         self._pick_kept = None
-        return Reply(SaveBegun(self._server.begin_save(), self._server.compares))
+        self._used.begin()
+        save, none = self._server.begin_save(), torch.zeros(0, dtype=torch.int64)
+        forms = [self._server.copy_rows(shard, none) for shard in range(len(self._server.shards))]
+        begun = SaveBegun(save, self._server.compares, tuple(tuple(form) for form in forms))
+        return Reply(begun, tuple(tensor for form in forms for tensor in form.values()))
+
+    def _cost(self, request: Request) -> Reply:
+        known = self._server.is_under_way(request.read(SaveCostAsked).save)
+        return Reply(SaveCost(self._used.seconds / (os.cpu_count() or 1) if known else 0.0))
 
     def _pick(self, request: Request) -> Reply:
         asked = request.read(PickAsked)

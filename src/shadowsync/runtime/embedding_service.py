@@ -128,11 +128,10 @@ class EmbeddingService:
             "read": Method(self._read, once=False),
             "step": Method(self._step),
             "shards": Method(self._shards, once=False),
-            "rows": Method(self._rows, once=False),
             "load_rows": Method(self._load_rows),
             "commit": Method(self._commit),
             "forget_held": Method(self._forget_held),
-            **SaveMethods(server).methods,
+            **SaveMethods(server, self._rows).methods,
         }
         self._server = server
         self._generation = generation

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from shadowsync.errors import ConfigError
 from shadowsync.models.pooled import Pooled, concatenate
 from shadowsync.models.sequences import JaggedVectors, VectorGradients, sequence_of
 
+few = settings(deadline=None, max_examples=60, derandomize=True)
 LENGTHS = st.lists(st.one_of(st.integers(0, 4), st.just(40)), max_size=8)
 """Of empty, short and very long sequences, in any order; also of no sample at all, and of nothing but empty ones."""
 
@@ -28,6 +29,7 @@ def pieces(vectors: JaggedVectors) -> list[Tensor]:
     return [vectors.values[start:stop] for start, stop in pairwise(edges)]
 
 
+@few
 @given(LENGTHS)
 def test_owners_and_lengths_say_whose_a_vector_is(lengths: list[int]) -> None:
     vectors = make_vectors(lengths)
@@ -36,6 +38,7 @@ def test_owners_and_lengths_say_whose_a_vector_is(lengths: list[int]) -> None:
     assert vectors.owners.tolist() == [sample for sample, length in enumerate(lengths) for _ in range(length)]
 
 
+@few
 @given(LENGTHS)
 def test_a_weighted_sum_is_that_of_each_sample_with_its_gradients(lengths: list[int]) -> None:
     vectors = make_vectors(lengths).leaf()
@@ -53,6 +56,7 @@ def test_a_weighted_sum_is_that_of_each_sample_with_its_gradients(lengths: list[
         torch.testing.assert_close(*gradients)
 
 
+@few
 @given(LENGTHS, st.one_of(st.none(), st.integers(0, 6)))
 def test_padding_keeps_the_last_vectors_in_their_order(lengths: list[int], steps: int | None) -> None:
     vectors = make_vectors(lengths)

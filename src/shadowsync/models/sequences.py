@@ -86,7 +86,10 @@ class JaggedVectors:
     def __getitem__(self, _: object) -> NoReturn:
         raise self._misused()
 
-    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __iter__ = __getitem__
+    def __iter__(self) -> NoReturn:
+        raise self._misused()
+
+    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __getitem__
 
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> NoReturn:

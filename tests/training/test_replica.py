@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from shadowsync.models.deepfm import DeepFm
 from shadowsync.models.dlrm import Dlrm
 from shadowsync.models.model import ModelSpec
 from shadowsync.models.pooled import Pooled
+from shadowsync.models.sequences import JaggedVectors
 from shadowsync.training.fast_linear import accelerate
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd
 from shadowsync.training.replica import Replica
@@ -313,6 +315,34 @@ def test_load_of_another_model_or_optimizer_changes_nothing() -> None:
         replica.load(torch.zeros_like(before), make_replica(optimizer=Adam()).state)
 
     assert torch.equal(replica.flat, before)
+
+
+class Histories(nn.Module):
+    """Takes one sequence and leaves another alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = nn.Linear(3 + 4, 1)
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Any]) -> Tensor:
+        return self.top(torch.cat([dense, embeddings["seen"].weighted_sum()], dim=1)).squeeze(1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("lengths", [[2, 0, 3, 1], [0, 0, 0, 0]], ids=str)
+def test_the_gradient_reaches_the_vectors_of_every_sequence(precision: str, lengths: list[int]) -> None:
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    sequences = {name: JaggedVectors(name, torch.randn(sum(lengths), 4), offsets) for name in ("seen", "unused")}
+    replica, labels = Replica(Histories(), Sgd(), {}), torch.tensor([0.0, 1, 1, 0])
+    dense, pooled = torch.randn(4, 3), torch.zeros(4, 0)
+    _, logits, found = replica.worker_module(precision).loss_and_gradients(dense, pooled, labels, sequences)
+    by_logit = ((logits.sigmoid() - labels) / 4)[sequences["seen"].owners]
+    expected = by_logit[:, None] * replica.module.top.weight.detach()[0, 3:]
+    torch.testing.assert_close(found.sequences["seen"], expected, rtol=1e-2 if precision == "bf16" else 1e-5, atol=1e-3)
+    assert found.sequences["seen"].dtype == torch.float32
+    assert found.sequences["unused"].shape == (sum(lengths), 4)
+    assert not found.sequences["unused"].any()
+    torch.testing.assert_close(replica.predict(dense, pooled, sequences), logits, rtol=2e-2, atol=2e-2)
 
 
 def test_a_module_that_ignores_its_embeddings_gives_them_a_zero_gradient() -> None:

@@ -72,8 +72,8 @@ class DienModule(nn.Module):
         interests, losses = [], []
         for evolution, (name, target) in zip(self.evolutions, self.targets.items(), strict=True):
             behaviours, mask = _padded(sequence_of(embeddings, name), self.steps)
-            extracted = evolution.extract(behaviours)
-            interests.append(evolution.evolve(extracted, embeddings[target], mask))
+            interest, extracted = evolution(behaviours, embeddings[target], mask)
+            interests.append(interest)
             if self.training and self.auxiliary:
                 losses.append(next_behaviour_loss(extracted, behaviours, mask))
         columns = torch.cat([dense, concatenate(embeddings, self.features), *interests], dim=1)
@@ -96,6 +96,11 @@ class InterestEvolution(nn.Module):
         super().__init__()
         self.extraction, self.evolution = Recurrence(dim), Recurrence(dim)
         self.attention = linear(dim, dim, bias=False)
+
+    def forward(self, behaviours: Tensor, target: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """What `evolve` gives, `[B, D]`, and what `extract` gives, `[B, T, D]`."""
+        extracted = self.extract(behaviours)
+        return self.evolve(extracted, target, mask), extracted
 
     def extract(self, behaviours: Tensor) -> Tensor:
         """The interest after each behaviour, `[B, T, D]`, from the behaviours `[B, T, D]`."""

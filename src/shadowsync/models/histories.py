@@ -48,10 +48,10 @@ def _none_chosen(chosen: Mapping[str, str]) -> str:
 def _partner(name: str, sequence: SequenceInput) -> str:
     if len(sequence.partners) == 1:
         return sequence.partners[0]
-    shared = f"several that share its table: {', '.join(sequence.partners)}"
+    several = f"several features with one id per sample share its table: {', '.join(sequence.partners)}"
     raise ConfigError(
-        f"sequence {name}: there is {shared if sequence.partners else 'no feature with one id per sample in its table'}"
-        f"; name the one it is attended with: model.targets={{{name}: {(*sequence.partners, 'FEATURE')[0]}}}"
+        f"sequence {name}: {several if sequence.partners else 'no feature with one id per sample shares its table'}; "
+        f"name the one it is attended with: model.targets={{{name}: {(*sequence.partners, 'FEATURE')[0]}}}"
     )
 
 

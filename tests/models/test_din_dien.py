@@ -36,7 +36,7 @@ def test_the_activation_unit_is_the_papers_sum_sample_by_sample() -> None:
 
 
 def gru_states(recurrence: Recurrence, inputs: Tensor, attention: Tensor | None) -> Tensor:
-    """Equations 2 to 5 of the paper, and 14 to 16 with attention, for one sample: `[T, D]`."""
+    """The paper's equations of a GRU, and with attention those of an AUGRU, for one sample: `[T, D]`."""
     dim = inputs.shape[1]
     w_u, w_r, w_h = recurrence.of_input.weight.split(dim)
     b_u, b_r, b_h = recurrence.of_input.bias.split(dim)

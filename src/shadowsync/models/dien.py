@@ -22,7 +22,7 @@ from shadowsync.models.sequences import JaggedVectors, sequence_of
 
 @dataclass(frozen=True)
 class Dien(ModelSpec):
-    """Deep Interest Evolution Network (arXiv 1809.03672, section 4); widths of the features may differ.
+    """Deep Interest Evolution Network (arXiv 1809.03672); widths of the features may differ.
 
     A sequence is read from its first id, the oldest, to its last. Ours differs: the tower's hidden layers have ReLUs
     where the authors' code has Dice; dense columns go into the tower; of a sequence of more than `steps` ids the last
@@ -90,7 +90,7 @@ def _padded(sequence: JaggedVectors, most: int) -> tuple[Tensor, Tensor]:
 
 
 class InterestEvolution(nn.Module):
-    """From behaviours to interests, and on to the one that the target is for (arXiv 1809.03672, sections 4.2, 4.3)."""
+    """From behaviours to interests, and on to the one that the target is for (arXiv 1809.03672)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -125,8 +125,8 @@ class InterestEvolution(nn.Module):
 class Recurrence(nn.Module):
     """A GRU, or with attention an AUGRU, over `[B, T, D]`; gives its states, `T` of `[B, D]`.
 
-    Source: arXiv 1809.03672, equations 2 to 5 (GRU) and 14 to 16 (AUGRU: attention scales the update gate, so that a
-    step of attention 0 leaves the state as it is).
+    Source: arXiv 1809.03672, "Interest Extractor Layer" (GRU) and "Interest Evolving Layer" (AUGRU): attention scales
+    the update gate, so that a step of attention 0 leaves the state as it is.
     """
 
     def __init__(self, dim: int) -> None:
@@ -150,7 +150,7 @@ class Recurrence(nn.Module):
 def next_behaviour_loss(interests: Tensor, behaviours: Tensor, mask: Tensor) -> Tensor:
     """The auxiliary loss, 0-d: an interest should go with the behaviour that follows, not with another.
 
-    Source: arXiv 1809.03672, equation 6; for how ours differs see `Dien`.
+    Source: arXiv 1809.03672, "Interest Extractor Layer"; for how ours differs see `Dien`.
 
     Args:
         interests: `[B, T, D]`.

@@ -10,11 +10,19 @@ from shadowsync.aggregation.conductor import StepRule
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.choices import Aggregating, Choices, server_count
 from shadowsync.compression.codec import Codec
-from shadowsync.config import Config, EmbeddingConfig
+from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.batch import Jagged
 from shadowsync.data.feed import Feed
 from shadowsync.data.source import OpenSource, Schema
-from shadowsync.embedding.catalog import check_rows, check_tables, default_tables
+from shadowsync.embedding.catalog import (
+    check_rows,
+    check_tables,
+    default_tables,
+    histories,
+    sequence_inputs,
+    widths,
+    with_pooling,
+)
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.placement import Servers, place, row_wise
@@ -25,6 +33,7 @@ from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.embedding.watching import Watching
 from shadowsync.metrics.wire import WireCounter
+from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
 from shadowsync.runtime.lines import EmbeddingLine, Line
@@ -52,20 +61,36 @@ class Embeddings:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Width of each feature's vector, in the order in which a model receives them."""
+        """Width of each pooled feature's vector, in the order in which a model receives them."""
         return {feature: columns.stop - columns.start for feature, columns in self.client.columns.items()}
 
 
-def make_tables(config: Config, schema: Schema, own: Sequence[Table] | None = None) -> tuple[Table, ...]:
+def make_tables(
+    config: Config, schema: Schema, own: Sequence[Table] | None = None, model: ModelSpec | None = None
+) -> tuple[Table, ...]:
     """The job's tables: the user's, the configuration's, or one for each feature, checked against the source.
+
+    What `embedding.pooling` says of a feature counts most, then what the model wants as sequences, then the tables.
+
+    Args:
+        config: of the job.
+        schema: of the source.
+        own: the user's.
+        model: the dense part, if it is not the user's.
 
     Raises:
         ConfigError: tables and features do not fit each other.
     """
+    given = config.embedding.pooling
     tables = tuple(own or ()) or _configured(config.embedding) or default_tables(schema, config.model.embedding_dim)
     check_tables(tables, [feature.name for feature in schema.features])
     check_rows(tables, schema)
-    return tables
+    tables = with_pooling(tables, given, "embedding.pooling")
+    if model is None:
+        return tables
+    found = {} if any(table.sequences for table in tables) else histories(tables, schema)
+    wanted = [feature for feature in model.wanted_sequences(found) if feature not in given]
+    return with_pooling(tables, dict.fromkeys(wanted, "none"), "model.targets")
 
 
 def make_embeddings(
@@ -244,7 +269,7 @@ def restore_tables(embeddings: Embeddings, saved: LoadedCheckpoint) -> None:
 
 
 def make_module(
-    config: Config, choices: Choices, schema: Schema, dims: Mapping[str, int], own: nn.Module | None
+    config: Config, choices: Choices, schema: Schema, tables: Sequence[Table], own: nn.Module | None
 ) -> nn.Module:
     """The dense part with its initial values, which depend on the seed only."""
     if own is not None:
@@ -252,7 +277,7 @@ def make_module(
     assert choices.model is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
-        return choices.model.build(len(schema.dense), dims)
+        return choices.model.build(len(schema.dense), widths(tables), sequence_inputs(tables, schema))
 
 
 def make_replica(config: Config, choices: Choices, module: nn.Module, dims: Mapping[str, int]) -> Replica:
@@ -266,7 +291,14 @@ def row_optimizer(config: EmbeddingConfig) -> RowOptimizer:
 
 
 def _configured(config: EmbeddingConfig) -> tuple[Table, ...]:
-    return tuple(Table(t.name, t.rows, t.dim, t.features, t.pooling) for t in config.tables or ())
+    return tuple(_table(given) for given in config.tables or ())
+
+
+def _table(given: TableConfig) -> Table:
+    table = Table(given.name, given.rows, given.dim, given.features)
+    if isinstance(given.pooling, dict):
+        return with_pooling([table], given.pooling, f"embedding.tables: pooling of {given.name}")[0]
+    return replace(table, pooling=given.pooling)
 
 
 def _first_ids(source: OpenSource) -> Jagged | None:

@@ -21,6 +21,8 @@ from yaml import YAMLError
 from shadowsync.errors import ConfigError
 from shadowsync.registry import explain, nearest
 
+Pooling = Literal["sum", "mean", "none"]
+
 
 class Section(BaseModel):
     """A section in which every key is listed."""
@@ -67,7 +69,9 @@ class TableConfig(Section):
     rows: int = Field(ge=1, description="ids lie in [0, rows); more costs memory")
     dim: int = Field(ge=1, le=4096, description="width of a row; more costs memory and time")
     features: tuple[str, ...] = Field(min_length=1, description="names of the features that look rows up in it")
-    pooling: Literal["sum", "mean"] = Field("sum", description="how the rows of one sample become one vector")
+    pooling: Pooling | dict[str, Pooling] = Field(
+        "sum", description="how the rows of one sample become one vector, for all features or by feature"
+    )
 
 
 class EmbeddingConfig(Section):
@@ -105,6 +109,11 @@ class EmbeddingConfig(Section):
     )
     tables: tuple[TableConfig, ...] | None = Field(
         None, description="the tables; None makes one for each feature of the source"
+    )
+    pooling: dict[str, Pooling] = Field(
+        {},
+        description="by feature, over what source and tables say: how the rows of one sample become one vector; none "
+        "keeps them apart, as a sequence for models that take one",
     )
 
 

@@ -183,9 +183,9 @@ class Session(ABC):
         self.config, self.choices = material.config, material.choices
         self.train_source, self.test_source = material.train, material.test
         self.schema: Schema = material.train.schema
-        self.tables = make_tables(self.config, self.schema, material.own.tables)
+        self.tables = make_tables(self.config, self.schema, material.own.tables, self.choices.model)
         self.dims = widths(self.tables)
-        module = make_module(self.config, self.choices, self.schema, self.dims, material.own.model)
+        module = make_module(self.config, self.choices, self.schema, self.tables, material.own.model)
         self.template = make_replica(self.config, self.choices, module, self.dims)
         self.recorder = Recorder(self.config.train.trainers, self.config.report.window)
         self.ended = threading.Event()

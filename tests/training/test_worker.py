@@ -15,6 +15,7 @@ from shadowsync.data.reader import LeasedBatch
 from shadowsync.embedding.client import Pulled
 from shadowsync.embedding.pending import DONE, Pending
 from shadowsync.errors import NonFiniteLoss
+from shadowsync.models.sequences import VectorGradients
 from shadowsync.sync.schedule import Unsynchronised
 from shadowsync.training.gate import Gate
 from shadowsync.training.optimizers import Sgd
@@ -45,8 +46,8 @@ class Rows:
     def pull(self, ids: Jagged) -> Pulled:
         return Pulled(ids.values.view(B, 1).float().expand(B, D) / 10, ())
 
-    def push(self, pulled: Pulled, gradient: Tensor, lr: float) -> Pending[None]:
-        self.pushed.append((gradient, lr))
+    def push(self, pulled: Pulled, gradient: VectorGradients, lr: float) -> Pending[None]:
+        self.pushed.append((gradient.pooled, lr))
         return DONE
 
 
@@ -84,8 +85,10 @@ class Kept:
     def ready(self, leased: LeasedBatch) -> None:
         assert leased.number in self.begun
 
-    def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
-        assert gradient.shape == pulled.pooled.shape
+    def apply(
+        self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
+    ) -> None:
+        assert gradient.pooled.shape == pulled.pooled.shape
         self.numbers.append(leased.number)
         self.factors.append(factor)
         self.gradients.append(module.gradients)

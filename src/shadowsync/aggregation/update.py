@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from torch import Tensor
-
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.conductor import Arrived
 from shadowsync.aggregation.stepping import DenseGradient, Version
 from shadowsync.data.reader import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.embedding.pending import Pending, all_of
+from shadowsync.models.sequences import VectorGradients
 from shadowsync.training.replica import Replica, WorkerModule
 from shadowsync.training.update import MOST_UNDER_WAY
 
@@ -83,7 +82,9 @@ class GradientUpdate:
             self.replica.flat.copy_(newer.flat)
             self._version = newer.number
 
-    def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
+    def apply(
+        self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
+    ) -> None:
         """As `Update.apply`; the learning rates are those of the global step."""
         number = leased.number
         dense = DenseGradient(module.flat_gradient(), tuple(found is not None for found in module.gradients))

@@ -166,8 +166,8 @@ class TrainerPart:
 
     def _make_trainer(self) -> tuple[Trainer, Synchronisation]:
         spec, config, choices = self._spec, self._spec.config, self._kit.choices
-        dims = widths(spec.tables)
-        replica = make_replica(config, choices, make_module(config, choices, spec.schema, dims, spec.model), dims)
+        module = make_module(config, choices, spec.schema, spec.tables, spec.model)
+        replica = make_replica(config, choices, module, widths(spec.tables))
         group = self._make_group(len(replica.flat))
         state = choices.method.init(replica.flat)
         synchronisation = Synchronisation(choices.method, replica.flat, group, config.train.workers, self._gate, state)

@@ -5,13 +5,13 @@ Ids and row numbers cross as int32 where they fit, offsets always; floats as the
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.data.batch import Jagged
+from shadowsync.data.source import Pooling
 from shadowsync.embedding.server import Lookup
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import DataError
@@ -131,7 +131,7 @@ class ShardInfo(Meta, frozen=True):
     rows: int
     dim: int
     features: tuple[str, ...]
-    pooling: Literal["sum", "mean"]
+    pooling: Pooling | tuple[Pooling, ...]
     start: int
     stop: int
 

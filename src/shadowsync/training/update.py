@@ -1,17 +1,13 @@
-"""The seam of a worker's last act in a step: what becomes of its gradients.
-
-`B` samples of a batch, `D_f` width of feature f's vector.
-"""
+"""The seam of a worker's last act in a step: what becomes of its gradients."""
 
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
-
 from shadowsync.data.reader import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.embedding.pending import Pending
+from shadowsync.models.sequences import VectorGradients
 from shadowsync.training.replica import WorkerModule
 
 MOST_UNDER_WAY = 4
@@ -36,16 +32,18 @@ class Update(Protocol):
         """The forward pass is next: the parameters of the worker's module are brought up to date if need be."""
         ...
 
-    def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
+    def apply(
+        self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
+    ) -> None:
         """Takes the gradients of one batch; the worker's next step starts when it returns.
 
         Whoever implements it also says `Feed.done`, once, as soon as the gradients are in the parameters.
 
         Args:
             leased: the batch; its `number` is its place in the order in which the reader handed batches out.
-            pulled: the pooled vectors it was trained with.
+            pulled: the vectors it was trained with.
             module: holds the gradients of the dense part.
-            gradient: of the mean loss with respect to `pulled.pooled`, float32 `[B, Σ D_f]`; not written to again.
+            gradient: of the mean loss with respect to these vectors, float32; not written to again.
             factor: on all learning rates, in [0, 1].
         """
         ...
@@ -79,7 +77,7 @@ class LocalUpdate:
     of a push is raised by a later `apply`, or by `settle`.
 
     Attributes:
-        embeddings: where the gradient of the pooled vectors goes.
+        embeddings: where the gradient of the vectors goes.
         feed: the trainer's.
         dense_lr: learning rate of the dense part before warm-up and decay.
         embedding_lr: the same for the rows.
@@ -100,7 +98,9 @@ class LocalUpdate:
     def ready(self, leased: LeasedBatch) -> None:
         """As `Update.ready`: the worker's module shares the replica's parameters."""
 
-    def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
+    def apply(
+        self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
+    ) -> None:
         """As `Update.apply`."""
         module.step(self.dense_lr * factor)
         pushed = self.embeddings.push(pulled, gradient, self.embedding_lr * factor)

@@ -5,7 +5,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +16,7 @@ from torch import Tensor
 from shadowsync.data.reader import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.errors import NonFiniteLoss, ShadowSyncError
+from shadowsync.models.sequences import JaggedVectors, VectorGradients
 from shadowsync.training.gate import Gate
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import WorkerModule
@@ -152,7 +153,7 @@ class Worker:
         self._update.ready(leased)
         factor, started = self._factor(len(batch)), time.monotonic()
         forward_and_backward = parts.module.loss_and_gradients if parts.settings.compute else _nothing_computed
-        loss, logits, gradient = forward_and_backward(batch.dense, pulled.pooled, batch.labels)
+        loss, logits, gradient = forward_and_backward(batch.dense, pulled.pooled, batch.labels, pulled.sequences)
         if not torch.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss is no longer finite ({loss.item()}) at {parts.hooks.place(leased)} after "
@@ -208,9 +209,11 @@ class Worker:
         return ready
 
 
-def _nothing_computed(_: Tensor, pooled: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a step gives that computes nothing: no loss, even odds, and a gradient of zeros."""
-    return torch.zeros(()), torch.zeros_like(labels), torch.zeros_like(pooled)
+def _nothing_computed(
+    _: Tensor, pooled: Tensor, labels: Tensor, sequences: Mapping[str, JaggedVectors]
+) -> tuple[Tensor, Tensor, VectorGradients]:
+    """What a step gives that computes nothing: no loss, even odds, and gradients of zeros."""
+    return torch.zeros(()), torch.zeros_like(labels), VectorGradients.zeros(pooled, sequences)
 
 
 class _Prefetcher:

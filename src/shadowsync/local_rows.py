@@ -12,7 +12,7 @@ from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.written import Written
 from shadowsync.under_way import UnderWay, held
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 16 << 20
 """Copied at once: memory of this size is used again and again."""
 TOLD_ROWS = 1 << 20
 """Reported at once, fewer where the weights belong to it: each takes 8 bytes meanwhile."""

@@ -323,6 +323,8 @@ class Safekeeping:
         if self._parent is None:
             return {"tables": self._session.rows_beside()}
         rows = self._session.changed_rows(due is Due.ROUND)
+        if not self._chain.takes(rows_bytes(rows)):
+            return {"tables": self._session.rows_beside()}
         return {"tables": rows, "delta": DeltaOf(self._parent, self.settings.priority == EVERYTHING)}
 
     def _after(self, name: str, due: Due, snapshot: Snapshot, stood_s: float, began_s: float) -> None:

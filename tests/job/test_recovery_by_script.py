@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_helpers import Ledger, Witness, beside_own_model, error_of, settings, write_rows
+from job_helpers import Ledger, Witness, beside_own_model, checkpoints, error_of, settings, write_rows
 
 from shadowsync import Job, Result
 from shadowsync.errors import ConfigError
@@ -14,14 +14,14 @@ ROWS = 800
 HOURS = 3600.0
 
 
-def run(folder: Path, recovery: dict[str, Any], epochs: int = 1, resume: bool = False) -> Result:
+def run(folder: Path, recovery: dict[str, Any], epochs: int = 1, resume: bool = False, keep: int = 2) -> Result:
     """Two servers, with the failures of `recovery`; checks that every row was trained once."""
     folder.mkdir(exist_ok=True)
     ledger = Ledger()
     config = settings(
         write_rows(folder / "rows.parquet", ROWS),
         write_rows(folder / "test.parquet", 300, 1),
-        train={"trainers": 2, "batch_size": 4, "emulate_step_ms": 4.0},
+        train={"trainers": 2, "batch_size": 4, "emulate_step_ms": 4.0, "keep": keep},
         data={"epochs": epochs},
         embedding={"servers": 2},
         recovery=recovery,
@@ -56,6 +56,22 @@ def test_saves_shorten_what_is_lost_and_can_be_resumed(tmp_path: Path, priority:
     more = run(tmp_path, recovery, epochs=2, resume=True)
     assert more.recovery is not None
     assert more.recovery.pls >= result.recovery.pls
+
+
+def parents(out: Path) -> list[bool]:
+    """Whether each checkpoint but the first and the last builds on another, oldest first."""
+    bodies = [json.loads((folder / "manifest.json").read_text())["body"] for folder in checkpoints(out)]
+    return [body.get("parent") is not None for body in bodies[1:-1]]
+
+
+def test_where_nearly_all_rows_change_between_saves_each_is_a_whole_one(tmp_path: Path) -> None:
+    """As a delta it would be as large, and have to be rewritten."""
+    run(tmp_path / "all", {"mode": "partial", "interval_s": 0.2}, keep=100)
+    assert parents(tmp_path / "all/out")
+    assert not any(parents(tmp_path / "all/out"))
+    by_priority = {"priority": "mfu", "share": 0.25, "min_rows": 1}
+    run(tmp_path / "mfu", {"mode": "partial", "interval_s": 0.2, **by_priority}, keep=100)
+    assert any(parents(tmp_path / "mfu/out"))
 
 
 def test_a_job_may_stand_for_a_longer_one(tmp_path: Path) -> None:

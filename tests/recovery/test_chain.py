@@ -59,3 +59,9 @@ def test_bytes_are_those_of_numbers_rows_and_state_also_where_only_their_form_is
     assert rows_bytes(tables) == 4 * (USERS.rows * 5 + 7 * 3 + 10)
     tensors = {name: tensor[:2].to("meta") for name, tensor in full_table(USERS, 0).items()}
     assert rows_bytes([RowSet(USERS, 0, 9, torch.tensor([1, 2]), tensors)]) == 2 * (8 + 4 * 5)
+
+
+def test_what_is_nearly_everything_is_better_saved_as_a_whole() -> None:
+    chain = Chain([1000])
+    assert chain.takes(500)
+    assert not chain.takes(501)

@@ -8,7 +8,7 @@ from torch import Tensor
 from shadowsync.embedding.push_gate import PushGate
 from shadowsync.embedding.table import Rows
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 16 << 20
 """Copied in one turn; more makes pushes wait longer, less makes a copy wait for more pushes."""
 
 

@@ -29,6 +29,10 @@ class Chain:
         """One more lies on top."""
         self._deltas.append(size)
 
+    def takes(self, size: int) -> bool:
+        """A delta of so many bytes is worth it: else a whole checkpoint costs little more, and is not rewritten soon."""
+        return size <= MOST_SHARE * self._whole_bytes / 2
+
     @property
     def is_long(self) -> bool:
         """It is time to rewrite it. A single delta never is a reason: it can hardly be larger than a whole one."""

@@ -32,7 +32,7 @@ AGGREGATION_TERMS = (
         "took it. 0 is synchronous.",
     ),
 )
-_METHODS = {
+METHODS = {
     "sync": "rounds that everybody waits for",
     "async": "every gradient is a step of its own",
     "bsp": "a step for every global batch of gradients, however old",
@@ -82,9 +82,9 @@ def make_aggregation(result: Result, frames: Sequence[Frame]) -> AggregationSect
 def _numbers(done: Aggregation) -> list[KeyNumber]:
     rows = []
     if done.method is not None:
-        rows.append(KeyNumber("method", done.method, _METHODS.get(done.method, "")))
+        rows.append(KeyNumber("method", done.method, METHODS.get(done.method, "")))
     if done.mode not in (None, done.method):
-        rows.append(KeyNumber("at the end", done.mode or "", _METHODS.get(done.mode or "", "")))
+        rows.append(KeyNumber("at the end", done.mode or "", METHODS.get(done.mode or "", "")))
     staleness = f"{words.decimal(done.mean_staleness, 2)} / {words.count(done.max_staleness)}"
     rows += [
         KeyNumber("global steps", words.count(done.global_steps), "of the optimizer, resumes included"),

@@ -1,9 +1,10 @@
 """The dense part of a run in one process: replicas that are merged, or one copy that global steps move."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.conductor import Conductor, StepParts
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.stepping import DenseStepper
@@ -90,6 +91,19 @@ class LocalDense(ABC):
     @property
     def aggregation(self) -> AggregationState | None:
         """What a gradient method has done; None for the other family."""
+        return None
+
+    def recent_step_s(self) -> Mapping[Worker, float]:
+        """As `Session.recent_step_s`."""
+        return {}
+
+    def mean_step_s(self) -> Mapping[Worker, float]:
+        """As `Session.mean_step_s`."""
+        return {}
+
+    @property
+    def held_bytes(self) -> int | None:
+        """As `Session.most_held_bytes`, now."""
         return None
 
     def restart(self, before: AggregationState) -> None:  # noqa: B027 (matters to gradient methods only)
@@ -202,6 +216,16 @@ class LocalGradients(LocalDense):
     @property
     def aggregation(self) -> AggregationState:
         return self.conductor.state
+
+    def recent_step_s(self) -> Mapping[Worker, float]:
+        return self.conductor.recent_step_s()
+
+    def mean_step_s(self) -> Mapping[Worker, float]:
+        return self.conductor.mean_step_s()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._stepper.held_bytes + sum(server.held_bytes for server in self._servers)
 
     def restart(self, before: AggregationState) -> None:
         self.conductor.restart(before)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import TrainerKit, connect, make_embeddings, restore_tables, unique_rows
 from shadowsync.data.reader import LeasedBatch, Reader
@@ -209,6 +210,15 @@ class LocalSession(Session):
     @property
     def aggregation(self) -> AggregationState | None:
         return self.dense.aggregation
+
+    def recent_step_s(self) -> Mapping[Worker, float]:
+        return self.dense.recent_step_s()
+
+    def mean_step_s(self) -> Mapping[Worker, float]:
+        return self.dense.mean_step_s()
+
+    def _held_bytes(self) -> int | None:
+        return self.dense.held_bytes
 
     def predicting_client(self) -> EmbeddingClient:
         return self.embeddings.client

@@ -6,7 +6,7 @@ from shadowsync.metrics.rates import average_sync_gap, example_level_parallelism
 from shadowsync.metrics.recorder import Speed
 from shadowsync.report import result
 from shadowsync.safekeeping import Safekeeping
-from shadowsync.session import Session
+from shadowsync.session import Session, by_name
 
 
 def data(session: Session, test: TestMetrics | None) -> result.Data:
@@ -68,14 +68,21 @@ def sync(session: Session, speed: Speed) -> result.Sync | None:
 
 def aggregation(session: Session) -> result.Aggregation | None:
     """What a gradient method did."""
-    done = session.aggregation
-    if done is None:
+    done, chosen = session.aggregation, session.choices.aggregation
+    if done is None or chosen is None:
         return None
     return result.Aggregation(
         global_steps=done.global_steps,
         dropped=done.dropped,
         mean_staleness=done.mean_staleness,
         max_staleness=done.max_staleness,
+        method=chosen.method.name,
+        mode=done.mode,
+        received=done.received,
+        staleness=done.staleness,
+        switches=done.switches,
+        step_seconds=by_name(session.mean_step_s()),
+        most_held_bytes=session.most_held_bytes,
     )
 
 

@@ -58,9 +58,10 @@ class Bench:
         self.steps = Steps()
         self.steps.gate.set()
         self.trained = 0
+        self.now = 0.0
         rule = StepRule(size, 0.5, 2.0, rates, by_buffer)
         parts = StepParts(self.steps, [Rows(self.steps)], lambda: self.trained)
-        self.conductor = Conductor(method, rule, parts)
+        self.conductor = Conductor(method, rule, parts, lambda: self.now)
 
     def begin(self, worker: tuple[int, int]) -> int:
         number = self.conductor.dispatch(worker[0])
@@ -85,7 +86,39 @@ def test_a_step_reaches_dense_part_and_rows_alike_and_then_batches_are_done() ->
     assert (dense.step, dict(dense.weights), dense.divisor, dense.lr) == (0, {second: 1.0, first: 1.0}, 2.0, 0.5)
     assert (rows.step, rows.weights, rows.divisor, rows.lr) == (0, dense.weights, None, 2.0)
     assert sorted(bench.steps.done) == [first, second]
-    assert bench.conductor.state == AggregationState(global_steps=1, received=2, staleness=((0, 2),))
+    assert bench.conductor.state == AggregationState(global_steps=1, received=2, staleness=((0, 2),), mode="gba")
+
+
+def test_step_times_are_those_from_begin_to_arrival_of_whoever_is_at_work() -> None:
+    bench = Bench(Gba(), size=2)
+    first = bench.begin(A)
+    bench.now = 3.0
+    second = bench.begin(B)
+    bench.arrive(first)
+    bench.now = 4.0
+    assert bench.conductor.recent_step_s() == {A: 3.0, B: 1.0}
+    bench.arrive(second)
+    bench.conductor.left(A)
+    assert bench.conductor.recent_step_s() == {B: 1.0}
+    assert bench.conductor.mean_step_s() == {A: 3.0, B: 1.0}
+
+
+def test_what_was_begun_before_a_restart_has_no_step_time() -> None:
+    bench = Bench(Gba(), size=2)
+    bench.begin(A)
+    bench.conductor.restart(AggregationState(global_steps=3))
+    bench.now = 9.0
+    assert bench.conductor.recent_step_s() == {}
+
+
+def test_whoever_goes_on_under_another_method_has_switched() -> None:
+    bench = Bench(Gba(), size=2)
+    bench.conductor.restart(AggregationState(global_steps=7, mode="sync"))
+    (switch,) = bench.conductor.state.switches
+    assert (switch.step, switch.mode) == (7, "gba")
+    assert "at which sync was at work" in switch.sentence
+    bench.conductor.restart(bench.conductor.state)
+    assert bench.conductor.state.switches == (switch,)
 
 
 def test_rows_may_be_divided_as_the_dense_part() -> None:
@@ -289,7 +322,7 @@ def test_what_goes_wrong_in_a_step_is_raised_where_it_happened_and_to_who_waits(
 def test_after_going_back_steps_go_on_from_the_counts_of_the_checkpoint() -> None:
     bench = Bench(HopBw(backups=1), size=2)
     bench.begin(A)
-    before = AggregationState(global_steps=7, received=20, dropped=5, staleness=((0, 15),))
+    before = AggregationState(global_steps=7, received=20, dropped=5, staleness=((0, 15),), mode="hop_bw")
     bench.conductor.restart(before)
     assert bench.conductor.state == before
     for number in [bench.begin(A), bench.begin(B)]:

@@ -1,5 +1,7 @@
 """Whole jobs under gradient methods: every row once, large-batch training to the bit, and switches in mid-run."""
 
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from job_helpers import (
     train_counted,
     write_rows,
 )
+from rich.console import Console
 from safetensors.torch import load_file
 from test_resume import interrupt
 
@@ -24,6 +27,7 @@ from shadowsync import Job
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.errors import ConfigError
 from shadowsync.registry import members
+from shadowsync.report.history import read_frames
 from shadowsync.training.worker import TrainerLost
 
 pytestmark = pytest.mark.timeout(60)
@@ -233,3 +237,60 @@ def test_what_belongs_to_the_other_family_is_refused(tmp_path: Path, extra: dict
     error = error_of(lambda: Job(config | extra, out=tmp_path / "out").run())
     assert isinstance(error, ConfigError)
     assert "aggregation.method=gba" in str(error)
+
+
+BUSY = {"trainers": 2, "workers": 2, "emulate_step_ms": 2.0, "stragglers": "index=0,slow=20"}
+HASTY = {"global_batch": 8, "steady_commits": 1, "steady_s": 0.0}
+
+
+def decisions(out: Path) -> list[str]:
+    """What the driver decided, as the events of the run's timeline tell it."""
+    events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
+    return [event["detail"] for event in events if event["event"] == "decided" and event["role"] == "driver"]
+
+
+def test_each_switch_is_told_once_and_in_order_and_a_resume_goes_on_telling(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 400), tmp_path / "out"
+    config = gradient_settings(data, "auto", train=BUSY, aggregation=HASTY)
+    interrupt(config, out, iteration=40)
+    first = decisions(out)
+    assert first[0].startswith("gradients are aggregated by gba from global step ")
+    assert "stragglers cost synchronous rounds" in first[0]
+    console = Console(file=io.StringIO(), width=400)
+    job = Job(beside_own_model(config), model=Witness(Ledger()), out=out, resume=out)
+    result = job.run(console)
+    assert result.aggregation is not None
+    switches = [switch.sentence for switch in result.aggregation.switches]
+    assert decisions(out) == switches
+    assert switches[: len(first)] == first
+    assert "from a checkpoint at which gba was at work" in switches[len(first)]
+    assert "stragglers cost" in switches[len(first) + 1]
+    printed = console.file.getvalue()
+    assert [sentence for sentence in switches if sentence in printed] == switches[len(first) :]
+
+
+def test_the_result_and_the_history_tell_what_the_method_did(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 300), tmp_path / "out"
+    config = gradient_settings(
+        data, "gba", train=BUSY, aggregation={"global_batch": 4, "tolerance": 0}, report={"html": True}
+    )
+    result, _ = train_counted(config, out)
+    done = result.aggregation
+    assert done is not None
+    assert (done.method, done.mode, done.switches) == ("gba", "gba", ())
+    assert done.received == 150
+    assert done.dropped > 0
+    assert sum(count for _, count in done.staleness) == done.received - done.dropped
+    assert done.max_staleness == max(steps for steps, _ in done.staleness)
+    assert set(done.step_seconds) == {"0.0", "0.1", "1.0", "1.1"}
+    assert done.step_seconds["0.0"] > 3 * done.step_seconds["1.1"] > 0.006
+    assert done.most_held_bytes is not None
+    frames = read_frames(out)
+    assert (frames[-1].global_steps, frames[-1].dropped) == (done.global_steps, done.dropped)
+    assert {frame.aggregation_mode for frame in frames} == {"gba"}
+    assert any(frame.step_seconds for frame in frames)
+    assert any(frame.held_bytes for frame in frames)
+    assert result.config["aggregation"]["tolerance"] == 0
+    assert result.config["aggregation"]["global_batch"] == 4
+    assert "sync" not in result.config
+    assert 'id="aggregation"' in (out / "report.html").read_text()

@@ -71,6 +71,11 @@ class Switch:
     mode: str
     why: str
 
+    @property
+    def sentence(self) -> str:
+        """For the user."""
+        return f"gradients are aggregated by {self.mode} from global step {self.step:,} on: {self.why}"
+
 
 class Aggregator(ABC):
     """The state machine of a gradient method. One thread at a time; time is handed in, in seconds, and never falls.

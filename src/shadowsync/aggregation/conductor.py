@@ -9,6 +9,7 @@ from typing import Protocol
 
 from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Worker
 from shadowsync.aggregation.counts import AggregationCounts, AggregationState
+from shadowsync.aggregation.step_times import Paces
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.aggregation.tokens import TokenBook
 from shadowsync.embedding.holding import RowStep
@@ -104,11 +105,13 @@ class Conductor:
         self._working: set[Worker] = set()
         self._stopped = False
         self._next = 0
+        self._paces = Paces()
         self._restart(AggregationState())
 
     def _restart(self, before: AggregationState) -> None:
-        self.counts = AggregationCounts(before)
         self.aggregator: Aggregator = self._method.start(self._rule.size, before.global_steps)
+        self.counts = AggregationCounts(before, self.aggregator.mode)
+        self._paces.restarted()
         self._tokens = TokenBook(self._method.batches_per_step(self._rule.size), before.global_steps)
         self._carried = before.global_steps
         self._dispatched: dict[int, tuple[int, int]] = {}
@@ -154,6 +157,7 @@ class Conductor:
                 self._changed.wait()
             del self._dispatched[number]
             self._begun[number] = worker
+            self._paces.began(number, worker, self._clock())
             self._changed.notify_all()
             return not self._stopped
 
@@ -187,7 +191,9 @@ class Conductor:
             if self._begun.pop(number, None) is None:
                 return
             self._arrived[number] = self._undone[number] = arrived
-            self._decided(self.aggregator.arrived(number, self._clock()))
+            now = self._clock()
+            self._paces.arrived(number, now)
+            self._decided(self.aggregator.arrived(number, now))
         self._carry_out()
 
     def idle(self, worker: Worker) -> None:
@@ -207,6 +213,7 @@ class Conductor:
         lost = [number for number, owner in self._begun.items() if owner == worker]
         for number in lost:
             del self._begun[number]
+        self._paces.left(worker)
         self._tokens.retired(len(lost))
         self._working.discard(worker)
         self._decided(self.aggregator.left(worker, self._clock()))
@@ -221,9 +228,19 @@ class Conductor:
 
     @property
     def state(self) -> AggregationState:
-        """Counts so far."""
+        """Counts so far, and the method at work."""
         with self._changed:
-            return self.counts.state
+            return self.counts.state(self.aggregator.mode, self.aggregator.switches)
+
+    def recent_step_s(self) -> Mapping[Worker, float]:
+        """How long each worker that is at work takes for a batch now."""
+        with self._changed:
+            return self._paces.recent_s(self._working, self._clock())
+
+    def mean_step_s(self) -> Mapping[Worker, float]:
+        """How long each worker took for a batch, on average since the start, those that left included."""
+        with self._changed:
+            return self._paces.mean_s()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

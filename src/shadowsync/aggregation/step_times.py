@@ -6,7 +6,7 @@ Pure: the time is handed in.
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean as mean
 from statistics import median
@@ -14,6 +14,8 @@ from statistics import median
 from shadowsync.aggregation.aggregator import Begun, Worker
 
 RECENT = 16
+_SMOOTHING = 0.2
+_KNOWN_WORKERS = 4096
 _INSTANT_S = 1e-9
 Round = Sequence[float]
 """A step time of each worker."""
@@ -63,6 +65,66 @@ class StepTimes:
         times = [recent for recent in found.values() if min(recent) > 0]
         depth = max(map(len, times), default=0)
         return [[recent[i % len(recent)] for recent in times] for i in range(depth)]
+
+
+@dataclass
+class _Pace:
+    """A worker's step times: how many, their sum, and their mean with weights that fall by a fifth for each."""
+
+    batches: int = 0
+    seconds: float = 0.0
+    smoothed_s: float = 0.0
+
+    def add(self, step_s: float) -> None:
+        self.smoothed_s += (_SMOOTHING if self.batches else 1.0) * (step_s - self.smoothed_s)
+        self.batches += 1
+        self.seconds += step_s
+
+
+@dataclass
+class Paces:
+    """How long every worker takes for a batch, from `begin` to arrival, for people to look at.
+
+    A few numbers for each worker; of more than 4,096 the one that was heard of least recently is forgotten.
+    """
+
+    _began: dict[int, tuple[Worker, float]] = field(default_factory=dict)
+    _paces: dict[Worker, _Pace] = field(default_factory=dict)
+
+    def began(self, number: int, worker: Worker, now: float) -> None:
+        """A worker has begun a batch."""
+        self._began[number] = worker, now
+
+    def arrived(self, number: int, now: float) -> None:
+        """Its gradient is there."""
+        if (found := self._began.pop(number, None)) is None:
+            return
+        worker, began = found
+        pace = self._paces.pop(worker, None) or _Pace()
+        pace.add(max(0.0, now - began))
+        self._paces[worker] = pace
+        if len(self._paces) > _KNOWN_WORKERS:
+            del self._paces[next(iter(self._paces))]
+
+    def left(self, worker: Worker) -> None:
+        """What a worker had begun will not come."""
+        self._began = {number: begun for number, begun in self._began.items() if begun[0] != worker}
+
+    def restarted(self) -> None:
+        """Nothing that was begun will come."""
+        self._began.clear()
+
+    def recent_s(self, workers: Collection[Worker], now: float) -> Mapping[Worker, float]:
+        """Of these workers, smoothed; a batch under way counts as soon as it takes longer than that."""
+        found = {worker: pace.smoothed_s for worker, pace in self._paces.items() if worker in workers}
+        for worker, began in self._began.values():
+            if worker in workers:
+                found[worker] = max(found.get(worker, 0.0), now - began)
+        return found
+
+    def mean_s(self) -> Mapping[Worker, float]:
+        """Of every worker that has finished a batch, also of those that left."""
+        return {worker: pace.seconds / pace.batches for worker, pace in self._paces.items()}
 
 
 def round_s(step_s: Round, size: int) -> float:

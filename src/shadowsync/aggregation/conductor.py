@@ -97,7 +97,7 @@ class Arrived:
     trainer: int
     samples: int
     version: int
-    done: Callable[[], None]
+    done: Callable[[], object]
 
 
 class Admitted(NamedTuple):

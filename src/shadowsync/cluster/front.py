@@ -15,7 +15,7 @@ from shadowsync.runtime.reading_messages import LeaseAsked
 from shadowsync.runtime.wire.clients import Limits
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.server import ServerOptions, WireServer
-from shadowsync.runtime.wire.service import Method, Reply, Request
+from shadowsync.runtime.wire.service import Method, Outcome, Reply, Request
 
 MOST_SEATS = 32
 
@@ -57,8 +57,8 @@ class FrontDesk:
             self._banned |= self._clients.pop(rank, set())
         self._reader.desk.abandon(rank)
 
-    def _guarded(self, name: str, handle: Callable[[Request], Reply]) -> Callable[[Request], Reply]:
-        def guarded(request: Request) -> Reply:
+    def _guarded(self, name: str, handle: Callable[[Request], Outcome]) -> Callable[[Request], Outcome]:
+        def guarded(request: Request) -> Outcome:
             if request.client in self._banned:
                 raise RunError("this trainer was given up")
             if request.client not in self._heard:

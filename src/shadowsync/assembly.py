@@ -194,7 +194,10 @@ class TrainerKit:
         rates = Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
         emulated = train.emulate_step_ms
         settings = StepSettings(
-            rates, prefetch(self.config), None if emulated is None else emulated / 1e3, train.emulate_compute
+            rates,
+            prefetch(self.config, self.choices),
+            None if emulated is None else emulated / 1e3,
+            train.emulate_compute,
         )
         if train.stragglers is None:
             return settings
@@ -244,10 +247,16 @@ def step_rule(config: Config, aggregating: Aggregating, rates: Rates) -> StepRul
     return StepRule(aggregating.size, config.train.lr, config.embedding.lr, rates, aggregating.rows_by_buffer)
 
 
-def prefetch(config: Config) -> int:
-    """Pulls under way per worker: as given, else as many as hide a network where there is one."""
+def prefetch(config: Config, choices: Choices) -> int:
+    """Pulls under way per worker: as given, else as many as hide a network where there is one.
+
+    Where workers wait for each other in rounds none are: whoever is quick would take the places of the others.
+    """
     given = config.train.prefetch
-    return given if given is not None else PREFETCH[config.cluster.runtime]
+    if given is not None:
+        return given
+    in_rounds = choices.aggregation is not None and choices.aggregation.waits
+    return 0 if in_rounds else PREFETCH[config.cluster.runtime]
 
 
 def restore_tables(embeddings: Embeddings, saved: LoadedCheckpoint) -> None:

@@ -68,6 +68,11 @@ class Aggregating:
     size: int
     rows_by_buffer: bool
 
+    @property
+    def waits(self) -> bool:
+        """Workers wait for each other in rounds, at least at the start."""
+        return self.method.start(self.size).waits
+
 
 def choose_all(config: Config, own_model: bool) -> Choices:
     """Builds every chosen member.
@@ -111,7 +116,8 @@ def _most_roles(config: Config, method: SyncMethod) -> dict[str, int]:
     if cluster.runtime == "inprocess":
         return most
     readers = cluster.readers or (1 if cluster.address is None else trainers)
-    return most | {"dense": cluster.dense_servers if method.centralised else 0, "reader": readers}
+    central = method.centralised or config.aggregation.method is not None
+    return most | {"dense": cluster.dense_servers if central else 0, "reader": readers}
 
 
 def without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
@@ -202,10 +208,6 @@ def _check_cluster(config: Config) -> None:
     if cluster.runtime == "inprocess":
         for key in sorted(cluster.model_fields_set - IN_PROCESS_KEYS):
             raise ConfigError(f"cluster.{key} has no effect in one process: set cluster.runtime=ray, or leave it out")
-    if cluster.runtime == "ray" and config.aggregation.method is not None:
-        raise ConfigError(
-            f"aggregation.method={config.aggregation.method} runs in one process only: set cluster.runtime=inprocess"
-        )
     for key in ("trainer_resource", "server_resource"):
         if (name := getattr(cluster, key)) in RAYS_OWN:
             raise ConfigError(f"cluster.{key}={name} is Ray's own: name one that ray start --resources gave")

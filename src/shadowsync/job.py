@@ -463,7 +463,7 @@ def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str,
     """The whole configuration with every default, those of the chosen members too."""
     plain = config.model_dump(mode="json")
     plain["train"]["warmup_samples"] = warmup_samples
-    plain["train"]["prefetch"] = prefetch(config)
+    plain["train"]["prefetch"] = prefetch(config, choices)
     plain["data"] |= _plain_options(choices.source)
     if choices.aggregation is None:
         plain["sync"] |= _plain_options(choices.method) | _plain_options(choices.schedule)

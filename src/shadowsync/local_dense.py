@@ -182,7 +182,7 @@ class LocalGradients(LocalDense):
         self._stepper = DenseStepper(material.replica(), material.config.train.clip_norm)
         rule = step_rule(material.config, aggregating, material.kit.settings().rates)
         self.conductor = Conductor(aggregating.method, rule, StepParts(self._stepper, servers, lambda: desk.trained))
-        desk.number_by(self.conductor.dispatch)
+        desk.number_by(lambda lease, *_: self.conductor.dispatch(lease.trainer))
 
     def trainer(
         self, rank: int, clients: Sequence[EmbeddingClient], feed: Feed, hooks: Callable[[Trainer], Hooks]
@@ -194,7 +194,8 @@ class LocalGradients(LocalDense):
 
     def _worker(self, worker: tuple[int, int], client: EmbeddingClient, feed: Feed) -> WorkerKit:
         replica, dense = self._material.replica(), DenseLine(self._stepper, self._line, worker)
-        return WorkerKit(client, replica, GradientUpdate(worker, self.conductor, dense, client, feed, replica))
+        ahead = self._material.kit.settings().prefetch > 0
+        return WorkerKit(client, replica, GradientUpdate(worker, self.conductor, dense, client, feed, replica, ahead))
 
     def image(self, living: Iterable[int]) -> DenseImage:
         return DenseImage((TrainerImage.of(self._stepper.replica, {}),), None)

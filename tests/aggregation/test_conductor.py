@@ -254,13 +254,74 @@ def test_a_batch_that_was_given_up_is_not_begun_and_does_not_count() -> None:
 
 def test_what_waits_of_a_dead_trainer_counts_as_trained_at_once_and_only_once() -> None:
     bench = Bench(Gba(), size=2)
-    first = bench.begin(A)
+    first, second = bench.begin(A), bench.begin(B)
     bench.arrive(first)
     bench.conductor.abandoned(0)
     assert bench.steps.done == [first]
-    bench.arrive(bench.begin(B), 1)
-    assert bench.steps.dense[0].weights.keys() == {first, first + 1}
-    assert sorted(bench.steps.done) == [first, first + 1]
+    bench.arrive(second, 1)
+    assert bench.steps.dense[0].weights.keys() == {first, second}
+    assert sorted(bench.steps.done) == [first, second]
+
+
+def test_what_a_dead_trainer_was_at_never_comes_and_what_it_leaves_behind_is_a_step() -> None:
+    bench = Bench(Gba(), size=4)
+    arrived, under_way = bench.begin(A), bench.begin((0, 1))
+    bench.arrive(arrived)
+    bench.conductor.abandoned(0)
+    bench.arrive(under_way)
+    assert [step.weights.keys() for step in bench.steps.dense] == [{arrived}]
+    assert bench.steps.done == [arrived]
+
+
+def test_a_round_does_not_wait_for_what_a_dead_trainer_asked_for() -> None:
+    bench = Bench(Sync(), size=1)
+    first = bench.begin(B)
+    waiting = bench.conductor.ask(A, bench.conductor.dispatch(0))
+    after = bench.conductor.ask(B, bench.conductor.dispatch(1))
+    bench.conductor.abandoned(0)
+    assert waiting.result(20) is None
+    bench.arrive(first, 1)
+    assert after.result(20) == (1,)
+
+
+def test_whoever_asks_again_is_answered_as_before_or_in_place_of_the_first_time() -> None:
+    bench = Bench(Sync(), size=1)
+    first, second = bench.begin(A), bench.conductor.dispatch(1)
+    assert bench.conductor.ask(A, first).result(20) == (0,)
+    once, again = bench.conductor.ask(B, second), bench.conductor.ask(B, second)
+    assert once.result(20) is None
+    assert not again.done()
+    bench.arrive(first)
+    assert again.result(20) == (1,)
+
+
+def test_it_is_settled_when_every_step_is_carried_out_and_counted() -> None:
+    bench = Bench(Gba(), size=1)
+    assert bench.conductor.settle(0)
+    number = bench.begin(A)
+    bench.steps.gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        arriving = pool.submit(bench.arrive, number)
+        assert bench.steps.entered.wait(20)
+        assert not bench.conductor.settle(0)
+        bench.steps.gate.set()
+        assert bench.conductor.settle(20)
+        assert bench.steps.done == [number]
+        arriving.result(20)
+
+
+def test_steps_may_be_carried_out_elsewhere() -> None:
+    steps, later = Steps(), list[Callable[[], None]]()
+    steps.gate.set()
+    parts = StepParts(steps, [Rows(steps)], lambda: 0)
+    conductor = Conductor(Sync(), StepRule(1, 0.5, 2.0, STEADY, False), parts, run=later.append)
+    number = conductor.dispatch(0)
+    assert conductor.begin(A, number)
+    conductor.arrived(number, Arrived(0, 4, 0, lambda: None))
+    after = conductor.ask(B, conductor.dispatch(1))
+    assert (steps.dense, after.done()) == ([], False)
+    later.pop()()
+    assert after.result(20) == (1,)
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

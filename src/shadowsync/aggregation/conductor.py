@@ -4,8 +4,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Worker
 from shadowsync.aggregation.counts import AggregationCounts, AggregationState
@@ -13,6 +14,7 @@ from shadowsync.aggregation.step_times import Paces
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.aggregation.tokens import TokenBook
 from shadowsync.embedding.holding import RowStep
+from shadowsync.embedding.pending import DONE, Pending
 from shadowsync.training.rates import Rates
 
 
@@ -50,9 +52,20 @@ class StepRule:
     rows_by_buffer: bool
 
 
+class Carrier(Protocol):
+    """Has global steps carried out."""
+
+    @property
+    def trained(self) -> Callable[[], int]:
+        """Samples of the job so far."""
+
+    def carry_out(self, dense: DenseStep, rows: RowStep) -> None:
+        """Returns when the step is made everywhere."""
+
+
 @dataclass(frozen=True)
 class StepParts:
-    """Who carries global steps out.
+    """Carries global steps out on parts of this process (a `Carrier`).
 
     Attributes:
         dense: the dense part.
@@ -63,6 +76,12 @@ class StepParts:
     dense: DensePart
     rows: Sequence[RowsPart]
     trained: Callable[[], int]
+
+    def carry_out(self, dense: DenseStep, rows: RowStep) -> None:
+        """As `Carrier.carry_out`, one part after the other."""
+        self.dense.commit(dense)
+        for part in self.rows:
+            part.commit(rows)
 
 
 @dataclass(frozen=True)
@@ -79,30 +98,66 @@ class Arrived:
     trainer: int
     samples: int
     version: int
-    done: Callable[[], None]
+    done: Callable[[], object]
+
+
+class Admitted(NamedTuple):
+    """Leave to compute a batch.
+
+    Attributes:
+        version: of the dense parameters, at least, that it is to be computed with.
+    """
+
+    version: int
+
+
+class _Begun(NamedTuple):
+    worker: Worker
+    trainer: int
+    admitted: Admitted
+
+
+class _Asked(NamedTuple):
+    batch: Begun
+    answer: "Future[Admitted | None]"
+
+
+_Answer = tuple["Future[Admitted | None]", Admitted | BaseException | None]
+
+
+def _at_once(carry_out: Callable[[], None]) -> None:
+    carry_out()
 
 
 class Conductor:
     """Drives an `Aggregator` from many threads.
 
-    Decisions are made under a lock that is held for microseconds. Commits are carried out in their order by whichever
-    thread brought one about while nobody else was at it, so that nobody waits for a step but those whom the method
-    makes wait.
+    Decisions are made under a lock that is held for microseconds. Commits are carried out in their order, by one thread
+    at a time, so that nobody waits for a step but those whom the method makes wait.
 
     Args:
         method: says what goes into which step.
         rule: how steps are made.
         parts: who makes them.
         clock: seconds from any start.
+        run: has what it is given run, once; commits are carried out there. By default in the thread that brought a
+            commit about. What goes wrong is raised there, and by everybody who wants to begin a batch afterwards.
     """
 
     def __init__(
-        self, method: Aggregation, rule: StepRule, parts: StepParts, clock: Callable[[], float] = time.monotonic
+        self,
+        method: Aggregation,
+        rule: StepRule,
+        parts: Carrier,
+        clock: Callable[[], float] = time.monotonic,
+        run: Callable[[Callable[[], None]], object] = _at_once,
     ) -> None:
-        self._method, self._rule, self._parts, self._clock = method, rule, parts, clock
+        self._method, self._rule, self._parts, self._clock, self._run = method, rule, parts, clock, run
         self._changed = threading.Condition()
         self._carrying = threading.Lock()
-        self._working: set[Worker] = set()
+        self._working: dict[Worker, int] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._answers: deque[_Answer] = deque()
         self._stopped = False
         self._next = 0
         self._paces = Paces()
@@ -113,9 +168,9 @@ class Conductor:
         self.counts = AggregationCounts(before, self.aggregator.mode)
         self._paces.restarted()
         self._tokens = TokenBook(self._method.batches_per_step(self._rule.size), before.global_steps)
-        self._carried = before.global_steps
+        self._carried = self._settled = before.global_steps
         self._dispatched: dict[int, tuple[int, int]] = {}
-        self._begun: dict[int, Worker] = {}
+        self._begun: dict[int, _Begun] = {}
         self._arrived: dict[int, Arrived] = {}
         self._undone: dict[int, Arrived] = {}
         self._commits: deque[tuple[Commit, int, Mapping[int, Arrived]]] = deque()
@@ -124,8 +179,10 @@ class Conductor:
     def restart(self, before: AggregationState) -> None:
         """Everything that waits is forgotten, and steps go on from these counts; nobody may be at work."""
         with self._changed:
+            for number in list(self._asked):
+                self._refuse(number)
             self._restart(before)
-            self._changed.notify_all()
+        self._tell()
 
     # --- called by workers -------------------------------------------------------------------------------------------
 
@@ -141,38 +198,83 @@ class Conductor:
             self._dispatched[number] = (trainer, self._tokens.dispatch())
             return number
 
-    def begin(self, worker: Worker, number: int) -> bool:
+    def begin(self, worker: Worker, number: int) -> Admitted | None:
         """A worker is about to compute a batch that was dispatched.
 
         Returns:
-            False if nothing will be trained any more. A method that makes workers wait returns when the batch may be
+            None if it is not to be trained any more. A method that makes workers wait returns when the batch may be
             computed, with parameters as they are then.
         """
+        return self.ask(worker, number).result()
+
+    def ask(self, worker: Worker, number: int) -> "Future[Admitted | None]":
+        """As `begin`, but nobody waits: the answer comes in whatever thread brings it about.
+
+        Who asks once more for the same batch is answered as before, or instead of the first time.
+        """
+        answer: Future[Admitted | None] = Future()
         with self._changed:
-            if number not in self._dispatched:
-                return False
-            self._working.add(worker)
-            batch = Begun(number, self._dispatched[number][1], worker)
-            while not self._stopped and not self._admits(batch):
-                self._changed.wait()
-            del self._dispatched[number]
-            self._begun[number] = worker
-            self._paces.began(number, worker, self._clock())
-            self._changed.notify_all()
-            return not self._stopped
+            begun = self._begun.get(number)
+            if begun is not None and begun.worker == worker:
+                self._answers.append((answer, begun.admitted))
+            elif self._stopped or number not in self._dispatched:
+                self._answers.append((answer, None))
+            else:
+                self._refuse(number)
+                trainer, token = self._dispatched[number]
+                self._working[worker] = trainer
+                self._asked[number] = _Asked(Begun(number, token, worker), answer)
+                self._admit()
+        self._tell()
+        return answer
+
+    def _admit(self) -> None:
+        """Under the lock: answers whoever need not wait any longer, batches that were dispatched first before others.
+
+        Whoever has to wait for a step waits until it is carried out, and for the batches before.
+        """
+        for number in sorted(self._asked):
+            batch, answer = self._asked[number]
+            if self._error is not None:
+                del self._asked[number]
+                self._answers.append((answer, self._error))
+            elif self._stopped:
+                self._refuse(number)
+            elif self._admits(batch):
+                del self._asked[number]
+                trainer, _ = self._dispatched.pop(number)
+                admitted = Admitted(self._carried if self.aggregator.waits else 0)
+                self._begun[number] = _Begun(batch.worker, trainer, admitted)
+                self._paces.began(number, batch.worker, self._clock())
+                self._answers.append((answer, admitted))
 
     def _admits(self, batch: Begun) -> bool:
-        """Whoever has to wait for a step waits until it is carried out, and for the batches before."""
-        self._raise_error()
         if self.aggregator.waits and (self._carried < self.aggregator.step or min(self._dispatched) < batch.number):
             return False
         return self.aggregator.begin(batch, self._clock())
 
+    def _refuse(self, number: int) -> None:
+        """Under the lock: whoever waits to begin that batch need not any more."""
+        if (asked := self._asked.pop(number, None)) is not None:
+            self._answers.append((asked.answer, None))
+
+    def _tell(self) -> None:
+        """Gives the answers, without the lock."""
+        while self._answers:
+            try:
+                answer, given = self._answers.popleft()
+            except IndexError:  # another thread gave the last one
+                return
+            if isinstance(given, BaseException):
+                answer.set_exception(given)
+            else:
+                answer.set_result(given)
+
     def abandoned(self, trainer: int) -> None:
         """A trainer is gone, and its rows are about to be given to others.
 
-        Batches that it had not begun never will be. Those whose gradients wait for their step count as trained from
-        now on, so that nobody trains them again.
+        Batches that it had not begun, or that had not arrived, never will be. Those whose gradients wait for their step
+        count as trained from now on, so that nobody trains them again. Nobody waits for its workers.
         """
         with self._changed:
             waiting = [number for number, one in self._undone.items() if one.trainer == trainer]
@@ -180,51 +282,65 @@ class Conductor:
             lost = [number for number, (owner, _) in self._dispatched.items() if owner == trainer]
             for number in lost:
                 del self._dispatched[number]
+                self._refuse(number)
+                self._decided(self.aggregator.retired(number, self._clock()))
             self._tokens.retired(len(lost))
-            self._changed.notify_all()
+            for worker in [worker for worker, owner in self._working.items() if owner == trainer]:
+                self._leave(worker)
+            self._flush()
+            self._admit()
         for arrived in counted:
             arrived.done()
+        self._go_on()
 
-    def arrived(self, number: int, arrived: Arrived) -> None:
+    def arrived(self, number: int, arrived: Arrived) -> Pending[None]:
         """All servers hold the gradients of a batch; of one that was given up meanwhile nothing is taken note of."""
         with self._changed:
             if self._begun.pop(number, None) is None:
-                return
+                return DONE
             self._arrived[number] = self._undone[number] = arrived
             now = self._clock()
             self._paces.arrived(number, now)
             self._decided(self.aggregator.arrived(number, now))
-        self._carry_out()
+            self._admit()
+        self._go_on()
+        return DONE
 
     def idle(self, worker: Worker) -> None:
         """A worker has nothing to do now; nobody waits for it. If nobody has, what is held is committed."""
         with self._changed:
             self._leave(worker)
-            if not self._working and self.aggregator.held:
-                self._decided(self.aggregator.flush(self._clock()))
-                self._tokens.realign(self.aggregator.step, len(self._dispatched))
-        self._carry_out()
+            self._flush()
+            self._admit()
+        self._go_on()
 
     def left(self, worker: Worker) -> None:
         """A worker has ended or died: what it had begun will not come."""
         self.idle(worker)
 
     def _leave(self, worker: Worker) -> None:
-        lost = [number for number, owner in self._begun.items() if owner == worker]
+        lost = [number for number, begun in self._begun.items() if begun.worker == worker]
         for number in lost:
             del self._begun[number]
         self._paces.left(worker)
         self._tokens.retired(len(lost))
-        self._working.discard(worker)
+        self._working.pop(worker, None)
         self._decided(self.aggregator.left(worker, self._clock()))
+
+    def _flush(self) -> None:
+        if not self._working and self.aggregator.held:
+            self._decided(self.aggregator.flush(self._clock()))
+            self._tokens.realign(self.aggregator.step, len(self._dispatched))
 
     # --- called by the session ---------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Lets everybody go who waits; what is held will not be committed."""
+        """Lets everybody go who waits; nobody begins anything any more."""
         with self._changed:
             self._stopped = True
+            self._admit()
             self._changed.notify_all()
+        self._tell()
 
     @property
     def state(self) -> AggregationState:
@@ -242,6 +358,20 @@ class Conductor:
         with self._changed:
             return self._paces.mean_s()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong while a step was carried out; no step is made after that."""
+        return self._error
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until every step that was decided is carried out, and what is in it counts as trained.
+
+        Returns:
+            False if that is not so after that time.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self._settled >= self.aggregator.step, timeout_s)
+
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def _decided(self, commits: Sequence[Commit]) -> None:
@@ -250,20 +380,26 @@ class Conductor:
             below = min((*self._dispatched, *self._begun, *self._held_after(commit)), default=self._next)
             named = {number: self._arrived.pop(number) for number in commit.weights}
             self._commits.append((commit, below, named))
-        self._changed.notify_all()
 
     def _held_after(self, commit: Commit) -> set[int]:
         return self._arrived.keys() - commit.weights.keys()
 
+    def _go_on(self) -> None:
+        """After every change, without the lock."""
+        self._tell()
+        if self._commits:
+            self._run(self._carry_out)
+
     def _carry_out(self) -> None:
-        while self._commits and self._carrying.acquire(blocking=False):
+        while self._commits and self._error is None and self._carrying.acquire(blocking=False):
             try:
                 while self._commits:
                     self._carry_out_one(*self._commits.popleft())
             except BaseException as error:
                 with self._changed:
                     self._error = self._error or error
-                    self._changed.notify_all()
+                    self._admit()
+                self._tell()
                 raise
             finally:
                 self._carrying.release()
@@ -272,18 +408,19 @@ class Conductor:
         rule = self._rule
         samples = self._parts.trained() + sum(arrived.samples for arrived in named.values())
         factor = rule.rates.factor(samples)
-        self._parts.dense.commit(DenseStep(commit.step, commit.weights, commit.divisor, rule.dense_lr * factor, below))
         divisor = commit.divisor if rule.rows_by_buffer else None
-        for part in self._parts.rows:
-            part.commit(RowStep(commit.step, commit.weights, divisor, rule.row_lr * factor, below))
+        self._parts.carry_out(
+            DenseStep(commit.step, commit.weights, commit.divisor, rule.dense_lr * factor, below),
+            RowStep(commit.step, commit.weights, divisor, rule.row_lr * factor, below),
+        )
         with self._changed:
             self.counts.add(commit.step, commit.weights, {number: one.version for number, one in named.items()})
             self._carried = commit.step + 1
             counted = [self._undone.pop(number) for number in named if number in self._undone]
-            self._changed.notify_all()
         for arrived in counted:
             arrived.done()
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+        with self._changed:
+            self._settled = commit.step + 1
+            self._admit()
+            self._changed.notify_all()
+        self._tell()

@@ -51,9 +51,13 @@ class Leasing(Protocol):
         """Returns when `version()` is another one, or earlier: ask again then."""
 
 
-def _counting() -> Callable[[int], int]:
+Numbering = Callable[[Lease, int, int], int]
+"""Numbers a batch: given the lease and the first row and the one after the last."""
+
+
+def _counting() -> Numbering:
     numbers = itertools.count()
-    return lambda _: next(numbers)
+    return lambda *_: next(numbers)
 
 
 class Desk:
@@ -67,13 +71,13 @@ class Desk:
         """
         self._book = book
         self._grain = grain
-        self._number: Callable[[int], int] = _counting()
+        self._number = _counting()
         self._version = 0
         self._changed = threading.Condition()
         self._alarm: tuple[int, Callable[[], None]] | None = None
 
-    def number_by(self, give: Callable[[int], int]) -> None:
-        """Has somebody else number the batches: called with the trainer for each claim, in their order."""
+    def number_by(self, give: Numbering) -> None:
+        """Has somebody else number the batches: called for each claim, in their order, and not to call back."""
         with self._changed:
             self._number = give
 
@@ -114,9 +118,10 @@ class Desk:
         """As `Leasing.claim`."""
         with self._changed:
             granted = self._book.claim(lease, start, stop)
-            if granted <= start:
+            held = self._book.held(lease)
+            if granted <= start or held is None:
                 return None
-            return Claim(self._number(lease.trainer), granted)
+            return Claim(self._number(held, start, granted), granted)
 
     def done(self, lease: Lease, start: int, stop: int) -> bool:
         """As `Leasing.done`."""

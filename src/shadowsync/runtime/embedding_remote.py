@@ -3,13 +3,12 @@
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.numbering import RowNumbers
-from shadowsync.embedding.pending import Callback, Pending, Promise
+from shadowsync.embedding.pending import Pending, Promise
 from shadowsync.embedding.requests import Bounds, check_range
 from shadowsync.embedding.server import Lookup, RowLookup
 from shadowsync.embedding.table import Shard, slots_of
@@ -27,11 +26,10 @@ from shadowsync.runtime.embedding_messages import (
     pack_ids,
     unpack_coded,
 )
+from shadowsync.runtime.fetched import Fetched, nothing
 from shadowsync.runtime.lines import Line, id_type
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.service import Meta
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,14 +91,14 @@ class EmbeddingRemote:
         ids, tensors = pack_ids(lookup, self._id_type)
         self._pulls.count(*[_bytes(tensors)] * 2)
         meta = PullAsked(self._remote.stream, self._number(lookup), ids)
-        return _Fetched(self._call(_Message("pull", meta, tensors)), self._only)
+        return Fetched(self._call(_Message("pull", meta, tensors)), self._only)
 
     def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
         """As `EmbeddingServer.read_rows`."""
         numbers = lookup.rows.to(self._number_type)
         self._pulls.count(*[numbers.nbytes] * 2)
         meta = ReadAsked(self._remote.stream, self._number(lookup), lookup.shards)
-        return _Fetched(self._call(_Message("read", meta, (numbers,))), self._decode)
+        return Fetched(self._call(_Message("read", meta, (numbers,))), self._decode)
 
     def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
         """As `EmbeddingServer.push`."""
@@ -130,12 +128,12 @@ class EmbeddingRemote:
             step.below,
             self._remote.generation,
         )
-        return _Fetched(self._call(_Message("commit", meta, ())), _nothing)
+        return Fetched(self._call(_Message("commit", meta, ())), nothing)
 
     def forget_held(self, stepped: int) -> Pending[None]:
         """As `EmbeddingServer.forget_held`."""
         meta = ForgetAsked(stepped, self._remote.generation)
-        return _Fetched(self._call(_Message("forget_held", meta, ())), _nothing)
+        return Fetched(self._call(_Message("forget_held", meta, ())), nothing)
 
     def _push(self, lookup: Lookup, gradient: Tensor, lr: float, held: int | None) -> Pending[None]:
         coded, frames = self._encode([(lookup.slots, gradient)])
@@ -187,26 +185,6 @@ class EmbeddingRemote:
         return tensors[0]
 
 
-class _Fetched(Pending[T], Generic[T]):
-    """An answer that is decoded by the one thread that asks for it, not by the one that serves all connections."""
-
-    def __init__(self, future: Future[Answer], decode: Callable[[Answer], T]) -> None:
-        self._future = future
-        self._decode = decode
-        self._decoded: list[T] = []
-
-    def result(self) -> T:
-        if not self._decoded:
-            self._decoded.append(self._decode(self._future.result()))
-        return self._decoded[0]
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def then(self, callback: Callback) -> None:
-        self._future.add_done_callback(lambda future: callback(future.exception()))
-
-
 class _Delivery(Promise[None]):
     """A push until it is applied: sent once with the number of its look-up and, if that is unknown, with its ids."""
 
@@ -236,10 +214,6 @@ class _Delivery(Promise[None]):
             return
         if known:
             self.keep(None)
-
-
-def _nothing(_: Answer) -> None:
-    """The answer only says that it was done."""
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -1,9 +1,9 @@
 """What crosses between two roles: tensors pass a codec and are counted, also where nothing is really sent."""
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,9 +11,11 @@ from torch import Tensor
 from shadowsync.aggregation.stepping import DenseGradient, DenseStepper, Version
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.pending import DONE, Done, Pending
+from shadowsync.embedding.pending import DONE, Callback, Done, Pending
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Shard
+
+T = TypeVar("T")
 
 _INT32_ROWS = 1 << 31
 
@@ -162,6 +164,25 @@ class EmbeddingLine:
         return line.stream((self.position, about))
 
 
+class _Later(Pending[T]):
+    """An answer that is found when somebody asks for it; one thread."""
+
+    def __init__(self, find: Callable[[], T]) -> None:
+        self._find = find
+        self._found: list[T] = []
+
+    def result(self) -> T:
+        if not self._found:
+            self._found.append(self._find())
+        return self._found[0]
+
+    def done(self) -> bool:
+        return True
+
+    def then(self, callback: Callback) -> None:
+        callback(None)
+
+
 @dataclass(frozen=True)
 class DenseLine:
     """The dense part of gradient methods in this process as a worker sees it over a wire.
@@ -176,8 +197,11 @@ class DenseLine:
     line: Line
     worker: Hashable
 
-    def newer(self, than: int) -> Version | None:
-        """As `DenseStepper.newer`."""
+    def newer(self, than: int) -> Pending[Version | None]:
+        """As `DenseStepper.newer`, when the answer is asked for: nothing has to cross before."""
+        return _Later(lambda: self._newer(than))
+
+    def _newer(self, than: int) -> Version | None:
         found = self.stepper.newer(than)
         return None if found is None else Version(found.number, self._stream("parameters").send(found.flat))
 

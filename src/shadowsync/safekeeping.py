@@ -193,7 +193,8 @@ class Safekeeping:
         if self._script is not None:
             for failure in self._script.due(self._now() - self._started, self._epochs):
                 self._session.strike(failure.kind, failure.indices)
-            if (epochs := self._script.next_epochs) is not None:
+            epochs = self._script.next_epochs
+            if epochs is not None and epochs <= self._session.config.data.epochs:
                 trained = math.ceil(epochs * self._session.train_source.rows)
                 self._session.reader.desk.alarm(trained, self._session.ended.set)
         if self.settings.saves and (chosen := self.governor.revise(self._now())) is not None:

@@ -30,7 +30,7 @@ class Chain:
         self._deltas.append(size)
 
     def takes(self, size: int) -> bool:
-        """A delta of so many bytes is worth it: else a whole checkpoint costs little more, and is not rewritten soon."""
+        """A delta of so many bytes is worth it: else a whole one costs little more and need not be rewritten soon."""
         return size <= MOST_SHARE * self._whole_bytes / 2
 
     @property

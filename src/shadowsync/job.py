@@ -215,7 +215,9 @@ class _Run:
         if shards is None:
             self.saver.wait()
         else:
-            self.saver.settle()  # what is being saved may hold rows of these shards; the next delta builds on it
+            # everybody waits for these rows: neither for a save that lacks them now, nor for chains to be rewritten
+            with self.store.given_up():
+                self.saver.settle()
         if self.store.newest() is None:
             if self.saved is not None and load is not None:
                 load(self.saved)

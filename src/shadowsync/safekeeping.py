@@ -13,7 +13,7 @@ from shadowsync.errors import CheckpointError, SaveError
 from shadowsync.imaging import take
 from shadowsync.job_state import job_state
 from shadowsync.recovery.chain import Chain, rows_bytes
-from shadowsync.recovery.checkpoints import CheckpointStore, ParentLost
+from shadowsync.recovery.checkpoints import CheckpointStore, GivenUp, ParentLost
 from shadowsync.recovery.costs import Scale
 from shadowsync.recovery.estimates import Estimates
 from shadowsync.recovery.failures import FailureScript
@@ -193,7 +193,8 @@ class Safekeeping:
         if self._script is not None:
             for failure in self._script.due(self._now() - self._started, self._epochs):
                 self._session.strike(failure.kind, failure.indices)
-            if (epochs := self._script.next_epochs) is not None:
+            epochs = self._script.next_epochs
+            if epochs is not None and epochs <= self._session.config.data.epochs:
                 trained = math.ceil(epochs * self._session.train_source.rows)
                 self._session.reader.desk.alarm(trained, self._session.ended.set)
         if self.settings.saves and (chosen := self.governor.revise(self._now())) is not None:
@@ -310,7 +311,7 @@ class Safekeeping:
 
     def _fails(self, error: BaseException) -> bool:
         """In the saver's thread: a save that came to nothing because somebody died, or because its parent is gone."""
-        if not isinstance(error, (*GONE, ParentLost)):
+        if not isinstance(error, (*GONE, GivenUp, ParentLost)):
             return False
         if isinstance(error, ParentLost):
             self._parent = None
@@ -360,6 +361,8 @@ class Safekeeping:
         try:
             self._parent = self._store.compact(name)
             self._chain.rewritten()
+        except GivenUp:
+            self._chain.put_off()
         except SaveError as error:
             self._chain.put_off()
             with self._lock:

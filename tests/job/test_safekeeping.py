@@ -188,3 +188,14 @@ def test_deltas_that_outgrow_what_they_lie_on_are_rewritten(
             pause.go()
         job.session.finish()
         assert layers == ([2, 1, 2] if share == 1.0 else [2, 3, 4])
+
+
+@pytest.mark.parametrize("at", ["5", "1e308"])
+def test_a_failure_beyond_the_last_epoch_never_comes(tmp_path: Path, at: str) -> None:
+    with kept(tmp_path, recovery={"inject": f"at:{at},unit=epoch"}) as job:
+        job.keeping.begin()
+        job.keeping.look()
+        job.session.start()
+        job.session.finish()
+        job.keeping.look()
+        assert job.session.failures == 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.errors import CheckpointError
-from shadowsync.recovery.checkpoints import CheckpointStore
+from shadowsync.recovery.checkpoints import CheckpointStore, GivenUp
 from shadowsync.recovery.snapshot import DeltaOf
 from shadowsync.recovery.written import WrittenRows
 from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
@@ -135,3 +135,30 @@ def test_written_weights_are_read_back(tmp_path: Path, root: str) -> None:
         with pytest.raises(CheckpointError, match="does not hold the rows of table user that were saved"):
             weights(USERS, torch.tensor([0, 4]))
     assert opened == names
+
+
+class Impatient(Source):
+    """Somebody cannot wait any longer while it is read."""
+
+    def __init__(self, rows: Rows | RowSet, store: CheckpointStore) -> None:
+        super().__init__(rows)
+        self._store = store
+
+    def read(self, first: int, last: int, name: str) -> Iterator[Tensor]:
+        with self._store.given_up():
+            yield from super().read(first, last, name)
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_what_is_being_written_ends_when_somebody_cannot_wait(tmp_path: Path, root: str) -> None:
+    store, names, changed, _ = two(ROOTS[root](tmp_path))
+    others = [rows for rows in make_snapshot(30).tables if rows.table != USERS]
+    again = (streamed(changed, Impatient(changed, store)), *others)
+    with pytest.raises(GivenUp):
+        store.save(replace(make_snapshot(30), tables=again, delta=DeltaOf(names[1], True)))
+    assert store.names() == names
+    with store.given_up(), pytest.raises(GivenUp):
+        store.compact(names[1])
+    assert store.names() == names
+    whole = store.compact(names[1])
+    assert store.save(make_snapshot(30)) != whole

@@ -9,6 +9,7 @@ samples-000000002048-whole the same state rewritten without a parent
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -27,9 +28,9 @@ from shadowsync.recovery.names import NAME, STAGED, new_name, order, plain_name,
 from shadowsync.recovery.opening import read_manifest, standing, table_difference
 from shadowsync.recovery.shelf import Shelf
 from shadowsync.recovery.snapshot import DeltaOf, Snapshot
-from shadowsync.recovery.writing import SnapshotWriter
+from shadowsync.recovery.writing import GivenUp, SnapshotWriter
 
-__all__ = ["CheckpointStore", "LoadedCheckpoint", "ParentLost"]
+__all__ = ["CheckpointStore", "GivenUp", "LoadedCheckpoint", "ParentLost"]
 
 PIECE_BYTES = 512 << 20
 
@@ -57,6 +58,8 @@ class CheckpointStore:
         self._piece_bytes = piece_bytes
         self._given_up: frozenset[str] = frozenset()  # plain names
         self._claims = Claims()
+        self._impatient = 0
+        self._impatient_lock = threading.Lock()
         self._shelf = Shelf(self._files, self._claims)
 
     def names(self) -> list[str]:
@@ -78,8 +81,9 @@ class CheckpointStore:
             ParentLost: what a delta builds on cannot be loaded any more, or belongs to a course that was given up.
                 Save a whole one then.
             SaveError: the files cannot be written, or the folder holds newer checkpoints of another run.
+            GivenUp: somebody could not wait (`given_up`).
 
-        After either nothing is left of the new one, and the earlier ones are as they were.
+        After any of them nothing is left of the new one, and the earlier ones are as they were.
         """
         with (
             self._as_save_error("the new checkpoint could not be written", "earlier ones are as they were"),
@@ -87,7 +91,7 @@ class CheckpointStore:
         ):
             parent = None if snapshot.delta is None else self._parent(snapshot.delta, name)
             exact = snapshot.delta is None or (snapshot.delta.complete and parent is not None and parent.exact)
-            writer = SnapshotWriter(self._files, self._files.staging(name), self._piece_bytes)
+            writer = self._writer(self._files.staging(name))
             self._write(name, lambda: _fitting(msgspec.structs.replace(writer.write(snapshot), exact=exact), parent))
         with self._as_save_error("an old checkpoint could not be removed", f"{name} is complete"):
             self._prune()
@@ -107,6 +111,7 @@ class CheckpointStore:
 
         Raises:
             SaveError: it cannot be read or written. Everything is as it was.
+            GivenUp: as `save`.
         """
         with (
             self._as_save_error(f"{name} could not be rewritten as a whole", "it is as it was"),
@@ -121,6 +126,17 @@ class CheckpointStore:
         with self._as_save_error("an old checkpoint could not be removed", f"{whole} is complete"):
             self._prune()
         return whole
+
+    @contextlib.contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Within the block whatever is being written ends soon: with `GivenUp`, unless it is about to be complete."""
+        with self._impatient_lock:
+            self._impatient += 1
+        try:
+            yield
+        finally:
+            with self._impatient_lock:
+                self._impatient -= 1
 
     def load(self, name: str | None = None) -> LoadedCheckpoint:
         """Opens a checkpoint to go on from: newer ones are given up, and go with the next save. Otherwise as `open`."""
@@ -226,9 +242,12 @@ class CheckpointStore:
 
     def _rewrite(self, loaded: LoadedCheckpoint, whole: str) -> None:
         staged = self._files.staging(whole)
-        writer = SnapshotWriter(self._files, staged, self._piece_bytes)
+        writer = self._writer(staged)
         exact = {"exact": loaded.exact}
         self._write(whole, lambda: msgspec.structs.replace(writer.write(as_whole(loaded), loaded.oldest), **exact))
+
+    def _writer(self, folder: str) -> SnapshotWriter:
+        return SnapshotWriter(self._files, folder, self._piece_bytes, lambda: self._impatient > 0)
 
     def _prune(self) -> None:
         """What builds on others goes before them, so that what is left can always be loaded."""

@@ -5,6 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
+from shadowsync.errors import ShadowSyncError
 from shadowsync.recovery.cutting import Cut, by_table, cut_table, fill
 from shadowsync.recovery.files import Files
 from shadowsync.recovery.manifest import FileEntry, Group, Manifest, Piece, Scattered, TableEntry, TensorEntry, raw_json
@@ -14,6 +15,10 @@ from shadowsync.recovery.tensors import BlockSums, Chunk, Placed, chunks, place
 BLOCK_BYTES = 4 << 20
 
 
+class GivenUp(ShadowSyncError):
+    """What was being written was given up, because somebody cannot wait for it."""
+
+
 class SnapshotWriter:
     """Writes the files of one snapshot into a folder; rows that are not in memory are read in their turn.
 
@@ -21,9 +26,11 @@ class SnapshotWriter:
         files: where to.
         folder: where in it.
         piece_bytes: no file of rows grows beyond this, but for a single row that is wider.
+        given_up: asked before each chunk; true ends it with `GivenUp`.
     """
 
-    def __init__(self, files: Files, folder: str, piece_bytes: int) -> None:
+    def __init__(self, files: Files, folder: str, piece_bytes: int, given_up: Callable[[], bool]) -> None:
+        self._given_up = given_up
         self._files = files
         self._folder = folder
         self._piece_bytes = piece_bytes
@@ -41,6 +48,7 @@ class SnapshotWriter:
             ValueError: the snapshot does not hold every row of its tables exactly once, or holds what no checkpoint
                 can.
             CheckpointError, RunError: what a source of rows raised.
+            GivenUp: nobody wants it any more.
         """
         config, position, extra = (raw_json(what, getattr(snapshot, what)) for what in ("config", "position", "extra"))
         tables = by_table(snapshot.tables, may_be_sets=snapshot.delta is not None)
@@ -87,9 +95,15 @@ class SnapshotWriter:
         self, name: str, head: bytes, placed: Sequence[Placed], read: Callable[[Placed], Iterator[Chunk]]
     ) -> dict[str, Placed]:
         sums = BlockSums(BLOCK_BYTES)
-        self._files.write(f"{self._folder}/{name}", _summed(sums, _stream(head, placed, read)))
+        self._files.write(f"{self._folder}/{name}", self._while_wanted(_summed(sums, _stream(head, placed, read))))
         self._written.append(FileEntry(name, sums.total_bytes, tuple(sums.sums)))
         return {one.name: one for one in placed}
+
+    def _while_wanted(self, stream: Iterator[Chunk]) -> Iterator[Chunk]:
+        for chunk in stream:
+            if self._given_up():
+                raise GivenUp(f"{self._folder} was given up while it was written")
+            yield chunk
 
 
 def _stream(head: bytes, placed: Sequence[Placed], read: Callable[[Placed], Iterator[Chunk]]) -> Iterator[Chunk]:

@@ -11,7 +11,8 @@ AUC is that of the test set: at the switch, after a quarter of the rest, and at 
 The other method runs on emulated workers (`emulated`), even ones or with stragglers; its gradients get as many batches
 old as there are workers. Synchronous phases run on one worker as fast as it goes: a round is the same large batch
 whoever computes it. A run ends at the switch and at the quarter within a frame (50 ms), and what was under way then is
-trained anew, so a switch begins with nothing under way.
+trained anew, so a switch begins with nothing under way. Staleness and examples/s are those of the other method, up to
+the quarter or the switch; the speed of more than one worker is that of emulated machines.
 
 Tasks: `demo`; `ids`, the demo without its dense columns; `synthetic`, whose best AUC is known. A cell is a file of
 FOLDER; started again, the script goes on where it stopped. First halves that cells share are kept in FOLDER/halves.
@@ -33,6 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, load_average
 from emulated import METHODS, auc_of, train, train_until, workers
 from machine import describe, table
+
+from shadowsync.metrics.frame import Frame
 
 GLOBAL_BATCH, BATCH = 8192, 512
 STEP_MS = 10.0
@@ -130,22 +133,24 @@ def run(cell: Cell, halves: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         rest = Path(folder) / "rest"
         after = cell.task.overrides("sync") if cell.back else cell.overrides()
-        half = own_half(cell, Path(folder) / "half") if cell.back else shared_half(cell.task, halves)
-        train_until(lambda frame: frame.samples >= 0.625 * frame.total_samples, after, rest, half)
+        half = Path(folder) / "half" if cell.back else shared_half(cell.task, halves)
+        watched = train_until(_half, cell.overrides(), half) if cell.back else []
+        leg = train_until(lambda frame: frame.samples >= 0.625 * frame.total_samples, after, rest, half)
         quarter = auc_of(rest)
         result = train(after, rest, resume=rest)
         before = auc_of(half)
     assert result.test is not None
     assert result.aggregation is not None
-    done = result.aggregation
+    done, own = result.aggregation, watched or leg
+    ages = [frame.staleness for frame in own if frame.staleness is not None]
     return {
         **asdict(cell),
         "before": before,
         "quarter": quarter,
         "end": result.test.auc,
         "best": result.test.best_auc,
-        "eps": result.throughput.eps,
-        "staleness": done.mean_staleness,
+        "eps": (own[-1].samples - own[0].samples) / max(1e-9, own[-1].seconds - own[0].seconds),
+        "staleness": statistics.fmean(ages) if ages else 0.0,
         "max_staleness": done.max_staleness,
         "dropped": done.dropped / max(1, done.received or 0),
         "load": load_average(),
@@ -163,14 +168,8 @@ def shared_half(task: Task, halves: Path) -> Path:
     return kept
 
 
-def own_half(cell: Cell, out: Path) -> Path:
-    """The first half under the cell's own method."""
-    train_until(_half, cell.overrides(), out)
-    return out
-
-
-def _half(frame: Any) -> bool:
-    return bool(frame.samples >= 0.5 * frame.total_samples)
+def _half(frame: Frame) -> bool:
+    return frame.samples >= 0.5 * frame.total_samples
 
 
 def same_task(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -206,7 +205,7 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
         for (name, optimizer, back, busy, workers_, method), mine in sorted(found.items())
     ]
     header = ["switch", "task", "optimizer", "workers", "cluster", "seeds", "AUC before", "a quarter on", "end"]
-    return table([*header, "to sync", "worst", "staleness", "dropped", "emulated examples/s"], lines)
+    return table([*header, "to sync", "worst", "staleness", "dropped", "examples/s"], lines)
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

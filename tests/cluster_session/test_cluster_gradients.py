@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_jobs import cluster_settings
+from cluster_jobs import Cluster, Killing, cluster_settings, events_of, interrupted
 from job_helpers import (
+    SMALL_DLRM,
+    Ledger,
+    Witness,
+    beside_own_model,
     checkpoints,
+    error_of,
     result_of,
+    settings,
     train_counted,
     write_rows,
 )
 from safetensors.torch import load_file
 
+from shadowsync import Job
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.cluster import stepped, trainer_dense

@@ -1,10 +1,11 @@
 """What a session on a cluster does about the dense part: the seam between the two families of methods."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.cluster.staff import Member
 from shadowsync.data.reader import Reader
@@ -108,6 +109,14 @@ class DenseSide(ABC):
     @abstractmethod
     def aggregation(self) -> AggregationState | None:
         """As `Session.aggregation`, of this run and what it went on from."""
+
+    def recent_step_s(self) -> Mapping[Worker, float]:
+        """As `Session.recent_step_s`."""
+        return {}
+
+    def mean_step_s(self) -> Mapping[Worker, float]:
+        """As `Session.mean_step_s`, of this generation."""
+        return {}
 
     @abstractmethod
     def distance(self, sketches: Sequence[Tensor]) -> float | None:

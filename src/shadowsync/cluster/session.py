@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 
+from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import step_rule
 from shadowsync.cluster.blueprint import Blueprint
@@ -503,6 +504,12 @@ class ClusterSession(Session):
     @property
     def aggregation(self) -> AggregationState | None:
         return self._dense.aggregation
+
+    def recent_step_s(self) -> Mapping[Worker, float]:
+        return self._dense.recent_step_s()
+
+    def mean_step_s(self) -> Mapping[Worker, float]:
+        return self._dense.mean_step_s()
 
     @contextmanager
     def _all_or_again(self) -> Iterator[None]:

@@ -2,13 +2,13 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shadowsync.aggregation.aggregator import Aggregation
+from shadowsync.aggregation.aggregator import Aggregation, Worker
 from shadowsync.aggregation.conductor import Conductor, StepRule
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.stepping import DenseStep
@@ -200,6 +200,12 @@ class Stepped(DenseSide):
     @property
     def aggregation(self) -> AggregationState:
         return AggregationState() if self._now is None else self._now.conductor.state
+
+    def recent_step_s(self) -> Mapping[Worker, float]:
+        return {} if self._now is None else self._now.conductor.recent_step_s()
+
+    def mean_step_s(self) -> Mapping[Worker, float]:
+        return {} if self._now is None else self._now.conductor.mean_step_s()
 
     def distance(self, sketches: Sequence[Tensor]) -> None:
         """Workers' copies are of different steps; how far they are behind is the staleness."""

@@ -149,7 +149,7 @@ class TrainConfig(Section):
         ge=0,
         le=64,
         description="pulls under way per worker; more hides a slower network and adds staleness; null is 0 in process "
-        "and 2 on a cluster",
+        "and where workers wait for each other in rounds, else 2",
     )
     emulate_step_ms: float | None = Field(
         None, gt=0, description="each step lasts at least this long, as on a slower machine; results say so"

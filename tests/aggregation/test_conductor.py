@@ -389,3 +389,16 @@ def test_after_going_back_steps_go_on_from_the_counts_of_the_checkpoint() -> Non
     for number in [bench.begin(A), bench.begin(B)]:
         bench.arrive(number)
     assert bench.steps.dense[0].step == 7
+
+
+def test_whoever_leaves_waits_for_nothing_itself_and_nobody_for_it() -> None:
+    bench = Bench(Sync(), size=1)
+    bench.begin(A)
+    ahead, after = (
+        bench.conductor.ask(A, bench.conductor.dispatch(0)),
+        bench.conductor.ask(B, bench.conductor.dispatch(1)),
+    )
+    assert not ahead.done()
+    bench.conductor.left(A)
+    assert ahead.result(20) is None
+    assert after.result(20) == (0,)

@@ -260,8 +260,11 @@ def test_whoever_dies_holds_nobody_up(
 
 
 @pytest.mark.parametrize("method", ["sync", "gba"])
-@pytest.mark.parametrize("iteration", [1, 2, 5])
-def test_a_trainer_that_dies_by_script_holds_nobody_up(tmp_path: Path, method: str, iteration: int) -> None:
+@pytest.mark.parametrize("iteration", [1, 5])
+@pytest.mark.parametrize("prefetch", [None, 2], ids=["default", "ahead"])
+def test_a_trainer_that_dies_by_script_holds_nobody_up(
+    tmp_path: Path, method: str, iteration: int, prefetch: int | None
+) -> None:
     dead: list[int] = []
 
     def script(rank: int, step: int) -> None:
@@ -269,7 +272,8 @@ def test_a_trainer_that_dies_by_script_holds_nobody_up(tmp_path: Path, method: s
             dead.append(rank)
             raise TrainerLost("by script")
 
-    result, rows = train_counted(job_settings(tmp_path, method), tmp_path / "out", failures=script)
+    config = job_settings(tmp_path, method, train={"prefetch": prefetch})
+    result, rows = train_counted(config, tmp_path / "out", failures=script)
     assert result.data.trained_samples == ROWS * EPOCHS
     assert set(rows) == set(range(ROWS))
     assert result.recovery.failures == 1

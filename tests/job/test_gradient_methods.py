@@ -200,6 +200,24 @@ def test_a_trainer_that_dies_holds_nobody_up(tmp_path: Path, method: str, iterat
     assert result.recovery.failures == 1
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_trainer_with_pulls_ahead_may_die_too(tmp_path: Path, method: str, workers: int) -> None:
+    """What it has begun and does not compute must not hold up the round that its own pulls wait for."""
+    data = write_rows(tmp_path / "rows.parquet", 101)
+
+    def script(rank: int, step: int) -> None:
+        if rank == 0 and step == 2:
+            raise TrainerLost("by script")
+
+    config = gradient_settings(
+        data, method, train={"trainers": 2, "workers": workers, "prefetch": 3}, aggregation={"global_batch": 4}
+    )
+    result, rows = train_counted(config, tmp_path / "out", failures=script)
+    assert rows == dict.fromkeys(range(101), 1)
+    assert result.data.trained_samples == 101
+
+
 @pytest.mark.parametrize("trainers", [8])
 @pytest.mark.parametrize("method", METHODS)
 def test_eight_trainers_on_ten_rows(tmp_path: Path, method: str, trainers: int) -> None:

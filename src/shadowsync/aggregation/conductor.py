@@ -315,7 +315,7 @@ class Conductor:
         self._go_on()
 
     def left(self, worker: Worker) -> None:
-        """A worker has ended or died: what it had begun will not come."""
+        """A worker has ended or died: what it had begun will not come, and what it waits for it need not begin."""
         self.idle(worker)
 
     def _leave(self, worker: Worker) -> None:
@@ -323,7 +323,11 @@ class Conductor:
         for number in lost:
             del self._begun[number]
         self._paces.left(worker)
-        self._tokens.retired(len(lost))
+        waiting = [number for number, asked in self._asked.items() if asked.batch.worker == worker]
+        for number in waiting:
+            del self._dispatched[number]
+            self._refuse(number)
+        self._tokens.retired(len(lost) + len(waiting))
         self._working.pop(worker, None)
         self._decided(self.aggregator.left(worker, self._clock()))
 

@@ -65,7 +65,7 @@ class Update(Protocol):
         ...
 
     def left(self) -> None:
-        """The worker has ended, whatever the reason; not to raise."""
+        """The worker computes nothing any more, whatever the reason; may come again, and is not to raise."""
         ...
 
 

@@ -128,15 +128,27 @@ class Worker:
         """Trains until the feed ends or the job stops."""
         self._began = time.monotonic()
         for leased, pulled in self._pulled():
-            self._parts.hooks.before_step(self._parts.rank, self.iterations + 1)
-            self._step(leased, pulled)
-            self._parts.listener.after_step(self._parts.index, self.iterations)
-            if self._parts.gate.pausing:
-                self._update.settle()
-            self._parts.gate.step()
-            if self._parts.hooks.stopping():
+            try:
+                going_on = self._train(leased, pulled)
+                if not going_on:
+                    self._update.settle()
+            except BaseException:
+                self._update.left()  # now: its pulls ahead may wait for what it had begun and will not compute
+                raise
+            if not going_on:
+                self._update.left()
                 break
         self._update.settle()
+
+    def _train(self, leased: LeasedBatch, pulled: Pulled) -> bool:
+        """One step; whether there is to be another."""
+        self._parts.hooks.before_step(self._parts.rank, self.iterations + 1)
+        self._step(leased, pulled)
+        self._parts.listener.after_step(self._parts.index, self.iterations)
+        if self._parts.gate.pausing:
+            self._update.settle()
+        self._parts.gate.step()
+        return not self._parts.hooks.stopping()
 
     @property
     def quiet(self) -> bool:

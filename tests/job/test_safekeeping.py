@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,8 +127,7 @@ def test_a_server_that_is_lost_in_the_middle_of_the_last_save_is_heard_of(
 def test_a_server_that_is_lost_in_the_middle_of_a_delta_costs_that_delta(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain, "MOST_SHARE", 100.0)  # nearly all rows have changed
-    with kept(tmp_path) as job:
+    with kept(tmp_path) as job, mock.patch.object(chain, "MOST_SHARE", 100.0):  # nearly all rows have changed
         first = job.save()
         job.session.start()
         job.session.finish()

@@ -96,7 +96,7 @@ def test_processes_that_are_killed_are_replaced_and_every_row_is_trained(tmp_pat
     assert result.test.auc > 0.7
 
 
-@pytest.mark.parametrize("method", ["sync", "gba"])
+@pytest.mark.parametrize("method", ["gba"])
 def test_gradient_methods_survive_a_killed_trainer_and_a_killed_dense_server(tmp_path: Path, method: str) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", ROWS), tmp_path / "out"
     config = cluster_settings(

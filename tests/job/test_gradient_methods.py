@@ -51,7 +51,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("global_batch", [None, 2, 6, 32], ids=lambda size: f"G{size}")
+@pytest.mark.parametrize("global_batch", [None, 2, 32], ids=lambda size: f"G{size}")
 def test_every_row_is_trained_once(tmp_path: Path, method: str, global_batch: int | None) -> None:
     data = write_rows(tmp_path / "rows.parquet", 101)
     config = gradient_settings(
@@ -179,7 +179,7 @@ def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("iteration", [1, 2, 5])
+@pytest.mark.parametrize("iteration", [1, 5])
 def test_a_trainer_that_dies_holds_nobody_up(tmp_path: Path, method: str, iteration: int) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
 

@@ -251,13 +251,11 @@ class Safekeeping:
         self.take_stock()
         if self._session.alive() or self._session.given_up is not None:  # given up, trainers may be training still
             return self._submit(Due.NOTHING, self._whole)
-        exact_samples = self._exact_samples
         submitted = self._submit(Due.NOTHING, self._at_rest)
         self.saver.settle()
         with self._lock:
             lost = None in self._ended
-        if lost:
-            self._exact_samples = exact_samples
+        self.take_stock()
         return submitted and not lost
 
     def _submit(self, due: Due, make: Callable[[Due, float], None]) -> bool:
@@ -361,12 +359,11 @@ class Safekeeping:
         try:
             self._parent = self._store.compact(name)
             self._chain.rewritten()
-        except GivenUp:
+        except (GivenUp, SaveError) as error:
             self._chain.put_off()
-        except SaveError as error:
-            self._chain.put_off()
-            with self._lock:
-                self._said.append(str(error))
+            if isinstance(error, SaveError):
+                with self._lock:
+                    self._said.append(str(error))
 
     # --- the account -------------------------------------------------------------------------------------------------
 
@@ -391,7 +388,7 @@ class Safekeeping:
     def _note_failed_save(self) -> None:
         """It is due as before, and tried again soon."""
         self._again_at = self._now() + AGAIN_S
-        self._taken_samples = -1
+        self._taken_samples = self._exact_samples = -1  # a save at these samples is on no disk
         self.governor.not_saved()
 
     def _note_loss(self, loss: ServerLoss) -> None:

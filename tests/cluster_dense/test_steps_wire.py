@@ -85,8 +85,9 @@ def test_a_stepper_behind_a_wire_does_what_one_in_process_does(codec: Codec, con
             near.hold(number, gradient(here, number)).result()
             far.hold(number, gradient(there, number)).result()
         made = DenseStep(step, {2 * step: 1.0, 2 * step + 1: 0.5}, 2.0, 0.1, 2 * step + 2)
+        held = there.held_bytes
         here.commit(made)
-        far.commit(made).result()
+        assert far.commit(made).result() == held > 0
         ours, theirs = far.newer(step).result(), near.newer(step).result()
         assert ours is not None
         assert theirs is not None

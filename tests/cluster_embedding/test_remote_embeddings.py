@@ -82,9 +82,10 @@ def test_gradients_are_held_and_committed_as_in_process(connect, unique, codec):
     for server in held_here:
         server.commit(step)
     ways = [EmbeddingRemote(Remote(way, (), 0), *there.lines) for way in there.connections]
-    for way in ways:
-        for _ in range(2):
-            way.commit(step).result()
+    held = [server.held_bytes for server in there.servers]
+    assert all(held)
+    assert [way.commit(step).result() for way in ways] == held
+    assert [way.commit(step).result() for way in ways] == [0, 0, 0]
     assert_same_rows(there.servers, held_here)
     assert there.counter.totals() == counted_here.totals()
     assert [server.held_bytes for server in there.servers] == [0, 0, 0]

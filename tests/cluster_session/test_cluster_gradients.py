@@ -69,6 +69,7 @@ def test_every_row_is_trained_once(tmp_path: Path, method: str, prefetch: int | 
     assert result.sync is None
     assert result.aggregation is not None
     assert result.aggregation.global_steps > 0
+    assert (result.aggregation.most_held_bytes or 0) > 0
     assert result_of(tmp_path / "out")["aggregation"]["dropped"] == result.aggregation.dropped
     assert result.recovery.failures == 0
     assert result.wire.bytes["dense"] > 0

@@ -110,6 +110,11 @@ class DenseSide(ABC):
     def aggregation(self) -> AggregationState | None:
         """As `Session.aggregation`, of this run and what it went on from."""
 
+    @property
+    def held_bytes(self) -> int | None:
+        """As `Session._held_bytes`, as far as it was heard of."""
+        return None
+
     def recent_step_s(self) -> Mapping[Worker, float]:
         """As `Session.recent_step_s`."""
         return {}

@@ -505,6 +505,9 @@ class ClusterSession(Session):
     def aggregation(self) -> AggregationState | None:
         return self._dense.aggregation
 
+    def _held_bytes(self) -> int | None:
+        return self._dense.held_bytes
+
     def recent_step_s(self) -> Mapping[Worker, float]:
         return self._dense.recent_step_s()
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -29,6 +30,8 @@ from shadowsync.runtime.lines import Line
 from shadowsync.runtime.stepper_remote import StepperRemote
 from shadowsync.runtime.wire.errors import GONE, PeerLost
 
+T = TypeVar("T")
+
 
 @dataclass
 class RemoteSteps:
@@ -41,11 +44,13 @@ class RemoteSteps:
         crew: whose servers.
         generation: of the parts.
         trained: samples of the job so far.
+        held_bytes: memory of the gradients that waited on all servers when the last step came.
     """
 
     crew: Crew
     generation: int
     trained: Callable[[], int]
+    held_bytes: int = field(default=0, init=False)
     _over: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
     _rows: dict[Member, EmbeddingRemote] = field(default_factory=dict, init=False, repr=False)
 
@@ -57,12 +62,11 @@ class RemoteSteps:
         """
         sent = [self._of_rows(member).commit(rows) for member in self.crew.serving("embedding")]
         try:
-            self.stepper().commit(dense).result()
+            held_bytes = self.stepper().commit(dense).result()
         except GONE:
             self._over.wait()
             raise
-        for answer in sent:
-            _unless_gone(answer)
+        self.held_bytes = held_bytes + sum(_unless_gone(answer, 0) for answer in sent)
 
     def restart(self, steps: int) -> None:
         """So many steps were made before, and no gradient waits anywhere.
@@ -97,9 +101,10 @@ class RemoteSteps:
         return found
 
 
-def _unless_gone(answer: Pending[None]) -> None:
+def _unless_gone(answer: Pending[T], otherwise: T) -> T:
     with contextlib.suppress(*GONE):  # the staff has found out, or will
-        answer.result()
+        return answer.result()
+    return otherwise
 
 
 def _line(kind: str) -> Line:
@@ -200,6 +205,10 @@ class Stepped(DenseSide):
     @property
     def aggregation(self) -> AggregationState:
         return AggregationState() if self._now is None else self._now.conductor.state
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._now is None else self._now.steps.held_bytes
 
     def recent_step_s(self) -> Mapping[Worker, float]:
         return {} if self._now is None else self._now.conductor.recent_step_s()

@@ -26,7 +26,7 @@ from shadowsync.runtime.embedding_messages import (
     pack_ids,
     unpack_coded,
 )
-from shadowsync.runtime.fetched import Fetched, nothing
+from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
 from shadowsync.runtime.lines import Line, id_type
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.service import Meta
@@ -116,8 +116,8 @@ class EmbeddingRemote:
         """As `EmbeddingServer.hold_rows`."""
         return self._step(lookup, gradients, 0.0, number)
 
-    def commit(self, step: RowStep) -> Pending[None]:
-        """As `EmbeddingServer.commit`."""
+    def commit(self, step: RowStep) -> Pending[int]:
+        """As `EmbeddingServer.commit`; answered with the bytes of the gradients that waited."""
         weights = step.weights
         meta = CommitAsked(
             step.step,
@@ -128,7 +128,7 @@ class EmbeddingRemote:
             step.below,
             self._remote.generation,
         )
-        return Fetched(self._call(_Message("commit", meta, ())), nothing)
+        return Fetched(self._call(_Message("commit", meta, ())), held_bytes)
 
     def forget_held(self, stepped: int) -> Pending[None]:
         """As `EmbeddingServer.forget_held`."""

@@ -36,6 +36,7 @@ from shadowsync.runtime.embedding_messages import (
 from shadowsync.runtime.embedding_saves import SaveMethods, check_size
 from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.lines import Encoder
+from shadowsync.runtime.step_messages import Committed
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
 
@@ -223,8 +224,9 @@ class EmbeddingService:
                 "global step"
             )
         weights = dict(zip(asked.batches, asked.weights, strict=True))
+        held_bytes = self._server.held_bytes
         self._server.commit(RowStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
-        return Reply()
+        return Reply(Committed(held_bytes))
 
     def _forget_held(self, request: Request) -> Reply:
         asked = request.read(ForgetAsked)

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from shadowsync.embedding.pending import Callback, Pending
+from shadowsync.runtime.step_messages import Committed
 from shadowsync.runtime.wire.connection import Answer
 
 T = TypeVar("T")
@@ -28,6 +29,11 @@ class Fetched(Pending[T], Generic[T]):
 
     def then(self, callback: Callback) -> None:
         self._future.add_done_callback(lambda future: callback(future.exception()))
+
+
+def held_bytes(answer: Answer) -> int:
+    """Decodes the answer to a global step."""
+    return answer.read(Committed).held_bytes
 
 
 def nothing(_: Answer) -> None:

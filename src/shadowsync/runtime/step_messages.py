@@ -91,6 +91,16 @@ class StepAsked(Meta, frozen=True):
     generation: int
 
 
+class Committed(Meta, frozen=True):
+    """Answers a global step.
+
+    Attributes:
+        held_bytes: memory of the gradients that waited at the server when the step came, those of the step with them.
+    """
+
+    held_bytes: int
+
+
 class RestartAsked(Meta, frozen=True):
     """All gradients are forgotten, and the parameters have this version."""
 

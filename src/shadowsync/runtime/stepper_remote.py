@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, Version
 from shadowsync.embedding.pending import Pending
 from shadowsync.errors import DataError
-from shadowsync.runtime.fetched import Fetched, nothing
+from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
 from shadowsync.runtime.lines import Line
 from shadowsync.runtime.step_messages import GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
 from shadowsync.runtime.wire.connection import Answer, Connection
@@ -42,8 +42,8 @@ class StepperRemote:
         sent = GradientSent(number, self.stream, gradient.used, self.generation)
         return Fetched(self.connection.call("hold", sent, encoded.frames), nothing)
 
-    def commit(self, step: DenseStep) -> Pending[None]:
-        """As `DenseStepper.commit`."""
+    def commit(self, step: DenseStep) -> Pending[int]:
+        """As `DenseStepper.commit`; answered with the bytes of the gradients that waited."""
         asked = StepAsked(
             step.step,
             tuple(step.weights),
@@ -53,7 +53,7 @@ class StepperRemote:
             step.below,
             self.generation,
         )
-        return Fetched(self.connection.call("commit", asked), nothing)
+        return Fetched(self.connection.call("commit", asked), held_bytes)
 
     def restart(self, version: int) -> Pending[None]:
         """As `DenseStepper.restart`."""

@@ -15,7 +15,7 @@ from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
 from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.lines import Encoder
-from shadowsync.runtime.step_messages import GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
+from shadowsync.runtime.step_messages import Committed, GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
 
@@ -62,8 +62,9 @@ class StepperService:
         self._generation.check(asked.generation)
         _check_step(asked)
         weights = dict(zip(asked.batches, asked.weights, strict=True))
+        held_bytes = self._stepper.held_bytes
         self._stepper.commit(DenseStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
-        return Reply()
+        return Reply(Committed(held_bytes))
 
     def _restart(self, request: Request) -> Reply:
         asked = request.read(RestartAsked)

@@ -20,7 +20,7 @@ from shadowsync.runtime.runtime import Machine
 from shadowsync.runtime.wire.keys import JobKeys
 
 pytestmark = pytest.mark.timeout(60)
-ROWS, EPOCHS = 400, 2
+ROWS, EPOCHS = 240, 2
 PATIENCE_S = 2.5
 """Silence of a second is no news: peers ask each other once a second for a sign of life."""
 UNTOLD = 64
@@ -30,7 +30,7 @@ UNTOLD = 64
 def job_settings(tmp_path: Path, **sections: Any) -> dict[str, Any]:
     """Three trainers of two workers, two servers of either kind."""
     base: dict[str, dict[str, Any]] = {
-        "train": {"trainers": 3, "workers": 2, "batch_size": 4},
+        "train": {"trainers": 3, "workers": 2, "batch_size": 4, "lr": 0.1},
         "data": {"slice_rows": 16, "epochs": EPOCHS},
         "embedding": {"servers": 2},
         "sync": {"method": "easgd"},

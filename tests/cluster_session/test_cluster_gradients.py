@@ -35,7 +35,7 @@ from shadowsync.runtime.wire.service import Request
 from shadowsync.training.worker import TrainerLost
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("cluster")]
-ROWS, EPOCHS = 400, 2
+ROWS, EPOCHS = 240, 2
 
 
 def gradient_settings(path: Path, method: str, test_path: Path | None = None, **sections: Any) -> dict[str, Any]:

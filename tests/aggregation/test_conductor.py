@@ -196,6 +196,26 @@ def test_who_does_not_wait_for_rounds_goes_on_while_a_step_is_made() -> None:
     assert [step.step for step in bench.steps.dense] == [0, 1]
 
 
+@pytest.mark.parametrize(("method", "steps"), [(Async(), 5), (Gba(), 3)], ids=["async", "gba"])
+def test_gradients_do_not_pile_up_before_steps_that_take_long(method: Aggregation, steps: int) -> None:
+    bench = Bench(method, size=2)
+    jobs: list[Callable[[], None]] = []
+    bench.conductor = Conductor(
+        method,
+        StepRule(2, 0.5, 2.0, STEADY, False),
+        StepParts(bench.steps, [], lambda: bench.trained),
+        run=jobs.append,
+    )
+    while bench.conductor.aggregator.step < steps:
+        bench.arrive(bench.begin(A))
+    answer = bench.conductor.ask(B, bench.conductor.dispatch(1))
+    assert not answer.done()
+    for job in jobs:
+        job()
+    assert answer.done()
+    assert len(bench.steps.dense) == steps
+
+
 def test_rounds_take_batches_in_the_order_in_which_they_were_handed_out() -> None:
     bench = Bench(Sync(), size=1)
     first = bench.conductor.dispatch(0)

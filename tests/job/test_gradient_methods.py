@@ -30,6 +30,7 @@ from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.errors import ConfigError, DataError
+from shadowsync.job import train_from_command_line
 from shadowsync.registry import members
 from shadowsync.report.history import read_frames
 from shadowsync.training.worker import TrainerLost
@@ -157,6 +158,14 @@ def test_a_checkpoint_of_any_method_goes_on_under_another(
     ledger = Ledger()
     Job(beside_own_model(base | here), model=Witness(ledger), out=tmp_path / "new", resume=out).run()
     assert before + ledger.rows == dict.fromkeys(range(101), 2)
+
+
+def test_the_global_batch_stays_with_another_number_of_workers(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 101)
+    there, here = tmp_path / "there", tmp_path / "here"
+    Job(gradient_settings(data, "sync", model=SMALL_DLRM, train={"workers": 2}), out=there).run()
+    train_from_command_line(None, ["train.workers=3", "data.epochs=2"], here, there)
+    assert result_of(here)["config"]["aggregation"]["global_batch"] == 4
 
 
 def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:

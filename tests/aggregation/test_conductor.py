@@ -137,6 +137,16 @@ def test_learning_rates_are_those_of_the_samples_after_the_step() -> None:
     assert [step.lr for step in bench.steps.rows] == [1.0, 2.0]
 
 
+def test_learning_rates_follow_each_sample_once_also_of_a_dead_trainer() -> None:
+    bench = Bench(Gba(), size=2, rates=Rates(warmup_samples=16))
+    first, second = bench.begin(A), bench.begin(B)
+    bench.arrive(first)
+    bench.conductor.abandoned(A[0])
+    assert bench.steps.done == [first]
+    bench.arrive(second, 1)
+    assert [step.lr for step in bench.steps.dense] == [0.25]
+
+
 def test_stale_gradients_are_dropped_and_counted() -> None:
     bench = Bench(Gba(tolerance=0), size=1)
     old = bench.begin(A)

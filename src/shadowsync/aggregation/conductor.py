@@ -420,7 +420,9 @@ class Conductor:
 
     def _carry_out_one(self, commit: Commit, below: int, named: Mapping[int, Arrived]) -> None:
         rule = self._rule
-        samples = self._parts.trained() + sum(arrived.samples for arrived in named.values())
+        with self._changed:  # those of a trainer that is gone count as trained already
+            new = sum(arrived.samples for number, arrived in named.items() if number in self._undone)
+        samples = self._parts.trained() + new
         factor = rule.rates.factor(samples)
         divisor = commit.divisor if rule.rows_by_buffer else None
         self._parts.carry_out(

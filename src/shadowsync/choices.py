@@ -251,7 +251,7 @@ def _choose_aggregation(config: Config) -> Aggregating | None:
     (own,) = split_options(
         "aggregation", given.options, {f"aggregation.method={given.method}": member}, AggregationConfig.model_fields
     )
-    whole = given.global_batch or train.batch_size * train.trainers * train.workers
+    whole = global_batch(config)
     size, rest = divmod(whole, train.batch_size)
     if rest or not size:
         raise ConfigError(
@@ -261,6 +261,12 @@ def _choose_aggregation(config: Config) -> Aggregating | None:
     method = build(member, own, "aggregation")
     method.start(size)  # what does not fit is found before anything starts
     return Aggregating(method, size, given.rows == "buffer")
+
+
+def global_batch(config: Config) -> int:
+    """Samples of a global step."""
+    train = config.train
+    return config.aggregation.global_batch or train.batch_size * train.trainers * train.workers
 
 
 def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:

@@ -19,7 +19,7 @@ from shadowsync import sections
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import untold
 from shadowsync.assembly import prefetch
-from shadowsync.choices import Choices, choose_all, server_count, without_foreign_options
+from shadowsync.choices import Choices, choose_all, global_batch, server_count, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory
@@ -504,7 +504,16 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -
             f"shadowsync.Job(config, model=module, resume={str(resume)!r})"
         )
     changed = merge({}, read_yaml(path) if path else {}, overrides)
-    return parse(merge(without_foreign_options(merge(saved.config, changed, [])), changed, []))
+    before = _with_global_batch(saved.config)
+    return parse(merge(without_foreign_options(merge(before, changed, [])), changed, []))
+
+
+def _with_global_batch(saved: dict[str, Any]) -> dict[str, Any]:
+    """What a step was made of stays, also with another number of workers."""
+    config = parse(saved)
+    if config.aggregation.method is None:
+        return saved
+    return merge(saved, {"aggregation": {"global_batch": global_batch(config)}}, [])
 
 
 def _headline(job: Job) -> str:

@@ -137,6 +137,16 @@ def test_learning_rates_are_those_of_the_samples_after_the_step() -> None:
     assert [step.lr for step in bench.steps.rows] == [1.0, 2.0]
 
 
+def test_learning_rates_follow_each_sample_once_also_of_a_dead_trainer() -> None:
+    bench = Bench(Gba(), size=2, rates=Rates(warmup_samples=16))
+    first, second = bench.begin(A), bench.begin(B)
+    bench.arrive(first)
+    bench.conductor.abandoned(A[0])
+    assert bench.steps.done == [first]
+    bench.arrive(second, 1)
+    assert [step.lr for step in bench.steps.dense] == [0.25]
+
+
 def test_stale_gradients_are_dropped_and_counted() -> None:
     bench = Bench(Gba(tolerance=0), size=1)
     old = bench.begin(A)
@@ -194,6 +204,26 @@ def test_who_does_not_wait_for_rounds_goes_on_while_a_step_is_made() -> None:
         bench.steps.gate.set()
         arriving.result(20)
     assert [step.step for step in bench.steps.dense] == [0, 1]
+
+
+@pytest.mark.parametrize(("method", "steps"), [(Async(), 5), (Gba(), 3)], ids=["async", "gba"])
+def test_gradients_do_not_pile_up_before_steps_that_take_long(method: Aggregation, steps: int) -> None:
+    bench = Bench(method, size=2)
+    jobs: list[Callable[[], None]] = []
+    bench.conductor = Conductor(
+        method,
+        StepRule(2, 0.5, 2.0, STEADY, False),
+        StepParts(bench.steps, [], lambda: bench.trained),
+        run=jobs.append,
+    )
+    while bench.conductor.aggregator.step < steps:
+        bench.arrive(bench.begin(A))
+    answer = bench.conductor.ask(B, bench.conductor.dispatch(1))
+    assert not answer.done()
+    for job in jobs:
+        job()
+    assert answer.done()
+    assert len(bench.steps.dense) == steps
 
 
 def test_rounds_take_batches_in_the_order_in_which_they_were_handed_out() -> None:

@@ -1,7 +1,9 @@
 """Whole jobs under gradient methods: every row once, large-batch training to the bit, and switches in mid-run."""
 
 import io
+import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,10 @@ from test_resume import interrupt
 
 from shadowsync import Job
 from shadowsync.aggregation.aggregator import Aggregation
-from shadowsync.errors import ConfigError
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.client import EmbeddingClient, Pulled
+from shadowsync.errors import ConfigError, DataError
+from shadowsync.job import train_from_command_line
 from shadowsync.registry import members
 from shadowsync.report.history import read_frames
 from shadowsync.training.worker import TrainerLost
@@ -155,6 +160,14 @@ def test_a_checkpoint_of_any_method_goes_on_under_another(
     assert before + ledger.rows == dict.fromkeys(range(101), 2)
 
 
+def test_the_global_batch_stays_with_another_number_of_workers(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 101)
+    there, here = tmp_path / "there", tmp_path / "here"
+    Job(gradient_settings(data, "sync", model=SMALL_DLRM, train={"workers": 2}), out=there).run()
+    train_from_command_line(None, ["train.workers=3", "data.epochs=2"], here, there)
+    assert result_of(here)["config"]["aggregation"]["global_batch"] == 4
+
+
 def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:
     """Half under one method, half under the other, with nothing stale, is the whole under one."""
     data = write_rows(tmp_path / "rows.parquet", 64)
@@ -216,6 +229,26 @@ def test_a_trainer_with_pulls_ahead_may_die_too(tmp_path: Path, method: str, wor
     result, rows = train_counted(config, tmp_path / "out", failures=script)
     assert rows == dict.fromkeys(range(101), 1)
     assert result.data.trained_samples == 101
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("method", ["sync", "hop_bw"])
+def test_a_pull_ahead_that_fails_ends_the_job(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one waits for a round of which the batch that was not pulled is a part."""
+    pull, pulls = EmbeddingClient.pull, itertools.count()
+
+    def failing(client: EmbeddingClient, ids: Jagged) -> Pulled:
+        if next(pulls) == 1:
+            raise DataError("an id beyond its table")
+        return pull(client, ids)
+
+    monkeypatch.setattr(EmbeddingClient, "pull", failing)
+    data = write_rows(tmp_path / "rows.parquet", 101)
+    config = gradient_settings(data, method, model=SMALL_DLRM, train={"prefetch": 3}, aggregation={"global_batch": 4})
+    started = time.monotonic()
+    with pytest.raises(DataError, match="an id beyond its table"):
+        Job(config, out=tmp_path / "out").run()
+    assert time.monotonic() - started < 15  # a job that the test's timeout interrupts raises the same
 
 
 @pytest.mark.parametrize("trainers", [8])

@@ -124,6 +124,10 @@ class _Asked(NamedTuple):
 
 _Answer = tuple["Future[Admitted | None]", Admitted | BaseException | None]
 
+MOST_BEHIND = 2
+"""Global batches that are decided and not carried out while batches are still begun; more rides out longer pauses of
+the servers, and takes more memory there."""
+
 
 def _at_once(carry_out: Callable[[], None]) -> None:
     carry_out()
@@ -133,7 +137,9 @@ class Conductor:
     """Drives an `Aggregator` from many threads.
 
     Decisions are made under a lock that is held for microseconds. Commits are carried out in their order, by one thread
-    at a time, so that nobody waits for a step but those whom the method makes wait.
+    at a time, so that nobody waits for a step but those whom the method makes wait. Where steps are decided faster than
+    they are carried out, all wait once `MOST_BEHIND` global batches are: otherwise gradients would pile up at the
+    servers, and grow older than any method knows of.
 
     Args:
         method: says what goes into which step.
@@ -153,6 +159,7 @@ class Conductor:
         run: Callable[[Callable[[], None]], object] = _at_once,
     ) -> None:
         self._method, self._rule, self._parts, self._clock, self._run = method, rule, parts, clock, run
+        self._most_behind = MOST_BEHIND * rule.size // method.batches_per_step(rule.size)
         self._changed = threading.Condition()
         self._carrying = threading.Lock()
         self._working: dict[Worker, int] = {}
@@ -249,7 +256,10 @@ class Conductor:
                 self._answers.append((answer, admitted))
 
     def _admits(self, batch: Begun) -> bool:
-        if self.aggregator.waits and (self._carried < self.aggregator.step or min(self._dispatched) < batch.number):
+        behind = self.aggregator.step - self._carried
+        if behind > self._most_behind:
+            return False
+        if self.aggregator.waits and (behind or min(self._dispatched) < batch.number):
             return False
         return self.aggregator.begin(batch, self._clock())
 
@@ -410,7 +420,9 @@ class Conductor:
 
     def _carry_out_one(self, commit: Commit, below: int, named: Mapping[int, Arrived]) -> None:
         rule = self._rule
-        samples = self._parts.trained() + sum(arrived.samples for arrived in named.values())
+        with self._changed:  # those of a trainer that is gone count as trained already
+            new = sum(arrived.samples for number, arrived in named.items() if number in self._undone)
+        samples = self._parts.trained() + new
         factor = rule.rates.factor(samples)
         divisor = commit.divisor if rule.rows_by_buffer else None
         self._parts.carry_out(

@@ -3,9 +3,10 @@
 `B` samples of a batch, `D` total width of the pooled embeddings.
 """
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -127,17 +128,11 @@ class Worker:
     def run(self) -> None:
         """Trains until the feed ends or the job stops."""
         self._began = time.monotonic()
-        for leased, pulled in self._pulled():
-            try:
-                going_on = self._train(leased, pulled)
-                if not going_on:
+        with contextlib.closing(self._pulled()) as batches:
+            for leased, pulled in batches:
+                if not self._train(leased, pulled):
                     self._update.settle()
-            except BaseException:
-                self._update.left()  # now: its pulls ahead may wait for what it had begun and will not compute
-                raise
-            if not going_on:
-                self._update.left()
-                break
+                    break
         self._update.settle()
 
     def _train(self, leased: LeasedBatch, pulled: Pulled) -> bool:
@@ -196,9 +191,9 @@ class Worker:
             self._settled_factor = factor
         return factor
 
-    def _pulled(self) -> Iterator[_Ready]:
+    def _pulled(self) -> Generator[_Ready, None, None]:
         """Batches with their pooled embeddings; when there is none now, waits for what others may give back."""
-        with _Prefetcher(self._fetch, self._parts) as ahead:
+        with _Prefetcher(self._fetch, self._update.left, self._parts) as ahead:
             while (ready := ahead.next() or self._wait_for_more()) is not None:
                 yield ready
 
@@ -229,10 +224,14 @@ def _nothing_computed(
 
 
 class _Prefetcher:
-    """Pulls the next batches of a worker in a thread of its own while the worker trains; with 0, in the worker's."""
+    """Pulls the next batches of a worker in a thread of its own while the worker trains; with 0, in the worker's.
 
-    def __init__(self, fetch: Callable[[bool], _Ready | None], parts: WorkerParts) -> None:
+    At the end it leaves: a pull under way may wait for a batch that was begun and will not be computed.
+    """
+
+    def __init__(self, fetch: Callable[[bool], _Ready | None], leave: Callable[[], None], parts: WorkerParts) -> None:
         self._fetch = fetch
+        self._leave = leave
         self._depth = parts.settings.prefetch
         self._resting = parts.gate.resting
         self._pool = ThreadPoolExecutor(1, f"pull-{parts.rank}.{parts.index}") if self._depth else None
@@ -256,4 +255,7 @@ class _Prefetcher:
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._leave()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)

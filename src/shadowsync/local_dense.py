@@ -112,6 +112,9 @@ class LocalDense(ABC):
     def abandoned(self, rank: int) -> None:  # noqa: B027 (matters to gradient methods only)
         """A trainer died, and what it had not begun goes to others."""
 
+    def look(self) -> None:  # noqa: B027 (matters to gradient methods only)
+        """Called several times a second while trainers are at work."""
+
     def stop(self) -> None:  # noqa: B027 (matters only where workers wait for each other)
         """Lets everybody go who waits for others."""
 
@@ -236,6 +239,9 @@ class LocalGradients(LocalDense):
 
     def abandoned(self, rank: int) -> None:
         self.conductor.abandoned(rank)
+
+    def look(self) -> None:
+        self.conductor.look()
 
     def stop(self) -> None:
         self.conductor.stop()

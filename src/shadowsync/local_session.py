@@ -106,6 +106,7 @@ class LocalSession(Session):
                 trainer.finish()
         if any(trainer.failed for trainer in self.trainers):
             self.stop()
+        self.dense.look()
         self._notice()
 
     def _notice(self) -> None:

@@ -60,6 +60,14 @@ class Cluster:
         """The batch that a worker computes or waits for gets lost, and the worker goes on with another one."""
         self._at(at, lambda: self._loses(worker))
 
+    def look(self, every_s: float, until_s: float) -> None:
+        """As a session does, from the start on."""
+        for time in range(int(until_s / every_s)):
+            self._at(time * every_s, self._look)
+
+    def _look(self) -> None:
+        self._changed = self.aggregator.look(self.now)
+
     def flush(self, at: float) -> None:
         """In the middle of everything, as before a checkpoint."""
         self._at(at, self._flush)
@@ -143,7 +151,7 @@ class Cluster:
         self._changed = True
         self._take(self.aggregator.flush(self.now))
         self.book.realign(self.aggregator.step, len(self.outstanding()))
-        assert self.aggregator.held == 0
+        assert not self.aggregator.held
 
     def outstanding(self) -> list[Begun]:
         """Dispatched batches that have neither arrived nor been lost."""

@@ -133,6 +133,44 @@ def test_a_worker_that_hangs_is_seen_before_it_is_done() -> None:
     assert cluster.commit_times[cluster.aggregator.switches[1].step - 1] > 750, "not while one hangs"
 
 
+def test_a_worker_that_hangs_in_a_round_is_not_waited_for() -> None:
+    def hangs(worker: int, number: int, now: float) -> float:
+        return 1e4 if worker == 1 and now > 100 else 1.0
+
+    cluster = Cluster(Auto(), WORKERS, 10**6, hangs, 200)
+    for worker in range(WORKERS):
+        cluster.join(worker)
+    cluster.look(0.25, 200)
+    cluster.die(1, 300)
+    cluster.run()
+    (switch,) = cluster.aggregator.switches
+    assert switch.mode == "gba"
+    assert 105 < cluster.commit_times[switch.step] < 110, "five usual batches later, what has arrived begins a step"
+    assert "a batch has taken" in switch.why
+    assert trained(cluster) > 100 * WORKERS + 90 * (WORKERS - 1)
+    assert cluster.dropped == 0
+
+
+def test_nothing_is_wrong_with_a_batch_before_any_was_finished() -> None:
+    aggregator = Auto().start(2)
+    assert aggregator.begin(Begun(0, 0, "a"), 0.0)
+    assert aggregator.begin(Begun(1, 0, "b"), 0.0)
+    assert not aggregator.look(1e6)
+
+
+def test_all_workers_standing_still_are_even() -> None:
+    """As at a checkpoint for which everybody stops."""
+    aggregator = Auto().start(2)
+    for step in range(3):
+        for number, worker in ((2 * step, "a"), (2 * step + 1, "b")):
+            assert aggregator.begin(Begun(number, step, worker), float(step))
+        for number in (2 * step, 2 * step + 1):
+            aggregator.arrived(number, step + 1.0)
+    assert aggregator.begin(Begun(6, 3, "a"), 3.0)
+    assert aggregator.begin(Begun(7, 3, "b"), 3.0)
+    assert not aggregator.look(1e6)
+
+
 def test_a_batch_that_got_lost_does_not_count_as_under_way() -> None:
     aggregator = Auto(steady_commits=1, steady_s=0.0).start(2)
     aggregator.begin(Begun(0, 0, "a"), 0.0)
@@ -145,7 +183,7 @@ def test_a_batch_that_got_lost_does_not_count_as_under_way() -> None:
 
 def test_step_times_of_carried_batches_count_from_the_switch() -> None:
     aggregator = Auto(steady_commits=1, steady_s=0.0).start(2)
-    aggregator.carry([Begun(0, 0, "slow"), Begun(1, 0, "fast")], 10.0)
+    aggregator.carry([Begun(0, 0, "slow"), Begun(1, 0, "fast")], [], 10.0)
     aggregator.arrived(1, 11.0)
     aggregator.arrived(0, 19.0)
     assert [switch.mode for switch in aggregator.switches] == ["gba"]

@@ -363,7 +363,7 @@ def test_the_last_gradients_are_committed_when_nobody_has_anything_to_do(method:
     bench.conductor.left(B)
     bench.conductor.idle(A)
     assert bench.steps.done == [number]
-    assert bench.conductor.aggregator.held == 0
+    assert not bench.conductor.aggregator.held
     assert bench.steps.dense[-1].divisor == 1.0
 
 

@@ -57,7 +57,7 @@ def test_tokens_keep_up_with_the_steps_and_do_not_run_ahead(
 
     def watch(cluster: Cluster, batch: Begun) -> None:
         ahead = batch.token - cluster.aggregator.step
-        assert 0 <= ahead <= (len(cluster.aggregator.in_flight) - 1 + cluster.aggregator.held) // size
+        assert 0 <= ahead <= (len(cluster.aggregator.in_flight) - 1 + len(cluster.aggregator.held)) // size
 
     cluster = Cluster(Gba(), size, 60, lambda worker, number, now: 1.0 + (number * 7) % 5, step=3)
     cluster.watch = watch

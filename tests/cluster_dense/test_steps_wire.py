@@ -247,7 +247,7 @@ def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
     assert bench.remote.begin((0, 0), computing) is None
     assert bench.remote.begin((1, 0), other)
     bench.remote.left((1, 0))
-    assert bench.conductor.aggregator.held == 0
+    assert not bench.conductor.aggregator.held
     assert bench.conductor.state.received == 1
 
 

@@ -107,8 +107,8 @@ class Aggregator(ABC):
 
     @property
     @abstractmethod
-    def held(self) -> int:
-        """Gradients that have arrived and that no commit has named."""
+    def held(self) -> Sequence[Begun]:
+        """Batches whose gradients have arrived and that no commit has named, in the order of arrival."""
 
     @abstractmethod
     def begin(self, batch: Begun, now: float) -> bool:
@@ -141,11 +141,21 @@ class Aggregator(ABC):
         the tokens behind; `TokenBook.realign` brings them up.
         """
 
-    @abstractmethod
-    def carry(self, batches: Iterable[Begun], now: float) -> None:
-        """Takes over batches that were begun under another aggregator, which made its last commit just before.
+    def look(self, now: float) -> bool:
+        """Time has passed, whether anything happened or not; called several times a second.
 
-        They count as being computed, also where `begin` would not let them.
+        Returns:
+            whether batches may begin now that could not before.
+        """
+        return False
+
+    @abstractmethod
+    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
+        """Takes over from another aggregator, which will not be asked any more.
+
+        Args:
+            batches: that were begun; they count as being computed, also where `begin` would not let them.
+            held: fewer than M that have arrived since its last commit, in that order; they are the first of the next.
         """
 
 
@@ -153,7 +163,7 @@ class Aggregation(ABC):
     """A gradient method: options only; what moves is in the aggregator that it starts.
 
     A switch from one method to another, on a live job or from a checkpoint, starts the other one at the first one's
-    step when that has just committed, and carries over what is in flight.
+    step, and carries over what is in flight and what is held.
     """
 
     name: ClassVar[str]

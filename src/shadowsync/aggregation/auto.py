@@ -23,7 +23,9 @@ class Auto(Aggregation):
     of the living workers (`step_times.lost_share`). Above `share` it goes to GBA, below `even` back; both only after
     the estimate has been there for `steady_commits` commits and `steady_s` seconds in a row. It starts synchronously.
 
-    A switch happens right after a commit, when nothing is held. Gradients in flight are kept: on the way back the first
+    A round need not end for that: a batch that takes as long as `steady_commits` usual ones, and `steady_s`, says as
+    much, so that a worker that hangs holds nobody up for longer. What has arrived of that round is the beginning of the
+    first global batch of GBA. The way back is taken right after a commit, and gradients in flight are kept: the first
     round waits for them instead of admitting as many new ones.
     """
 
@@ -96,7 +98,7 @@ class _Switching(Aggregator):
         return self._at_work.in_flight
 
     @property
-    def held(self) -> int:
+    def held(self) -> Sequence[Begun]:
         return self._at_work.held
 
     def begin(self, batch: Begun, now: float) -> bool:
@@ -120,9 +122,20 @@ class _Switching(Aggregator):
     def flush(self, now: float) -> Sequence[Commit]:
         return self._after(self._at_work.flush(now), now)
 
-    def carry(self, batches: Iterable[Begun], now: float) -> None:
+    def look(self, now: float) -> bool:
+        usual, longest = self._times.usual_s, self._times.longest_s(now)
+        if not self.waits or not usual:
+            return False
+        options, times, lost = self._options, longest / usual, lost_share(self._times.rounds(now), self._size)
+        if lost <= options.share or times < options.steady_commits or longest < options.steady_s:
+            return False
+        why = f"stragglers cost synchronous rounds {lost:.0%}, above share={options.share:.0%}"
+        self._switch(f"{why}, and a batch has taken {longest:.3g} s so far, {times:.0f} times the usual", now)
+        return True
+
+    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
         taken = list(batches)
-        self._at_work.carry(taken, now)
+        self._at_work.carry(taken, held, now)
         for batch in taken:
             self._times.began(batch, now)
 
@@ -145,10 +158,10 @@ class _Switching(Aggregator):
             self._switch(f"stragglers cost synchronous rounds {lost:.0%}, {lasting}; {_spread(rounds)}", now)
 
     def _switch(self, why: str, now: float) -> None:
-        carried = tuple(self._at_work.in_flight.values())
+        carried, held = tuple(self._at_work.in_flight.values()), self._at_work.held
         self._modes = (self._modes[1], self._modes[0])
         self._at_work = self._modes[0].start(self._size, self.step)
-        self._at_work.carry(carried, now)
+        self._at_work.carry(carried, held, now)
         self._streak = _Streak()
         self.mode = self._at_work.mode
         self.switches.append(Switch(self.step, self.mode, why))

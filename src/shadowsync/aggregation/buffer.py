@@ -32,8 +32,8 @@ class Buffer(Aggregator):
         return self._in_flight
 
     @property
-    def held(self) -> int:
-        return len(self._held)
+    def held(self) -> Sequence[Begun]:
+        return tuple(self._held)
 
     def begin(self, batch: Begun, now: float) -> bool:
         if batch.number in self._in_flight:
@@ -64,8 +64,9 @@ class Buffer(Aggregator):
     def flush(self, now: float) -> Sequence[Commit]:
         return [self._commit(kept)] if self._held else []
 
-    def carry(self, batches: Iterable[Begun], now: float) -> None:
+    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
         self._in_flight.update((batch.number, batch) for batch in batches)
+        self._held.extend(held)
 
     def _admits(self, batch: Begun) -> bool:
         return True

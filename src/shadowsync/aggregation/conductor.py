@@ -348,6 +348,13 @@ class Conductor:
 
     # --- called by the session ---------------------------------------------------------------------------------------
 
+    def look(self) -> None:
+        """To be called several times a second: a method may have to act though no gradient arrives."""
+        with self._changed:
+            if self.aggregator.look(self._clock()):
+                self._admit()
+        self._tell()
+
     def stop(self) -> None:
         """Lets everybody go who waits; nobody begins anything any more."""
         with self._changed:

@@ -52,8 +52,8 @@ class _Clocks(Buffer):
         self._finished_by = {worker: count for worker, count in self._finished_by.items() if worker in busy}
         return super().flush(now)
 
-    def carry(self, batches: Iterable[Begun], now: float) -> None:
-        super().carry(batches, now)
+    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
+        super().carry(batches, held, now)
         for batch in self._in_flight.values():
             self._join(batch.worker)
 

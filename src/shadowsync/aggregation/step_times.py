@@ -51,13 +51,22 @@ class StepTimes:
         self._recent.pop(worker, None)
         self._began = {number: begun for number, begun in self._began.items() if begun[0] != worker}
 
+    @property
+    def usual_s(self) -> float:
+        """What a batch takes the worker in the middle on average; 0 before the first was finished."""
+        return median(mean(recent) for recent in self._recent.values()) if self._recent else 0.0
+
+    def longest_s(self, now: float) -> float:
+        """How long the oldest batch under way has taken so far; 0 if there is none."""
+        return max((now - began for _, began in self._began.values()), default=0.0)
+
     def rounds(self, now: float) -> list[Round]:
         """What the last rounds would have been: the newest step time of every worker, the newest but one, and so on.
 
         Of a worker with fewer of them some count again.
         """
         found = {worker: list(recent)[::-1] for worker, recent in self._recent.items()}
-        usual = median(mean(recent) for recent in found.values()) if found else 0.0
+        usual = self.usual_s
         for worker, began in self._began.values():
             known = found.setdefault(worker, [usual])
             if now - began > max(known):

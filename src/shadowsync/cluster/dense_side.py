@@ -39,6 +39,9 @@ class DenseSide(ABC):
             PeerLost: one of them is not there.
         """
 
+    def look(self) -> None:  # noqa: B027 (matters to gradient methods only)
+        """Called several times a second while trainers are at work."""
+
     @abstractmethod
     def stop(self) -> None:
         """Lets everybody go who waits for others."""

@@ -170,6 +170,7 @@ class ClusterSession(Session):
         self._mourn_all()
         self._collect_installs()
         self._hear()
+        self._dense.look()
         if self._must_go_back is not None and self.given_up is None:
             self._going_back = self._pool.submit(self._go_back, self._must_go_back)
             self._going_back.add_done_callback(lambda _: self.ended.set())

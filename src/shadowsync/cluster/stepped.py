@@ -149,6 +149,10 @@ class Stepped(DenseSide):
     def fill(self) -> None:
         """The server has made them itself."""
 
+    def look(self) -> None:
+        if self._now is not None:
+            self._now.conductor.look()
+
     def stop(self) -> None:
         if self._now is not None:
             self._now.conductor.stop()

@@ -53,10 +53,12 @@ TASKS = {
         "data.table_rows=20000",
     ),
 }
+COURSE = ("train.warmup_samples=200000", "train.decay=linear")
 OPTIMIZERS = {
-    "adagrad": ("train.optimizer=adagrad", "train.lr=0.03", "embedding.lr=0.15"),
-    "adam": ("train.optimizer=adam", "train.lr=0.004", "embedding.optimizer=adam", "embedding.lr=0.004"),
+    "adagrad": ("train.optimizer=adagrad", "train.lr=0.01", "embedding.lr=0.05", *COURSE),
+    "adam": ("train.optimizer=adam", "train.lr=0.004", "embedding.optimizer=adam", "embedding.lr=0.004", *COURSE),
 }
+"""Learning rates among those that are best for synchronous training; hotter ones cost every other method more."""
 MOMENTS = ("before", "quarter", "end")
 
 

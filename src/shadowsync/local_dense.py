@@ -112,6 +112,9 @@ class LocalDense(ABC):
     def abandoned(self, rank: int) -> None:  # noqa: B027 (matters to gradient methods only)
         """A trainer died, and what it had not begun goes to others."""
 
+    def settle(self) -> None:  # noqa: B027 (matters to gradient methods only)
+        """Called when everybody stands still, before an image is taken."""
+
     def look(self) -> None:  # noqa: B027 (matters to gradient methods only)
         """Called several times a second while trainers are at work."""
 
@@ -239,6 +242,9 @@ class LocalGradients(LocalDense):
 
     def abandoned(self, rank: int) -> None:
         self.conductor.abandoned(rank)
+
+    def settle(self) -> None:
+        self.conductor.settle(0.0)
 
     def look(self) -> None:
         self.conductor.look()

@@ -1,8 +1,8 @@
 """The session whose roles are all in this process."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
@@ -162,8 +162,11 @@ class LocalSession(Session):
 
     # --- images ------------------------------------------------------------------------------------------------------
 
-    def standing_still(self) -> AbstractContextManager[None]:
-        return self.gate.pause()
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        with self.gate.pause():
+            self.dense.settle()
+            yield
 
     def rows(self) -> tuple[Rows, ...]:
         return tuple(

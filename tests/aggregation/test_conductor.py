@@ -293,6 +293,24 @@ def test_what_waits_of_a_dead_trainer_counts_as_trained_at_once_and_only_once() 
     assert sorted(bench.steps.done) == [first, second]
 
 
+def test_what_waits_of_a_dead_trainer_is_a_step_before_an_image_is_taken() -> None:
+    bench = Bench(Gba(), size=4)
+    lost, mine = bench.begin(A), bench.begin(B)
+    under_way = bench.begin(B)
+    bench.arrive(lost, A[0])
+    bench.arrive(mine, B[0])
+    assert bench.conductor.settle(1.0)
+    assert not bench.steps.dense, "they are trained anew after a resume"
+    bench.conductor.abandoned(A[0])
+    assert bench.conductor.settle(1.0)
+    (step,) = bench.steps.dense
+    assert (step.weights, step.divisor) == ({lost: 1.0, mine: 1.0}, 2.0)
+    assert sorted(bench.steps.done) == [lost, mine]
+    bench.arrive(under_way, B[0])
+    assert bench.conductor.settle(1.0)
+    assert len(bench.steps.dense) == 1
+
+
 def test_what_a_dead_trainer_was_at_never_comes_and_what_it_leaves_behind_is_a_step() -> None:
     bench = Bench(Gba(), size=4)
     arrived, under_way = bench.begin(A), bench.begin((0, 1))

@@ -343,8 +343,11 @@ class Conductor:
 
     def _flush(self) -> None:
         if not self._working and self.aggregator.held:
-            self._decided(self.aggregator.flush(self._clock()))
-            self._tokens.realign(self.aggregator.step, len(self._dispatched))
+            self._commit_held()
+
+    def _commit_held(self) -> None:
+        self._decided(self.aggregator.flush(self._clock()))
+        self._tokens.realign(self.aggregator.step, len(self._dispatched) + len(self._begun))
 
     # --- called by the session ---------------------------------------------------------------------------------------
 
@@ -387,9 +390,16 @@ class Conductor:
     def settle(self, timeout_s: float) -> bool:
         """Waits until every step that was decided is carried out, and what is in it counts as trained.
 
+        Gradients that count as trained already, because their trainer is gone, become a step first, with all that are
+        held: an image is about to be taken, and holds no gradients.
+
         Returns:
             False if that is not so after that time.
         """
+        with self._changed:
+            if self._arrived.keys() - self._undone.keys():
+                self._commit_held()
+        self._go_on()
         with self._changed:
             return self._changed.wait_for(lambda: self._settled >= self.aggregator.step, timeout_s)
 

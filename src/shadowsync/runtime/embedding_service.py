@@ -183,6 +183,7 @@ class EmbeddingService:
         gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr)
         if len(gradients) != 1:
             raise DataError(f"a push brings one gradient, not {len(gradients)}")
+        _check_held(asked.held)
         if asked.held is None:
             self._server.push(lookup, gradients[0], asked.lr)
         else:
@@ -208,6 +209,7 @@ class EmbeddingService:
         if not isinstance(lookup, RowLookup):
             return Reply(Pushed(False))
         gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr)
+        _check_held(asked.held)
         if asked.held is None:
             self._server.step_rows(lookup, gradients, asked.lr)
         else:
@@ -217,7 +219,7 @@ class EmbeddingService:
     def _commit(self, request: Request) -> Reply:
         asked = request.read(CommitAsked)
         self._generation.check(asked.generation)
-        _check_finite(asked.lr, *asked.weights)
+        _check_finite(asked.lr, *asked.weights, 1.0 if asked.divisor is None else asked.divisor)
         if len(asked.batches) != len(asked.weights) or (asked.divisor is not None and not asked.divisor > 0):
             raise DataError(
                 f"{len(asked.batches)} batches with {len(asked.weights)} weights and divisor {asked.divisor} make no "
@@ -284,6 +286,11 @@ def _check_finite(*numbers: float) -> None:
     for number in numbers:
         if not math.isfinite(number):
             raise DataError(f"a learning rate or weight of {number} is not finite")
+
+
+def _check_held(number: int | None) -> None:
+    if number is not None and number < 0:
+        raise DataError(f"a gradient came for batch {number}: they count from 0")
 
 
 def _described(tensors: Mapping[str, Tensor]) -> str:

@@ -76,3 +76,8 @@ def test_long_frames_of_a_small_tensor_are_refused_before_memory_is_taken(form):
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("shape", [(1 << 60,), (1 << 40, 1 << 40), (-3,)])
+def test_an_empty_message_of_a_shape_beyond_all_memory_is_refused(shape):
+    assert decoded(Threshold(), (), shape) is None

@@ -1,12 +1,12 @@
 """The seam between a tensor and the bytes that cross the network."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -140,9 +140,9 @@ class Codec(ABC):
         values = self.decode(frames, (len(kept),))
         if values.dtype != torch.float32:
             raise ValueError(f"values are {values.dtype}, not float32")
-        flat = torch.zeros(math.prod(shape))
-        flat[kept] = values
-        return flat.view(shape)
+        tensor = nothing(shape)
+        tensor.view(-1)[kept] = values
+        return tensor
 
     def resolved(self, kind: str) -> Self:
         """Defaults filled in for a kind of traffic (`pull`, `push`, `dense`).
@@ -161,6 +161,18 @@ class Codec(ABC):
         if tensors:
             raise ValueError(f"{self.name} remembers nothing, but got {', '.join(sorted(tensors))}")
         return None
+
+
+def nothing(shape: tuple[int, ...]) -> Tensor:
+    """Zeros (float32), of which memory is taken only where somebody touches them.
+
+    Raises:
+        ValueError: there is no such shape, or no memory for it.
+    """
+    try:
+        return torch.from_numpy(np.zeros(shape, np.float32))
+    except MemoryError as error:
+        raise ValueError(f"a tensor of shape {list(shape)} has no room in memory") from error
 
 
 def as_numbers(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.codec import Codec, CodecState, Decoded, Encoded, NotFinite, as_numbers
+from shadowsync.compression.codec import Codec, CodecState, Decoded, Encoded, NotFinite, as_numbers, nothing
 from shadowsync.compression.int4 import Int4
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.low_bit import Block, Draws, Rounding, Seed
@@ -144,7 +144,7 @@ class Threshold(Codec):
 
     def decode_kept(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Decoded:
         if not frames:
-            return Decoded(torch.zeros(shape), torch.empty(0, dtype=torch.int64) if math.prod(shape) else None)
+            return Decoded(nothing(shape), torch.empty(0, dtype=torch.int64) if math.prod(shape) else None)
         kept = unpack(frames[0], math.prod(shape))
         positions = None if kept is None else torch.from_numpy(kept)
         return Decoded(self.value_codec.decode_under(frames[1:], shape, positions), positions)

@@ -242,8 +242,8 @@ class RemoteAveraging:
     def _pack(self, weights: Tensor) -> _Parcel:
         with naming(f"the replica of trainer {self._rank}"):
             encoded = self._codec.encode(weights, self._state)
-        vector = encoded.frames[0].reshape(-1)
-        if len(encoded.frames) != 1 or vector.numel() != weights.numel() or not vector.is_floating_point():
+        vector = encoded.frames[0].reshape(-1) if len(encoded.frames) == 1 else None
+        if vector is None or vector.numel() != weights.numel() or not vector.is_floating_point():
             vector = self._codec.decode(encoded.frames, encoded.shape)
         if vector.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr():
             vector = vector.clone()  # workers go on writing to it

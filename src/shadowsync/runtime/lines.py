@@ -96,9 +96,14 @@ class Line:
 
     @property
     def float_bytes(self) -> float:
-        """Bytes on the wire of one float, as the codec encodes numbers of all sizes."""
-        numbers = torch.linspace(-1, 1, 1 << 12).view(-1, 16)
-        return self.codec.encode(numbers).byte_count / numbers.numel()
+        """Bytes on the wire of one float."""
+        return float_bytes(self.codec)
+
+
+def float_bytes(codec: Codec) -> float:
+    """Bytes on the wire of one float, as the codec encodes numbers of all sizes."""
+    numbers = torch.linspace(-1, 1, 1 << 12).view(-1, 16)
+    return codec.encode(numbers).byte_count / numbers.numel()
 
 
 def id_type(rows: int) -> torch.dtype:

@@ -1,6 +1,8 @@
 """`CompressedCut`: the graph is that of a masked layer, and what would cross is counted."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,3 +131,10 @@ def test_it_is_a_module_like_others():
     assert set(model.state_dict()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert twin[1].forward_bytes == model[1].forward_bytes
     assert "keep=0.1" in repr(model)
+
+
+def test_the_example_of_the_page_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "compression.md").read_text("utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(example, {})
+    assert float(capsys.readouterr().out.split()[0]) > 20

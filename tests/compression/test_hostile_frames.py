@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.compression.threshold import Threshold
+from shadowsync.errors import DataError
+from shadowsync.runtime.embedding_messages import Coded, unpack_coded
 
 EXPECTED = (RuntimeError, TypeError, ValueError, IndexError)
 EACH = pytest.mark.parametrize("codec", [pytest.param(codec, id=name) for name, codec in CODECS.items()])
@@ -81,3 +83,10 @@ def test_long_frames_of_a_small_tensor_are_refused_before_memory_is_taken(form):
 @pytest.mark.parametrize("shape", [(1 << 60,), (1 << 40, 1 << 40), (-3,)])
 def test_an_empty_message_of_a_shape_beyond_all_memory_is_refused(shape):
     assert decoded(Threshold(), (), shape) is None
+
+
+@pytest.mark.parametrize("received", [(torch.zeros(3),), (torch.tensor([8, 9], dtype=torch.uint8), torch.ones(2))])
+def test_the_wire_tells_of_data_that_cannot_be_read(received):
+    coded = Coded(((300,),), (len(received),))
+    with pytest.raises(DataError, match=r"frames are not a tensor \[300\] in the codec threshold"):
+        unpack_coded(coded, received, Threshold())

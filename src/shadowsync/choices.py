@@ -202,7 +202,7 @@ def _choose_codec(kind: str, given: CodecConfig) -> Codec:
             f"{key}={given.name} is not built yet: the dense part crosses as parameters, most of which would read as "
             f"zero; allowed: {', '.join(whole)}"
         )
-    return build(member, own, key).resolved(kind)
+    return build(member, own, key).resolved(key)
 
 
 def _dense_optimizer(train: TrainConfig) -> DenseOptimizer:

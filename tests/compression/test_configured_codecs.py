@@ -68,8 +68,8 @@ def test_another_codec_may_be_chosen_at_a_resume(stored, now):
 
 
 def test_feedback_belongs_to_positions_that_keep_their_meaning():
-    assert Threshold().resolved("dense").feedback is True
-    assert Threshold(feedback=False).resolved("dense").feedback is False
+    assert Threshold().resolved("compression.dense").feedback is True
+    assert Threshold(feedback=False).resolved("compression.dense").feedback is False
     assert codecs("compression.pull=threshold")["pull"] == Threshold(feedback=False)
     with pytest.raises(ConfigError, match="another sample"):
         codecs("compression.pull=threshold", "compression.pull.feedback=true")

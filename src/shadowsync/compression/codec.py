@@ -144,8 +144,8 @@ class Codec(ABC):
         tensor.view(-1)[kept] = values
         return tensor
 
-    def resolved(self, kind: str) -> Self:
-        """Defaults filled in for a kind of traffic (`pull`, `push`, `dense`).
+    def resolved(self, key: str) -> Self:
+        """Defaults filled in for what the configuration key says (`compression.pull`, `.push`, `.dense`).
 
         Raises:
             ConfigError: an option makes no sense there.

@@ -51,7 +51,7 @@ class CompressedCut(nn.Module):
         super().__init__()
         member = choose("codec", codec, "shadowsync.compression", Codec)
         (own,) = split_options("codec", options, {f"codec={codec}": member})
-        self.codec = build(member, own, "codec").resolved("cut")
+        self.codec = build(member, own, "codec").resolved("codec")
         self.groups, self.label = tuple(groups), label
         self.forward_bytes = self.backward_bytes = self.raw_bytes = 0
         self.kept_share = 1.0

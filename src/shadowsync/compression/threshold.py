@@ -109,12 +109,12 @@ class Threshold(Codec):
     seed: Seed = 0
     block: Block = 256
 
-    def resolved(self, kind: str) -> Self:
-        if kind == "dense":
+    def resolved(self, key: str) -> Self:
+        if key == "compression.dense":
             return replace(self, feedback=self.feedback is not False)
         if self.feedback:
             raise ConfigError(
-                f"compression.{kind}.feedback=true has no meaning: a position stands for another sample in each "
+                f"{key}.feedback=true has no meaning: a position stands for another sample in each "
                 "message; leave it out"
             )
         return replace(self, feedback=False)

@@ -9,7 +9,6 @@ from torch import nn
 from shadowsync.aggregation.conductor import StepRule
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.choices import Aggregating, Choices, server_count
-from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.batch import Jagged
 from shadowsync.data.feed import Feed
@@ -36,7 +35,7 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
-from shadowsync.runtime.lines import EmbeddingLine, Line
+from shadowsync.runtime.lines import EmbeddingLine, Line, float_bytes
 from shadowsync.sync.schedule import Driver
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica, copy_module
@@ -164,12 +163,7 @@ def unique_rows(config: Config, choices: Choices) -> UniqueRows:
     mode = config.embedding.unique_rows
     if mode == "auto" and config.cluster.address is None:
         return NEVER
-    return UniqueRows(mode, sum(_bytes_per_float(choices.codecs[kind]) for kind in ("pull", "push")))
-
-
-def _bytes_per_float(codec: Codec) -> float:
-    values = torch.zeros(256)
-    return codec.encode(values).byte_count / len(values)
+    return UniqueRows(mode, sum(float_bytes(choices.codecs[kind]) for kind in ("pull", "push")))
 
 
 @dataclass(frozen=True)

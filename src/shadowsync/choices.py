@@ -7,7 +7,7 @@ from typing import Any
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.compression.codec import Codec
-from shadowsync.config import AggregationConfig, Config, EmbeddingConfig, SyncConfig, TrainConfig, parse
+from shadowsync.config import AggregationConfig, CodecConfig, Config, EmbeddingConfig, SyncConfig, TrainConfig, parse
 from shadowsync.data.source import Source
 from shadowsync.embedding.choose import storage_class
 from shadowsync.embedding.optimizers import RowRule
@@ -96,7 +96,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
         storage=storage_class(config.embedding.storage),
         method=method,
         schedule=schedule,
-        codecs={kind: _choose_codec(kind, name) for kind, name in config.compression},
+        codecs={kind: _choose_codec(kind, given) for kind, given in config.compression},
         optimizer=_dense_optimizer(config.train),
         recovery=recovery,
         aggregation=_choose_aggregation(config),
@@ -128,10 +128,20 @@ def without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
         if name in values:
             known = {*Config.model_fields[name].annotation.model_fields, *find(config)}  # type: ignore[union-attr]
             kept[name] = {key: value for key, value in values[name].items() if key in known}
+    if isinstance(codecs := values.get("compression"), Mapping):
+        kept["compression"] = {kind: _own_codec_options(kind, codec) for kind, codec in codecs.items()}
     kept.pop("aggregation" if config.aggregation.method is None else "sync", None)
     if parse({"cluster": values.get("cluster", {})}).cluster.runtime == "inprocess" and "cluster" in values:
         kept["cluster"] = {key: value for key, value in values["cluster"].items() if key in IN_PROCESS_KEYS}
     return kept
+
+
+def _own_codec_options(kind: str, codec: Any) -> Any:
+    if not isinstance(codec, Mapping):
+        return codec  # a name alone, or for `parse` to refuse
+    member = choose(f"compression.{kind}", codec.get("name", "plain"), "shadowsync.compression", Codec)
+    known = {*CodecConfig.model_fields, *option_names(member)}
+    return {key: value for key, value in codec.items() if key in known}
 
 
 def _selectors(name: str, section: Any) -> Any:
@@ -182,8 +192,17 @@ def _choose_model(config: Config) -> ModelSpec:
     return model
 
 
-def _choose_codec(kind: str, name: str) -> Codec:
-    return build(choose(f"compression.{kind}", name, "shadowsync.compression", Codec), {}, f"compression.{kind}")
+def _choose_codec(kind: str, given: CodecConfig) -> Codec:
+    key = f"compression.{kind}"
+    member = choose(key, given.name, "shadowsync.compression", Codec)
+    (own,) = split_options(key, given.options, {f"{key}={given.name}": member}, CodecConfig.model_fields)
+    if kind == "dense" and member.sparse:
+        whole = [name for name, codec in members("shadowsync.compression", Codec).items() if not codec.sparse]
+        raise ConfigError(
+            f"{key}={given.name} is not built yet: the dense part crosses as parameters, most of which would read as "
+            f"zero; allowed: {', '.join(whole)}"
+        )
+    return build(member, own, key).resolved(key)
 
 
 def _dense_optimizer(train: TrainConfig) -> DenseOptimizer:

@@ -473,6 +473,9 @@ def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str,
         del plain["sync"]
         batch = choices.aggregation.size * config.train.batch_size
         plain["aggregation"] |= {**_plain_options(choices.aggregation.method), "global_batch": batch}
+    plain["compression"] = {
+        kind: {"name": codec.name, **_plain_options(codec)} for kind, codec in choices.codecs.items()
+    }
     if choices.model is not None:
         plain["model"] |= _plain_options(choices.model)
     plain["embedding"] |= {"storage": choices.storage.name, "servers": server_count(config)}

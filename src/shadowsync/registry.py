@@ -83,7 +83,7 @@ def split_options(
 def explain(error: pydantic.ValidationError, section: str) -> str:
     """The first problem of a pydantic error as one sentence with its key and value."""
     first = error.errors(include_url=False)[0]
-    parts = itertools.takewhile(_is_key, (section, *first["loc"]))  # pydantic adds the branch of a union
+    parts = (section, *itertools.takewhile(_is_key, first["loc"]))  # pydantic adds the branch of a union
     key = ".".join(str(part) for part in parts if part != "")
     if first["type"] == "missing":
         return f"{key} is required"

@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.threshold import Threshold
+from shadowsync.errors import NonFiniteTensor
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.group import Averaging, DenseServers
 from shadowsync.runtime.lines import EmbeddingLine, Line
@@ -115,6 +119,18 @@ def test_every_server_and_route_has_a_stream_in_either_direction() -> None:
                 books.enter(("pull", line.position, route.slots), answer, line.pull(route).result())
                 line.push(route, -answer, 0.1).result()
                 books.enter(("push", line.position, route.slots), -answer, line.server.pushed)
+
+
+@pytest.mark.parametrize("codec", [Threshold(), Int8()], ids=["threshold", "int8"])
+def test_what_cannot_be_sent_is_named(codec: Codec) -> None:
+    stream = Line("push", codec, WireCounter()).stream((0, (3, 4)))
+    stream.send(torch.ones(20, 16))
+    bad = torch.ones(20, 16).index_fill(0, torch.tensor([5, 6]), float("inf"))
+    with pytest.raises(
+        NonFiniteTensor, match=r"^the push message of stream \(0, \(3, 4\)\) cannot be sent: 32 of 320 "
+    ):
+        stream.send(bad)
+    assert stream.send(torch.ones(20, 16)).mean() == pytest.approx(1, abs=0.01)
 
 
 def test_plain_is_sent_without_a_copy() -> None:

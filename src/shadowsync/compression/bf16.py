@@ -16,7 +16,7 @@ class Bf16(Codec):
 
     name: ClassVar[str] = "bf16"
 
-    def encode(self, tensor: Tensor, state: Any = None) -> Encoded:
+    def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:
         return Encoded((tensor.to(torch.bfloat16),), tuple(tensor.shape))
 
     def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:

@@ -14,8 +14,9 @@ class Plain(Codec):
     """float32 as it stands; no copy is made."""
 
     name: ClassVar[str] = "plain"
+    exact: ClassVar[bool] = True
 
-    def encode(self, tensor: Tensor, state: Any = None) -> Encoded:
+    def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:
         return Encoded((tensor,), tuple(tensor.shape))
 
     def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shadowsync.compression.codec import Codec
+from shadowsync.compression.codec import Codec, naming
 from shadowsync.errors import RunError
 from shadowsync.runtime.averaging import Phase, Verdict
 from shadowsync.runtime.averaging_service import Answered, Member, Report, Turn
@@ -240,9 +240,10 @@ class RemoteAveraging:
         return answer.result().read(Answered).verdict()
 
     def _pack(self, weights: Tensor) -> _Parcel:
-        encoded = self._codec.encode(weights, self._state)
-        vector = encoded.frames[0].reshape(-1)
-        if len(encoded.frames) != 1 or vector.numel() != weights.numel() or not vector.is_floating_point():
+        with naming(f"the replica of trainer {self._rank}"):
+            encoded = self._codec.encode(weights, self._state)
+        vector = encoded.frames[0].reshape(-1) if len(encoded.frames) == 1 else None
+        if vector is None or vector.numel() != weights.numel() or not vector.is_floating_point():
             vector = self._codec.decode(encoded.frames, encoded.shape)
         if vector.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr():
             vector = vector.clone()  # workers go on writing to it

@@ -88,7 +88,8 @@ class DenseRemote:
     def _encode(self, rank: int, index: int, part: Tensor) -> tuple[Tensor, ...]:
         key = (rank, index)
         # setdefault is atomic: of several workers that come first, all get one encoder
-        encoder = self._there.get(key) or self._there.setdefault(key, Encoder(self.codec))
+        about = f"the replica of trainer {rank} for dense server {index}"
+        encoder = self._there.get(key) or self._there.setdefault(key, Encoder(self.codec, about))
         encoded = encoder.encode(part)
         self._count(encoded.byte_count, part.nbytes)
         return encoded.frames

@@ -100,4 +100,5 @@ class DenseService:
 
     def _encoder(self, client: str, trainer_rank: int) -> Encoder:
         with self._lock:
-            return self._back.setdefault(client, {}).setdefault(trainer_rank, Encoder(self._codec))
+            back = self._back.setdefault(client, {})
+            return back.setdefault(trainer_rank, Encoder(self._codec, f"the central copy for trainer {trainer_rank}"))

@@ -81,7 +81,11 @@ class _Client:
         """The stream back to this client about that."""
         found = self.encoders.get(about)
         # setdefault is atomic: of several threads that ask first, all get one
-        return found if found is not None else self.encoders.setdefault(about, Encoder(codec))
+        return (
+            found
+            if found is not None
+            else self.encoders.setdefault(about, Encoder(codec, f"the pull answer of stream {about}"))
+        )
 
     @property
     def kept(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.aggregation.stepping import DenseGradient, DenseStepper, Version
-from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.codec import Codec, Encoded, naming
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.pending import DONE, Callback, Done, Pending
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
@@ -29,16 +29,28 @@ class Counter(Protocol):
 
 
 class Encoder:
-    """A codec with what it remembers of the messages of one sender to one receiver about one thing."""
+    """A codec with what it remembers of the messages of one sender to one receiver about one thing.
 
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
+    Args:
+        codec: the codec.
+        about: what the messages are called in errors.
+    """
+
+    def __init__(self, codec: Codec, about: str = "a tensor") -> None:
+        self._codec, self._about = codec, about
         self._state: Any = None
         self._lock = threading.Lock()
 
     def encode(self, tensor: Tensor) -> Encoded:
-        """The next message."""
-        with self._lock:  # workers of one trainer may share a stream; each message starts from the state of the last
+        """The next message.
+
+        Raises:
+            NonFiniteTensor: the tensor holds NaN or infinities, and the codec cannot carry them.
+        """
+        with (
+            self._lock,
+            naming(self._about),
+        ):  # workers of one trainer may share a stream; each message starts from the state of the last
             encoded = self._codec.encode(tensor, self._state)
             self._state = encoded.state
         return encoded
@@ -47,9 +59,9 @@ class Encoder:
 class Stream:
     """The messages of one sender to one receiver about one thing: what the codec remembers belongs to them alone."""
 
-    def __init__(self, line: "Line") -> None:
+    def __init__(self, line: "Line", key: Hashable) -> None:
         self._line = line
-        self._encoder = Encoder(line.codec)
+        self._encoder = Encoder(line.codec, f"the {line.kind} message of stream {key}")
 
     def send(self, tensor: Tensor, times: float = 1.0) -> Tensor:
         """The float32 tensor as the receiver sees it; `times` messages of its size are counted."""
@@ -76,7 +88,7 @@ class Line:
         """The stream of that key, the same one each time."""
         found = self._streams.get(key)
         # setdefault is atomic: of several threads that ask first, all get one stream
-        return found if found is not None else self._streams.setdefault(key, Stream(self))
+        return found if found is not None else self._streams.setdefault(key, Stream(self, key))
 
     def count(self, sent: int, raw: int) -> None:
         """Counts one message, in bytes."""
@@ -84,9 +96,14 @@ class Line:
 
     @property
     def float_bytes(self) -> float:
-        """Bytes on the wire of one float, as the codec encodes numbers of all sizes."""
-        numbers = torch.linspace(-1, 1, 1 << 12).view(-1, 16)
-        return self.codec.encode(numbers).byte_count / numbers.numel()
+        """Bytes on the wire of one float."""
+        return float_bytes(self.codec)
+
+
+def float_bytes(codec: Codec) -> float:
+    """Bytes on the wire of one float, as the codec encodes numbers of all sizes."""
+    numbers = torch.linspace(-1, 1, 1 << 12).view(-1, 16)
+    return codec.encode(numbers).byte_count / numbers.numel()
 
 
 def id_type(rows: int) -> torch.dtype:

@@ -84,7 +84,8 @@ class StepperService:
 
     def _encoder(self, client: str, stream: int) -> Encoder:
         with self._lock:
-            return self._back.setdefault(client, {}).setdefault(stream, Encoder(self._codec))
+            back = self._back.setdefault(client, {})
+            return back.setdefault(stream, Encoder(self._codec, f"the dense parameters for stream {stream}"))
 
 
 def _check_step(asked: StepAsked) -> None:

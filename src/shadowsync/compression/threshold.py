@@ -1,0 +1,250 @@
+"""Only large elements cross: dynamic communication thresholding (DCT)."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.codec import Codec, CodecState, Decoded, Encoded, NotFinite, as_numbers, nothing
+from shadowsync.compression.int4 import Int4
+from shadowsync.compression.int8 import Int8
+from shadowsync.compression.low_bit import Block, Draws, Rounding, Seed
+from shadowsync.compression.plain import Plain
+from shadowsync.compression.positions import Positions, pack, unpack
+from shadowsync.compression.selection import Bits, check_groups, exact_floors, reach
+from shadowsync.errors import ConfigError
+
+SMALL = 256
+"""Tensors of fewer elements cross whole."""
+SETTLING = 8
+"""Messages over which the kept share is averaged, and that an early refresh waits for after the last refresh."""
+_NUMBERS = {"age", "share", "refreshes", "early"}
+_VALUES = "values."
+
+Values = Literal["fp32", "bf16", "int8", "int4"]
+
+
+@dataclass(frozen=True)
+class ThresholdState(CodecState):
+    """What a stream remembers.
+
+    Attributes:
+        floors: `[G]` bits (int32) of the thresholds of the groups; None before the first selection.
+        residual: `[N]` what has not been sent yet; None where that is nothing.
+        spare: memory of an earlier residual, to be overwritten.
+        age: messages since the last selection.
+        share: of the elements that cross, a running mean since the last selection.
+        refreshes: selections so far.
+        early: those of them that came early, because the share had left its band.
+        draws: what the codec of the values remembers.
+    """
+
+    floors: Bits | None = None
+    residual: Tensor | None = None
+    spare: Tensor | None = None
+    age: int = 0
+    share: float = 0.0
+    refreshes: int = 0
+    early: int = 0
+    draws: Draws | None = None
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """τ of each group."""
+        return () if self.floors is None else tuple(self.floors.view(np.float32).tolist())
+
+    def tensors(self) -> dict[str, Tensor]:
+        numbers = {"age": self.age, "refreshes": self.refreshes, "early": self.early}
+        found = {name: torch.tensor(number) for name, number in numbers.items()}
+        found["share"] = torch.tensor(self.share, dtype=torch.float64)
+        if self.floors is not None:
+            found["floors"] = torch.from_numpy(self.floors.copy())
+        if self.residual is not None:
+            found["residual"] = self.residual.clone()
+        inner = {} if self.draws is None else self.draws.tensors()
+        return found | {_VALUES + name: tensor for name, tensor in inner.items()}
+
+
+@dataclass(frozen=True)
+class Threshold(Codec):
+    """`w = g + e`, send `w` where `|w| ≥ τ`, keep the rest as the next `e`: dynamic communication thresholding
+    (DCT, arXiv 2010.08899), DCT-DP with feedback and DCT-MP without.
+
+    Every `refresh` messages τ is the exact quantile of `|w|` that keeps the share asked for; in between an element
+    costs one comparison. Tensors of fewer than 256 elements cross whole. What was sent and what is left add up to what
+    was given: bit for bit with fp32 values, and with fewer bits what they round off is left too.
+
+    Ours differs: between refreshes the real share drifts (with feedback what was not sent piles up, so that several
+    times the share may cross), so it is averaged over the messages, and τ is chosen anew once it leaves a band. Groups
+    of columns may have a τ each. A zero is not sent unless everything is. Equal magnitudes cross together or not at
+    all. How positions cross is `positions`' affair.
+    """
+
+    name: ClassVar[str] = "threshold"
+    sparse: ClassVar[bool] = True
+
+    keep: Annotated[float, Field(gt=0, le=1, description="share of the elements that cross; more loses less")] = 0.01
+    refresh: Annotated[
+        int,
+        Field(ge=1, description="messages (L) from one exact selection to the next; more is quicker and drifts more"),
+    ] = 1000
+    band: Annotated[
+        float, Field(ge=1, description="factor by which the real share may leave keep before τ is chosen anew")
+    ] = 1.5
+    values: Annotated[Values, Field(description="how elements cross; fewer bits cost fewer bytes and round")] = "fp32"
+    feedback: Annotated[
+        bool | None,
+        Field(description="what is not sent is added to the next message; null: for dense, not for pull and push"),
+    ] = None
+    scope: Annotated[
+        Literal["tensor", "group"], Field(description="one threshold, or one for each group of columns (feature)")
+    ] = "tensor"
+    rounding: Rounding = "nearest"
+    seed: Seed = 0
+    block: Block = 256
+
+    def resolved(self, key: str) -> Self:
+        if key == "compression.dense":
+            return replace(self, feedback=self.feedback is not False)
+        if self.feedback:
+            raise ConfigError(
+                f"{key}.feedback=true has no meaning: a position stands for another sample in each "
+                "message; leave it out"
+            )
+        return replace(self, feedback=False)
+
+    @property
+    def value_codec(self) -> Codec:
+        """How the elements that were selected cross."""
+        return _VALUE_CODECS[self.values](self)
+
+    def encode(self, tensor: Tensor, state: ThresholdState | None = None, groups: Sequence[int] = ()) -> Encoded:
+        before, shape = state or ThresholdState(), tuple(tensor.shape)
+        check_groups(groups, shape)
+        if not tensor.numel():
+            return Encoded((), shape, before)
+        total = self._total(as_numbers(tensor).view(-1), before)
+        kept, chosen = self._select(total, before, tuple(groups) if self.scope == "group" else ())
+        sent = total if kept is None else torch.from_numpy(total.numpy().take(kept))
+        if not bool(np.isfinite(sent.numpy()).all()):
+            raise NotFinite(total.view(shape))
+        positions = None if kept is None else torch.from_numpy(kept)
+        values = self.value_codec.encode(sent.view(shape) if kept is None else sent, before.draws)
+        frames = () if not len(sent) else (_frame(kept, len(total)), *values.frames)
+        return Encoded(frames, shape, self._left(chosen, tensor, total, positions, values), positions)
+
+    def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        return self.decode_kept(frames, shape).tensor
+
+    def decode_kept(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Decoded:
+        if not frames:
+            return Decoded(nothing(shape), torch.empty(0, dtype=torch.int64) if math.prod(shape) else None)
+        kept = unpack(frames[0], math.prod(shape))
+        positions = None if kept is None else torch.from_numpy(kept)
+        return Decoded(self.value_codec.decode_under(frames[1:], shape, positions), positions)
+
+    def encode_under(self, tensor: Tensor, kept: Tensor | None, state: Draws | None = None) -> Encoded:
+        return self.value_codec.encode_under(tensor, kept, state)
+
+    def decode_under(self, frames: Sequence[Tensor], shape: tuple[int, ...], kept: Tensor | None) -> Tensor:
+        return self.value_codec.decode_under(frames, shape, kept)
+
+    def restored(self, tensors: Mapping[str, Tensor]) -> ThresholdState | None:
+        if not tensors:
+            return None
+        inner = {name.removeprefix(_VALUES): tensors[name] for name in tensors if name.startswith(_VALUES)}
+        own = {name for name in tensors if not name.startswith(_VALUES)}
+        if not _NUMBERS <= own <= _NUMBERS | {"floors", "residual"}:
+            raise ValueError(f"threshold remembers floors, a residual and counts, but got {', '.join(sorted(tensors))}")
+        floors, residual = tensors.get("floors"), tensors.get("residual")
+        return ThresholdState(
+            floors=None if floors is None else floors.to(torch.int32).numpy().copy(),
+            residual=None if residual is None else residual.to(torch.float32, copy=True),
+            age=int(tensors["age"]),
+            share=float(tensors["share"]),
+            refreshes=int(tensors["refreshes"]),
+            early=int(tensors["early"]),
+            draws=self.value_codec.restored(inner),
+        )
+
+    def _total(self, flat: Tensor, before: ThresholdState) -> Tensor:
+        """`g + e`, in the spare memory; `g` itself where nothing is left from before."""
+        if before.residual is None or self.feedback is False:
+            return flat
+        if len(before.residual) != len(flat):
+            raise ValueError(
+                f"a stream with feedback carries tensors of one size, but {len(flat):,} elements came after "
+                f"{len(before.residual):,}"
+            )
+        return torch.add(flat, before.residual, out=_memory(before, flat))
+
+    def _select(
+        self, total: Tensor, before: ThresholdState, groups: tuple[int, ...]
+    ) -> tuple[Positions | None, ThresholdState]:
+        """The positions that cross, None for all of them; and the state with what the selection changes in it."""
+        if self.keep == 1 or len(total) < SMALL:
+            return None, replace(before, age=before.age + 1)
+        due = self._due(before, groups)
+        fresh = due or self._drifted(before, len(total))
+        floors = exact_floors(total.numpy(), self.keep, groups) if fresh else before.floors
+        assert floors is not None, "a selection is due where there is none"
+        kept = reach(total.numpy(), floors, groups)
+        share = len(kept) / len(total)
+        after = replace(
+            before,
+            floors=floors,
+            age=1 if fresh else before.age + 1,
+            share=share if fresh else before.share + (share - before.share) / SETTLING,
+            refreshes=before.refreshes + fresh,
+            early=before.early + (fresh and not due),
+        )
+        return None if len(kept) == len(total) else kept, after
+
+    def _due(self, before: ThresholdState, groups: tuple[int, ...]) -> bool:
+        return before.floors is None or len(before.floors) != max(1, len(groups)) or before.age >= self.refresh
+
+    def _drifted(self, before: ThresholdState, count: int) -> bool:
+        asked = max(self.keep, 1 / count)
+        return before.age >= SETTLING and not asked / self.band <= before.share <= asked * self.band
+
+    def _left(
+        self, after: ThresholdState, given: Tensor, total: Tensor, kept: Tensor | None, values: Encoded
+    ) -> ThresholdState:
+        """The state with what `values` leave of the total."""
+        after = replace(after, draws=values.state)
+        if self.feedback is False:
+            return replace(after, residual=None, spare=None)
+        codec = self.value_codec
+        if kept is None:
+            rest = None if codec.exact else total - codec.decode(values.frames, values.shape).view(-1)
+            return replace(after, residual=rest, spare=after.residual)
+        rest = total
+        if total.data_ptr() == given.data_ptr():
+            rest = _memory(after, total).copy_(total)
+        sent = codec.decode(values.frames, values.shape)
+        rest[kept] = torch.zeros(()) if codec.exact else total[kept] - sent
+        return replace(after, residual=rest, spare=after.residual)
+
+
+_VALUE_CODECS: Mapping[str, Callable[[Threshold], Codec]] = {
+    "fp32": lambda _: Plain(),
+    "bf16": lambda _: Bf16(),
+    "int8": lambda options: Int8(options.rounding, options.seed, options.block),
+    "int4": lambda options: Int4(options.rounding, options.seed, options.block),
+}
+
+
+def _frame(kept: Positions | None, count: int) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8) if kept is None else pack(kept, count)
+
+
+def _memory(before: ThresholdState, like: Tensor) -> Tensor:
+    """Memory for a residual: that of the one before the last, where it fits, because new memory is slow to touch."""
+    spare = before.spare
+    return spare if spare is not None and len(spare) == len(like) else torch.empty_like(like)

@@ -1,0 +1,92 @@
+"""Frames may come from anyone: they decode to a tensor of the shape, or to one of the errors that callers expect."""
+
+import tracemalloc
+
+import pytest
+import torch
+from codec_cases import CODECS, numbers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowsync.compression.threshold import Threshold
+from shadowsync.errors import DataError
+from shadowsync.runtime.embedding_messages import Coded, unpack_coded
+
+EXPECTED = (RuntimeError, TypeError, ValueError, IndexError)
+EACH = pytest.mark.parametrize("codec", [pytest.param(codec, id=name) for name, codec in CODECS.items()])
+DTYPES = [torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.int64]
+SHAPES = [(), (0,), (5,), (300,), (20, 30)]
+frames = st.lists(
+    st.tuples(st.sampled_from(DTYPES), st.binary(max_size=80)).map(
+        lambda made: torch.frombuffer(bytearray(made[1] + bytes(8)), dtype=torch.uint8)[: len(made[1]) // 8 * 8].view(
+            made[0]
+        )
+    ),
+    max_size=3,
+)
+
+
+def decoded(codec, received, shape):
+    try:
+        return codec.decode(received, shape)
+    except EXPECTED:
+        return None
+
+
+@EACH
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(received=frames, shape=st.sampled_from(SHAPES))
+def test_any_frames_are_a_tensor_or_refused(codec, received, shape):
+    tensor = decoded(codec, received, shape)
+    assert tensor is None or tuple(tensor.shape) == shape
+
+
+@EACH
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    shape=st.sampled_from([(300,), (20, 30)]),
+    frame=st.integers(0, 2),
+    place=st.floats(0, 1, exclude_max=True),
+    byte=st.integers(0, 255),
+    cut=st.integers(0, 3),
+)
+def test_a_changed_byte_or_a_lost_end_is_a_tensor_or_refused(codec, shape, frame, place, byte, cut):
+    sent = [torch.clone(each.reshape(-1)) for each in codec.encode(numbers(shape)).frames]
+    changed = sent[frame % len(sent)].view(torch.uint8)
+    if len(changed):
+        changed[int(place * len(changed))] = byte
+    sent[frame % len(sent)] = sent[frame % len(sent)][: len(sent[frame % len(sent)]) - cut]
+    tensor = decoded(codec, sent, shape)
+    assert tensor is None or tuple(tensor.shape) == shape
+
+
+@EACH
+def test_frames_of_another_shape_are_refused(codec):
+    sent = codec.encode(numbers((400,))).frames
+    for shape in [(100,), (401, 1), (397,)]:
+        tensor = decoded(codec, sent, shape)
+        assert tensor is None or codec.sparse
+
+
+@pytest.mark.parametrize("form", [0, 2, 8, 11, 24])
+def test_long_frames_of_a_small_tensor_are_refused_before_memory_is_taken(form):
+    codec, long = Threshold(values="int8"), torch.zeros(1 << 22, dtype=torch.uint8)
+    long[0] = form
+    tracemalloc.start()
+    try:
+        assert decoded(codec, (long, long.view(torch.int8), long.view(torch.bfloat16)), (1000,)) is None
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("shape", [(1 << 60,), (1 << 40, 1 << 40), (-3,)])
+def test_an_empty_message_of_a_shape_beyond_all_memory_is_refused(shape):
+    assert decoded(Threshold(), (), shape) is None
+
+
+@pytest.mark.parametrize("received", [(torch.zeros(3),), (torch.tensor([8, 9], dtype=torch.uint8), torch.ones(2))])
+def test_the_wire_tells_of_data_that_cannot_be_read(received):
+    coded = Coded(((300,),), (len(received),))
+    with pytest.raises(DataError, match=r"frames are not a tensor \[300\] in the codec threshold"):
+        unpack_coded(coded, received, Threshold())

@@ -1,0 +1,221 @@
+"""Thresholding: nothing is lost but what rounding loses, the largest cross, and their share stays in its band."""
+
+import pytest
+import torch
+from codec_cases import numbers, round_trip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowsync.compression.codec import NotFinite
+from shadowsync.compression.threshold import SETTLING, SMALL, Threshold
+
+VALUES = ["fp32", "bf16", "int8", "int4"]
+
+
+class Books:
+    """A stream with what was given to it and what came out."""
+
+    def __init__(self, codec):
+        self.codec, self.state, self.shares = codec, None, []
+
+    def send(self, tensor, groups=()):
+        encoded = self.codec.encode(tensor, self.state, groups)
+        self.state = encoded.state
+        self.shares.append(1.0 if encoded.kept is None else len(encoded.kept) / tensor.numel())
+        return self.codec.decode(encoded.frames, encoded.shape)
+
+    @property
+    def residual(self):
+        return 0.0 if self.state.residual is None else self.state.residual.clone()
+
+    def left(self, shape):
+        return torch.zeros(shape) if self.state.residual is None else self.state.residual.clone().view(shape)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(
+    keep=st.sampled_from([0.003, 0.1, 0.5, 0.999, 1.0]),
+    count=st.sampled_from([0, 1, 255, 256, 1000]),
+    refresh=st.integers(1, 5),
+    scale=st.sampled_from([1e-30, 1.0, 1e30]),
+    seed=st.integers(0, 999),
+)
+def test_sent_and_residual_are_gradient_and_old_residual_bit_for_bit(keep, count, refresh, scale, seed):
+    books = Books(Threshold(keep=keep, refresh=refresh))
+    for message in range(7):
+        gradient = numbers((count,), seed + message) * scale
+        owed = gradient + (0.0 if message == 0 else books.residual)
+        sent = books.send(gradient)
+        assert torch.equal(sent + books.residual, owed)
+        assert not bool((sent.ne(0) & torch.as_tensor(books.residual).ne(0)).any())
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("shape", [(100,), (2000,), (50, 40)])
+def test_what_rounding_leaves_is_sent_later(values, shape):
+    books, given_, sent = Books(Threshold(keep=0.1, values=values)), torch.zeros(shape), torch.zeros(shape)
+    for message in range(30):
+        gradient = numbers(shape, message)
+        owed = gradient + (books.left(shape) if message else 0.0)
+        arrived = books.send(gradient)
+        torch.testing.assert_close(arrived + books.left(shape), owed, rtol=2e-7, atol=1e-6)
+        given_ += gradient
+        sent += arrived
+    torch.testing.assert_close(sent + books.left(shape), given_, rtol=1e-5, atol=1e-4)
+
+
+def test_two_tensors_of_one_shape_do_not_get_each_others_residuals():
+    codec, tensors = Threshold(keep=0.05), [numbers((500,)), -3 * numbers((500,), 1)]
+    streams = [Books(codec), Books(codec)]
+    for _ in range(5):
+        for books, tensor in zip(streams, tensors, strict=True):
+            owed = tensor + (0.0 if books.state is None else books.residual)
+            assert torch.equal(books.send(tensor) + books.residual, owed)
+
+
+@pytest.mark.parametrize("shape", [(), (255,), (1000,), (30, 40), (0,)])
+@pytest.mark.parametrize("keep", [1.0, 0.9999999])
+def test_keeping_everything_is_plain_bit_for_bit(shape, keep):
+    tensor = numbers(shape)
+    tensor.view(-1)[:2] = torch.tensor([0.0, -0.0])[: tensor.numel()]
+    books = Books(Threshold(keep=keep))
+    for _ in range(3):
+        arrived = books.send(tensor)
+        if keep == 1:
+            assert torch.equal(arrived.view(torch.int32), tensor.view(torch.int32))
+        else:
+            assert torch.equal(arrived, tensor)
+    if keep == 1:
+        assert Threshold(keep=1).encode(tensor).byte_count == tensor.nbytes
+
+
+def test_a_selection_is_exact_and_in_between_the_threshold_stays():
+    books = Books(Threshold(keep=0.1, refresh=4, feedback=False))
+    for message in range(9):
+        tensor = numbers((1000,), message) * (1 + message / 100)
+        arrived = books.send(tensor)
+        if message % 4 == 0:
+            largest = tensor.abs().topk(100).indices.sort().values
+            assert arrived.nonzero().flatten().tolist() == largest.tolist()
+            assert books.state.thresholds == (float(tensor.abs()[largest].min()),)
+        (threshold,) = books.state.thresholds
+        assert torch.equal(arrived, tensor.where(tensor.abs() >= threshold, 0.0))
+    assert (books.state.refreshes, books.state.early) == (3, 0)
+
+
+def test_small_tensors_cross_whole():
+    assert torch.equal(round_trip(Threshold(), numbers((SMALL - 1,))), numbers((SMALL - 1,)))
+    assert round_trip(Threshold(), numbers((SMALL,))).count_nonzero() == 3
+
+
+def test_a_share_that_leaves_its_band_brings_a_new_threshold():
+    books = Books(Threshold(keep=0.1, band=2, feedback=False))
+    for message in range(40):
+        books.send(numbers((2000,), message) * (1 if message < 10 else 5))
+    assert (books.state.refreshes, books.state.early) == (2, 1)
+    assert max(books.shares) > 0.5
+    assert books.state.share == pytest.approx(0.1, rel=0.2)
+    assert books.state.age > 20
+    assert books.shares[10 + SETTLING :] == pytest.approx([0.1] * 22, rel=0.4)
+
+
+@pytest.mark.parametrize("keep", [0.01, 0.05])
+def test_feedback_does_not_drive_the_share_away(keep):
+    """What is not sent piles up: a threshold that is left alone for 400 messages lets several times the share pass."""
+    fixed, watched = Books(Threshold(keep=keep, band=1e9)), Books(Threshold(keep=keep))
+    scale = numbers((5000,), 1).exp()
+    for message in range(400):
+        for books in (fixed, watched):
+            books.send(numbers((5000,), message) * scale)
+    average = [sum(books.shares[200:]) / 200 / keep for books in (fixed, watched)]
+    assert average[0] > 1.6
+    assert 0.6 < average[1] < 1.5
+    assert watched.state.refreshes < 40
+
+
+def test_zeros_do_not_cross():
+    tensor = torch.zeros(1000)
+    empty = Threshold(keep=0.5).encode(tensor)
+    assert (empty.byte_count, empty.frames) == (0, ())
+    tensor[[7, 500]] = torch.tensor([1e-45, -2.0])
+    few = Threshold(keep=0.5).encode(tensor)
+    assert torch.equal(Threshold().decode(few.frames, few.shape), tensor)
+    assert few.byte_count < 20
+
+
+def test_equal_magnitudes_cross_together():
+    equal = Threshold().encode(torch.full((1000,), -2.0))
+    assert (equal.kept, equal.byte_count) == (None, 4000)
+    tensor = torch.ones(1000)
+    tensor[:2] = 2
+    books = Books(Threshold(keep=0.002))
+    assert books.send(tensor).count_nonzero() == 2
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_bytes_against_fp32(values):
+    bits = {"fp32": 32, "bf16": 16, "int8": 8 + 16 / 256, "int4": 4 + 16 / 256}[values]
+    encoded = Threshold(keep=0.01, values=values).encode(numbers((100_000,)))
+    assert encoded.byte_count == pytest.approx(1000 * (bits + 8.9) / 8, rel=0.02)
+
+
+def test_groups_of_columns_have_thresholds_of_their_own():
+    tensor = numbers((100, 10)) * torch.tensor([1.0] * 2 + [100.0] * 5 + [1e-3] * 3)
+    books = Books(Threshold(keep=0.2, scope="group", feedback=False))
+    arrived = books.send(tensor, (2, 5, 3))
+    for columns in (slice(0, 2), slice(2, 7), slice(7, 10)):
+        part, sent = tensor[:, columns], arrived[:, columns]
+        least = part.abs().flatten().topk(round(part.numel() * 0.2)).values[-1]
+        assert torch.equal(sent, part.where(part.abs() >= least, 0.0))
+    assert len(books.state.thresholds) == 3
+    assert torch.equal(books.send(tensor[:77], (2, 5, 3)), arrived[:77])
+    one = Books(Threshold(keep=0.2, feedback=False)).send(tensor, (2, 5, 3))
+    assert not one[:, 7:].any()
+
+
+def test_many_columns_and_rows_are_compared_piece_by_piece():
+    tensor = numbers((3001, 130)) * torch.cat((torch.ones(100), torch.full((30,), 9.0)))
+    books = Books(Threshold(keep=0.1, scope="group", feedback=False))
+    arrived = books.send(tensor, (100, 30))
+    levels = torch.tensor(books.state.thresholds).repeat_interleave(torch.tensor([100, 30]))
+    assert torch.equal(arrived, tensor.where(tensor.abs() >= levels, 0.0))
+
+
+@pytest.mark.parametrize("groups", [(3, 3), (4, 0), (5, -1)])
+def test_groups_are_the_columns(groups):
+    with pytest.raises(ValueError, match="groups"):
+        Threshold(scope="group").encode(numbers((100, 4)), None, groups)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("options", [{}, {"keep": 1}, {"feedback": False}, {"values": "int4"}], ids=str)
+@pytest.mark.parametrize("shape", [(20, 50), (3,)])
+def test_what_is_not_finite_is_refused_whenever_it_comes(value, options, shape):
+    codec, tensor = Threshold(**options), numbers(shape)
+    state = codec.encode(tensor).state
+    before = None if state.residual is None else state.residual.clone()
+    bad = tensor.clone()
+    bad.view(-1)[2] = value
+    for remembered in (None, state):
+        with pytest.raises(NotFinite, match=r"1 of .* elements are NaN or infinite, the first at"):
+            codec.encode(bad, remembered)
+    assert before is None or torch.equal(state.residual, before)
+
+
+def test_a_stream_with_feedback_keeps_its_size():
+    codec = Threshold()
+    with pytest.raises(ValueError, match="900 elements came after 1,000"):
+        codec.encode(numbers((900,)), codec.encode(numbers((1000,))).state)
+    free = Threshold(feedback=False)
+    assert free.encode(numbers((900,)), free.encode(numbers((1000,))).state).shape == (900,)
+
+
+def test_a_stored_state_is_not_written_to():
+    books = Books(Threshold(keep=0.05))
+    books.send(numbers((1000,)))
+    stored = books.state.tensors()
+    before = {name: tensor.clone() for name, tensor in stored.items()}
+    for message in range(3):
+        books.send(numbers((1000,), message))
+    assert all(torch.equal(stored[name], before[name]) for name in before)
+    assert set(stored) == {"age", "early", "floors", "refreshes", "residual", "share"}

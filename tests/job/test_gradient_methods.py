@@ -294,6 +294,17 @@ BUSY = {"trainers": 2, "workers": 2, "emulate_step_ms": 2.0, "stragglers": "inde
 HASTY = {"global_batch": 8, "steady_commits": 1, "steady_s": 0.0}
 
 
+def test_a_job_may_wait_instead_of_computing(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 30)
+    train = {"emulate_step_ms": 0.01, "emulate_compute": False, "optimizer": "adam"}
+    config = gradient_settings(data, "sync", model=SMALL_DLRM, train=train, data={"epochs": 2})
+    result = Job(config, out=tmp_path / "out").run()
+    assert result.data.trained_samples == 60
+    Job(config | {"data": {**config["data"], "epochs": 1}}, out=tmp_path / "once").run()
+    once, twice = weights(tmp_path / "once"), weights(tmp_path / "out")
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
 def decisions(out: Path) -> list[str]:
     """What the driver decided, as the events of the run's timeline tell it."""
     events = map(json.loads, (out / "events.jsonl").read_text().splitlines())

@@ -253,7 +253,8 @@ def _choose_aggregation(config: Config) -> Aggregating | None:
     if config.sync.model_fields_set or config.sync.options:
         key = min({*config.sync.model_fields_set, *config.sync.options})
         raise ConfigError(
-            f"sync.{key} has no effect with aggregation.method={given.method}, which merges no replicas: leave it out"
+            f"sync.{key} has no effect with aggregation.method={given.method}, which merges no replicas: leave it "
+            "out, or set aggregation.method=null to merge them"
         )
     member = choose("aggregation.method", given.method, "shadowsync.aggregation", Aggregation)
     (own,) = split_options(

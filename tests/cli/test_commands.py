@@ -64,6 +64,17 @@ def test_resume_goes_on_with_what_was_changed(shadowsync: CommandLine) -> None:
     assert (again["sync"]["method"], again["test"]) == ("bmuf", result["test"])
 
 
+def test_resume_goes_from_a_gradient_method_back_to_replicas(shadowsync: CommandLine) -> None:
+    assert shadowsync("train", "run.yaml", "aggregation.method=gba", "--out", "out").status == 0
+    back = ("train", "--resume", "out", "sync.method=ma", "data.epochs=2")
+    said = shadowsync(*back)
+    assert (said.status, "set aggregation.method=null" in said.err) == (2, True)
+    said = shadowsync(*back, "aggregation.method=null")
+    assert (said.status, said.err) == (0, "")
+    result = json.loads(Path("out/result.json").read_text())
+    assert (result["data"]["trained_samples"], result["sync"]["method"]) == (120, "ma")
+
+
 def test_resume_into_a_new_folder(shadowsync: CommandLine) -> None:
     assert shadowsync("train", "run.yaml", "--out", "out").status == 0
     assert shadowsync("train", "--resume", "out", "--out", "new", "data.epochs=2").status == 0

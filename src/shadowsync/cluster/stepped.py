@@ -137,11 +137,13 @@ class Stepped(DenseSide):
     def __init__(self, method: Aggregation, rule: StepRule, crew: Crew, images: Images) -> None:
         self._method, self._rule, self._crew, self._images = method, rule, crew, images
         self._now: _Generation | None = None
+        self._before: AggregationState | None = None
 
     # --- a generation ------------------------------------------------------------------------------------------------
 
     def open(self, reader: Reader, generation: int) -> ConductorService:
         self.close()
+        self._before = None if self._now is None else self.aggregation
         desk = reader.desk
         self._now = _Generation(self._method, self._rule, RemoteSteps(self._crew, generation, lambda: desk.trained))
         return ConductorService(self._now.conductor, desk, Generation(generation))
@@ -202,12 +204,16 @@ class Stepped(DenseSide):
         if self._now is None:
             raise PeerLost("no generation has begun")
         self._now.conductor.restart(before)
+        self._before = None
         self._now.steps.restart(before.global_steps)
 
     # --- figures -----------------------------------------------------------------------------------------------------
 
     @property
     def aggregation(self) -> AggregationState:
+        """While everybody goes back to a checkpoint, until `restart` says to which counts, those of the end before."""
+        if (before := self._before) is not None:
+            return before
         return AggregationState() if self._now is None else self._now.conductor.state
 
     @property

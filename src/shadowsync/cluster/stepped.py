@@ -12,6 +12,7 @@ from torch import Tensor
 from shadowsync.aggregation.aggregator import Aggregation, Worker
 from shadowsync.aggregation.conductor import Conductor, StepRule
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.aggregation.step_times import Paces
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.dense_side import DenseSide, NobodyLeft
@@ -114,10 +115,10 @@ def _line(kind: str) -> Line:
 class _Generation:
     """The conductor of a generation, with the thread that carries its steps out."""
 
-    def __init__(self, method: Aggregation, rule: StepRule, steps: RemoteSteps) -> None:
+    def __init__(self, method: Aggregation, rule: StepRule, steps: RemoteSteps, paces: Paces) -> None:
         self.steps = steps
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="steps")
-        self.conductor = Conductor(method, rule, steps, run=self._pool.submit)
+        self.conductor = Conductor(method, rule, steps, run=self._pool.submit, paces=paces)
 
     def end(self) -> None:
         self.conductor.stop()
@@ -145,7 +146,9 @@ class Stepped(DenseSide):
         self.close()
         self._before = None if self._now is None else self.aggregation
         desk = reader.desk
-        self._now = _Generation(self._method, self._rule, RemoteSteps(self._crew, generation, lambda: desk.trained))
+        steps = RemoteSteps(self._crew, generation, lambda: desk.trained)
+        paces = Paces() if self._now is None else self._now.conductor.paces
+        self._now = _Generation(self._method, self._rule, steps, paces)
         return ConductorService(self._now.conductor, desk, Generation(generation))
 
     def fill(self) -> None:

@@ -30,7 +30,7 @@ from machine import describe, table
 
 from shadowsync.metrics.frame import Frame
 
-WORKERS, BATCH, STEP_MS = 8, 256, 50.0
+WORKERS, BATCH, STEP_MS = 8, 256, 100.0
 SLOW = "share=0.25,slow=3-10"
 CLUSTERS = ("even", "busy", "changing")
 

@@ -1,5 +1,6 @@
 """The members that a configuration chooses, built and checked before anything starts."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     method, schedule = _choose_sync(config)
     _check_used(config)
     _check_cluster(config)
-    _check_emulation(config.train)
+    _check_emulation(config)
     if own_model and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
         raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
     recovery = recovery_settings(config.recovery, config.cluster.runtime == "ray")
@@ -237,10 +238,17 @@ def _check_cluster(config: Config) -> None:
         raise ConfigError(f"cluster.min_trainers={cluster.min_trainers} is above train.trainers={train.trainers}")
 
 
-def _check_emulation(train: TrainConfig) -> None:
-    """Raises `ConfigError` for emulated machines of which nobody says how fast they are."""
+def _check_emulation(config: Config) -> None:
+    """Raises `ConfigError` for emulated machines of which nobody says how fast they are, or that are not there."""
+    train = config.train
     if train.stragglers is not None:
-        parse_stragglers(train.stragglers, "train.stragglers")
+        named = (part.index or () for part in parse_stragglers(train.stragglers, "train.stragglers").parts)
+        highest = max(itertools.chain(*named), default=0)
+        if highest >= (most := (config.cluster.max_trainers or train.trainers) * train.workers):
+            raise ConfigError(
+                f"train.stragglers={train.stragglers}: there is no worker {highest} that could be slow; this job has "
+                f"{most}, counted from 0"
+            )
         if train.emulate_step_ms is None:
             raise ConfigError("train.stragglers needs train.emulate_step_ms: how long a step takes of who is not slow")
     if not train.emulate_compute and train.emulate_step_ms is None:
@@ -264,7 +272,8 @@ def _choose_aggregation(config: Config) -> Aggregating | None:
     if config.sync.model_fields_set or config.sync.options:
         key = min({*config.sync.model_fields_set, *config.sync.options})
         raise ConfigError(
-            f"sync.{key} has no effect with aggregation.method={given.method}, which merges no replicas: leave it out"
+            f"sync.{key} has no effect with aggregation.method={given.method}, which merges no replicas: leave it "
+            "out, or set aggregation.method=null to merge them"
         )
     member = choose("aggregation.method", given.method, "shadowsync.aggregation", Aggregation)
     (own,) = split_options(

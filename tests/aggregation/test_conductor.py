@@ -60,8 +60,8 @@ class Bench:
         self.trained = 0
         self.now = 0.0
         rule = StepRule(size, 0.5, 2.0, rates, by_buffer)
-        parts = StepParts(self.steps, [Rows(self.steps)], lambda: self.trained)
-        self.conductor = Conductor(method, rule, parts, lambda: self.now)
+        self.parts = StepParts(self.steps, [Rows(self.steps)], lambda: self.trained)
+        self.conductor = Conductor(method, rule, self.parts, lambda: self.now)
 
     def begin(self, worker: tuple[int, int]) -> int:
         number = self.conductor.dispatch(worker[0])
@@ -109,6 +109,18 @@ def test_what_was_begun_before_a_restart_has_no_step_time() -> None:
     bench.conductor.restart(AggregationState(global_steps=3))
     bench.now = 9.0
     assert bench.conductor.recent_step_s() == {}
+
+
+def test_step_times_go_on_in_another_conductor() -> None:
+    bench = Bench(Gba(), size=9)
+    first = bench.begin(A)
+    bench.now = 2.0
+    bench.arrive(first)
+    bench.begin(B)
+    paces = bench.conductor.paces
+    goes_on = Conductor(Gba(), StepRule(9, 0.5, 2.0, STEADY, False), bench.parts, lambda: 9.0, paces=paces)
+    assert goes_on.mean_step_s() == {A: 2.0}
+    assert goes_on.recent_step_s() == {}
 
 
 def test_whoever_goes_on_under_another_method_has_switched() -> None:

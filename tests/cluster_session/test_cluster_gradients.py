@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +25,10 @@ from job_helpers import (
 from safetensors.torch import load_file
 
 from shadowsync import Job
+from shadowsync.aggregation.aggregator import Switch
+from shadowsync.aggregation.auto import Auto
+from shadowsync.aggregation.conductor import StepRule
+from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.cluster import stepped, trainer_dense
 from shadowsync.errors import DataError
@@ -32,6 +37,7 @@ from shadowsync.runs import load_checkpoint
 from shadowsync.runtime.step_messages import StepAsked
 from shadowsync.runtime.stepper_service import StepperService
 from shadowsync.runtime.wire.service import Request
+from shadowsync.training.rates import Rates
 from shadowsync.training.worker import TrainerLost
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("cluster")]
@@ -306,6 +312,26 @@ def test_a_dead_dense_server_takes_everybody_back_to_the_newest_checkpoint(
     second = sorted(checkpoints(out))[1]
     again = ledger.rows.total() - ROWS * EPOCHS
     assert again < ROWS * EPOCHS - int(second.name.removeprefix("samples-"))
+
+
+def test_while_everybody_goes_back_the_counts_stay_until_it_is_known_to_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise steps would fall to 0 for a moment, and `auto` would tell of every switch once more."""
+    monkeypatch.setattr(stepped.RemoteSteps, "restart", lambda *_: None)
+    reader = cast("Any", SimpleNamespace(desk=SimpleNamespace(trained=0, number_by=lambda _: None)))
+    rule, nobody = StepRule(4, 0.1, 0.1, Rates(0, "none", 0.0, 100), False), cast("Any", None)
+    side = stepped.Stepped(Auto(), rule, nobody, nobody)
+    last = AggregationState(global_steps=9, received=36, mode="sync", switches=(Switch(3, "gba", "slow"),))
+    earlier = AggregationState(global_steps=2, received=8, mode="sync")
+    side.open(reader, 0)
+    assert side.aggregation.global_steps == 0
+    side.restart(last)
+    assert side.aggregation == last
+    for generation in (1, 2):  # somebody dies while the first one begins
+        side.open(reader, generation)
+        assert side.aggregation == last
+    side.restart(earlier)
+    assert side.aggregation == earlier
+    side.close()
 
 
 @pytest.mark.parametrize("method", ["sync"])

@@ -294,6 +294,30 @@ BUSY = {"trainers": 2, "workers": 2, "emulate_step_ms": 2.0, "stragglers": "inde
 HASTY = {"global_batch": 8, "steady_commits": 1, "steady_s": 0.0}
 
 
+@pytest.mark.parametrize("trainers", [2, 3])
+def test_only_a_worker_that_is_there_can_be_slow(tmp_path: Path, trainers: int) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 10)
+    train = {**BUSY, "trainers": trainers, "stragglers": "share=0.5;index=0+4,slow=2", "emulate_step_ms": 0.01}
+    config = gradient_settings(data, "sync", train=train)
+    if trainers == 3:
+        Job(config, out=tmp_path / "out").run()
+        return
+    error = error_of(lambda: Job(config, out=tmp_path / "out").run())
+    assert isinstance(error, ConfigError)
+    assert "there is no worker 4 that could be slow; this job has 4, counted from 0" in str(error)
+
+
+def test_a_job_may_wait_instead_of_computing(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 30)
+    train = {"emulate_step_ms": 0.01, "emulate_compute": False, "optimizer": "adam"}
+    config = gradient_settings(data, "sync", model=SMALL_DLRM, train=train, data={"epochs": 2})
+    result = Job(config, out=tmp_path / "out").run()
+    assert result.data.trained_samples == 60
+    Job(config | {"data": {**config["data"], "epochs": 1}}, out=tmp_path / "once").run()
+    once, twice = weights(tmp_path / "once"), weights(tmp_path / "out")
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
 def decisions(out: Path) -> list[str]:
     """What the driver decided, as the events of the run's timeline tell it."""
     events = map(json.loads, (out / "events.jsonl").read_text().splitlines())

@@ -148,6 +148,7 @@ class Conductor:
         clock: seconds from any start.
         run: has what it is given run, once; commits are carried out there. By default in the thread that brought a
             commit about. What goes wrong is raised there, and by everybody who wants to begin a batch afterwards.
+        paces: step times of the same workers so far, which go on.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Conductor:
         parts: Carrier,
         clock: Callable[[], float] = time.monotonic,
         run: Callable[[Callable[[], None]], object] = _at_once,
+        paces: Paces | None = None,
     ) -> None:
         self._method, self._rule, self._parts, self._clock, self._run = method, rule, parts, clock, run
         self._most_behind = MOST_BEHIND * rule.size // method.batches_per_step(rule.size)
@@ -167,7 +169,7 @@ class Conductor:
         self._answers: deque[_Answer] = deque()
         self._stopped = False
         self._next = 0
-        self._paces = Paces()
+        self._paces = Paces() if paces is None else paces
         self._restart(AggregationState())
 
     def _restart(self, before: AggregationState) -> None:
@@ -381,6 +383,12 @@ class Conductor:
         """How long each worker took for a batch, on average since the start, those that left included."""
         with self._changed:
             return self._paces.mean_s()
+
+    @property
+    def paces(self) -> Paces:
+        """A copy of the step times so far, for a conductor that goes on in place of this one."""
+        with self._changed:
+            return self._paces.so_far()
 
     @property
     def error(self) -> BaseException | None:

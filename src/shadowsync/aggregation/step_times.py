@@ -7,7 +7,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean as mean
 from statistics import median
 
@@ -122,6 +122,10 @@ class Paces:
     def restarted(self) -> None:
         """Nothing that was begun will come."""
         self._began.clear()
+
+    def so_far(self) -> "Paces":
+        """A copy, without what is under way."""
+        return Paces(_paces={worker: replace(pace) for worker, pace in self._paces.items()})
 
     def recent_s(self, workers: Collection[Worker], now: float) -> Mapping[Worker, float]:
         """Of these workers, smoothed; a batch under way counts as soon as it takes longer than that."""

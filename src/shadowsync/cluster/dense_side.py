@@ -123,7 +123,7 @@ class DenseSide(ABC):
         return {}
 
     def mean_step_s(self) -> Mapping[Worker, float]:
-        """As `Session.mean_step_s`, of this generation."""
+        """As `Session.mean_step_s`."""
         return {}
 
     @abstractmethod

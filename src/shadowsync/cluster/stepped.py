@@ -12,6 +12,7 @@ from torch import Tensor
 from shadowsync.aggregation.aggregator import Aggregation, Worker
 from shadowsync.aggregation.conductor import Conductor, StepRule
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.aggregation.step_times import Paces
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.dense_side import DenseSide, NobodyLeft
@@ -114,10 +115,10 @@ def _line(kind: str) -> Line:
 class _Generation:
     """The conductor of a generation, with the thread that carries its steps out."""
 
-    def __init__(self, method: Aggregation, rule: StepRule, steps: RemoteSteps) -> None:
+    def __init__(self, method: Aggregation, rule: StepRule, steps: RemoteSteps, paces: Paces) -> None:
         self.steps = steps
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="steps")
-        self.conductor = Conductor(method, rule, steps, run=self._pool.submit)
+        self.conductor = Conductor(method, rule, steps, run=self._pool.submit, paces=paces)
 
     def end(self) -> None:
         self.conductor.stop()
@@ -137,13 +138,17 @@ class Stepped(DenseSide):
     def __init__(self, method: Aggregation, rule: StepRule, crew: Crew, images: Images) -> None:
         self._method, self._rule, self._crew, self._images = method, rule, crew, images
         self._now: _Generation | None = None
+        self._before: AggregationState | None = None
 
     # --- a generation ------------------------------------------------------------------------------------------------
 
     def open(self, reader: Reader, generation: int) -> ConductorService:
         self.close()
+        self._before = None if self._now is None else self.aggregation
         desk = reader.desk
-        self._now = _Generation(self._method, self._rule, RemoteSteps(self._crew, generation, lambda: desk.trained))
+        steps = RemoteSteps(self._crew, generation, lambda: desk.trained)
+        paces = Paces() if self._now is None else self._now.conductor.paces
+        self._now = _Generation(self._method, self._rule, steps, paces)
         return ConductorService(self._now.conductor, desk, Generation(generation))
 
     def fill(self) -> None:
@@ -202,12 +207,16 @@ class Stepped(DenseSide):
         if self._now is None:
             raise PeerLost("no generation has begun")
         self._now.conductor.restart(before)
+        self._before = None
         self._now.steps.restart(before.global_steps)
 
     # --- figures -----------------------------------------------------------------------------------------------------
 
     @property
     def aggregation(self) -> AggregationState:
+        """While everybody goes back to a checkpoint, until `restart` says to which counts, those of the end before."""
+        if (before := self._before) is not None:
+            return before
         return AggregationState() if self._now is None else self._now.conductor.state
 
     @property

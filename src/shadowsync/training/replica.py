@@ -200,7 +200,7 @@ class WorkerModule:
         self.module = replica.private_copy()
         if replica.flat.device.type == "cpu":
             accelerate(self.module)
-        self.gradients: tuple[Tensor | None, ...] = ()
+        self.gradients: tuple[Tensor | None, ...] = (None,) * len(replica.slots)
         self._replica = replica
         self._autocast = autocast
         self._parameters = _trainable(self.module)

@@ -209,6 +209,8 @@ def test_the_ladder_is_what_the_options_say():
         ({"weakest": "int8", "strongest": "bf16"}, "has to come before"),
         ({"keep": 0.1}, "keep=0.1 has no effect"),
         ({"strongest": "int2"}, "strongest"),
+        ({"strongest": "plain"}, "strongest"),
+        ({"weakest": "threshold"}, "weakest"),
         ({"share": 0}, "greater than 0"),
         ({"stay_s": -1}, "greater than or equal to 0"),
     ],

@@ -39,8 +39,9 @@ MOST_STAYS = 32
 """Minimum stays between two tries of a weaker codec, at most."""
 
 _KEEP = 0.05
-_Strength = Literal["plain", "bf16", "int8", "int4", "threshold"]
-_ORDER: tuple[_Strength, ...] = ("plain", "bf16", "int8", "int4", "threshold")
+_ORDER = ("plain", "bf16", "int8", "int4", "threshold")
+_Weakest = Literal["plain", "bf16", "int8", "int4"]
+_Strongest = Literal["bf16", "int8", "int4", "threshold"]
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,9 @@ class Auto(Codec):
 
     name: ClassVar[str] = "auto"
 
-    weakest: Annotated[_Strength, Field(description="what it starts with; stronger never sends more than that")] = (
-        "plain"
-    )
+    weakest: Annotated[_Weakest, Field(description="what it starts with; a stronger one always rounds")] = "plain"
     strongest: Annotated[
-        _Strength, Field(description="the last resort; threshold drops what is small, for pull and push")
+        _Strongest, Field(description="the last resort; threshold drops what is small, for pull and push")
     ] = "int4"
     share: Annotated[
         float | None,

@@ -70,9 +70,9 @@ def slow(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
     monkeypatch.setattr(TrainerPart, "_measured", slowed)
 
 
-def run(tmp_path: Path, rows: int = 1600, **sections: Any) -> Result:
+def run(tmp_path: Path, rows: int = 1600, step_ms: float = 2.0, **sections: Any) -> Result:
     data = write_rows(tmp_path / "rows.parquet", rows)
-    train = {"batch_size": 8, "emulate_step_ms": 2.0}
+    train = {"batch_size": 8, "emulate_step_ms": step_ms}
     config = cluster_settings(data, data={"slice_rows": 64}, train=train, **sections)
     if "aggregation" in sections:
         del config["sync"]
@@ -98,6 +98,15 @@ def test_a_slow_link_leads_to_a_stronger_codec_and_is_told(tmp_path: Path, monke
     assert first.endswith("above share=0.8, and workers wait")
     frames = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert frames[0]["wire_codecs"] == {"pull": "plain", "push": "plain"}
+
+
+@pytest.mark.usefixtures("cluster", "quick_looks")
+def test_a_quick_link_stays_plain_and_nothing_is_told(tmp_path: Path) -> None:
+    result = run(tmp_path, rows=160, step_ms=20.0, compression={"pull": AUTO, "push": AUTO, "dense": AUTO})
+    assert result.wire is not None
+    assert result.wire.codecs == dict.fromkeys(("pull", "push", "dense"), "plain")
+    assert result.wire.bytes == result.wire.raw_bytes
+    assert not any(event.detail.startswith("compression.") for event in read_events(tmp_path / "out"))
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

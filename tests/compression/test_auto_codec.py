@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shadowsync.choices import choose_all
 from shadowsync.compression.auto import EVEN, FUTILE_STAYS, LEAST_STEPS, STEADY, Auto, Chooser, Measured, Rules
+from shadowsync.compression.cut import CompressedCut
 from shadowsync.config import load
 from shadowsync.errors import ConfigError
 
@@ -224,6 +225,13 @@ def test_the_dense_part_crosses_as_parameters():
     assert codec_of(kind="dense").ladder[-1].name == "int4"
     with pytest.raises(ConfigError, match=r"compression\.dense\.strongest=threshold is not built yet"):
         codec_of("compression.dense.strongest=threshold", kind="dense")
+
+
+def test_where_nothing_crosses_there_is_nothing_to_choose():
+    with pytest.raises(
+        ConfigError, match=r"codec=auto has nothing to measure there; allowed: plain, bf16, .*threshold$"
+    ):
+        CompressedCut("auto")
 
 
 def test_a_name_that_is_not_on_the_ladder_is_one_clear_error():

@@ -98,6 +98,8 @@ class Auto(Codec):
         return self.ladder[0].decode(frames, shape)
 
     def resolved(self, key: str) -> Self:
+        if not key.startswith("compression."):
+            raise ConfigError(f"{key}=auto has nothing to measure there; allowed: {', '.join(_ORDER)}")
         if key == "compression.dense" and self.strongest == "threshold":
             raise ConfigError(
                 f"{key}.strongest=threshold is not built yet: the dense part crosses as parameters, most of which "

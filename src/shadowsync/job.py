@@ -20,6 +20,7 @@ from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import untold
 from shadowsync.assembly import prefetch
 from shadowsync.choices import Choices, choose_all, global_batch, server_count, without_foreign_options
+from shadowsync.codec_notes import remarks
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory
@@ -243,7 +244,7 @@ class _Run:
             with stop_on_signals() as request:
                 with self.session.recorder:
                     started = time.monotonic()
-                    roles = _Roles(reporter, self.job.out, started - self.seconds_before)
+                    roles = _Roles(reporter, self.job.out, started - self.seconds_before, self._print)
                     self._train(reporter, roles, request)
                 self.keeping.take_stock()
                 self._show(reporter, ended=True)
@@ -274,6 +275,8 @@ class _Run:
         self.keeping.begin()
         if self.keeping.why:
             self._tell(self.keeping.why)
+        for remark in remarks(self.config, self.choices):
+            self._tell(remark)
         self.session.start()
         try:
             while not self._ended():
@@ -309,8 +312,11 @@ class _Run:
             self._tell(switch.sentence)
         self._switches = done.switches
 
+    def _print(self, sentence: str) -> None:
+        self.console.print(sentence, highlight=False)
+
     def _tell(self, decision: str) -> None:
-        self.console.print(decision, highlight=False)
+        self._print(decision)
         self.session.happenings.add("driver", "decided", decision)
 
     def _ended(self) -> bool:
@@ -399,11 +405,15 @@ class _Run:
 
 @dataclass
 class _Roles:
-    """Tells a reporter what happened to the roles, and writes where they are; `began` is when the run first started."""
+    """Tells a reporter what happened to the roles, and writes where they are; `began` is when the run first started.
+
+    `say` is given what others than the driver have decided; who drives has said its own.
+    """
 
     reporter: Reporter
     out: Path
     began: float
+    say: Callable[[str], None]
     places: Mapping[str, RolePlace] = field(default_factory=dict)
     saving: bool = False
 
@@ -413,6 +423,8 @@ class _Roles:
             session.happenings.add("driver", "saving" if saving else "saved")
             self.saving = saving
         for happened in session.happenings.take():
+            if happened.event == "decided" and happened.role != "driver":
+                self.say(f"{happened.role}: {happened.detail}")
             self.reporter.note(
                 RoleEvent(max(0.0, happened.at - self.began), happened.role, happened.event, happened.detail)
             )

@@ -87,8 +87,8 @@ def aggregation(session: Session) -> result.Aggregation | None:
 
 
 def wire(session: Session) -> result.Wire:
-    """Bytes between roles."""
-    return result.Wire(**session.wire_totals())
+    """Bytes between roles, and how they crossed."""
+    return result.Wire(**session.wire_totals(), codecs=session.codecs())
 
 
 def recovery(session: Session, keeping: Safekeeping, load_s: float) -> result.Recovery:

@@ -15,6 +15,7 @@ from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import make_module, make_replica, make_tables
 from shadowsync.choices import Choices
+from shadowsync.codec_notes import in_order
 from shadowsync.config import Config
 from shadowsync.data.reader import Reader, ReaderOptions
 from shadowsync.data.source import OpenSource, Schema
@@ -386,6 +387,10 @@ class Session(ABC):
     def _wire_now(self) -> dict[str, dict[str, int]]:
         """Bytes since the start, as sent and raw."""
 
+    def _codecs_now(self) -> Mapping[str, Sequence[str]]:
+        """By kind of traffic, the codecs that trainers have chosen, as far as they do."""
+        return {}
+
     @abstractmethod
     def _replica_distance(self) -> float | None:
         """Mean over trainers of ‖w_i − mean w‖ / ‖mean w‖, or None."""
@@ -423,6 +428,12 @@ class Session(ABC):
         now = self._wire_now()
         return {kind: added(before, now[kind]) for kind, before in self._wire_before.items()}
 
+    def codecs(self, only_chosen: bool = False) -> dict[str, str]:
+        """By kind of traffic, the codec in use; where trainers have chosen several, all of them."""
+        given, now = self.choices.codecs, self._codecs_now()
+        kinds = [kind for kind, codec in given.items() if not only_chosen or len(codec.ladder) > 1]
+        return {kind: in_order(given[kind], now.get(kind, ())) for kind in kinds}
+
     def counts(self, saves: int, toll: Toll) -> JobCounts:
         """What the recorder does not know by itself, beside checkpoints and what failures have cost."""
         wire = self.wire_totals()
@@ -433,6 +444,7 @@ class Session(ABC):
             saves=saves,
             replica_distance=self._replica_distance(),
             wire_raw_bytes=wire["raw_bytes"],
+            wire_codecs=self.codecs(only_chosen=True),
             failures=self.failures,
             roles=self.role_states(),
             queue_depth=self._queue_depths(),

@@ -49,7 +49,7 @@ def services(center: Tensor, count: int, codec: Codec) -> list[DenseService]:
 
 def remote(center: Tensor, count: int, codec: Codec, connect: Connect, counter: WireCounter) -> DenseRemote:
     connections = [connect(service, 1)[0] for service in services(center, count, codec)]
-    return DenseRemote(connections, split_evenly(len(center), count), codec, counter)
+    return DenseRemote(connections, split_evenly(len(center), count), Line("dense", codec, counter))
 
 
 def direct(service: Service, clients: int) -> list[Connection]:
@@ -120,7 +120,7 @@ def test_all_servers_are_asked_before_any_answer_is_awaited() -> None:
     """With one at a time this would never end; the answers come in the wrong order."""
     center, count, waiting = torch.arange(11.0), 3, []
     connections = [Held(service, waiting, count) for service in services(center, count, Plain())]
-    servers = DenseRemote(connections, split_evenly(11, count), Plain(), WireCounter())
+    servers = DenseRemote(connections, split_evenly(11, count), Line("dense", Plain(), WireCounter()))
     assert torch.equal(servers.read(), center)
     assert torch.equal(servers.elastic(0, center + 2, 0.5), torch.ones(11))
     assert torch.equal(servers.sequential(0, center, 0.5), center + 0.5)
@@ -130,7 +130,7 @@ def test_a_server_that_is_lost_is_told_after_the_others_are_done() -> None:
     center = torch.zeros(6)
     parts = services(center, 2, Plain())
     connections = [DirectConnection(part) for part in parts]
-    servers = DenseRemote(connections, split_evenly(6, 2), Plain(), WireCounter())
+    servers = DenseRemote(connections, split_evenly(6, 2), Line("dense", Plain(), WireCounter()))
     connections[0].close()
     with pytest.raises(PeerLost):
         servers.elastic(0, torch.ones(6), 0.5)
@@ -144,7 +144,7 @@ def test_a_connection_that_goes_takes_its_residuals_along(connect: Connect) -> N
 
     def sequential(connection: Connection) -> float:
         """With a local copy that leaves the center where it is, so that only the way back rounds."""
-        servers = DenseRemote([connection], [(0, 1)], Rounded(), WireCounter())
+        servers = DenseRemote([connection], [(0, 1)], Line("dense", Rounded(), WireCounter()))
         servers.write(half)
         answer = connection.call("sequential", Exchange(0, 1e-9), (torch.zeros(1, dtype=torch.int8),)).result()
         return float(answer.tensors[0])
@@ -162,6 +162,8 @@ MISFITS = [
     ("elastic", Exchange(0, 1.5), (torch.ones(3),)),
     ("elastic", Exchange(0, float("nan")), (torch.ones(3),)),
     ("elastic", None, (torch.ones(3),)),
+    ("elastic", Exchange(0, 0.5, 0, "int8"), (torch.ones(3),)),
+    ("sequential", Exchange(0, 0.5, 0, "no such codec" * 1000), (torch.ones(3),)),
     ("write", None, ()),
     ("write", None, (torch.zeros(2),)),
     ("write", None, (torch.zeros(3), torch.zeros(3))),

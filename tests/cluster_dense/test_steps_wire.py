@@ -124,6 +124,8 @@ MALFORMED: dict[str, tuple[str, Meta | None, tuple[Tensor, ...], str]] = {
     "another type": ("hold", GradientSent(0, 0, (True, True), 0), (FLAT.double(),), "frames of a gradient|not fit"),
     "another model": ("hold", GradientSent(0, 0, (True,), 0), (FLAT,), "does not fit"),
     "a number below 0": ("hold", GradientSent(-1, 0, (True, True), 0), (FLAT,), "count from 0"),
+    "another codec": ("hold", GradientSent(0, 0, (True, True), 0, "int8"), (FLAT,), "codec 'int8' is not one"),
+    "an answer in another": ("newer", NewerAsked(-1, 0, "x" * 9000), (), "codec 'x{20}' is not .*; allowed: plain$"),
     "nothing at all": ("hold", None, (FLAT,), "does not hold a GradientSent"),
     "a weight too many": ("commit", step_with(weights=(1.0, 1.0)), (), "make no global step"),
     "a divisor of 0": ("commit", step_with(divisor=0.0), (), "make no global step"),

@@ -14,7 +14,7 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(
 
 
 def test_the_members_of_the_seam():
-    assert list(MEMBERS) == ["bf16", "int4", "int8", "plain", "threshold"]
+    assert list(MEMBERS) == ["auto", "bf16", "int4", "int8", "plain", "threshold"]
 
 
 @EACH

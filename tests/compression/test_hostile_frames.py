@@ -2,15 +2,19 @@
 
 import tracemalloc
 
+import msgspec
 import pytest
 import torch
 from codec_cases import CODECS, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from shadowsync.compression.auto import Auto
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import DataError
-from shadowsync.runtime.embedding_messages import Coded, unpack_coded
+from shadowsync.runtime.embedding_messages import Coded, pack_coded, unpack_coded
+from shadowsync.runtime.wire.service import decode_meta
 
 EXPECTED = (RuntimeError, TypeError, ValueError, IndexError)
 EACH = pytest.mark.parametrize("codec", [pytest.param(codec, id=name) for name, codec in CODECS.items()])
@@ -90,3 +94,33 @@ def test_the_wire_tells_of_data_that_cannot_be_read(received):
     coded = Coded(((300,),), (len(received),))
     with pytest.raises(DataError, match=r"frames are not a tensor \[300\] in the codec threshold"):
         unpack_coded(coded, received, Threshold())
+
+
+@pytest.mark.parametrize("name", ["threshold", "auto", "int2", "PLAIN", "\0", "x" * 1_000_000])
+def test_a_codec_that_is_not_on_the_ladder_is_one_short_error(name):
+    tensor = numbers((4, 16))
+    coded, frames = pack_coded([Auto().rung("int8").encode(tensor)], name)
+    with pytest.raises(
+        DataError, match=r"is not one that this job sends in; allowed: plain, bf16, int8, int4$"
+    ) as told:
+        unpack_coded(coded, frames, Auto())
+    assert len(str(told.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["plain", "bf16", "int8", "int4"])
+def test_frames_are_read_in_the_codec_that_they_name_and_in_no_other(name):
+    tensor, ladder = numbers((4, 16)), Auto().ladder
+    codec = Auto().rung(name)
+    coded, frames = pack_coded([codec.encode(tensor)], name)
+    (found,) = unpack_coded(coded, frames, Auto())
+    assert torch.equal(found, codec.decode(frames, (4, 16)))
+    for other in {rung.name for rung in ladder} - {name}:
+        with pytest.raises(DataError, match=f"in the codec {other}"):
+            unpack_coded(replace(coded, codec=other), frames, Auto())
+
+
+@pytest.mark.parametrize("codec", [3, None, ["int8"], {"name": "int8"}, b"\xff"])
+def test_what_is_no_name_is_refused(codec):
+    meta = msgspec.msgpack.encode([[[4, 16]], [1], codec])
+    with pytest.raises(DataError, match="does not hold a Coded"):
+        decode_meta(meta, Coded)

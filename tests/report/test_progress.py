@@ -72,6 +72,11 @@ def test_the_line_says_what_was_lost_once_something_was(pls: float | None, targe
     assert progress_line(frame, None, columns=None).endswith(shown)
 
 
+def test_the_line_says_which_codecs_were_chosen() -> None:
+    frame = msgspec.structs.replace(make_frames(4, 1)[1], wire_codecs={"pull": "int8", "push": "bf16, int4"})
+    assert progress_line(frame, None, columns=None).endswith("codecs pull=int8 push=bf16/int4  — left")
+
+
 @pytest.mark.parametrize(
     ("trainers", "room", "shown"),
     [

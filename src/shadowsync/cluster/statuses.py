@@ -1,7 +1,7 @@
 """What the driver knows of its trainers: asked about once a second, added up over those that are no more."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from shadowsync.cluster.trainer_messages import TrainerStatus
 from shadowsync.runtime.wire.connection import Answer
 from shadowsync.session import added
 
-NOTHING_YET = TrainerStatus(0, False, False, None, {}, {}, 0)
+NOTHING_YET = TrainerStatus(0, False, False, None, {}, {}, 0, {}, ())
 
 
 @dataclass
@@ -22,6 +22,7 @@ class _Seen:
     asked_at: float = 0.0
     asked: Future[Answer] | None = None
     status: TrainerStatus = NOTHING_YET
+    told: int = 0
     sketch: Tensor | None = None
 
 
@@ -88,6 +89,20 @@ class Statuses:
         for seen in list(self._seen.values()):
             sent, raw = added(sent, seen.status.sent), added(raw, seen.status.raw)
         return {"bytes": dict(sent), "raw_bytes": dict(raw)}
+
+    def untold(self, member: Member) -> Sequence[str]:
+        """What it has decided and nobody was told yet."""
+        seen = self._seen.get(member)
+        if seen is None:
+            return ()
+        decisions, seen.told = seen.status.decisions[seen.told :], len(seen.status.decisions)
+        return decisions
+
+    def codecs(self) -> dict[str, tuple[str, ...]]:
+        """By kind of traffic, the codecs that trainers have chosen, each once."""
+        chosen = [seen.status.codecs for seen in list(self._seen.values())]
+        kinds = {kind: None for codecs in chosen for kind in codecs}
+        return {kind: tuple(dict.fromkeys(codecs[kind] for codecs in chosen if kind in codecs)) for kind in kinds}
 
     def sketches(self) -> list[Tensor]:
         """The same coordinates of each replica."""

@@ -38,6 +38,7 @@ class TrainerMaterial:
         kit: what trainers have in common.
         host: address of this machine as the others see it.
         connect: to a role of a kind, by its index and address.
+        line: of the dense part.
         counter: of bytes.
         gate: of the trainer's threads.
         clients: of the embedding servers, one for each worker.
@@ -49,6 +50,7 @@ class TrainerMaterial:
     kit: TrainerKit
     host: str
     connect: Callable[[str, int, str], Connection]
+    line: Line
     counter: WireCounter
     gate: Gate
     clients: Sequence[EmbeddingClient]
@@ -132,7 +134,7 @@ class GradientWorkers(TrainerDense):
         spec, replica, driver = material.spec, material.replicas(), Unsynchronised()
         self._conductor = ConductorRemote(material.connect("driver", 0, spec.addresses.driver), spec.generation)
         self._dense = material.connect("dense", 0, spec.addresses.dense[0])
-        self._line = Line("dense", material.kit.choices.codecs["dense"], material.counter)
+        self._line = material.line
         workers = [self._worker(material, index, client, replica()) for index, client in enumerate(material.clients)]
         trainer = Trainer(spec.rank, workers[0].replica, driver, material.gate)
         self.trainer = make_trainer(material.kit, trainer, driver, workers, material.feed, material.hooks(trainer))
@@ -174,5 +176,5 @@ def _group(material: TrainerMaterial, length: int) -> RemoteGroup:
     )
     dense = [material.connect("dense", index, address) for index, address in enumerate(spec.addresses.dense)]
     spans = split_evenly(length, max(1, len(dense)))[: len(dense)]
-    servers = DenseRemote(dense, spans, codec, material.counter, None, spec.generation)
+    servers = DenseRemote(dense, spans, material.line, None, spec.generation)
     return RemoteGroup(spec.rank, averaging, servers, material.gate)

@@ -18,6 +18,8 @@ class TrainerStatus(Meta, frozen=True):
         sent: bytes so far by kind, as sent.
         raw: the same without codecs.
         waiting: batches parsed and not begun.
+        codecs: by kind of traffic, the codec in use where the trainer chooses it.
+        decisions: how it came to them, all sentences so far.
     """
 
     syncs: int
@@ -27,6 +29,8 @@ class TrainerStatus(Meta, frozen=True):
     sent: dict[str, int]
     raw: dict[str, int]
     waiting: int
+    codecs: dict[str, str]
+    decisions: tuple[str, ...]
 
 
 class HoldAsked(Meta, frozen=True):

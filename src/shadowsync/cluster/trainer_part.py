@@ -21,17 +21,19 @@ from shadowsync.cluster.trainer_messages import (
     TrainerStatus,
 )
 from shadowsync.cluster.trainer_spec import TrainerSpec
+from shadowsync.codec_notes import situation
 from shadowsync.data.feed import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import RunError, ShadowSyncError
 from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.codec_choice import CodecChoice
 from shadowsync.runtime.desk_remote import DeskRemote
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
-from shadowsync.runtime.lines import Line
 from shadowsync.runtime.reader_service import ReaderRemote
 from shadowsync.runtime.runtime import Home
 from shadowsync.runtime.wire.client import WireConnection
+from shadowsync.runtime.wire.connection import Connection
 from shadowsync.runtime.wire.errors import Fault
 from shadowsync.runtime.wire.service import Method, Reply, Request
 from shadowsync.training.gate import Gate
@@ -68,6 +70,7 @@ class TrainerPart:
             spec.total_samples,
             spec.failures,
         )
+        self._codecs = CodecChoice(self._kit.choices.codecs, situation(spec.config, self._kit.choices))
         self._desk = DeskRemote(self._connect("driver", 0, spec.addresses.driver))
         parse = ReaderRemote(self._connect("reader", 0, spec.addresses.reader)).parse
         self._feed = Feed(spec.rank, self._desk, parse, spec.config.data.prefetch)
@@ -108,6 +111,10 @@ class TrainerPart:
             known = self._connections[kind, index] = self._home.courier.connect(address)
         return known
 
+    def _measured(self, kind: str, index: int, address: str) -> Connection:
+        """As `_connect`; what crosses to servers is measured."""
+        return self._codecs.measured(self._connect(kind, index, address))
+
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _make_dense(self) -> TrainerDense:
@@ -115,7 +122,8 @@ class TrainerPart:
             self._spec,
             self._kit,
             self._home.host,
-            self._connect,
+            self._measured,
+            self._codecs.line("dense", self._counter),
             self._counter,
             self._gate,
             self._make_clients(),
@@ -132,18 +140,19 @@ class TrainerPart:
             before_step=self._spec.failures,
             place=self._place,
             ended=self._wake.set,
+            stepped=self._codecs.stepped,
         )
 
     def _make_clients(self) -> list[EmbeddingClient]:
         servers = [
-            (self._connect("embedding", index, address), shards)
+            (self._measured("embedding", index, address), shards)
             for index, (address, shards) in enumerate(self._spec.addresses.embedding)
         ]
         return [self._make_client(stream, servers) for stream in range(self._kit.config.train.workers)]
 
-    def _make_client(self, stream: int, servers: Sequence[tuple[WireConnection, tuple[Shard, ...]]]) -> EmbeddingClient:
+    def _make_client(self, stream: int, servers: Sequence[tuple[Connection, tuple[Shard, ...]]]) -> EmbeddingClient:
         spec, choices = self._spec, self._kit.choices
-        pulls, pushes = (Line(kind, choices.codecs[kind], self._counter) for kind in ("pull", "push"))
+        pulls, pushes = (self._codecs.line(kind, self._counter) for kind in ("pull", "push"))
         remotes = [
             EmbeddingRemote(Remote(connection, shards, position, stream, generation=spec.generation), pulls, pushes)
             for position, (connection, shards) in enumerate(servers)
@@ -237,6 +246,8 @@ class TrainerPart:
             totals.bytes,
             totals.raw_bytes,
             self._feed.depth,
+            self._codecs.names,
+            self._codecs.decisions,
         )
         return Reply(status, (sketch,))
 

@@ -20,4 +20,7 @@ class Bf16(Codec):
         return Encoded((tensor.to(torch.bfloat16),), tuple(tensor.shape))
 
     def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-        return frames[0].view(shape).to(torch.float32)
+        (numbers,) = frames
+        if numbers.dtype != torch.bfloat16:
+            raise ValueError(f"numbers are {numbers.dtype}, not bfloat16")
+        return numbers.view(shape).to(torch.float32)

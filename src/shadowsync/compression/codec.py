@@ -144,6 +144,23 @@ class Codec(ABC):
         tensor.view(-1)[kept] = values
         return tensor
 
+    @property
+    def ladder(self) -> "tuple[Codec, ...]":
+        """The codecs that messages may be in, weakest first; but for `auto` it is the codec itself."""
+        return (self,)
+
+    def rung(self, name: str) -> "Codec":
+        """The codec of the ladder with that name; the first one for an empty name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for codec in self.ladder:
+            if name in ("", codec.name):
+                return codec
+        allowed = ", ".join(codec.name for codec in self.ladder)
+        raise ValueError(f"codec {name[:20]!r} is not one that this job sends in; allowed: {allowed}")
+
     def resolved(self, key: str) -> Self:
         """Defaults filled in for what the configuration key says (`compression.pull`, `.push`, `.dense`).
 

@@ -39,7 +39,7 @@ class JobCounts:
         wire_bytes: bytes between roles so far, by kind.
         saves: checkpoints written so far.
         replica_distance: mean over trainers of ‖w_i − mean w‖ / ‖mean w‖, or None.
-        wire_raw_bytes, checkpointing, failures, roles, queue_depth, emulated_step_ms: as in `Frame`.
+        wire_raw_bytes, wire_codecs, checkpointing, failures, roles, queue_depth, emulated_step_ms: as in `Frame`.
         toll: of failures.
         steps: of a gradient method; None where replicas are merged.
     """
@@ -50,6 +50,7 @@ class JobCounts:
     saves: int = 0
     replica_distance: float | None = None
     wire_raw_bytes: Mapping[str, int] = field(default_factory=dict)
+    wire_codecs: Mapping[str, str] = field(default_factory=dict)
     checkpointing: bool = False
     failures: int = 0
     roles: Mapping[str, RoleState] = field(default_factory=dict)
@@ -298,6 +299,7 @@ class Recorder:
             wire_bytes=dict(counts.wire_bytes),
             saves=counts.saves,
             wire_raw_bytes=dict(counts.wire_raw_bytes),
+            wire_codecs=dict(counts.wire_codecs),
             checkpointing=counts.checkpointing,
             failures=counts.failures,
             roles=dict(counts.roles),

@@ -175,10 +175,12 @@ def _wire_card(result: Result) -> Card:
         bars.append(Bar(_KINDS.get(kind, kind), amount))
         if raw.get(kind, amount) != amount:
             bars.append(Bar("… without codec", raw[kind], muted=True))
+    codecs = [f"{_KINDS.get(kind, kind)} {codec}" for kind, codec in result.wire.codecs.items() if codec != "plain"]
+    at_the_end = f" Codecs at the end: {'; '.join(codecs)}." if codecs else ""
     return Card(
         "Bytes between roles",
         "What the trainers pulled from and pushed to the embedding servers, and what synchronising the dense part "
-        "took; in one process nothing is sent, and this is what would be.",
+        f"took; in one process nothing is sent, and this is what would be.{at_the_end}",
         "as few as the quality allows; a codec (compression.*) makes them fewer.",
         bar_chart(bars, "wire", Axis("bytes", words.data_size)) if bars else None,
         "Nothing was sent.",

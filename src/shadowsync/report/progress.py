@@ -106,6 +106,8 @@ def _figures(frame: Frame) -> Iterator[str]:
         yield f"{frame.aggregation_mode} step {words.count(frame.global_steps)}"
     if frame.staleness is not None:
         yield f"staleness {words.decimal(frame.staleness, 1)}"
+    if frame.wire_codecs:
+        yield "codecs " + " ".join(f"{kind}={codec.replace(', ', '/')}" for kind, codec in frame.wire_codecs.items())
     if frame.checkpointing:
         yield "saving"
     if frame.failures:

@@ -85,10 +85,15 @@ class Sync(_Section, frozen=True):
 
 
 class Wire(_Section, frozen=True):
-    """Bytes between roles by kind (`pull`, `push`, `dense`), as sent and as they would be without a codec."""
+    """Bytes between roles by kind (`pull`, `push`, `dense`), as sent and as they would be without a codec.
+
+    `codecs` is the codec of each kind at the end; where trainers chose different ones (`auto`), all of them, the
+    weakest first and with commas between.
+    """
 
     bytes: dict[str, int]
     raw_bytes: dict[str, int]
+    codecs: dict[str, str] = {}
 
 
 class Aggregation(_Section, frozen=True):

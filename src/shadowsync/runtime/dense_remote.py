@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shadowsync.compression.codec import Codec
 from shadowsync.runtime.dense_service import Exchange
-from shadowsync.runtime.lines import Counter, Encoder
+from shadowsync.runtime.lines import Encoder, Line
 from shadowsync.runtime.wire.connection import Answer, Connection
 
 Span = tuple[int, int]
@@ -26,20 +26,18 @@ class DenseRemote:
     Attributes:
         connections: one to each dense server.
         spans: what each of them holds, in the same order (`runtime.group.split_evenly`).
-        codec: of exchanges in both directions; the service's own.
-        counter: adds up the bytes of exchanges, both directions.
+        line: of exchanges in both directions; the codec is the service's.
         timeout_s: deadline of a call; None is the connection's own.
         generation: of the parts that this trainer belongs to.
     """
 
     connections: Sequence[Connection]
     spans: Sequence[Span]
-    codec: Codec
-    counter: Counter
+    line: Line
     timeout_s: float | None = None
     generation: int = 0
     _exchanged: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
-    _there: dict[tuple[int, int], Encoder] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _there: dict[tuple[int, int, str], Encoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def exchanged_bytes(self) -> int:
@@ -74,32 +72,33 @@ class DenseRemote:
         )
 
     def _exchange(self, method: str, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        asked = Exchange(rank, alpha, self.generation)
+        codec = self.line.now.codec
+        asked = Exchange(rank, alpha, self.generation, codec.name)
         calls = [
-            connection.call(method, asked, self._encode(rank, index, weights[start:stop]), self.timeout_s)
+            connection.call(method, asked, self._encode(codec, rank, index, weights[start:stop]), self.timeout_s)
             for index, (connection, (start, stop)) in enumerate(zip(self.connections, self.spans, strict=True))
         ]
         parts = [
-            self._decode(answer.tensors, stop - start)
+            self._decode(codec, answer.tensors, stop - start)
             for answer, (start, stop) in zip(_answers(calls), self.spans, strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _encode(self, rank: int, index: int, part: Tensor) -> tuple[Tensor, ...]:
-        key = (rank, index)
+    def _encode(self, codec: Codec, rank: int, index: int, part: Tensor) -> tuple[Tensor, ...]:
+        key = (rank, index, codec.name)
         # setdefault is atomic: of several workers that come first, all get one encoder
         about = f"the replica of trainer {rank} for dense server {index}"
-        encoder = self._there.get(key) or self._there.setdefault(key, Encoder(self.codec, about))
+        encoder = self._there.get(key) or self._there.setdefault(key, Encoder(codec, about))
         encoded = encoder.encode(part)
         self._count(encoded.byte_count, part.nbytes)
         return encoded.frames
 
     def _count(self, sent: int, raw: int) -> None:
         self._exchanged[0] += sent  # of several workers at once a message may be missed
-        self.counter.add("dense", sent, raw)
+        self.line.count(sent, raw)
 
-    def _decode(self, frames: tuple[Tensor, ...], length: int) -> Tensor:
-        part = self.codec.decode(frames, (length,))
+    def _decode(self, codec: Codec, frames: tuple[Tensor, ...], length: int) -> Tensor:
+        part = codec.decode(frames, (length,))
         self._count(sum(frame.nbytes for frame in frames), part.nbytes)
         return part
 

@@ -15,6 +15,7 @@ from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
 from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.lines import Encoder
+from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
 from shadowsync.sync.dense import DenseServer, Sent
 
@@ -26,11 +27,13 @@ class Exchange(Meta, frozen=True):
         trainer_rank: which stream of the caller this is.
         alpha: elastic parameter, in (0, 1].
         generation: of the parts that the trainer belongs to.
+        codec: of both directions, by name.
     """
 
     trainer_rank: int
     alpha: float
     generation: int = 0
+    codec: str = ""
 
 
 _Mix = Callable[[DenseServer, Tensor, float, Sent], Tensor]
@@ -46,7 +49,7 @@ class DenseService:
         self._server = server
         self._generation = generation
         self._codec = codec
-        self._back: dict[str, dict[int, Encoder]] = {}
+        self._back: dict[str, dict[tuple[int, str], Encoder]] = {}
         self._lock = threading.Lock()
         self.methods: Mapping[str, Method] = {
             "elastic": Method(lambda request: self._exchange(DenseServer.elastic, request)),
@@ -68,14 +71,15 @@ class DenseService:
         self._generation.check(asked.generation)
         if not (math.isfinite(asked.alpha) and 0 < asked.alpha <= 1):
             raise DataError(f"an exchange came with alpha {asked.alpha}: it lies in (0, 1]")
-        local = self._decoded(request.tensors)
-        encoder = self._encoder(request.client, asked.trainer_rank)
+        codec = rung(self._codec, asked.codec)
+        local = self._decoded(codec, request.tensors)
+        encoder = self._encoder(codec, request.client, asked.trainer_rank)
         frames: list[tuple[Tensor, ...]] = []
 
         def sent(tensor: Tensor) -> Tensor:
             encoded = encoder.encode(tensor)
             frames.append(encoded.frames)
-            return self._codec.decode(encoded.frames, encoded.shape)
+            return codec.decode(encoded.frames, encoded.shape)
 
         mix(self._server, local, asked.alpha, sent)
         return Reply(tensors=frames[0])
@@ -85,11 +89,11 @@ class DenseService:
         self._server.write(self._checked(values))
         return Reply()
 
-    def _decoded(self, frames: tuple[Tensor, ...]) -> Tensor:
+    def _decoded(self, codec: Codec, frames: tuple[Tensor, ...]) -> Tensor:
         try:
-            values = self._codec.decode(frames, (self._server.length,))
+            values = codec.decode(frames, (self._server.length,))
         except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of an exchange are none of codec {self._codec.name}") from error
+            raise DataError(f"the frames of an exchange are none of codec {codec.name}") from error
         return self._checked(values)
 
     def _checked(self, values: Tensor | None) -> Tensor:
@@ -98,7 +102,8 @@ class DenseService:
             raise DataError(f"a dense server of {self._server.length} float32 parameters got {came}")
         return values
 
-    def _encoder(self, client: str, trainer_rank: int) -> Encoder:
+    def _encoder(self, codec: Codec, client: str, trainer_rank: int) -> Encoder:
         with self._lock:
             back = self._back.setdefault(client, {})
-            return back.setdefault(trainer_rank, Encoder(self._codec, f"the central copy for trainer {trainer_rank}"))
+            about = f"the central copy for trainer {trainer_rank}"
+            return back.setdefault((trainer_rank, codec.name), Encoder(codec, about))

@@ -15,6 +15,7 @@ from shadowsync.data.source import Pooling
 from shadowsync.embedding.server import Lookup
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import DataError
+from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.wire.service import Meta
 
 _IDS = (torch.int32, torch.int64)
@@ -35,10 +36,11 @@ class Ids(Meta, frozen=True):
 
 
 class Coded(Meta, frozen=True):
-    """Encoded tensors: the shape of each, and how many frames stand for it."""
+    """Encoded tensors: the shape of each, how many frames stand for it, and the codec of all of them by name."""
 
     shapes: tuple[tuple[int, ...], ...]
     frames: tuple[int, ...]
+    codec: str = ""
 
 
 class PullAsked(Meta, frozen=True):
@@ -48,11 +50,13 @@ class PullAsked(Meta, frozen=True):
         stream: of the client's, which may have several, one for each worker.
         number: of the look-up in that stream; None if no push will follow.
         ids: what is looked up.
+        codec: that the answer is to be in, by name.
     """
 
     stream: int
     number: int | None
     ids: Ids
+    codec: str = ""
 
 
 class PushAsked(Meta, frozen=True):
@@ -77,6 +81,7 @@ class ReadAsked(Meta, frozen=True):
     stream: int
     number: int | None
     shards: tuple[int, ...]
+    codec: str = ""
 
 
 class StepAsked(Meta, frozen=True):
@@ -316,18 +321,19 @@ def row_numbers(tensors: Sequence[Tensor]) -> Tensor:
     return as_int64(tensors[0])
 
 
-def pack_coded(encoded: Sequence[Encoded]) -> tuple[Coded, tuple[Tensor, ...]]:
-    """Encoded tensors as they cross."""
+def pack_coded(encoded: Sequence[Encoded], codec: str) -> tuple[Coded, tuple[Tensor, ...]]:
+    """Tensors that were encoded by the codec of that name as they cross."""
     frames = tuple(frame for each in encoded for frame in each.frames)
-    return Coded(tuple(each.shape for each in encoded), tuple(len(each.frames) for each in encoded)), frames
+    return Coded(tuple(each.shape for each in encoded), tuple(len(each.frames) for each in encoded), codec), frames
 
 
 def unpack_coded(coded: Coded, frames: Sequence[Tensor], codec: Codec) -> tuple[Tensor, ...]:
     """The float32 tensors again.
 
     Raises:
-        DataError: the frames are not those of such tensors.
+        DataError: the frames are not those of such tensors, or in a codec that is not sent here.
     """
+    codec = rung(codec, coded.codec)
     if len(coded.shapes) != len(coded.frames) or min(coded.frames, default=0) < 0 or sum(coded.frames) != len(frames):
         raise DataError(f"{len(frames)} frames do not make {len(coded.shapes)} tensors of {sum(coded.frames)}")
     cut = pairwise(accumulate(coded.frames, initial=0))

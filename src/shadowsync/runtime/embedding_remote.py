@@ -90,14 +90,15 @@ class EmbeddingRemote:
         self._check(lookup)
         ids, tensors = pack_ids(lookup, self._id_type)
         self._pulls.count(*[_bytes(tensors)] * 2)
-        meta = PullAsked(self._remote.stream, self._number(lookup), ids)
+        meta = PullAsked(self._remote.stream, self._number(lookup), ids, self._pulls.now.codec.name)
         return Fetched(self._call(_Message("pull", meta, tensors)), self._only)
 
     def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
         """As `EmbeddingServer.read_rows`."""
         numbers = lookup.rows.to(self._number_type)
         self._pulls.count(*[numbers.nbytes] * 2)
-        meta = ReadAsked(self._remote.stream, self._number(lookup), lookup.shards)
+        codec = self._pulls.now.codec.name
+        meta = ReadAsked(self._remote.stream, self._number(lookup), lookup.shards, codec)
         return Fetched(self._call(_Message("read", meta, (numbers,))), self._decode)
 
     def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
@@ -170,8 +171,9 @@ class EmbeddingRemote:
         return self._remote.connection.call(message.method, message.meta, message.tensors, self._remote.timeout_s)
 
     def _encode(self, gradients: Sequence[tuple[Hashable, Tensor]]) -> tuple[Coded, tuple[Tensor, ...]]:
-        streams = [(self._pushes.stream((self._remote.position, about)), gradient) for about, gradient in gradients]
-        return pack_coded([stream.encode(gradient.contiguous()) for stream, gradient in streams])
+        line = self._pushes.now
+        streams = [(line.stream((self._remote.position, about)), gradient) for about, gradient in gradients]
+        return pack_coded([stream.encode(gradient.contiguous()) for stream, gradient in streams], line.codec.name)
 
     def _decode(self, answer: Answer) -> tuple[Tensor, ...]:
         tensors = unpack_coded(answer.read(Coded), answer.tensors, self._pulls.codec)

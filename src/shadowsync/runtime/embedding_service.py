@@ -36,6 +36,7 @@ from shadowsync.runtime.embedding_messages import (
 from shadowsync.runtime.embedding_saves import SaveMethods, check_size
 from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.lines import Encoder
+from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.step_messages import Committed
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
@@ -79,12 +80,13 @@ class _Client:
 
     def encoder(self, codec: Codec, about: tuple[object, ...]) -> Encoder:
         """The stream back to this client about that."""
-        found = self.encoders.get(about)
+        key = (codec.name, *about)
+        found = self.encoders.get(key)
         # setdefault is atomic: of several threads that ask first, all get one
         return (
             found
             if found is not None
-            else self.encoders.setdefault(about, Encoder(codec, f"the pull answer of stream {about}"))
+            else self.encoders.setdefault(key, Encoder(codec, f"the pull answer of stream {about}"))
         )
 
     @property
@@ -155,7 +157,7 @@ class EmbeddingService:
 
     def _codec(self, asked: PullAsked | ReadAsked) -> Codec:
         """Who only predicts is to see the rows as they are."""
-        return self._plain if asked.number is None else self._pull_codec
+        return self._plain if asked.number is None else rung(self._pull_codec, asked.codec)
 
     @property
     def kept(self) -> int:
@@ -168,12 +170,13 @@ class EmbeddingService:
 
     def _pull(self, request: Request) -> Reply:
         asked, client = request.read(PullAsked), self._client(request)
+        codec = self._codec(asked)
         lookup = unpack_ids(asked.ids, request.tensors, asked.number or 0)
         pooled = self._server.pull(lookup)
         if asked.number is not None:
             client.keep(asked.stream, lookup)
-        encoder = client.encoder(self._codec(asked), (asked.stream, lookup.slots))
-        return Reply(*pack_coded([encoder.encode(pooled)]))
+        encoder = client.encoder(codec, (asked.stream, lookup.slots))
+        return Reply(*pack_coded([encoder.encode(pooled)], codec.name))
 
     def _push(self, request: Request) -> Reply:
         asked = request.read(PushAsked)
@@ -196,12 +199,14 @@ class EmbeddingService:
 
     def _read(self, request: Request) -> Reply:
         asked, client = request.read(ReadAsked), self._client(request)
+        codec = self._codec(asked)
         lookup = RowLookup(asked.shards, row_numbers(request.tensors), asked.number or 0)
         rows = self._server.read_rows(lookup)
         if asked.number is not None:
             client.keep(asked.stream, lookup)
-        encoders = [client.encoder(self._codec(asked), (asked.stream, "rows", width)) for width in range(len(rows))]
-        return Reply(*pack_coded([encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]))
+        encoders = [client.encoder(codec, (asked.stream, "rows", width)) for width in range(len(rows))]
+        encoded = [encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]
+        return Reply(*pack_coded(encoded, codec.name))
 
     def _step(self, request: Request) -> Reply:
         asked = request.read(StepAsked)

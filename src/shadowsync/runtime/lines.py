@@ -95,6 +95,11 @@ class Line:
         self.counter.add(self.kind, sent, raw)
 
     @property
+    def now(self) -> "Line":
+        """The line that the next message takes: this one, unless its codec changes while a job runs."""
+        return self
+
+    @property
     def float_bytes(self) -> float:
         """Bytes on the wire of one float."""
         return float_bytes(self.codec)

@@ -58,19 +58,23 @@ class GradientSent(Meta, frozen=True):
         stream: of the client's, one for each worker.
         used: of each parameter, whether the loss depended on it.
         generation: as in `BeginAsked`.
+        codec: of the frames, by name.
     """
 
     number: int
     stream: int
     used: tuple[bool, ...]
     generation: int
+    codec: str = ""
 
 
 class NewerAsked(Meta, frozen=True):
-    """Asks for the newest parameters if their version is above `than`, for a stream as in `GradientSent`."""
+    """Asks for the newest parameters if their version is above `than`, for a stream as in `GradientSent`, in that
+    codec."""
 
     than: int
     stream: int
+    codec: str = ""
 
 
 class NewerGiven(Meta, frozen=True):

@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, Version
+from shadowsync.compression.codec import Codec
 from shadowsync.embedding.pending import Pending
 from shadowsync.errors import DataError
 from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
@@ -34,12 +35,15 @@ class StepperRemote:
 
     def newer(self, than: int) -> Pending[Version | None]:
         """As `DenseParameters.newer`."""
-        return Fetched(self.connection.call("newer", NewerAsked(than, self.stream)), self._version)
+        codec = self.line.now.codec
+        asked = NewerAsked(than, self.stream, codec.name)
+        return Fetched(self.connection.call("newer", asked), lambda answer: self._version(codec, answer))
 
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
         """As `DenseParameters.hold`."""
-        encoded = self.line.stream(("gradients", self.stream)).encode(gradient.flat.cpu())
-        sent = GradientSent(number, self.stream, gradient.used, self.generation)
+        line = self.line.now
+        encoded = line.stream(("gradients", self.stream)).encode(gradient.flat.cpu())
+        sent = GradientSent(number, self.stream, gradient.used, self.generation, line.codec.name)
         return Fetched(self.connection.call("hold", sent, encoded.frames), nothing)
 
     def commit(self, step: DenseStep) -> Pending[int]:
@@ -59,11 +63,11 @@ class StepperRemote:
         """As `DenseStepper.restart`."""
         return Fetched(self.connection.call("restart", RestartAsked(version, self.generation)), nothing)
 
-    def _version(self, answer: Answer) -> Version | None:
+    def _version(self, codec: Codec, answer: Answer) -> Version | None:
         given = answer.read(NewerGiven)
         if given.version is None:
             return None
-        flat = self.line.codec.decode(answer.tensors, (self.length,))
+        flat = codec.decode(answer.tensors, (self.length,))
         if flat.shape != (self.length,):
             raise DataError(f"the dense server sent {list(flat.shape)} parameters to a model of {self.length}")
         self.line.count(sum(frame.nbytes for frame in answer.tensors), flat.nbytes)

@@ -15,6 +15,7 @@ from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
 from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.lines import Encoder
+from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.step_messages import Committed, GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
@@ -24,7 +25,7 @@ class StepperService:
 
     def __init__(self, stepper: DenseStepper, codec: Codec, generation: Generation = FIRST) -> None:
         self._stepper, self._codec, self._generation = stepper, codec, generation
-        self._back: dict[str, dict[int, Encoder]] = {}
+        self._back: dict[str, dict[tuple[int, str], Encoder]] = {}
         self._lock = threading.Lock()
         self.methods: Mapping[str, Method] = {
             "hold": Method(self._hold),
@@ -46,15 +47,17 @@ class StepperService:
         self._generation.check(sent.generation)
         if sent.number < 0:
             raise DataError(f"a gradient came for batch {sent.number}: they count from 0")
-        self._stepper.hold(sent.number, DenseGradient(self._decoded(request.tensors), sent.used))
+        flat = self._decoded(rung(self._codec, sent.codec), request.tensors)
+        self._stepper.hold(sent.number, DenseGradient(flat, sent.used))
         return Reply()
 
     def _newer(self, request: Request) -> Reply:
         asked = request.read(NewerAsked)
+        codec = rung(self._codec, asked.codec)
         found = self._stepper.newer(asked.than)
         if found is None:
             return Reply(NewerGiven(None))
-        encoded = self._encoder(request.client, asked.stream).encode(found.flat.cpu())
+        encoded = self._encoder(codec, request.client, asked.stream).encode(found.flat.cpu())
         return Reply(NewerGiven(found.number), encoded.frames)
 
     def _commit(self, request: Request) -> Reply:
@@ -74,18 +77,19 @@ class StepperService:
         self._stepper.restart(asked.version)
         return Reply()
 
-    def _decoded(self, frames: tuple[Tensor, ...]) -> Tensor:
+    def _decoded(self, codec: Codec, frames: tuple[Tensor, ...]) -> Tensor:
         flat = self._stepper.replica.flat
         try:
-            decoded = self._codec.decode(frames, tuple(flat.shape))
+            decoded = codec.decode(frames, tuple(flat.shape))
         except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of a gradient are none of codec {self._codec.name}") from error
+            raise DataError(f"the frames of a gradient are none of codec {codec.name}") from error
         return decoded.to(flat.device)
 
-    def _encoder(self, client: str, stream: int) -> Encoder:
+    def _encoder(self, codec: Codec, client: str, stream: int) -> Encoder:
         with self._lock:
             back = self._back.setdefault(client, {})
-            return back.setdefault(stream, Encoder(self._codec, f"the dense parameters for stream {stream}"))
+            about = f"the dense parameters for stream {stream}"
+            return back.setdefault((stream, codec.name), Encoder(codec, about))
 
 
 def _check_step(asked: StepAsked) -> None:

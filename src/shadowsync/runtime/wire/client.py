@@ -255,7 +255,7 @@ def _settle(pending: Pending, message: Done | Failed, frames: Sequence[Any]) -> 
         pending.future.set_exception(message.fault.error())
         return
     try:
-        answer = Answer(message.meta, tensors_of(frames, message.tensors))
+        answer = Answer(message.meta, tensors_of(frames, message.tensors), message.served_s)
     except Misfit as error:
         pending.future.set_exception(RunError(f"the answer to {pending.method} is damaged: {error}"))
     else:

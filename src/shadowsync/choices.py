@@ -96,7 +96,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
         storage=storage_class(config.embedding.storage),
         method=method,
         schedule=schedule,
-        codecs={kind: _choose_codec(kind, given) for kind, given in config.compression},
+        codecs=_choose_codecs(config),
         optimizer=_dense_optimizer(config.train),
         recovery=recovery,
         aggregation=_choose_aggregation(config),
@@ -190,6 +190,17 @@ def _choose_one(section: str, name: str, options: Mapping[str, Any], package: st
 def _choose_model(config: Config) -> ModelSpec:
     model: ModelSpec = _choose_one("model", config.model.name, config.model.options, "shadowsync.models", ModelSpec)
     return model
+
+
+def _choose_codecs(config: Config) -> dict[str, Codec]:
+    codecs = {kind: _choose_codec(kind, given) for kind, given in config.compression}
+    push = config.compression.push
+    if codecs["pull"].sparse and (idle := sorted(codecs["push"].selecting & push.options.keys())):
+        raise ConfigError(
+            f"compression.push.{idle[0]} has no effect beside compression.pull={codecs['pull'].name}, whose mask says "
+            "which elements of the gradient cross: leave it out"
+        )
+    return codecs
 
 
 def _choose_codec(kind: str, given: CodecConfig) -> Codec:

@@ -26,6 +26,7 @@ from shadowsync.metrics.recorder import JobCounts, Recorder
 from shadowsync.metrics.roles import Happening, RoleState
 from shadowsync.metrics.steps import GlobalSteps
 from shadowsync.metrics.toll import Toll
+from shadowsync.metrics.wire import WireTotals
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.written import Written
 from shadowsync.training.replica import Replica
@@ -197,7 +198,7 @@ class Session(ABC):
         self.given_up: str | None = None
         self.goes_back = False
         self.most_held_bytes: int | None = None
-        self._wire_before: dict[str, dict[str, int]] = {"bytes": {}, "raw_bytes": {}}
+        self._wire_before: dict[str, dict[str, int]] = WireTotals().by_name()
         self._syncs_before = 0
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -384,7 +385,7 @@ class Session(ABC):
 
     @abstractmethod
     def _wire_now(self) -> dict[str, dict[str, int]]:
-        """Bytes since the start, as sent and raw."""
+        """What crossed since the start, as `WireTotals.by_name`."""
 
     @abstractmethod
     def _replica_distance(self) -> float | None:
@@ -419,9 +420,8 @@ class Session(ABC):
         return self._syncs_before + self._syncs_now()
 
     def wire_totals(self) -> dict[str, dict[str, int]]:
-        """Bytes so far, as sent and raw, those before a resume included."""
-        now = self._wire_now()
-        return {kind: added(before, now[kind]) for kind, before in self._wire_before.items()}
+        """What crossed so far, as `WireTotals.by_name`, before a resume too."""
+        return {name: added(self._wire_before.get(name, {}), now) for name, now in self._wire_now().items()}
 
     def counts(self, saves: int, toll: Toll) -> JobCounts:
         """What the recorder does not know by itself, beside checkpoints and what failures have cost."""
@@ -433,6 +433,9 @@ class Session(ABC):
             saves=saves,
             replica_distance=self._replica_distance(),
             wire_raw_bytes=wire["raw_bytes"],
+            wire_elements=wire["elements"],
+            wire_kept=wire["kept"],
+            wire_refreshes=wire["refreshes"],
             failures=self.failures,
             roles=self.role_states(),
             queue_depth=self._queue_depths(),

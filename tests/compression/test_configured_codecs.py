@@ -73,3 +73,10 @@ def test_feedback_belongs_to_positions_that_keep_their_meaning():
     assert codecs("compression.pull=threshold")["pull"] == Threshold(feedback=False)
     with pytest.raises(ConfigError, match="another sample"):
         codecs("compression.pull=threshold", "compression.pull.feedback=true")
+
+
+def test_a_mask_of_the_pull_leaves_a_push_nothing_to_select():
+    found = codecs("compression.pull=threshold", "compression.push=threshold", "compression.push.values=int8")
+    assert found["push"] == Threshold(values="int8", feedback=False)
+    with pytest.raises(ConfigError, match=r"^compression\.push\.keep has no effect beside compression\.pull=threshold"):
+        codecs("compression.pull=threshold", "compression.push=threshold", "compression.push.keep=0.1")

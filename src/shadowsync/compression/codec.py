@@ -1,5 +1,6 @@
 """The seam between a tensor and the bytes that cross the network."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,17 +57,26 @@ class Encoded:
         shape: of the tensor.
         state: what the codec remembers from one message of a stream to the next (residuals, thresholds).
         kept: positions (int64, ascending, in the flattened tensor) of the elements that cross; None if all do.
+        refreshes: thresholds that were chosen anew for this message.
+        early: those of them that came early, because the share that crosses had left its band.
     """
 
     frames: tuple[Tensor, ...]
     shape: tuple[int, ...]
     state: Any = None
     kept: Tensor | None = None
+    refreshes: int = 0
+    early: int = 0
 
     @property
     def byte_count(self) -> int:
         """Bytes of all frames."""
         return sum(frame.numel() * frame.element_size() for frame in self.frames)
+
+    @property
+    def kept_count(self) -> int:
+        """Elements that cross."""
+        return math.prod(self.shape) if self.kept is None else len(self.kept)
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,11 @@ class Decoded:
 
     tensor: Tensor
     kept: Tensor | None = None
+
+    @property
+    def kept_count(self) -> int:
+        """Elements that crossed."""
+        return self.tensor.numel() if self.kept is None else len(self.kept)
 
 
 class Codec(ABC):
@@ -97,6 +112,8 @@ class Codec(ABC):
     """Every bit is kept."""
     sparse: ClassVar[bool] = False
     """What does not cross reads as zero, so that only gradients, differences and activations can be sent."""
+    selecting: ClassVar[frozenset[str]] = frozenset()
+    """Options that say which elements cross; `encode_under` has no use for them."""
 
     @abstractmethod
     def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:

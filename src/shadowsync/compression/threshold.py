@@ -88,6 +88,7 @@ class Threshold(Codec):
 
     name: ClassVar[str] = "threshold"
     sparse: ClassVar[bool] = True
+    selecting: ClassVar[frozenset[str]] = frozenset({"keep", "refresh", "band", "feedback", "scope"})
 
     keep: Annotated[float, Field(gt=0, le=1, description="share of the elements that cross; more loses less")] = 0.01
     refresh: Annotated[
@@ -137,7 +138,9 @@ class Threshold(Codec):
         positions = None if kept is None else torch.from_numpy(kept)
         values = self.value_codec.encode(sent.view(shape) if kept is None else sent, before.draws)
         frames = () if not len(sent) else (_frame(kept, len(total)), *values.frames)
-        return Encoded(frames, shape, self._left(chosen, tensor, total, positions, values), positions)
+        after = self._left(chosen, tensor, total, positions, values)
+        refreshes, early = after.refreshes - before.refreshes, after.early - before.early
+        return Encoded(frames, shape, after, positions, refreshes, early)
 
     def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         return self.decode_kept(frames, shape).tensor

@@ -106,6 +106,8 @@ def _figures(frame: Frame) -> Iterator[str]:
         yield f"{frame.aggregation_mode} step {words.count(frame.global_steps)}"
     if frame.staleness is not None:
         yield f"staleness {words.decimal(frame.staleness, 1)}"
+    if frame.wire_kept_share:
+        yield f"kept {words.shares(frame.wire_kept_share)}"
     if frame.checkpointing:
         yield "saving"
     if frame.failures:

@@ -194,6 +194,11 @@ def _choose_model(config: Config) -> ModelSpec:
 
 def _choose_codecs(config: Config) -> dict[str, Codec]:
     codecs = {kind: _choose_codec(kind, given) for kind, given in config.compression}
+    if codecs["dense"].sparse and config.aggregation.method is None:
+        raise ConfigError(
+            f"compression.dense={codecs['dense'].name} needs a gradient method: replicas are merged as parameters, "
+            "most of which would read as zero; set aggregation.method, or compression.dense=int8"
+        )
     push = config.compression.push
     if codecs["pull"].sparse and (idle := sorted(codecs["push"].selecting & push.options.keys())):
         raise ConfigError(
@@ -207,12 +212,6 @@ def _choose_codec(kind: str, given: CodecConfig) -> Codec:
     key = f"compression.{kind}"
     member = choose(key, given.name, "shadowsync.compression", Codec)
     (own,) = split_options(key, given.options, {f"{key}={given.name}": member}, CodecConfig.model_fields)
-    if kind == "dense" and member.sparse:
-        whole = [name for name, codec in members("shadowsync.compression", Codec).items() if not codec.sparse]
-        raise ConfigError(
-            f"{key}={given.name} is not built yet: the dense part crosses as parameters, most of which would read as "
-            f"zero; allowed: {', '.join(whole)}"
-        )
     return build(member, own, key).resolved(key)
 
 

@@ -19,12 +19,16 @@ class NotFinite(ValueError):
 
     The codec does not know what the tensor is called; whoever encodes knows, and puts the name in front
     (`naming`).
+
+    Attributes:
+        tensor: which holds them.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, of: str = "") -> None:
+        self.tensor = tensor
         bad = (~torch.isfinite(tensor)).nonzero()
         where = f", the first at {bad[0].tolist()}" if len(bad) and tensor.dim() else ""
-        super().__init__(f"{len(bad):,} of {tensor.numel():,} elements are NaN or infinite{where}")
+        super().__init__(f"{len(bad):,} of {tensor.numel():,} elements{of} are NaN or infinite{where}")
 
 
 @contextmanager
@@ -160,6 +164,10 @@ class Codec(ABC):
         tensor = nothing(shape)
         tensor.view(-1)[kept] = values
         return tensor
+
+    def whole(self) -> "Codec":
+        """The codec for tensors of which every element has to arrive, such as parameters."""
+        return self
 
     def resolved(self, key: str) -> Self:
         """Defaults filled in for what the configuration key says (`compression.pull`, `.push`, `.dense`).

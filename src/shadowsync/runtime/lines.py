@@ -1,7 +1,7 @@
 """What crosses between two roles: tensors pass a codec and are counted, also where nothing is really sent."""
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -58,6 +58,21 @@ class Encoder:
         """The next message, of the elements at `kept` alone; raises as `encode`. All messages are of one sort."""
         return self._next(lambda state: self._codec.encode_under(tensor, kept, state))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of what the codec remembers, by name; nothing if it remembers nothing yet."""
+        with self._lock:
+            return {} if self._state is None else dict(self._state.tensors())
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Goes on from what `tensors` gave; False, and nothing is changed, if it is not this codec's."""
+        try:
+            state = self._codec.restored(tensors)
+        except ValueError:
+            return False
+        with self._lock:
+            self._state = state
+        return True
+
     def _next(self, encode: Callable[[Any], Encoded]) -> Encoded:
         with (
             self._lock,
@@ -73,7 +88,7 @@ class Stream:
 
     def __init__(self, line: "Line", key: Hashable) -> None:
         self._line = line
-        self._encoder = Encoder(line.codec, f"the {line.kind} message of stream {key}")
+        self.encoder = Encoder(line.codec, f"the {line.kind} message of stream {key}")
 
     def send(self, tensor: Tensor, times: float = 1.0) -> Tensor:
         """The float32 tensor as the receiver sees it; `times` messages of its size are counted."""
@@ -92,7 +107,7 @@ class Stream:
 
     def encode(self, tensor: Tensor, times: float = 1.0, groups: Sequence[int] = ()) -> Encoded:
         """The message that stands for the float32 tensor, counted `times` times."""
-        encoded = self._encoder.encode(tensor, groups)
+        encoded = self.encoder.encode(tensor, groups)
         self._line.count(round(encoded.byte_count * times), round(tensor.numel() * tensor.element_size() * times))
         if self._line.codec.sparse:
             self._line.count_kept(tensor.numel(), encoded.kept_count, encoded.refreshes, encoded.early)
@@ -100,7 +115,7 @@ class Stream:
 
     def encode_under(self, tensor: Tensor, kept: Tensor | None) -> Encoded:
         """The message that stands for the elements at `kept`, counted."""
-        encoded = self._encoder.encode_under(tensor, kept)
+        encoded = self.encoder.encode_under(tensor, kept)
         self._line.count(encoded.byte_count, tensor.numel() * tensor.element_size())
         self._line.count_kept(tensor.numel(), encoded.kept_count)
         return encoded
@@ -128,6 +143,11 @@ class Line:
     def count_kept(self, elements: int, kept: int, refreshes: int = 0, early: int = 0) -> None:
         """Counts the elements of one message, and those that crossed."""
         self.counter.add_kept(self.kind, elements, kept, refreshes, early)
+
+    @property
+    def whole(self) -> "Line":
+        """The way of tensors of which every element has to arrive, counted with the others."""
+        return Line(self.kind, self.codec.whole(), self.counter) if self.codec.sparse else self
 
     @property
     def float_bytes(self) -> float:
@@ -281,6 +301,8 @@ class _Later(Pending[T]):
 class DenseLine:
     """The dense part of gradient methods in this process as a worker sees it over a wire.
 
+    Where the codec sends a part of the elements, that is so of gradients; parameters cross whole (`Codec.whole`).
+
     Attributes:
         stepper: the other end.
         line: of the dense part.
@@ -290,6 +312,10 @@ class DenseLine:
     stepper: DenseStepper
     line: Line
     worker: Hashable
+    _parameters: Line = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_parameters", self.line.whole)
 
     def newer(self, than: int) -> Pending[Version | None]:
         """As `DenseStepper.newer`, when the answer is asked for: nothing has to cross before."""
@@ -297,12 +323,16 @@ class DenseLine:
 
     def _newer(self, than: int) -> Version | None:
         found = self.stepper.newer(than)
-        return None if found is None else Version(found.number, self._stream("parameters").send(found.flat))
+        if found is None:
+            return None
+        return Version(found.number, self._parameters.stream(("parameters", self.worker)).send(found.flat))
 
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
         """As `DenseStepper.hold`."""
-        self.stepper.hold(number, replace(gradient, flat=self._stream("gradients").send(gradient.flat)))
+        self.stepper.hold(number, replace(gradient, flat=self.gradients.send(gradient.flat)))
         return DONE
 
-    def _stream(self, about: str) -> Stream:
-        return self.line.stream((about, self.worker))
+    @property
+    def gradients(self) -> Stream:
+        """What is sent of gradients, and kept of them."""
+        return self.line.stream(("gradients", self.worker))

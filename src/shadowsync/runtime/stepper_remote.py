@@ -9,7 +9,7 @@ from shadowsync.aggregation.stepping import DenseGradient, DenseStep, Version
 from shadowsync.embedding.pending import Pending
 from shadowsync.errors import DataError
 from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
-from shadowsync.runtime.lines import Line
+from shadowsync.runtime.lines import Line, Stream
 from shadowsync.runtime.step_messages import GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
 from shadowsync.runtime.wire.connection import Answer, Connection
 
@@ -32,13 +32,18 @@ class StepperRemote:
     stream: int = 0
     generation: int = 0
 
+    @property
+    def gradients(self) -> Stream:
+        """As `DenseLine.gradients`."""
+        return self.line.stream(("gradients", self.stream))
+
     def newer(self, than: int) -> Pending[Version | None]:
         """As `DenseParameters.newer`."""
         return Fetched(self.connection.call("newer", NewerAsked(than, self.stream)), self._version)
 
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
         """As `DenseParameters.hold`."""
-        encoded = self.line.stream(("gradients", self.stream)).encode(gradient.flat.cpu())
+        encoded = self.gradients.encode(gradient.flat.cpu())
         sent = GradientSent(number, self.stream, gradient.used, self.generation)
         return Fetched(self.connection.call("hold", sent, encoded.frames), nothing)
 
@@ -63,7 +68,7 @@ class StepperRemote:
         given = answer.read(NewerGiven)
         if given.version is None:
             return None
-        flat = self.line.codec.decode(answer.tensors, (self.length,))
+        flat = self.line.codec.whole().decode(answer.tensors, (self.length,))
         if flat.shape != (self.length,):
             raise DataError(f"the dense server sent {list(flat.shape)} parameters to a model of {self.length}")
         self.line.count(sum(frame.nbytes for frame in answer.tensors), flat.nbytes)

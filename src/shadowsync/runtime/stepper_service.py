@@ -1,7 +1,7 @@
 """The dense part of gradient methods behind the wire.
 
-`P` elements of the flat tensor. Gradients and parameters cross as frames of the codec; what it remembers of the way
-back belongs to one stream of one client.
+`P` elements of the flat tensor. Gradients cross as frames of the codec, parameters as those of `Codec.whole`; what that
+remembers belongs to one stream of one client.
 """
 
 import math
@@ -85,7 +85,7 @@ class StepperService:
     def _encoder(self, client: str, stream: int) -> Encoder:
         with self._lock:
             back = self._back.setdefault(client, {})
-            return back.setdefault(stream, Encoder(self._codec, f"the dense parameters for stream {stream}"))
+            return back.setdefault(stream, Encoder(self._codec.whole(), f"the dense parameters for stream {stream}"))
 
 
 def _check_step(asked: StepAsked) -> None:

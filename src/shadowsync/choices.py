@@ -96,7 +96,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
         storage=storage_class(config.embedding.storage),
         method=method,
         schedule=schedule,
-        codecs=_choose_codecs(config),
+        codecs=_choose_codecs(config, method),
         optimizer=_dense_optimizer(config.train),
         recovery=recovery,
         aggregation=_choose_aggregation(config),
@@ -192,12 +192,13 @@ def _choose_model(config: Config) -> ModelSpec:
     return model
 
 
-def _choose_codecs(config: Config) -> dict[str, Codec]:
+def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
     codecs = {kind: _choose_codec(kind, given) for kind, given in config.compression}
-    if codecs["dense"].sparse and config.aggregation.method is None:
+    if codecs["dense"].sparse and config.aggregation.method is None and not method.takes_differences:
         raise ConfigError(
-            f"compression.dense={codecs['dense'].name} needs a gradient method: replicas are merged as parameters, "
-            "most of which would read as zero; set aggregation.method, or compression.dense=int8"
+            f"compression.dense={codecs['dense'].name} goes with aggregation.method, or with sync.method=easgd and "
+            "sync.form=elastic: all else sends parameters, most of which would read as zero; set one of them, or "
+            "compression.dense=int8"
         )
     push = config.compression.push
     if codecs["pull"].sparse and (idle := sorted(codecs["push"].selecting & push.options.keys())):

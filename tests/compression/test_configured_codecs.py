@@ -75,6 +75,11 @@ def test_feedback_belongs_to_positions_that_keep_their_meaning():
         codecs("compression.pull=threshold", "compression.pull.feedback=true")
 
 
+def test_the_dense_part_has_no_features_to_group():
+    with pytest.raises(ConfigError, match=r"compression\.dense\.scope=group has no meaning"):
+        Threshold(scope="group").resolved("compression.dense")
+
+
 def test_a_mask_of_the_pull_leaves_a_push_nothing_to_select():
     found = codecs("compression.pull=threshold", "compression.push=threshold", "compression.push.values=int8")
     assert found["push"] == Threshold(values="int8", feedback=False)

@@ -149,8 +149,32 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pyt
     assert "\n" not in said
 
 
-def test_replicas_are_not_merged_through_a_threshold(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", [{"method": "ma"}, {"method": "bmuf"}, {"method": "easgd", "form": "sequential"}])
+def test_parameters_do_not_cross_through_a_threshold(tmp_path: Path, sync: dict[str, Any]) -> None:
     data = write_rows(tmp_path / "rows.parquet", 20)
-    config = settings(data, data, model=SMALL_DLRM, compression={"dense": "threshold"})
-    with pytest.raises(ConfigError, match=r"compression\.dense=threshold needs a gradient method"):
+    config = settings(data, data, model=SMALL_DLRM, compression={"dense": "threshold"}, sync=sync)
+    with pytest.raises(ConfigError, match=r"compression\.dense=threshold goes with aggregation\.method, or with sync"):
         Job(config, out=tmp_path / "out")
+
+
+def test_elastic_differences_cross_through_a_threshold(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 640)
+    found, wires = {}, {}
+    for name, codec in (("plain", "plain"), ("kept", EVERYTHING), ("few", {"name": "threshold", "keep": 0.05})):
+        config = settings(
+            data,
+            data,
+            model=WIDE_DLRM,
+            sync={"method": "easgd", "schedule": "every_k", "k": 1, "alpha": 0.5},
+            train={"batch_size": 16},
+            cluster={"dense_servers": 2},
+            compression={"dense": codec},
+        )
+        found[name] = trained(config, tmp_path / name)
+        wires[name] = result_of(tmp_path / name)["wire"]
+    assert [name for name in found["plain"] if not torch.equal(found["plain"][name], found["kept"][name])] == []
+    assert wires["kept"]["bytes"] == wires["plain"]["bytes"]
+    assert 0.02 < wires["few"]["kept_share"]["dense"] < 0.2
+    assert wires["few"]["bytes"]["dense"] < wires["few"]["raw_bytes"]["dense"] / 3
+    apart = (found["few"]["replica.0.weight"] - found["few"]["center"]).norm() / found["few"]["center"].norm()
+    assert float(apart) < 0.2

@@ -165,6 +165,15 @@ class Codec(ABC):
         tensor.view(-1)[kept] = values
         return tensor
 
+    @property
+    def everything(self) -> bool:
+        """All elements cross as they are, whatever is in them."""
+        return self.exact
+
+    def of_differences(self) -> "Codec":
+        """The codec for a stream of differences from what the receiver has, which hold what was left out before."""
+        return self
+
     def whole(self) -> "Codec":
         """The codec for tensors of which every element has to arrive, such as parameters."""
         return self

@@ -112,12 +112,21 @@ class Threshold(Codec):
 
     def resolved(self, key: str) -> Self:
         if key == "compression.dense":
+            if self.scope == "group":
+                raise ConfigError(f"{key}.scope=group has no meaning: every parameter has a threshold; leave it out")
             return replace(self, feedback=self.feedback is not False)
         if self.feedback:
             raise ConfigError(
                 f"{key}.feedback=true has no meaning: a position stands for another sample in each "
                 "message; leave it out"
             )
+        return replace(self, feedback=False)
+
+    @property
+    def everything(self) -> bool:
+        return self.keep == 1 and self.values == "fp32"
+
+    def of_differences(self) -> Codec:
         return replace(self, feedback=False)
 
     def whole(self) -> Codec:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from shadowsync.compression.codec import Codec
+from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.errors import DataError
 from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.lines import Encoder
+from shadowsync.runtime.mirror import Mirror
 from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
 from shadowsync.sync.dense import DenseServer, Sent
 
@@ -26,11 +27,26 @@ class Exchange(Meta, frozen=True):
         trainer_rank: which stream of the caller this is.
         alpha: elastic parameter, in (0, 1].
         generation: of the parts that the trainer belongs to.
+        whole: under a sparse codec: the vector itself comes, not the difference from what the server has.
     """
 
     trainer_rank: int
     alpha: float
     generation: int = 0
+    whole: bool = True
+
+
+class Exchanged(Meta, frozen=True):
+    """Answers an exchange of differences; tensors: the frames of the elastic difference.
+
+    Attributes:
+        known: False if the server has nothing that the message is a difference from; nothing was done.
+        refreshes, early: as in `Encoded`.
+    """
+
+    known: bool
+    refreshes: int = 0
+    early: int = 0
 
 
 _Mix = Callable[[DenseServer, Tensor, float, Sent], Tensor]
@@ -47,9 +63,10 @@ class DenseService:
         self._generation = generation
         self._codec = codec
         self._back: dict[str, dict[int, Encoder]] = {}
+        self._mirrors: dict[str, dict[int, Mirror]] = {}
         self._lock = threading.Lock()
         self.methods: Mapping[str, Method] = {
-            "elastic": Method(lambda request: self._exchange(DenseServer.elastic, request)),
+            "elastic": Method(self._elastic),
             "sequential": Method(lambda request: self._exchange(DenseServer.sequential, request)),
             "read": Method(lambda _: Reply(tensors=(self._server.read(),)), once=False),
             "write": Method(self._write),
@@ -59,15 +76,43 @@ class DenseService:
         """Forgets what the codec remembers of that connection."""
         with self._lock:
             self._back.pop(client, None)
+            self._mirrors.pop(client, None)
 
     def close(self) -> None:
         """Nothing to end."""
 
-    def _exchange(self, mix: _Mix, request: Request) -> Reply:
+    def _elastic(self, request: Request) -> Reply:
+        if not self._codec.sparse:
+            return self._exchange(DenseServer.elastic, request)
+        asked, differences = self._asked(request), self._codec.of_differences()
+        with self._lock:
+            mirrors = self._mirrors.setdefault(request.client, {})
+            mirror = mirrors.setdefault(asked.trainer_rank, Mirror(differences, "a replica"))
+        try:
+            local = mirror.take(request.tensors, (self._server.length,), asked.whole)
+        except Exception as error:  # a codec does not expect frames that it did not make
+            raise DataError(f"the frames of an exchange are none of codec {self._codec.name}") from error
+        if local is None:
+            return Reply(Exchanged(False))
+        encoder = self._encoder(request.client, asked.trainer_rank)
+        sent: list[Encoded] = []
+
+        def send(tensor: Tensor) -> Tensor:
+            sent.append(encoder.encode(tensor))
+            return differences.decode(sent[0].frames, sent[0].shape)
+
+        mirror.moved(self._server.elastic(self._checked(local), asked.alpha, send))
+        return Reply(Exchanged(True, sent[0].refreshes, sent[0].early), sent[0].frames)
+
+    def _asked(self, request: Request) -> Exchange:
         asked = request.read(Exchange)
         self._generation.check(asked.generation)
         if not (math.isfinite(asked.alpha) and 0 < asked.alpha <= 1):
             raise DataError(f"an exchange came with alpha {asked.alpha}: it lies in (0, 1]")
+        return asked
+
+    def _exchange(self, mix: _Mix, request: Request) -> Reply:
+        asked = self._asked(request)
         local = self._decoded(request.tensors)
         encoder = self._encoder(request.client, asked.trainer_rank)
         frames: list[tuple[Tensor, ...]] = []
@@ -101,4 +146,5 @@ class DenseService:
     def _encoder(self, client: str, trainer_rank: int) -> Encoder:
         with self._lock:
             back = self._back.setdefault(client, {})
-            return back.setdefault(trainer_rank, Encoder(self._codec, f"the central copy for trainer {trainer_rank}"))
+            codec = self._codec.of_differences()
+            return back.setdefault(trainer_rank, Encoder(codec, f"the central copy for trainer {trainer_rank}"))

@@ -97,7 +97,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
         storage=storage_class(config.embedding.storage),
         method=method,
         schedule=schedule,
-        codecs={kind: _choose_codec(kind, given) for kind, given in config.compression},
+        codecs=_choose_codecs(config, method),
         optimizer=_dense_optimizer(config.train),
         recovery=recovery,
         aggregation=_choose_aggregation(config),
@@ -193,16 +193,33 @@ def _choose_model(config: Config) -> ModelSpec:
     return model
 
 
+def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
+    codecs = {kind: _choose_codec(kind, given) for kind, given in config.compression}
+    if codecs["dense"].sparse and config.aggregation.method is None and not method.takes_differences:
+        raise ConfigError(
+            f"compression.dense={codecs['dense'].name} goes with aggregation.method, or with sync.method=easgd and "
+            "sync.form=elastic: all else sends parameters, most of which would read as zero; set one of them, or "
+            "compression.dense=int8"
+        )
+    push = config.compression.push
+    if codecs["pull"].sparse and (idle := sorted(codecs["push"].selecting & push.options.keys())):
+        raise ConfigError(
+            f"compression.push.{idle[0]} has no effect beside compression.pull={codecs['pull'].name}, whose mask says "
+            "which elements of the gradient cross: leave it out"
+        )
+    last = codecs["push"].ladder[-1]
+    if codecs["pull"].sparse and last.sparse and not codecs["push"].sparse:
+        raise ConfigError(
+            f"compression.push.strongest={last.name} has no effect beside compression.pull={codecs['pull'].name}, "
+            "whose mask says which elements of the gradient cross: leave it out"
+        )
+    return codecs
+
+
 def _choose_codec(kind: str, given: CodecConfig) -> Codec:
     key = f"compression.{kind}"
     member = choose(key, given.name, "shadowsync.compression", Codec)
     (own,) = split_options(key, given.options, {f"{key}={given.name}": member}, CodecConfig.model_fields)
-    if kind == "dense" and member.sparse:
-        whole = [name for name, codec in members("shadowsync.compression", Codec).items() if not codec.sparse]
-        raise ConfigError(
-            f"{key}={given.name} is not built yet: the dense part crosses as parameters, most of which would read as "
-            f"zero; allowed: {', '.join(whole)}"
-        )
     return build(member, own, key).resolved(key)
 
 

@@ -11,6 +11,7 @@ from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_replica, make_trainer, step_rule
 from shadowsync.choices import Aggregating, Choices
+from shadowsync.compression.pieces import by_parameter
 from shadowsync.config import Config
 from shadowsync.data.desk import Desk
 from shadowsync.data.feed import Feed
@@ -19,7 +20,7 @@ from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.runtime.lines import DenseLine, Line
+from shadowsync.runtime.lines import DenseLine, Line, Stream
 from shadowsync.session import distance
 from shadowsync.sync.schedule import Synchronisation, Unsynchronised
 from shadowsync.training.gate import Gate
@@ -55,6 +56,11 @@ class DenseMaterial:
     def line(self) -> Line:
         """The way of the dense part."""
         return Line("dense", self.choices.codecs["dense"], self.wire)
+
+    def line_of(self, replica: Replica) -> Line:
+        """The way of gradients of that replica."""
+        codec = by_parameter(self.choices.codecs["dense"], replica.slots, len(replica.flat))
+        return Line("dense", codec, self.wire)
 
 
 class LocalDense(ABC):
@@ -184,8 +190,10 @@ class LocalGradients(LocalDense):
         servers: Sequence[EmbeddingServer],
         desk: Desk,
     ) -> None:
-        self._material, self._servers, self._line = material, servers, material.line
+        self._material, self._servers = material, servers
         self._stepper = DenseStepper(material.replica(), material.config.train.clip_norm)
+        self._line = material.line_of(self._stepper.replica)
+        self._gradients: dict[tuple[int, int], Stream] = {}
         rule = step_rule(material.config, aggregating, material.kit.settings().rates)
         self.conductor = Conductor(aggregating.method, rule, StepParts(self._stepper, servers, lambda: desk.trained))
         desk.number_by(lambda lease, *_: self.conductor.dispatch(lease.trainer))
@@ -200,14 +208,24 @@ class LocalGradients(LocalDense):
 
     def _worker(self, worker: tuple[int, int], client: EmbeddingClient, feed: Feed) -> WorkerKit:
         replica, dense = self._material.replica(), DenseLine(self._stepper, self._line, worker)
+        self._gradients[worker] = dense.gradients
         ahead = self._material.kit.settings().prefetch > 0
         return WorkerKit(client, replica, GradientUpdate(worker, self.conductor, dense, client, feed, replica, ahead))
 
     def image(self, living: Iterable[int]) -> DenseImage:
-        return DenseImage((TrainerImage.of(self._stepper.replica, {}),), None)
+        alive = set(living)
+        feedback = {
+            f"{rank}.{index}.{name}": tensor
+            for (rank, index), stream in self._gradients.items()
+            if rank in alive
+            for name, tensor in stream.encoder.tensors().items()
+        }
+        return DenseImage((TrainerImage.of(self._stepper.replica, {}),), None, feedback)
 
     def load(self, image: DenseImage) -> None:
         image.trainers[0].put_into(self._stepper.replica)
+        for worker, stream in self._gradients.items():
+            stream.encoder.restore(image.feedback_of(*worker))
 
     @property
     def copies(self) -> int:

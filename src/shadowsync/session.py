@@ -27,6 +27,7 @@ from shadowsync.metrics.recorder import JobCounts, Recorder
 from shadowsync.metrics.roles import Happening, RoleState
 from shadowsync.metrics.steps import GlobalSteps
 from shadowsync.metrics.toll import Toll
+from shadowsync.metrics.wire import WireTotals
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.written import Written
 from shadowsync.training.replica import Replica
@@ -198,7 +199,7 @@ class Session(ABC):
         self.given_up: str | None = None
         self.goes_back = False
         self.most_held_bytes: int | None = None
-        self._wire_before: dict[str, dict[str, int]] = {"bytes": {}, "raw_bytes": {}}
+        self._wire_before: dict[str, dict[str, int]] = WireTotals().by_name()
         self._syncs_before = 0
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -385,7 +386,7 @@ class Session(ABC):
 
     @abstractmethod
     def _wire_now(self) -> dict[str, dict[str, int]]:
-        """Bytes since the start, as sent and raw."""
+        """What crossed since the start, as `WireTotals.by_name`."""
 
     def _codecs_now(self) -> Mapping[str, Sequence[str]]:
         """By kind of traffic, the codecs that trainers have chosen, as far as they do."""
@@ -424,9 +425,8 @@ class Session(ABC):
         return self._syncs_before + self._syncs_now()
 
     def wire_totals(self) -> dict[str, dict[str, int]]:
-        """Bytes so far, as sent and raw, those before a resume included."""
-        now = self._wire_now()
-        return {kind: added(before, now[kind]) for kind, before in self._wire_before.items()}
+        """What crossed so far, as `WireTotals.by_name`, before a resume too."""
+        return {name: added(self._wire_before.get(name, {}), now) for name, now in self._wire_now().items()}
 
     def codecs(self, only_chosen: bool = False) -> dict[str, str]:
         """By kind of traffic, the codec in use; where trainers have chosen several, all of them."""
@@ -445,6 +445,9 @@ class Session(ABC):
             replica_distance=self._replica_distance(),
             wire_raw_bytes=wire["raw_bytes"],
             wire_codecs=self.codecs(only_chosen=True),
+            wire_elements=wire["elements"],
+            wire_kept=wire["kept"],
+            wire_refreshes=wire["refreshes"],
             failures=self.failures,
             roles=self.role_states(),
             queue_depth=self._queue_depths(),

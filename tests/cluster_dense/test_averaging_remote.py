@@ -231,7 +231,7 @@ class Rounded(Codec):
 
     name = "rounded"
 
-    def encode(self, tensor: Tensor, state: Tensor | None = None) -> Encoded:
+    def encode(self, tensor: Tensor, state: Tensor | None = None, groups: Sequence[int] = ()) -> Encoded:
         wanted = tensor if state is None else tensor + state
         return Encoded((wanted.round().to(torch.int8),), tuple(tensor.shape), wanted - wanted.round())
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import DataError, RunError
-from shadowsync.metrics.wire import WireCounter
+from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.runtime.dense_remote import DenseRemote
 from shadowsync.runtime.dense_service import DenseService, Exchange
 from shadowsync.runtime.group import DenseServers, split_evenly
@@ -34,7 +35,7 @@ class Rounded(Codec):
 
     name = "rounded"
 
-    def encode(self, tensor: Tensor, state: Tensor | None = None) -> Encoded:
+    def encode(self, tensor: Tensor, state: Tensor | None = None, groups: Sequence[int] = ()) -> Encoded:
         wanted = tensor if state is None else tensor + state
         return Encoded((wanted.round().to(torch.int8),), tuple(tensor.shape), wanted - wanted.round())
 
@@ -93,6 +94,87 @@ def test_what_a_trainer_loses_the_center_gains(
     for rank in ranks:
         trainers[rank] -= servers.elastic(rank, trainers[rank], alpha)
     torch.testing.assert_close(servers.read() + sum(trainers), before, rtol=0, atol=1e-4)
+
+
+FEW = Threshold(keep=0.1, feedback=True)
+
+
+@pytest.mark.parametrize("codec", [FEW, Threshold(keep=0.1, values="int8", feedback=True)], ids=["fp32", "int8"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_differences_near_and_far_are_the_same_and_conserved(count: int, codec: Codec, connect: Connect) -> None:
+    generator = torch.Generator().manual_seed(count)
+    center, counters = torch.randn(ODD_SIZE, generator=generator), (WireCounter(), WireCounter())
+    near = DenseServers(center, count, Line("dense", codec, counters[0]))
+    far = remote(center, count, codec, connect, counters[1])
+    trainers = [torch.randn(ODD_SIZE, generator=generator) for _ in range(2)]
+    before = center + sum(trainers)
+    for step in range(40):
+        rank = step % 2
+        moved = near.elastic(rank, trainers[rank], 0.5)
+        assert torch.equal(far.elastic(rank, trainers[rank], 0.5), moved)
+        assert torch.equal(far.read(), near.read())
+        trainers[rank] -= moved
+        if step < 10:
+            trainers[rank] += (drawn := torch.randn(ODD_SIZE, generator=generator) * 0.1)
+            before += drawn
+    torch.testing.assert_close(near.read() + sum(trainers), before, rtol=0, atol=1e-4)
+    assert counters[1].totals() == counters[0].totals()
+    shares = kept_shares(counters[0].totals().by_name())
+    assert 0.02 < shares["dense"] < 0.25
+
+
+def test_what_a_threshold_leaves_out_comes_later() -> None:
+    """Trainers that stand still meet the central copy, though a tenth of the elements moves at a time."""
+    servers = DenseServers(torch.zeros(ODD_SIZE), 1, Line("dense", FEW, WireCounter()))
+    trainer = torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0))
+    apart = [float((trainer - servers.read()).norm())]
+    for _ in range(60):
+        trainer -= servers.elastic(0, trainer, 0.5)
+        apart.append(float((trainer - servers.read()).norm()))
+    assert apart[-1] < 0.1 * apart[0]
+
+
+def test_who_keeps_everything_sends_the_vector_itself(connect: Connect) -> None:
+    generator, counters = torch.Generator().manual_seed(0), (WireCounter(), WireCounter())
+    center = torch.randn(ODD_SIZE, generator=generator)
+    plain = DenseServers(center, 2, Line("dense", Plain(), counters[0]))
+    kept = remote(center, 2, Threshold(keep=1, feedback=True), connect, counters[1])
+    for _ in range(3):
+        weights = torch.randn(ODD_SIZE, generator=generator)
+        assert torch.equal(kept.elastic(0, weights, 0.3), plain.elastic(0, weights, 0.3))
+    assert torch.equal(kept.read(), plain.read())
+    assert counters[1].totals().bytes == counters[0].totals().bytes
+
+
+def test_a_server_that_took_anothers_place_gets_the_replica_whole() -> None:
+    """And so does one of which nobody knows what it has heard."""
+    made = services(torch.zeros(ODD_SIZE), 1, FEW)[0]
+    connection, counter = DirectConnection(made), WireCounter()
+    servers = DenseRemote([connection], [(0, ODD_SIZE)], Line("dense", FEW, counter))
+    weights = torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0))
+    first = servers.elastic(0, weights, 0.5)
+    whole = counter.totals().bytes["dense"]
+    made.client_gone(connection.client)
+    second = servers.elastic(0, weights - first, 0.5)
+    assert counter.totals().bytes["dense"] > 1.9 * whole
+    assert int((second != 0).sum()) == pytest.approx(0.1 * ODD_SIZE, abs=2)
+    with pytest.raises(DataError, match="alpha"):
+        servers.elastic(0, weights, 7.0)
+    third = counter.totals().bytes["dense"]
+    servers.elastic(0, weights - first - second, 0.5)
+    assert counter.totals().bytes["dense"] - third >= 4 * ODD_SIZE
+
+
+@pytest.mark.parametrize("frames", [(), (torch.zeros(3),), (torch.zeros(5).double(),), (torch.zeros(5),) * 2])
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_no_difference_changes_nothing(frames: tuple[Tensor, ...], whole: bool) -> None:
+    made = services(torch.ones(5), 1, FEW)[0]
+    connection = DirectConnection(made)
+    connection.call("elastic", Exchange(0, 0.5), (torch.ones(5),)).result()
+    if not (frames == () and not whole):
+        with pytest.raises(DataError, match="none of codec threshold"):
+            connection.call("elastic", Exchange(0, 0.5, whole=whole), frames).result()
+    assert torch.equal(connection.call("read").result().tensors[0], torch.ones(5))
 
 
 class Held(Connection):

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,11 +18,13 @@ from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepp
 from shadowsync.aggregation.synchronous import Sync
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.pieces import by_parameter
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.threshold import Threshold
 from shadowsync.data.desk import Claim, Desk
 from shadowsync.data.leases import LeaseBook, Plan
 from shadowsync.errors import DataError, RunError
-from shadowsync.metrics.wire import WireCounter
+from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.runtime.conductor_remote import ConductorRemote
 from shadowsync.runtime.conductor_service import ConductorService
 from shadowsync.runtime.generation import Generation
@@ -96,6 +98,53 @@ def test_a_stepper_behind_a_wire_does_what_one_in_process_does(codec: Codec, con
     assert torch.equal(there.replica.flat, here.replica.flat)
     assert counters[1].totals() == counters[0].totals()
     assert there.held_bytes == 0
+
+
+class Wide(nn.Module):
+    """A large parameter and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.ones(40, 20)), nn.Parameter(torch.ones(9))
+
+    def forward(self, dense: Tensor, _: object) -> Tensor:
+        return dense.sum(1) * self.large.sum() * self.small.sum()
+
+
+@pytest.mark.parametrize("values", ["fp32", "int8"])
+def test_thresholded_gradients_are_the_same_near_and_far_and_parameters_arrive_whole(
+    connect: Connect, values: Literal["fp32", "int8"]
+) -> None:
+    made = [DenseStepper(Replica(Wide(), Adagrad(), {}), None) for _ in range(2)]
+    flat = made[0].replica.flat
+    codec = by_parameter(Threshold(keep=0.05, values=values, feedback=True), made[0].replica.slots, len(flat))
+    counters, service = (WireCounter(), WireCounter()), StepperService(made[1], codec)
+    near = [DenseLine(made[0], Line("dense", codec, counters[0]), (0, worker)) for worker in range(2)]
+    far = [remote(service, connect, codec, counters[1], stream=worker) for worker in range(2)]
+    given = torch.zeros(2, len(flat))
+    for step in range(4):
+        for worker in range(2):
+            own = DenseGradient(torch.randn(len(flat), generator=torch.Generator().manual_seed(step)), (True, True))
+            given[worker] += own.flat
+            near[worker].hold(2 * step + worker, own).result()
+            far[worker].hold(2 * step + worker, own).result()
+            arrived = made[0]._held[2 * step + worker].flat
+            assert torch.equal(made[1]._held[2 * step + worker].flat, arrived)
+            given[worker] -= arrived
+        commit = DenseStep(step, {2 * step: 1.0, 2 * step + 1: 1.0}, 2.0, 0.1, 2 * step + 2)
+        made[0].commit(commit)
+        far[0].commit(commit).result()
+        ours, theirs = far[0].newer(step).result(), near[0].newer(step).result()
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours.flat, theirs.flat)
+        torch.testing.assert_close(ours.flat, made[0].replica.flat, rtol=0 if values == "fp32" else 1e-2, atol=0)
+    for worker in range(2):
+        left = near[worker].gradients.encoder.tensors()["0.residual"]
+        assert torch.equal(far[worker].gradients.encoder.tensors()["0.residual"], left)
+        torch.testing.assert_close(left, given[worker][:800], rtol=0, atol=1e-5)
+    assert counters[1].totals() == counters[0].totals()
+    assert 0.05 < kept_shares(counters[0].totals().by_name())["dense"] < 0.2
 
 
 def test_a_step_that_comes_again_changes_nothing(connect: Connect) -> None:

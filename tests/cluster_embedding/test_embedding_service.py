@@ -200,7 +200,7 @@ class Rounded(Codec):
 
     name = "rounded"
 
-    def encode(self, tensor, state=None):
+    def encode(self, tensor, state=None, groups=()):
         wanted = tensor if state is None else tensor + state
         return Encoded((wanted.round(),), tuple(tensor.shape), wanted - wanted.round())
 

@@ -76,6 +76,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a pull at a time": {"train": {"prefetch": 0}},
     "many pulls ahead": {"train": {"prefetch": 5, "workers": 2}},
     "bf16 codecs": {"compression": {"pull": "bf16", "push": "bf16", "dense": "bf16"}, "sync": {"method": "easgd"}},
+    "differences": {
+        "compression": {"dense": {"name": "threshold", "keep": 0.1}},
+        "cluster": {"dense_servers": 2},
+        "sync": {"method": "easgd", "schedule": "every_k", "k": 1},
+        "train": {"trainers": 2, "workers": 2},
+    },
     "bf16 averages": {"compression": {"dense": "bf16"}, "sync": {"method": "ma", "schedule": "every_k", "k": 2}},
     "bf16 steps": {"train": {"precision": "bf16"}},
     "threads of readers": {"data": {"readers": 3}},

@@ -223,7 +223,7 @@ def test_what_makes_no_ladder_is_an_error(options, said):
 
 def test_the_dense_part_crosses_as_parameters():
     assert codec_of(kind="dense").ladder[-1].name == "int4"
-    with pytest.raises(ConfigError, match=r"compression\.dense\.strongest=threshold is not built yet"):
+    with pytest.raises(ConfigError, match=r"compression\.dense\.strongest=threshold cannot be chosen by auto"):
         codec_of("compression.dense.strongest=threshold", kind="dense")
 
 

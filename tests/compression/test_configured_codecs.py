@@ -73,3 +73,24 @@ def test_feedback_belongs_to_positions_that_keep_their_meaning():
     assert codecs("compression.pull=threshold")["pull"] == Threshold(feedback=False)
     with pytest.raises(ConfigError, match="another sample"):
         codecs("compression.pull=threshold", "compression.pull.feedback=true")
+
+
+def test_the_dense_part_has_no_features_to_group():
+    with pytest.raises(ConfigError, match=r"compression\.dense\.scope=group has no meaning"):
+        Threshold(scope="group").resolved("compression.dense")
+
+
+def test_a_mask_of_the_pull_leaves_a_push_nothing_to_select():
+    found = codecs("compression.pull=threshold", "compression.push=threshold", "compression.push.values=int8")
+    assert found["push"] == Threshold(values="int8", feedback=False)
+    with pytest.raises(ConfigError, match=r"^compression\.push\.keep has no effect beside compression\.pull=threshold"):
+        codecs("compression.pull=threshold", "compression.push=threshold", "compression.push.keep=0.1")
+
+
+def test_neither_does_it_to_auto():
+    found = codecs("compression.pull=threshold", "compression.push=auto", "compression.push.weakest=bf16")
+    assert [rung.name for rung in found["push"].ladder] == ["bf16", "int8", "int4"]
+    with pytest.raises(
+        ConfigError, match=r"^compression\.push\.strongest=threshold has no effect beside compression\.pull"
+    ):
+        codecs("compression.pull=threshold", "compression.push=auto", "compression.push.strongest=threshold")

@@ -113,7 +113,7 @@ def test_frames_are_read_in_the_codec_that_they_name_and_in_no_other(name):
     codec = Auto().rung(name)
     coded, frames = pack_coded([codec.encode(tensor)], name)
     (found,) = unpack_coded(coded, frames, Auto())
-    assert torch.equal(found, codec.decode(frames, (4, 16)))
+    assert torch.equal(found.tensor, codec.decode(frames, (4, 16)))
     for other in {rung.name for rung in ladder} - {name}:
         with pytest.raises(DataError, match=f"in the codec {other}"):
             unpack_coded(replace(coded, codec=other), frames, Auto())

@@ -27,7 +27,7 @@ class Rounded(Codec):
 
     name = "rounded"
 
-    def encode(self, tensor: Tensor, state: Tensor | None = None) -> Encoded:
+    def encode(self, tensor: Tensor, state: Tensor | None = None, groups: Sequence[int] = ()) -> Encoded:
         wanted = tensor if state is None else tensor + state
         return Encoded((wanted.round(),), tuple(tensor.shape), wanted - wanted.round())
 

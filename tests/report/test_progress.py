@@ -34,6 +34,11 @@ def test_the_line_holds_what_a_person_watches() -> None:
     assert progress_line(frame, 75, columns=80) == told
 
 
+def test_the_line_says_how_much_a_threshold_lets_pass() -> None:
+    frame = msgspec.structs.replace(make_frames(4, trainers=1)[1], wire_kept_share={"push": 0.01234, "dense": 1.0})
+    assert "  kept push 1.23 %, dense 100 %  " in progress_line(frame, 75, columns=None)
+
+
 def test_the_line_of_a_cluster_says_who_is_missing() -> None:
     frame = msgspec.structs.replace(
         make_frames(4)[1],

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from shadowsync.cluster.staff import Member
 from shadowsync.cluster.trainer_messages import TrainerStatus
+from shadowsync.metrics.wire import WireTotals
 from shadowsync.runtime.wire.connection import Answer
 from shadowsync.session import added
 
-NOTHING_YET = TrainerStatus(0, False, False, None, {}, {}, 0, {}, ())
+NOTHING_YET = TrainerStatus(0, False, False, None, {}, 0, {}, ())
 
 
 @dataclass
@@ -37,8 +38,7 @@ class Statuses:
     wake: Callable[[], None]
     _seen: dict[Member, _Seen] = field(default_factory=dict)
     _syncs: int = 0
-    _sent: dict[str, int] = field(default_factory=dict)
-    _raw: dict[str, int] = field(default_factory=dict)
+    _wire: dict[str, dict[str, int]] = field(default_factory=WireTotals().by_name)
 
     def add(self, member: Member) -> None:
         """Its part is in place."""
@@ -49,12 +49,12 @@ class Statuses:
         seen = self._seen.pop(member, None)
         if seen is not None:
             self._syncs += seen.status.syncs
-            self._sent, self._raw = added(self._sent, seen.status.sent), added(self._raw, seen.status.raw)
+            self._wire = _with(self._wire, seen.status)
 
     def begin(self) -> None:
         """A new generation: nobody is at work, and nothing is counted yet."""
         self._seen.clear()
-        self._syncs, self._sent, self._raw = 0, {}, {}
+        self._syncs, self._wire = 0, WireTotals().by_name()
 
     def at_work(self) -> list[Member]:
         """Living trainers whose part is in place, by rank."""
@@ -84,11 +84,11 @@ class Statuses:
         return self._syncs + sum(seen.status.syncs for seen in list(self._seen.values()))
 
     def wire(self) -> dict[str, dict[str, int]]:
-        """Bytes of this generation, as sent and raw."""
-        sent, raw = self._sent, self._raw
+        """What crossed in this generation, as `WireTotals.by_name`."""
+        total = self._wire
         for seen in list(self._seen.values()):
-            sent, raw = added(sent, seen.status.sent), added(raw, seen.status.raw)
-        return {"bytes": dict(sent), "raw_bytes": dict(raw)}
+            total = _with(total, seen.status)
+        return total
 
     def untold(self, member: Member) -> Sequence[str]:
         """What it has decided and nobody was told yet."""
@@ -111,3 +111,7 @@ class Statuses:
     def waiting(self) -> dict[str, int]:
         """Batches that wait at each trainer."""
         return {member.role: seen.status.waiting for member, seen in list(self._seen.items())}
+
+
+def _with(total: dict[str, dict[str, int]], status: TrainerStatus) -> dict[str, dict[str, int]]:
+    return {name: added(counts, status.wire.get(name, {})) for name, counts in total.items()}

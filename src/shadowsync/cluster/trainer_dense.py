@@ -2,14 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_module, make_replica, make_trainer
 from shadowsync.cluster.dense_messages import check_image
 from shadowsync.cluster.trainer_spec import TrainerSpec
+from shadowsync.compression.pieces import by_parameter
 from shadowsync.data.feed import Feed
-from shadowsync.dense_state import TrainerImage, dense_tensors
+from shadowsync.dense_state import TrainerImage, below, dense_tensors
 from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.metrics.wire import WireCounter
@@ -131,17 +132,22 @@ class GradientWorkers(TrainerDense):
     """Workers that send gradients, each with a copy of its own of the dense part, which follows the server's."""
 
     def __init__(self, material: TrainerMaterial) -> None:
-        spec, replica, driver = material.spec, material.replicas(), Unsynchronised()
+        spec, make_replica, driver = material.spec, material.replicas(), Unsynchronised()
+        replicas = [make_replica() for _ in material.clients]
+        codec = by_parameter(material.line.codec, replicas[0].slots, len(replicas[0].flat))
         self._conductor = ConductorRemote(material.connect("driver", 0, spec.addresses.driver), spec.generation)
         self._dense = material.connect("dense", 0, spec.addresses.dense[0])
-        self._line = material.line
-        workers = [self._worker(material, index, client, replica()) for index, client in enumerate(material.clients)]
+        self._line = material.line if codec is material.line.codec else replace(material.line, codec=codec)
+        self._remotes: list[StepperRemote] = []
+        pairs = zip(material.clients, replicas, strict=True)
+        workers = [self._worker(material, index, client, replica) for index, (client, replica) in enumerate(pairs)]
         trainer = Trainer(spec.rank, workers[0].replica, driver, material.gate)
         self.trainer = make_trainer(material.kit, trainer, driver, workers, material.feed, material.hooks(trainer))
 
     def _worker(self, material: TrainerMaterial, index: int, client: EmbeddingClient, replica: Replica) -> WorkerKit:
         spec = material.spec
         dense = StepperRemote(self._dense, self._line, len(replica.flat), index, spec.generation)
+        self._remotes.append(dense)
         update = GradientUpdate(
             (spec.rank, index),
             self._conductor,
@@ -158,10 +164,16 @@ class GradientWorkers(TrainerDense):
         return 0
 
     def image(self) -> TrainerImage:
-        return TrainerImage.of(self.trainer.replica, {})
+        """What its workers have not sent of their gradients."""
+        streams = enumerate(remote.gradients for remote in self._remotes)
+        return TrainerImage(
+            {}, {f"{index}.{name}": t for index, stream in streams for name, t in stream.encoder.tensors().items()}
+        )
 
     def restore(self, image: TrainerImage) -> None:
         """The parameters are the server's: workers pull them before their first batch."""
+        for index, remote in enumerate(self._remotes):
+            remote.gradients.encoder.restore(below(image.method, str(index)))
 
 
 def _group(material: TrainerMaterial, length: int) -> RemoteGroup:

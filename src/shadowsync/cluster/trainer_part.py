@@ -234,7 +234,7 @@ class TrainerPart:
     # --- state -------------------------------------------------------------------------------------------------------
 
     def _status(self, _: Request) -> Reply:
-        trainer, totals = self._trainer, self._counter.totals()
+        trainer = self._trainer
         fault = Fault.of(_known(trainer.error)) if trainer.failed and trainer.error is not None else None
         flat = trainer.replica.flat
         sketch = flat[:: max(1, -(-len(flat) // SKETCH))].detach().cpu().clone()
@@ -243,8 +243,7 @@ class TrainerPart:
             self._ended,
             trainer.lost,
             fault,
-            totals.bytes,
-            totals.raw_bytes,
+            self._counter.totals().by_name(),
             self._feed.depth,
             self._codecs.names,
             self._codecs.decisions,

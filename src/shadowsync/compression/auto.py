@@ -5,7 +5,7 @@ Pure: what was measured and the time are handed in, decisions come out.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -97,13 +97,16 @@ class Auto(Codec):
     def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         return self.ladder[0].decode(frames, shape)
 
+    def restored(self, tensors: Mapping[str, Tensor]) -> Any:
+        return self.ladder[0].restored(tensors)
+
     def resolved(self, key: str) -> Self:
         if not key.startswith("compression."):
             raise ConfigError(f"{key}=auto has nothing to measure there; allowed: {', '.join(_ORDER)}")
         if key == "compression.dense" and self.strongest == "threshold":
             raise ConfigError(
-                f"{key}.strongest=threshold is not built yet: the dense part crosses as parameters, most of which "
-                "would read as zero; allowed: bf16, int8, int4"
+                f"{key}.strongest=threshold cannot be chosen by auto: what a threshold holds back would come late, or "
+                f"not at all, when the codec changes; allowed: bf16, int8, int4, or {key}=threshold by itself"
             )
         return self
 

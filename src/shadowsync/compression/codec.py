@@ -1,5 +1,6 @@
 """The seam between a tensor and the bytes that cross the network."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,16 @@ class NotFinite(ValueError):
 
     The codec does not know what the tensor is called; whoever encodes knows, and puts the name in front
     (`naming`).
+
+    Attributes:
+        tensor: which holds them.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, of: str = "") -> None:
+        self.tensor = tensor
         bad = (~torch.isfinite(tensor)).nonzero()
         where = f", the first at {bad[0].tolist()}" if len(bad) and tensor.dim() else ""
-        super().__init__(f"{len(bad):,} of {tensor.numel():,} elements are NaN or infinite{where}")
+        super().__init__(f"{len(bad):,} of {tensor.numel():,} elements{of} are NaN or infinite{where}")
 
 
 @contextmanager
@@ -56,17 +61,26 @@ class Encoded:
         shape: of the tensor.
         state: what the codec remembers from one message of a stream to the next (residuals, thresholds).
         kept: positions (int64, ascending, in the flattened tensor) of the elements that cross; None if all do.
+        refreshes: thresholds that were chosen anew for this message.
+        early: those of them that came early, because the share that crosses had left its band.
     """
 
     frames: tuple[Tensor, ...]
     shape: tuple[int, ...]
     state: Any = None
     kept: Tensor | None = None
+    refreshes: int = 0
+    early: int = 0
 
     @property
     def byte_count(self) -> int:
         """Bytes of all frames."""
         return sum(frame.numel() * frame.element_size() for frame in self.frames)
+
+    @property
+    def kept_count(self) -> int:
+        """Elements that cross."""
+        return math.prod(self.shape) if self.kept is None else len(self.kept)
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,11 @@ class Decoded:
 
     tensor: Tensor
     kept: Tensor | None = None
+
+    @property
+    def kept_count(self) -> int:
+        """Elements that crossed."""
+        return self.tensor.numel() if self.kept is None else len(self.kept)
 
 
 class Codec(ABC):
@@ -97,6 +116,8 @@ class Codec(ABC):
     """Every bit is kept."""
     sparse: ClassVar[bool] = False
     """What does not cross reads as zero, so that only gradients, differences and activations can be sent."""
+    selecting: ClassVar[frozenset[str]] = frozenset()
+    """Options that say which elements cross; `encode_under` has no use for them."""
 
     @abstractmethod
     def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:
@@ -160,6 +181,19 @@ class Codec(ABC):
                 return codec
         allowed = ", ".join(codec.name for codec in self.ladder)
         raise ValueError(f"codec {name[:20]!r} is not one that this job sends in; allowed: {allowed}")
+
+    @property
+    def everything(self) -> bool:
+        """All elements cross as they are, whatever is in them."""
+        return self.exact
+
+    def of_differences(self) -> "Codec":
+        """The codec for a stream of differences from what the receiver has, which hold what was left out before."""
+        return self
+
+    def whole(self) -> "Codec":
+        """The codec for tensors of which every element has to arrive, such as parameters."""
+        return self
 
     def resolved(self, key: str) -> Self:
         """Defaults filled in for what the configuration key says (`compression.pull`, `.push`, `.dense`).

@@ -88,6 +88,7 @@ class Threshold(Codec):
 
     name: ClassVar[str] = "threshold"
     sparse: ClassVar[bool] = True
+    selecting: ClassVar[frozenset[str]] = frozenset({"keep", "refresh", "band", "feedback", "scope"})
 
     keep: Annotated[float, Field(gt=0, le=1, description="share of the elements that cross; more loses less")] = 0.01
     refresh: Annotated[
@@ -111,6 +112,8 @@ class Threshold(Codec):
 
     def resolved(self, key: str) -> Self:
         if key == "compression.dense":
+            if self.scope == "group":
+                raise ConfigError(f"{key}.scope=group has no meaning: every parameter has a threshold; leave it out")
             return replace(self, feedback=self.feedback is not False)
         if self.feedback:
             raise ConfigError(
@@ -118,6 +121,17 @@ class Threshold(Codec):
                 "message; leave it out"
             )
         return replace(self, feedback=False)
+
+    @property
+    def everything(self) -> bool:
+        return self.keep == 1 and self.values == "fp32"
+
+    def of_differences(self) -> Codec:
+        return replace(self, feedback=False)
+
+    def whole(self) -> Codec:
+        """float32 where values are, else bfloat16: with fewer bits parameters would not follow small steps."""
+        return Plain() if self.values == "fp32" else Bf16()
 
     @property
     def value_codec(self) -> Codec:
@@ -137,7 +151,9 @@ class Threshold(Codec):
         positions = None if kept is None else torch.from_numpy(kept)
         values = self.value_codec.encode(sent.view(shape) if kept is None else sent, before.draws)
         frames = () if not len(sent) else (_frame(kept, len(total)), *values.frames)
-        return Encoded(frames, shape, self._left(chosen, tensor, total, positions, values), positions)
+        after = self._left(chosen, tensor, total, positions, values)
+        refreshes, early = after.refreshes - before.refreshes, after.early - before.early
+        return Encoded(frames, shape, after, positions, refreshes, early)
 
     def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         return self.decode_kept(frames, shape).tensor

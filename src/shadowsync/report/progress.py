@@ -108,6 +108,8 @@ def _figures(frame: Frame) -> Iterator[str]:
         yield f"staleness {words.decimal(frame.staleness, 1)}"
     if frame.wire_codecs:
         yield "codecs " + " ".join(f"{kind}={codec.replace(', ', '/')}" for kind, codec in frame.wire_codecs.items())
+    if frame.wire_kept_share:
+        yield f"kept {words.shares(frame.wire_kept_share)}"
     if frame.checkpointing:
         yield "saving"
     if frame.failures:

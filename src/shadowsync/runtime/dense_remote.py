@@ -3,6 +3,8 @@
 `P` dense parameters, of which server j holds those of span j.
 """
 
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -11,8 +13,10 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec
-from shadowsync.runtime.dense_service import Exchange
+from shadowsync.errors import DataError
+from shadowsync.runtime.dense_service import Exchange, Exchanged
 from shadowsync.runtime.lines import Encoder, Line
+from shadowsync.runtime.mirror import Mirror
 from shadowsync.runtime.wire.connection import Answer, Connection
 
 Span = tuple[int, int]
@@ -37,7 +41,14 @@ class DenseRemote:
     timeout_s: float | None = None
     generation: int = 0
     _exchanged: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
+    _mirrors: defaultdict[int, list[Mirror]] = field(init=False, repr=False, compare=False)
+    _turns: defaultdict[int, threading.Lock] = field(
+        default_factory=lambda: defaultdict(threading.Lock), init=False, repr=False, compare=False
+    )
     _there: dict[tuple[int, int, str], Encoder] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_mirrors", defaultdict(self._make_mirrors))
 
     @property
     def exchanged_bytes(self) -> int:
@@ -50,7 +61,17 @@ class DenseRemote:
         Raises:
             RunError: a server was given up or did not answer in time; the others have their exchange done.
         """
-        return self._exchange("elastic", rank, weights, alpha)
+        if not self.line.now.codec.sparse:
+            return self._exchange("elastic", rank, weights, alpha)
+        with self._turns[rank]:  # both ends have to see the differences in one order
+            mirrors = self._mirrors[rank]
+            try:
+                parts = self._differences(rank, weights, alpha)
+            except BaseException:
+                for mirror in mirrors:
+                    mirror.forget()
+                raise
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential` of trainer `rank`; raises as `elastic`."""
@@ -70,6 +91,41 @@ class DenseRemote:
                 for connection, part in zip(self.connections, parts, strict=True)
             ]
         )
+
+    def _make_mirrors(self) -> list[Mirror]:
+        codec = self.line.codec.of_differences()
+        return [Mirror(codec, f"the replica of a trainer for dense server {at}") for at in range(len(self.spans))]
+
+    def _differences(self, rank: int, weights: Tensor, alpha: float) -> list[Tensor]:
+        """Elastic differences; a server that has nothing of the replica gets it whole."""
+        mirrors = self._mirrors[rank]
+        answers = _answers([self._send_difference(rank, at, weights, alpha) for at in range(len(mirrors))])
+        unknown = [at for at, answer in enumerate(answers) if not answer.read(Exchanged).known]
+        for at in unknown:
+            mirrors[at].forget()
+        again = _answers([self._send_difference(rank, at, weights, alpha) for at in unknown])
+        for at, answer in zip(unknown, again, strict=True):
+            answers[at] = answer
+        return [self._apply(mirror, answer) for mirror, answer in zip(mirrors, answers, strict=True)]
+
+    def _send_difference(self, rank: int, at: int, weights: Tensor, alpha: float) -> Future[Answer]:
+        part = weights[slice(*self.spans[at])]
+        encoded, whole = self._mirrors[rank][at].encode(part)
+        self._count(encoded.byte_count, part.nbytes)
+        if not whole:
+            self.line.count_kept(part.numel(), encoded.kept_count, encoded.refreshes, encoded.early)
+        asked = Exchange(rank, alpha, self.generation, self.line.codec.name, whole)
+        return self.connections[at].call("elastic", asked, encoded.frames, self.timeout_s)
+
+    def _apply(self, mirror: Mirror, answer: Answer) -> Tensor:
+        told = answer.read(Exchanged)
+        if mirror.known is None or not told.known:
+            raise DataError("a dense server does not accept a replica that comes whole")
+        moved = self.line.codec.of_differences().decode_kept(answer.tensors, tuple(mirror.known.shape))
+        self._count(sum(frame.nbytes for frame in answer.tensors), moved.tensor.nbytes)
+        self.line.count_kept(moved.tensor.numel(), moved.kept_count, told.refreshes, told.early)
+        mirror.moved(moved.tensor)
+        return moved.tensor
 
     def _exchange(self, method: str, rank: int, weights: Tensor, alpha: float) -> Tensor:
         codec = self.line.now.codec

@@ -1,14 +1,13 @@
 """An embedding server behind a wire."""
 
+import itertools
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from shadowsync.compression.codec import Codec
+from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
@@ -32,51 +31,48 @@ from shadowsync.runtime.embedding_messages import (
     row_numbers,
     unpack_coded,
     unpack_ids,
+    unpack_masks,
 )
 from shadowsync.runtime.embedding_saves import SaveMethods, check_size
 from shadowsync.runtime.generation import FIRST, Generation
-from shadowsync.runtime.lines import Encoder
+from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
+from shadowsync.runtime.lines import Encoder, slot_widths
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.step_messages import Committed
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
 
 @dataclass(frozen=True)
-class KeptLimits:
-    """How many look-ups of one client wait for their push; beyond, the oldest is dropped and has to come again.
+class _Asked:
+    """A look-up that waits for its push, and the mask under which it was answered, if it was under one."""
 
-    Attributes:
-        count: look-ups; more lets more pulls be ahead of their pushes.
-        bytes: of their ids.
-    """
-
-    count: int = 1024
-    bytes: int = 256 << 20
+    lookup: Lookup | RowLookup
+    mask: Mask | None
 
 
 class _Client:
     """What is kept for one connection."""
 
     def __init__(self, limits: KeptLimits) -> None:
-        self._limits = limits
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[int, int], Lookup | RowLookup] = OrderedDict()
-        self._bytes = 0
+        self._kept: Kept[tuple[int, int], _Asked] = Kept(limits)
+        self._masks = itertools.count()
         self.encoders: dict[tuple[object, ...], Encoder] = {}
 
-    def keep(self, stream: int, lookup: Lookup | RowLookup) -> None:
-        """Until its push comes, or newer ones need the room."""
-        with self._lock:
-            self._remove((stream, lookup.number))
-            self._kept[stream, lookup.number] = lookup
-            self._bytes += _bytes(lookup)
-            while len(self._kept) > self._limits.count or self._bytes > self._limits.bytes:
-                self._remove(next(iter(self._kept)))
+    def answer(self, stream: int | None, lookup: Lookup | RowLookup, encoded: Sequence[Encoded], codec: Codec) -> Reply:
+        """The reply to a pull; its look-up and its mask are kept until its push comes, where one will (`stream`)."""
+        if stream is None:
+            return Reply(*pack_coded(encoded, codec.name))
+        mask = Mask(next(self._masks), tuple(each.kept for each in encoded)) if codec.sparse else None
+        size = _bytes(lookup) + (0 if mask is None else mask.nbytes)
+        self._kept.keep((stream, lookup.number), _Asked(lookup, mask), size)
+        return Reply(*pack_coded(encoded, codec.name, None if mask is None else mask.number))
 
-    def take(self, stream: int, number: int) -> Lookup | RowLookup | None:
-        """The look-up, which is not kept any more; None if it was dropped or never came."""
-        with self._lock:
-            return self._remove((stream, number))
+    def take(self, stream: int, number: int, mask: int | None) -> _Asked | None:
+        """The look-up, which is not kept any more; None if it was dropped or never came, or has another mask."""
+        found = self._kept.take((stream, number))
+        if found is None or mask is None:
+            return found
+        return found if found.mask is not None and found.mask.number == mask else None
 
     def encoder(self, codec: Codec, about: tuple[object, ...]) -> Encoder:
         """The stream back to this client about that."""
@@ -94,11 +90,6 @@ class _Client:
         """Look-ups that wait for their push."""
         return len(self._kept)
 
-    def _remove(self, key: tuple[int, int]) -> Lookup | RowLookup | None:
-        found = self._kept.pop(key, None)
-        self._bytes -= 0 if found is None else _bytes(found)
-        return found
-
 
 def _bytes(lookup: Lookup | RowLookup) -> int:
     if isinstance(lookup, RowLookup):
@@ -110,8 +101,10 @@ class EmbeddingService:
     """Serves an `EmbeddingServer`; its methods may run in any number of threads at once.
 
     `pull` and `read` keep their look-up until `push` and `step` refer to it by its number, so that ids cross once.
-    What is kept is bounded for each client and freed when the client goes. Rows go out as they are between two pushes
-    (see `embedding_saves` for those that are saved beside training).
+    Where the answer holds a part of the elements, the gradient comes under the same mask; a look-up that is not kept
+    any more, or has been answered again under another mask, comes again with its ids and the mask. What is kept is
+    bounded for each client and freed when the client goes. Rows go out as they are between two pushes (see
+    `embedding_saves` for those that are saved beside training).
 
     Args:
         server: what is served; checks ids, row numbers and the shapes of gradients.
@@ -126,7 +119,7 @@ class EmbeddingService:
         server: EmbeddingServer,
         pull: Codec,
         push: Codec,
-        limits: KeptLimits = KeptLimits(),
+        limits: KeptLimits = USUAL,
         generation: Generation = FIRST,
     ) -> None:
         self.methods: Mapping[str, Method] = {
@@ -170,59 +163,58 @@ class EmbeddingService:
 
     def _pull(self, request: Request) -> Reply:
         asked, client = request.read(PullAsked), self._client(request)
-        codec = self._codec(asked)
-        lookup = unpack_ids(asked.ids, request.tensors, asked.number or 0)
+        lookup, codec = unpack_ids(asked.ids, request.tensors, asked.number or 0), self._codec(asked)
         pooled = self._server.pull(lookup)
-        if asked.number is not None:
-            client.keep(asked.stream, lookup)
         encoder = client.encoder(codec, (asked.stream, lookup.slots))
-        return Reply(*pack_coded([encoder.encode(pooled)], codec.name))
+        encoded = encoder.encode(pooled, slot_widths(self._server.shards, lookup) if codec.sparse else ())
+        return client.answer(_stream(asked), lookup, [encoded], codec)
 
     def _push(self, request: Request) -> Reply:
         asked = request.read(PushAsked)
         self._generation.check(asked.generation)
         split = 0 if asked.ids is None else asked.ids.tensor_count
-        lookup = self._client(request).take(asked.stream, asked.number)
+        found = self._client(request).take(asked.stream, asked.number, asked.gradient.mask)
         if asked.ids is not None:
             lookup = unpack_ids(asked.ids, request.tensors[:split], asked.number)
-        if not isinstance(lookup, Lookup):
+            mask, split = _mask(asked.gradient, request.tensors, split)
+            found = _Asked(lookup, mask)
+        if found is None or not isinstance(found.lookup, Lookup):
             return Reply(Pushed(False))
-        gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr)
+        gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr, found.mask)
         if len(gradients) != 1:
             raise DataError(f"a push brings one gradient, not {len(gradients)}")
         _check_held(asked.held)
         if asked.held is None:
-            self._server.push(lookup, gradients[0], asked.lr)
+            self._server.push(found.lookup, gradients[0], asked.lr)
         else:
-            self._server.hold(asked.held, lookup, gradients[0])
+            self._server.hold(asked.held, found.lookup, gradients[0])
         return Reply(Pushed(True))
 
     def _read(self, request: Request) -> Reply:
         asked, client = request.read(ReadAsked), self._client(request)
-        codec = self._codec(asked)
-        lookup = RowLookup(asked.shards, row_numbers(request.tensors), asked.number or 0)
+        lookup, codec = RowLookup(asked.shards, row_numbers(request.tensors), asked.number or 0), self._codec(asked)
         rows = self._server.read_rows(lookup)
-        if asked.number is not None:
-            client.keep(asked.stream, lookup)
         encoders = [client.encoder(codec, (asked.stream, "rows", width)) for width in range(len(rows))]
         encoded = [encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]
-        return Reply(*pack_coded(encoded, codec.name))
+        return client.answer(_stream(asked), lookup, encoded, codec)
 
     def _step(self, request: Request) -> Reply:
         asked = request.read(StepAsked)
         self._generation.check(asked.generation)
         split = 0 if asked.shards is None else 1
-        lookup = self._client(request).take(asked.stream, asked.number)
+        found = self._client(request).take(asked.stream, asked.number, asked.gradients.mask)
         if asked.shards is not None:
             lookup = RowLookup(asked.shards, row_numbers(request.tensors[:split]), asked.number)
-        if not isinstance(lookup, RowLookup):
+            mask, split = _mask(asked.gradients, request.tensors, split)
+            found = _Asked(lookup, mask)
+        if found is None or not isinstance(found.lookup, RowLookup):
             return Reply(Pushed(False))
-        gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr)
+        gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr, found.mask)
         _check_held(asked.held)
         if asked.held is None:
-            self._server.step_rows(lookup, gradients, asked.lr)
+            self._server.step_rows(found.lookup, gradients, asked.lr)
         else:
-            self._server.hold_rows(asked.held, lookup, gradients)
+            self._server.hold_rows(asked.held, found.lookup, gradients)
         return Reply(Pushed(True))
 
     def _commit(self, request: Request) -> Reply:
@@ -245,9 +237,10 @@ class EmbeddingService:
         self._server.forget_held(asked.stepped)
         return Reply()
 
-    def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float) -> tuple[Tensor, ...]:
+    def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, mask: Mask | None) -> tuple[Tensor, ...]:
         _check_finite(lr)
-        return unpack_coded(coded, frames, self._push_codec)
+        kept = None if mask is None or coded.mask is None else mask.kept
+        return tuple(found.tensor for found in unpack_coded(coded, frames, self._push_codec, kept))
 
     def _shards(self, _: Request) -> Reply:
         return Reply(Shards(tuple(ShardInfo.of(shard) for shard in self._server.shards)))
@@ -289,6 +282,19 @@ class EmbeddingService:
                 f"{own.start} to {own.start + count - 1}"
             )
         return {name: t[first:last] if len(t) == count else t for name, t in own.tensors.items()}
+
+
+def _stream(asked: PullAsked | ReadAsked) -> int | None:
+    """Of the push that will follow; None if none will."""
+    return None if asked.number is None else asked.stream
+
+
+def _mask(coded: Coded, tensors: Sequence[Tensor], start: int) -> tuple[Mask | None, int]:
+    """The mask that comes with a look-up that comes again, from tensor `start` on, and where the frames begin."""
+    if coded.mask is None:
+        return None, start
+    split = start + len(coded.shapes)
+    return Mask(coded.mask, unpack_masks(tensors[start:split], coded.shapes)), split
 
 
 def _check_finite(*numbers: float) -> None:

@@ -1,6 +1,8 @@
 """How trainers in one process reach each other and the dense servers."""
 
 import itertools
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.runtime.lines import Line
+from shadowsync.runtime.mirror import Mirror
 from shadowsync.sync.dense import DenseServer, Sent
 from shadowsync.sync.rendezvous import Rendezvous
 
@@ -29,10 +32,22 @@ class DenseServers:
         self._line = line
         self._spans = split_evenly(len(center), count)
         self._servers = [DenseServer(center[start:stop].clone()) for start, stop in self._spans]
+        self._differences = Line(line.kind, line.codec.of_differences(), line.counter)
+        self._mirrors: defaultdict[int, list[Mirror]] = defaultdict(self._make_mirrors)
+        self._turns: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        """As `Group.elastic` of trainer `rank`, server by server."""
-        return self._each(DenseServer.elastic, rank, weights, alpha)
+        """As `Group.elastic` of trainer `rank`, server by server.
+
+        Under a sparse codec the replica crosses as the difference from what the server has of it (`Mirror`), and the
+        elastic difference as the codec lets it pass. Workers of one trainer then take turns.
+        """
+        if not self._line.codec.sparse:
+            return self._each(DenseServer.elastic, rank, weights, alpha)
+        with self._turns[rank]:
+            pairs = enumerate(zip(self._servers, self._spans, strict=True))
+            parts = [self._elastic(rank, at, server, weights[slice(*span)], alpha) for at, (server, span) in pairs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential` of trainer `rank`, server by server."""
@@ -46,6 +61,21 @@ class DenseServers:
         """Replaces the whole, `[P]`."""
         for server, (start, stop) in zip(self._servers, self._spans, strict=True):
             server.write(center[start:stop])
+
+    def _make_mirrors(self) -> list[Mirror]:
+        codec = self._differences.codec
+        return [Mirror(codec, f"the replica of a trainer for dense server {at}") for at in range(len(self._servers))]
+
+    def _elastic(self, rank: int, at: int, server: DenseServer, part: Tensor, alpha: float) -> Tensor:
+        mirror = self._mirrors[rank][at]
+        encoded, whole = mirror.encode(part)
+        self._differences.count(encoded.byte_count, part.nbytes)
+        if not whole:
+            self._differences.count_kept(part.numel(), encoded.kept_count, encoded.refreshes, encoded.early)
+        assert mirror.known is not None, "a message has crossed"
+        moved = server.elastic(mirror.known, alpha, self._differences.stream(("back", rank, at)).send)
+        mirror.moved(moved)
+        return moved
 
     def _each(self, exchange: _Exchange, rank: int, weights: Tensor, alpha: float) -> Tensor:
         replies = []

@@ -1,7 +1,7 @@
 """What crosses between two roles: tensors pass a codec and are counted, also where nothing is really sent."""
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from shadowsync.aggregation.stepping import DenseGradient, DenseStepper, Version
-from shadowsync.compression.codec import Codec, Encoded, naming
+from shadowsync.compression.codec import Codec, Decoded, Encoded, naming
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.pending import DONE, Callback, Done, Pending
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
-from shadowsync.embedding.table import Shard
+from shadowsync.embedding.table import Shard, slots_of
+from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
 
 T = TypeVar("T")
 
@@ -25,6 +26,10 @@ class Counter(Protocol):
 
     def add(self, kind: str, sent: int, raw: int) -> None:
         """Counts one message: `sent` bytes of it on the wire, `raw` bytes of it uncompressed."""
+        ...
+
+    def add_kept(self, kind: str, elements: int, kept: int, refreshes: int, early: int) -> None:
+        """Counts of one message the elements, those that crossed, and the thresholds chosen for it."""
         ...
 
 
@@ -41,17 +46,39 @@ class Encoder:
         self._state: Any = None
         self._lock = threading.Lock()
 
-    def encode(self, tensor: Tensor) -> Encoded:
-        """The next message.
+    def encode(self, tensor: Tensor, groups: Sequence[int] = ()) -> Encoded:
+        """The next message; `groups` as `Codec.encode` has them.
 
         Raises:
             NonFiniteTensor: the tensor holds NaN or infinities, and the codec cannot carry them.
         """
+        return self._next(lambda state: self._codec.encode(tensor, state, groups))
+
+    def encode_under(self, tensor: Tensor, kept: Tensor | None) -> Encoded:
+        """The next message, of the elements at `kept` alone; raises as `encode`. All messages are of one sort."""
+        return self._next(lambda state: self._codec.encode_under(tensor, kept, state))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of what the codec remembers, by name; nothing if it remembers nothing yet."""
+        with self._lock:
+            return {} if self._state is None else dict(self._state.tensors())
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Goes on from what `tensors` gave; False, and nothing is changed, if it is not this codec's."""
+        try:
+            state = self._codec.restored(tensors)
+        except ValueError:
+            return False
+        with self._lock:
+            self._state = state
+        return True
+
+    def _next(self, encode: Callable[[Any], Encoded]) -> Encoded:
         with (
             self._lock,
             naming(self._about),
         ):  # workers of one trainer may share a stream; each message starts from the state of the last
-            encoded = self._codec.encode(tensor, self._state)
+            encoded = encode(self._state)
             self._state = encoded.state
         return encoded
 
@@ -61,17 +88,36 @@ class Stream:
 
     def __init__(self, line: "Line", key: Hashable) -> None:
         self._line = line
-        self._encoder = Encoder(line.codec, f"the {line.kind} message of stream {key}")
+        self.encoder = Encoder(line.codec, f"the {line.kind} message of stream {key}")
 
     def send(self, tensor: Tensor, times: float = 1.0) -> Tensor:
         """The float32 tensor as the receiver sees it; `times` messages of its size are counted."""
         encoded = self.encode(tensor, times)
         return self._line.codec.decode(encoded.frames, encoded.shape)
 
-    def encode(self, tensor: Tensor, times: float = 1.0) -> Encoded:
+    def cross(self, tensor: Tensor, groups: Sequence[int] = ()) -> Decoded:
+        """As `send`, with the positions that crossed."""
+        encoded = self.encode(tensor, groups=groups)
+        return self._line.codec.decode_kept(encoded.frames, encoded.shape)
+
+    def send_under(self, tensor: Tensor, kept: Tensor | None) -> Tensor:
+        """The float32 tensor as the receiver sees it, who knows which elements come; the others are zero."""
+        encoded = self.encode_under(tensor, kept)
+        return self._line.codec.decode_under(encoded.frames, encoded.shape, kept)
+
+    def encode(self, tensor: Tensor, times: float = 1.0, groups: Sequence[int] = ()) -> Encoded:
         """The message that stands for the float32 tensor, counted `times` times."""
-        encoded = self._encoder.encode(tensor)
+        encoded = self.encoder.encode(tensor, groups)
         self._line.count(round(encoded.byte_count * times), round(tensor.numel() * tensor.element_size() * times))
+        if self._line.codec.sparse:
+            self._line.count_kept(tensor.numel(), encoded.kept_count, encoded.refreshes, encoded.early)
+        return encoded
+
+    def encode_under(self, tensor: Tensor, kept: Tensor | None) -> Encoded:
+        """The message that stands for the elements at `kept`, counted."""
+        encoded = self.encoder.encode_under(tensor, kept)
+        self._line.count(encoded.byte_count, tensor.numel() * tensor.element_size())
+        self._line.count_kept(tensor.numel(), encoded.kept_count)
         return encoded
 
 
@@ -93,6 +139,15 @@ class Line:
     def count(self, sent: int, raw: int) -> None:
         """Counts one message, in bytes."""
         self.counter.add(self.kind, sent, raw)
+
+    def count_kept(self, elements: int, kept: int, refreshes: int = 0, early: int = 0) -> None:
+        """Counts the elements of one message, and those that crossed."""
+        self.counter.add_kept(self.kind, elements, kept, refreshes, early)
+
+    @property
+    def whole(self) -> "Line":
+        """The way of tensors of which every element has to arrive, counted with the others."""
+        return Line(self.kind, self.codec.whole(), self.counter) if self.codec.sparse else self
 
     @property
     def now(self) -> "Line":
@@ -128,19 +183,26 @@ class EmbeddingLine:
 
     The ids of a pull are counted with it; a push refers to them, so that only the gradient is sent. Every route
     (the slots that are asked for together) is a stream of its own in either direction, and so are the rows of each
-    width.
+    width. Where a pull brings a part of its elements, the gradient goes back under the same mask: of what did not come,
+    the model saw zeros, and nothing is learnt.
 
     Attributes:
         server: the other end.
         position: of the server among those that share the two lines.
         pulls: the way of the pooled vectors and rows.
         pushes: the way of their gradients.
+        limits: of the masks that wait for their push; beyond, the oldest is dropped, and the gradient goes whole.
     """
 
     server: EmbeddingServer
     position: int
     pulls: Line
     pushes: Line
+    limits: KeptLimits = USUAL
+    _kept: Kept[int, Mask] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_kept", Kept(self.limits))
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -151,39 +213,74 @@ class EmbeddingLine:
         """As `EmbeddingServer.pull`."""
         asked = id_bytes(lookup.ids, self.server.shards)
         self.pulls.count(asked, asked)
-        return Done(self._stream(self.pulls, lookup.slots).send(self.server.pull(lookup)))
+        (pooled,) = self._cross(lookup, [(lookup.slots, self.server.pull(lookup))])
+        return Done(pooled)
 
     def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
         """As `EmbeddingServer.push`."""
-        self.server.push(lookup, self._stream(self.pushes, lookup.slots).send(gradient), lr)
+        (arrived,) = self._back(lookup, [(lookup.slots, gradient)])
+        self.server.push(lookup, arrived, lr)
         return DONE
 
     def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
         """As `EmbeddingServer.read_rows`."""
         asked = lookup.rows.numel() * id_type(self.server.numbers.total).itemsize
         self.pulls.count(asked, asked)
-        return Done(self._by_width(self.pulls, self.server.read_rows(lookup)))
+        return Done(self._cross(lookup, _by_width(self.server.read_rows(lookup))))
 
     def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
         """As `EmbeddingServer.step_rows`."""
-        self.server.step_rows(lookup, self._by_width(self.pushes, gradients), lr)
+        self.server.step_rows(lookup, self._back(lookup, _by_width(gradients)), lr)
         return DONE
 
     def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
         """As `EmbeddingServer.hold`."""
-        self.server.hold(number, lookup, self._stream(self.pushes, lookup.slots).send(gradient))
+        (arrived,) = self._back(lookup, [(lookup.slots, gradient)])
+        self.server.hold(number, lookup, arrived)
         return DONE
 
     def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
         """As `EmbeddingServer.hold_rows`."""
-        self.server.hold_rows(number, lookup, self._by_width(self.pushes, gradients))
+        self.server.hold_rows(number, lookup, self._back(lookup, _by_width(gradients)))
         return DONE
 
-    def _by_width(self, line: Line, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(self._stream(line, ("rows", width)).send(tensor) for width, tensor in enumerate(tensors))
+    def _cross(self, lookup: Lookup | RowLookup, tensors: Sequence[tuple[Hashable, Tensor]]) -> tuple[Tensor, ...]:
+        """What arrives of an answer."""
+        streams = [(self._stream(self.pulls, about), tensor) for about, tensor in tensors]
+        if not self.pulls.codec.sparse:
+            return tuple(stream.send(tensor) for stream, tensor in streams)
+        groups = slot_widths(self.server.shards, lookup)
+        decoded = [stream.cross(tensor, groups) for stream, tensor in streams]
+        mask = Mask(0, tuple(found.kept for found in decoded))
+        self._kept.keep(lookup.number, mask, mask.nbytes)
+        return tuple(found.tensor for found in decoded)
+
+    def _back(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[Hashable, Tensor]]) -> tuple[Tensor, ...]:
+        """What arrives of gradients."""
+        mask = self._kept.take(lookup.number) if self.pulls.codec.sparse else None
+        if mask is not None:
+            pairs = zip(gradients, mask.kept, strict=True)
+            return tuple(
+                self._stream(self.pushes, ("masked", about)).send_under(gradient, kept)
+                for (about, gradient), kept in pairs
+            )
+        groups = slot_widths(self.server.shards, lookup) if self.pushes.codec.sparse else ()
+        return tuple(self._stream(self.pushes, about).cross(gradient, groups).tensor for about, gradient in gradients)
 
     def _stream(self, line: Line, about: Hashable) -> Stream:
         return line.stream((self.position, about))
+
+
+def _by_width(tensors: Sequence[Tensor]) -> list[tuple[Hashable, Tensor]]:
+    return [(("rows", width), tensor) for width, tensor in enumerate(tensors)]
+
+
+def slot_widths(shards: Sequence[Shard], lookup: Lookup | RowLookup) -> tuple[int, ...]:
+    """Columns of each feature in the answer to a look-up; for distinct rows none, as their columns are no features."""
+    if isinstance(lookup, RowLookup):
+        return ()
+    slots = slots_of(shards)
+    return tuple(slots[slot].shard.table.dim for slot in lookup.slots)
 
 
 class _Later(Pending[T]):
@@ -209,6 +306,8 @@ class _Later(Pending[T]):
 class DenseLine:
     """The dense part of gradient methods in this process as a worker sees it over a wire.
 
+    Where the codec sends a part of the elements, that is so of gradients; parameters cross whole (`Codec.whole`).
+
     Attributes:
         stepper: the other end.
         line: of the dense part.
@@ -218,6 +317,10 @@ class DenseLine:
     stepper: DenseStepper
     line: Line
     worker: Hashable
+    _parameters: Line = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_parameters", self.line.whole)
 
     def newer(self, than: int) -> Pending[Version | None]:
         """As `DenseStepper.newer`, when the answer is asked for: nothing has to cross before."""
@@ -225,12 +328,16 @@ class DenseLine:
 
     def _newer(self, than: int) -> Version | None:
         found = self.stepper.newer(than)
-        return None if found is None else Version(found.number, self._stream("parameters").send(found.flat))
+        if found is None:
+            return None
+        return Version(found.number, self._parameters.stream(("parameters", self.worker)).send(found.flat))
 
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
         """As `DenseStepper.hold`."""
-        self.stepper.hold(number, replace(gradient, flat=self._stream("gradients").send(gradient.flat)))
+        self.stepper.hold(number, replace(gradient, flat=self.gradients.send(gradient.flat)))
         return DONE
 
-    def _stream(self, about: str) -> Stream:
-        return self.line.stream((about, self.worker))
+    @property
+    def gradients(self) -> Stream:
+        """What is sent of gradients, and kept of them."""
+        return self.line.stream(("gradients", self.worker))

@@ -69,8 +69,8 @@ class GradientSent(Meta, frozen=True):
 
 
 class NewerAsked(Meta, frozen=True):
-    """Asks for the newest parameters if their version is above `than`, for a stream as in `GradientSent`, in that
-    codec."""
+    """Asks for the newest parameters if their version is above `than`, for a stream as in `GradientSent`, in what that
+    codec is for whole tensors (`Codec.whole`)."""
 
     than: int
     stream: int

@@ -10,7 +10,7 @@ from shadowsync.compression.codec import Codec
 from shadowsync.embedding.pending import Pending
 from shadowsync.errors import DataError
 from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
-from shadowsync.runtime.lines import Line
+from shadowsync.runtime.lines import Line, Stream
 from shadowsync.runtime.step_messages import GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
 from shadowsync.runtime.wire.connection import Answer, Connection
 
@@ -33,6 +33,11 @@ class StepperRemote:
     stream: int = 0
     generation: int = 0
 
+    @property
+    def gradients(self) -> Stream:
+        """As `DenseLine.gradients`."""
+        return self._gradients(self.line.now)
+
     def newer(self, than: int) -> Pending[Version | None]:
         """As `DenseParameters.newer`."""
         codec = self.line.now.codec
@@ -42,7 +47,7 @@ class StepperRemote:
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
         """As `DenseParameters.hold`."""
         line = self.line.now
-        encoded = line.stream(("gradients", self.stream)).encode(gradient.flat.cpu())
+        encoded = self._gradients(line).encode(gradient.flat.cpu())
         sent = GradientSent(number, self.stream, gradient.used, self.generation, line.codec.name)
         return Fetched(self.connection.call("hold", sent, encoded.frames), nothing)
 
@@ -63,11 +68,14 @@ class StepperRemote:
         """As `DenseStepper.restart`."""
         return Fetched(self.connection.call("restart", RestartAsked(version, self.generation)), nothing)
 
+    def _gradients(self, line: Line) -> Stream:
+        return line.stream(("gradients", self.stream))
+
     def _version(self, codec: Codec, answer: Answer) -> Version | None:
         given = answer.read(NewerGiven)
         if given.version is None:
             return None
-        flat = codec.decode(answer.tensors, (self.length,))
+        flat = codec.whole().decode(answer.tensors, (self.length,))
         if flat.shape != (self.length,):
             raise DataError(f"the dense server sent {list(flat.shape)} parameters to a model of {self.length}")
         self.line.count(sum(frame.nbytes for frame in answer.tensors), flat.nbytes)

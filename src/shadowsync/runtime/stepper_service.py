@@ -1,7 +1,7 @@
 """The dense part of gradient methods behind the wire.
 
-`P` elements of the flat tensor. Gradients and parameters cross as frames of the codec; what it remembers of the way
-back belongs to one stream of one client.
+`P` elements of the flat tensor. Gradients cross as frames of the codec, parameters as those of `Codec.whole`; what that
+remembers belongs to one stream of one client.
 """
 
 import math
@@ -89,7 +89,7 @@ class StepperService:
         with self._lock:
             back = self._back.setdefault(client, {})
             about = f"the dense parameters for stream {stream}"
-            return back.setdefault((stream, codec.name), Encoder(codec, about))
+            return back.setdefault((stream, codec.name), Encoder(codec.whole(), about))
 
 
 def _check_step(asked: StepAsked) -> None:

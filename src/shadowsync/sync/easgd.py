@@ -35,6 +35,10 @@ class Easgd(SyncMethod):
         Field(description="one difference for both sides, or the replica sees the new copy"),
     ] = "elastic"
 
+    @property
+    def takes_differences(self) -> bool:
+        return self.form == "elastic"
+
     def resolved(self, trainers: int, foreground: bool) -> Self:
         return self if self.alpha is not None else replace(self, alpha=min(0.5, 0.9 / trainers))
 

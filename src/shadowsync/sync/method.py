@@ -66,6 +66,11 @@ class SyncMethod(ABC):
     collective: ClassVar[bool] = False
     centralised: ClassVar[bool] = False
 
+    @property
+    def takes_differences(self) -> bool:
+        """Whatever crosses may be a part of a difference from what the other side has."""
+        return False
+
     def resolved(self, trainers: int, foreground: bool) -> Self:
         """The method with every default that depends on the job's size or on the schedule filled in."""
         return self

@@ -7,8 +7,9 @@
 Eight emulated workers (`emulated`) train the demo for so many seconds. In a `busy` cluster a quarter of them is 3 to 10
 times slower at a time, for a twelfth of the run on average: five seconds of a minute stand for the minutes of a shared
 cluster. In a `changing` one that is so in the second third of the run only, the rest is even. The examples/s are those
-of emulated machines. Where all workers begin at once, as in synchronous rounds, they share the cores of this one, so
-short steps cost `sync` more than as many machines would; the test AUC beside them is that after these seconds, so a faster method has seen more.
+of emulated machines; where all workers begin at once, as in synchronous rounds, they share the cores of this one, so
+short steps cost `sync` more than as many machines would. The test AUC beside them is that after these seconds, so a
+faster method has seen more.
 
 A cell is a file of FOLDER; started again, the script goes on where it stopped.
 """

@@ -189,8 +189,7 @@ def dense_bytes() -> int:
     source = choices.source.open("train", "error")
     assert source is not None
     tables = make_tables(config, source.schema)
-    dims = {feature: table.dim for table in tables for feature in table.features}
-    module = make_module(config, choices, source.schema, dims, None)
+    module = make_module(config, choices, source.schema, tables, None)
     return 4 * sum(parameter.numel() for parameter in module.parameters())
 
 

@@ -196,8 +196,7 @@ class Trainer:
             ],
             device=torch.device("meta"),
         )
-        dims = {feature: table.dim for table in tables for feature in table.features}
-        dense_part = make_module(config, choices, source.schema, dims, None)
+        dense_part = make_module(config, choices, source.schema, tables, None)
         assert isinstance(dense_part, DlrmModule), "the yardstick is a DLRM"
         if options.fast_linear:
             accelerate(dense_part)

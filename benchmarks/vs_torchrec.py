@@ -40,6 +40,8 @@ BF16_WIRE = ("compression.pull=bf16", "compression.push=bf16", "compression.dens
 OURS: Mapping[str, tuple[str, ...]] = {
     "shadowsync, fp32": ("train.precision=fp32",),
     "shadowsync, bf16": ("train.precision=bf16", *BF16_WIRE),
+    "shadowsync, sync, fp32": ("train.precision=fp32", "aggregation.method=sync"),
+    "shadowsync, sync, bf16": ("train.precision=bf16", "aggregation.method=sync", *BF16_WIRE),
 }
 THEIRS: Mapping[str, tuple[str, ...]] = {
     "TorchRec, fp32": ("train.precision=fp32",),

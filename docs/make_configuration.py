@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config
 from shadowsync.data.source import Source
@@ -27,14 +28,15 @@ TARGET = Path(__file__).parent / "configuration.md"
 HEAD = """# Configuration
 
 Made from the schema by `make docs`; do not edit. Give keys as YAML sections in a file or as `section.key=value` on the
-command line. Unknown keys are errors. `data.name`, `model.name`, `sync.method` and `sync.schedule` choose a member,
-whose own options stand in the same section; those of `recovery.inject` stand behind its name
-([how](recovery.md#scripted-failures)).
+command line. Unknown keys are errors. `data.name`, `model.name`, `sync.method`, `sync.schedule` and
+`aggregation.method` choose a member, whose own options stand in the same section; those of `recovery.inject` stand
+behind its name ([how](recovery.md#scripted-failures)).
 """
 SEAMS: dict[str, list[tuple[str, str, type[Any]]]] = {
     "data": [("data.name", "shadowsync.data", Source)],
     "model": [("model.name", "shadowsync.models", ModelSpec)],
     "sync": [("sync.method", "shadowsync.sync", SyncMethod), ("sync.schedule", "shadowsync.sync", Schedule)],
+    "aggregation": [("aggregation.method", "shadowsync.aggregation", Aggregation)],
     "embedding": [("embedding.storage", "shadowsync.embedding", Storage)],
     "recovery": [("recovery.inject", "shadowsync.recovery", FailureTimes)],
     "compression": [("compression.pull|push|dense", "shadowsync.compression", Codec)],

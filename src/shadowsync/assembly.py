@@ -1,18 +1,28 @@
 """Builds the parts that a job, an evaluation and an export share, from a configuration."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from shadowsync.choices import Choices, server_count
+from shadowsync.aggregation.conductor import StepRule
+from shadowsync.aggregation.stragglers import parse_stragglers
+from shadowsync.choices import Aggregating, Choices, server_count
 from shadowsync.compression.codec import Codec
-from shadowsync.config import Config, EmbeddingConfig
+from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.batch import Jagged
 from shadowsync.data.feed import Feed
 from shadowsync.data.source import OpenSource, Schema
-from shadowsync.embedding.catalog import check_rows, check_tables, default_tables
+from shadowsync.embedding.catalog import (
+    check_rows,
+    check_tables,
+    default_tables,
+    histories,
+    sequence_inputs,
+    widths,
+    with_pooling,
+)
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.placement import Servers, place, row_wise
@@ -23,6 +33,7 @@ from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.embedding.watching import Watching
 from shadowsync.metrics.wire import WireCounter
+from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
 from shadowsync.runtime.lines import EmbeddingLine, Line
@@ -30,7 +41,7 @@ from shadowsync.sync.schedule import Driver
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica, copy_module
 from shadowsync.training.trainer import Trainer
-from shadowsync.training.update import LocalUpdate
+from shadowsync.training.update import LocalUpdate, Update
 from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
 
 GIB = 1 << 30
@@ -50,20 +61,36 @@ class Embeddings:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Width of each feature's vector, in the order in which a model receives them."""
+        """Width of each pooled feature's vector, in the order in which a model receives them."""
         return {feature: columns.stop - columns.start for feature, columns in self.client.columns.items()}
 
 
-def make_tables(config: Config, schema: Schema, own: Sequence[Table] | None = None) -> tuple[Table, ...]:
+def make_tables(
+    config: Config, schema: Schema, own: Sequence[Table] | None = None, model: ModelSpec | None = None
+) -> tuple[Table, ...]:
     """The job's tables: the user's, the configuration's, or one for each feature, checked against the source.
+
+    What `embedding.pooling` says of a feature counts most, then what the model wants as sequences, then the tables.
+
+    Args:
+        config: of the job.
+        schema: of the source.
+        own: the user's.
+        model: the dense part, if it is not the user's.
 
     Raises:
         ConfigError: tables and features do not fit each other.
     """
+    given = config.embedding.pooling
     tables = tuple(own or ()) or _configured(config.embedding) or default_tables(schema, config.model.embedding_dim)
     check_tables(tables, [feature.name for feature in schema.features])
     check_rows(tables, schema)
-    return tables
+    tables = with_pooling(tables, given, "embedding.pooling")
+    if model is None:
+        return tables
+    found = {} if any(table.sequences for table in tables) else histories(tables, schema)
+    wanted = [feature for feature in model.wanted_sequences(found) if feature not in given]
+    return with_pooling(tables, dict.fromkeys(wanted, "none"), "model.targets")
 
 
 def make_embeddings(
@@ -166,27 +193,70 @@ class TrainerKit:
         train = self.config.train
         rates = Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
         emulated = train.emulate_step_ms
-        return StepSettings(
-            rates, prefetch(self.config), None if emulated is None else emulated / 1e3, train.emulate_compute
+        settings = StepSettings(
+            rates,
+            prefetch(self.config, self.choices),
+            None if emulated is None else emulated / 1e3,
+            train.emulate_compute,
         )
+        if train.stragglers is None:
+            return settings
+        return replace(settings, slowness=parse_stragglers(train.stragglers, "train.stragglers").factor)
+
+
+@dataclass(frozen=True)
+class WorkerKit:
+    """What a worker has of its own.
+
+    Attributes:
+        client: its way to the embedding servers.
+        replica: whose parameters its module computes with; workers of a trainer may share one.
+        update: what becomes of its gradients.
+    """
+
+    client: EmbeddingClient
+    replica: Replica
+    update: Update
 
 
 def make_trainer(
-    kit: TrainerKit, trainer: Trainer, driver: Driver, clients: Sequence[EmbeddingClient], feed: Feed, hooks: Hooks
+    kit: TrainerKit, trainer: Trainer, driver: Driver, workers: Sequence[WorkerKit], feed: Feed, hooks: Hooks
 ) -> Trainer:
-    """Gives a trainer its workers, one for each client."""
-    train, embedding = kit.config.train, kit.config.embedding
-    for index, client in enumerate(clients):
-        module = trainer.replica.worker_module(train.precision, train.clip_norm)
-        parts = WorkerParts(trainer.rank, index, module, feed, client, driver, trainer.gate, kit.settings(), hooks)
-        trainer.add(Worker(parts, LocalUpdate(client, feed, train.lr, embedding.lr)))
+    """Gives a trainer its workers."""
+    train = kit.config.train
+    for index, own in enumerate(workers):
+        module = own.replica.worker_module(train.precision, train.clip_norm)
+        number = trainer.rank * train.workers + index
+        parts = WorkerParts(
+            trainer.rank, index, number, module, feed, own.client, driver, trainer.gate, kit.settings(), hooks
+        )
+        trainer.add(Worker(parts, own.update))
     return trainer
 
 
-def prefetch(config: Config) -> int:
-    """Pulls under way per worker: as given, else as many as hide a network where there is one."""
+def hogwild_workers(
+    kit: TrainerKit, replica: Replica, clients: Sequence[EmbeddingClient], feed: Feed
+) -> list[WorkerKit]:
+    """Workers of a replica method, one for each client: they share the replica and step it themselves."""
+    dense_lr, row_lr = kit.config.train.lr, kit.config.embedding.lr
+    return [WorkerKit(client, replica, LocalUpdate(client, feed, dense_lr, row_lr)) for client in clients]
+
+
+def step_rule(config: Config, aggregating: Aggregating, rates: Rates) -> StepRule:
+    """How global steps are made."""
+    return StepRule(aggregating.size, config.train.lr, config.embedding.lr, rates, aggregating.rows_by_buffer)
+
+
+def prefetch(config: Config, choices: Choices) -> int:
+    """Pulls under way per worker: as given, else as many as hide a network where there is one.
+
+    Where workers wait for each other in rounds none are: whoever is quick would take the places of the others.
+    """
     given = config.train.prefetch
-    return given if given is not None else PREFETCH[config.cluster.runtime]
+    if given is not None:
+        return given
+    in_rounds = choices.aggregation is not None and choices.aggregation.waits
+    return 0 if in_rounds else PREFETCH[config.cluster.runtime]
 
 
 def restore_tables(embeddings: Embeddings, saved: LoadedCheckpoint) -> None:
@@ -208,7 +278,7 @@ def restore_tables(embeddings: Embeddings, saved: LoadedCheckpoint) -> None:
 
 
 def make_module(
-    config: Config, choices: Choices, schema: Schema, dims: Mapping[str, int], own: nn.Module | None
+    config: Config, choices: Choices, schema: Schema, tables: Sequence[Table], own: nn.Module | None
 ) -> nn.Module:
     """The dense part with its initial values, which depend on the seed only."""
     if own is not None:
@@ -216,7 +286,7 @@ def make_module(
     assert choices.model is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
-        return choices.model.build(len(schema.dense), dims)
+        return choices.model.build(len(schema.dense), widths(tables), sequence_inputs(tables, schema))
 
 
 def make_replica(config: Config, choices: Choices, module: nn.Module, dims: Mapping[str, int]) -> Replica:
@@ -230,7 +300,14 @@ def row_optimizer(config: EmbeddingConfig) -> RowOptimizer:
 
 
 def _configured(config: EmbeddingConfig) -> tuple[Table, ...]:
-    return tuple(Table(t.name, t.rows, t.dim, t.features, t.pooling) for t in config.tables or ())
+    return tuple(_table(given) for given in config.tables or ())
+
+
+def _table(given: TableConfig) -> Table:
+    table = Table(given.name, given.rows, given.dim, given.features)
+    if isinstance(given.pooling, dict):
+        return with_pooling([table], given.pooling, f"embedding.tables: pooling of {given.name}")[0]
+    return replace(table, pooling=given.pooling)
 
 
 def _first_ids(source: OpenSource) -> Jagged | None:

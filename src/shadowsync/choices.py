@@ -1,11 +1,14 @@
 """The members that a configuration chooses, built and checked before anything starts."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shadowsync.aggregation.aggregator import Aggregation
+from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.compression.codec import Codec
-from shadowsync.config import Config, EmbeddingConfig, SyncConfig, TrainConfig, parse
+from shadowsync.config import AggregationConfig, Config, EmbeddingConfig, SyncConfig, TrainConfig, parse
 from shadowsync.data.source import Source
 from shadowsync.embedding.choose import storage_class
 from shadowsync.embedding.optimizers import RowRule
@@ -14,7 +17,9 @@ from shadowsync.errors import ConfigError
 from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.settings import RecoverySettings, recovery_settings
 from shadowsync.registry import build, choose, members, option_names, split_options
+from shadowsync.sync.background import Background
 from shadowsync.sync.method import SyncMethod
+from shadowsync.sync.none import NoSync
 from shadowsync.sync.schedule import Schedule
 from shadowsync.training.optimizers import DenseOptimizer
 
@@ -36,6 +41,7 @@ class Choices:
         codecs: by kind of traffic: `pull`, `push`, `dense`.
         optimizer: of the dense part.
         recovery: what is saved while the job runs, and what happens after a failure.
+        aggregation: how gradients make global steps; None where replicas are merged.
     """
 
     source: Source
@@ -46,6 +52,27 @@ class Choices:
     codecs: Mapping[str, Codec]
     optimizer: DenseOptimizer
     recovery: RecoverySettings
+    aggregation: "Aggregating | None" = None
+
+
+@dataclass(frozen=True)
+class Aggregating:
+    """A gradient method and what it makes a global step of.
+
+    Attributes:
+        method: the method.
+        size: gradients in a global batch, M.
+        rows_by_buffer: rows' gradients are divided by M, not by the batches that contain the row.
+    """
+
+    method: Aggregation
+    size: int
+    rows_by_buffer: bool
+
+    @property
+    def waits(self) -> bool:
+        """Workers wait for each other in rounds, at least at the start."""
+        return self.method.start(self.size).waits
 
 
 def choose_all(config: Config, own_model: bool) -> Choices:
@@ -58,6 +85,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     method, schedule = _choose_sync(config)
     _check_used(config)
     _check_cluster(config)
+    _check_emulation(config)
     if own_model and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
         raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
     recovery = recovery_settings(config.recovery, config.cluster.runtime == "ray")
@@ -72,6 +100,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
         codecs={kind: _choose_codec(kind, name) for kind, name in config.compression},
         optimizer=_dense_optimizer(config.train),
         recovery=recovery,
+        aggregation=_choose_aggregation(config),
     )
 
 
@@ -88,7 +117,8 @@ def _most_roles(config: Config, method: SyncMethod) -> dict[str, int]:
     if cluster.runtime == "inprocess":
         return most
     readers = cluster.readers or (1 if cluster.address is None else trainers)
-    return most | {"dense": cluster.dense_servers if method.centralised else 0, "reader": readers}
+    central = method.centralised or config.aggregation.method is not None
+    return most | {"dense": cluster.dense_servers if central else 0, "reader": readers}
 
 
 def without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +129,7 @@ def without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
         if name in values:
             known = {*Config.model_fields[name].annotation.model_fields, *find(config)}  # type: ignore[union-attr]
             kept[name] = {key: value for key, value in values[name].items() if key in known}
+    kept.pop("aggregation" if config.aggregation.method is None else "sync", None)
     if parse({"cluster": values.get("cluster", {})}).cluster.runtime == "inprocess" and "cluster" in values:
         kept["cluster"] = {key: value for key, value in values["cluster"].items() if key in IN_PROCESS_KEYS}
     return kept
@@ -125,10 +156,18 @@ def _sync_options(config: Config) -> set[str]:
     return {*option_names(method), *(option_names(schedule) if method.active else ())}
 
 
+def _aggregation_options(config: Config) -> set[str]:
+    method = config.aggregation.method
+    if method is None:
+        return set()
+    return set(option_names(choose("aggregation.method", method, "shadowsync.aggregation", Aggregation)))
+
+
 _CHOSEN: Mapping[str, Callable[[Config], set[str]]] = {
     "data": _data_options,
     "model": _model_options,
     "sync": _sync_options,
+    "aggregation": _aggregation_options,
 }
 
 
@@ -170,8 +209,6 @@ def _check_cluster(config: Config) -> None:
     if cluster.runtime == "inprocess":
         for key in sorted(cluster.model_fields_set - IN_PROCESS_KEYS):
             raise ConfigError(f"cluster.{key} has no effect in one process: set cluster.runtime=ray, or leave it out")
-    if not train.emulate_compute and train.emulate_step_ms is None:
-        raise ConfigError("train.emulate_compute=false needs train.emulate_step_ms: how long the machine would compute")
     for key in ("trainer_resource", "server_resource"):
         if (name := getattr(cluster, key)) in RAYS_OWN:
             raise ConfigError(f"cluster.{key}={name} is Ray's own: name one that ray start --resources gave")
@@ -182,13 +219,73 @@ def _check_cluster(config: Config) -> None:
         raise ConfigError(f"cluster.min_trainers={cluster.min_trainers} is above train.trainers={train.trainers}")
 
 
+def _check_emulation(config: Config) -> None:
+    """Raises `ConfigError` for emulated machines of which nobody says how fast they are, or that are not there."""
+    train = config.train
+    if train.stragglers is not None:
+        named = (part.index or () for part in parse_stragglers(train.stragglers, "train.stragglers").parts)
+        highest = max(itertools.chain(*named), default=0)
+        if highest >= (most := (config.cluster.max_trainers or train.trainers) * train.workers):
+            raise ConfigError(
+                f"train.stragglers={train.stragglers}: there is no worker {highest} that could be slow; this job has "
+                f"{most}, counted from 0"
+            )
+        if train.emulate_step_ms is None:
+            raise ConfigError("train.stragglers needs train.emulate_step_ms: how long a step takes of who is not slow")
+    if not train.emulate_compute and train.emulate_step_ms is None:
+        raise ConfigError("train.emulate_compute=false needs train.emulate_step_ms: how long the machine would compute")
+
+
 def _check_optimizer(section: str, given: EmbeddingConfig | TrainConfig, used: tuple[str, ...]) -> None:
     for option in ("eps", "beta1", "beta2"):
         if option in given.model_fields_set and option not in used:
             raise ConfigError(f"{section}.{option} is not an option of {section}.optimizer={given.optimizer}")
 
 
+def _choose_aggregation(config: Config) -> Aggregating | None:
+    given, train = config.aggregation, config.train
+    if given.method is None:
+        if unused := sorted({*given.model_fields_set, *given.options} - {"method"}):
+            raise ConfigError(
+                f"aggregation.{unused[0]} has no effect without aggregation.method: set it, or leave it out"
+            )
+        return None
+    if config.sync.model_fields_set or config.sync.options:
+        key = min({*config.sync.model_fields_set, *config.sync.options})
+        raise ConfigError(
+            f"sync.{key} has no effect with aggregation.method={given.method}, which merges no replicas: leave it "
+            "out, or set aggregation.method=null to merge them"
+        )
+    member = choose("aggregation.method", given.method, "shadowsync.aggregation", Aggregation)
+    (own,) = split_options(
+        "aggregation", given.options, {f"aggregation.method={given.method}": member}, AggregationConfig.model_fields
+    )
+    whole = global_batch(config)
+    size, rest = divmod(whole, train.batch_size)
+    if rest or not size:
+        raise ConfigError(
+            f"aggregation.global_batch={whole} is not a multiple of train.batch_size={train.batch_size}: a global step "
+            "is made of whole batches"
+        )
+    method = build(member, own, "aggregation")
+    method.start(size)  # what does not fit is found before anything starts
+    return Aggregating(method, size, given.rows == "buffer")
+
+
+def global_batch(config: Config) -> int:
+    """Samples of a global step."""
+    train = config.train
+    return config.aggregation.global_batch or train.batch_size * train.trainers * train.workers
+
+
 def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:
+    if config.aggregation.method is not None:
+        if config.cluster.dense_servers > 1:
+            raise ConfigError(
+                f"cluster.dense_servers={config.cluster.dense_servers} has no effect with aggregation.method="
+                f"{config.aggregation.method}, which steps the dense part on one server: set it to 1"
+            )
+        return NoSync(), Background()
     sync = config.sync
     method = choose("sync.method", sync.method, "shadowsync.sync", SyncMethod)
     schedule = choose("sync.schedule", sync.schedule, "shadowsync.sync", Schedule)

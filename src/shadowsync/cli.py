@@ -212,3 +212,7 @@ def _fail(message: str, status: int) -> None:
     if message:  # a command without arguments has shown its help
         typer.echo(f"shadowsync: {message}", err=True)
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

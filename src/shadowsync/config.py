@@ -21,6 +21,8 @@ from yaml import YAMLError
 from shadowsync.errors import ConfigError
 from shadowsync.registry import explain, nearest
 
+Pooling = Literal["sum", "mean", "none"]
+
 
 class Section(BaseModel):
     """A section in which every key is listed."""
@@ -67,7 +69,9 @@ class TableConfig(Section):
     rows: int = Field(ge=1, description="ids lie in [0, rows); more costs memory")
     dim: int = Field(ge=1, le=4096, description="width of a row; more costs memory and time")
     features: tuple[str, ...] = Field(min_length=1, description="names of the features that look rows up in it")
-    pooling: Literal["sum", "mean"] = Field("sum", description="how the rows of one sample become one vector")
+    pooling: Pooling | dict[str, Pooling] = Field(
+        "sum", description="how the rows of one sample become one vector, for all features or by feature"
+    )
 
 
 class EmbeddingConfig(Section):
@@ -106,6 +110,11 @@ class EmbeddingConfig(Section):
     tables: tuple[TableConfig, ...] | None = Field(
         None, description="the tables; None makes one for each feature of the source"
     )
+    pooling: dict[str, Pooling] = Field(
+        {},
+        description="by feature, over what source and tables say: how the rows of one sample become one vector; none "
+        "keeps them apart, as a sequence for models that take one",
+    )
 
 
 class TrainConfig(Section):
@@ -140,10 +149,15 @@ class TrainConfig(Section):
         ge=0,
         le=64,
         description="pulls under way per worker; more hides a slower network and adds staleness; null is 0 in process "
-        "and 2 on a cluster",
+        "and where workers wait for each other in rounds, else 2",
     )
     emulate_step_ms: float | None = Field(
         None, gt=0, description="each step lasts at least this long, as on a slower machine; results say so"
+    )
+    stragglers: str | None = Field(
+        None,
+        min_length=1,
+        description="with emulate_step_ms: who is slow when, for instance share=0.25,slow=3-10,for_s=60,seed=1",
     )
     emulate_compute: bool = Field(
         True,
@@ -168,6 +182,26 @@ class SyncConfig(Choice):
 
     method: str = Field("easgd", description="the replica method")
     schedule: str = Field("background", description="when it runs")
+
+
+class AggregationConfig(Choice):
+    """How gradients make global steps, in place of replicas that are merged; the method's own options go beside
+    these keys."""
+
+    method: str | None = Field(
+        None, description="the gradient method, which takes the place of sync.method; null merges replicas"
+    )
+    global_batch: int | None = Field(
+        None,
+        ge=1,
+        description="samples of a global step, whatever the number of workers; a multiple of train.batch_size; null is "
+        "one batch of each worker",
+    )
+    rows: Literal["containing", "buffer"] = Field(
+        "containing",
+        description="a row's gradient is the mean over the batches that contain it, or the sum over all batches of the "
+        "step, as in one large batch",
+    )
 
 
 class CompressionConfig(Section):
@@ -285,6 +319,7 @@ class Config(Section):
     embedding: EmbeddingConfig = EmbeddingConfig()
     train: TrainConfig = TrainConfig()
     sync: SyncConfig = SyncConfig()
+    aggregation: AggregationConfig = AggregationConfig()
     compression: CompressionConfig = CompressionConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     cluster: ClusterConfig = ClusterConfig()

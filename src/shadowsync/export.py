@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, SaveError
+from shadowsync.models.sequences import JaggedVectors
 from shadowsync.training.fast_linear import FastLinear, FastTower
 
 FORMAT = 1
@@ -79,7 +80,13 @@ class ExportSpec:
             "shadowsync": importlib.metadata.version("shadowsync"),
             "dense": list(self.dense),
             "features": [
-                {"name": name, "table": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.pooling}
+                {
+                    "name": name,
+                    "table": table.name,
+                    "rows": table.rows,
+                    "dim": table.dim,
+                    "pooling": table.poolings[name],
+                }
                 for name, table in tables
             ],
             "weighted": self.weighted,
@@ -96,7 +103,7 @@ class _Chunk:
 
 
 class PooledTables(nn.Module):
-    """All tables, looked up together: `(B, values, offsets, weights) → {feature: [B, D]}`.
+    """All tables, looked up together: `(B, values, offsets, weights) → {feature: [B, D]}`, or `JaggedVectors`.
 
     Tables of one width are numbered through as one, and cut into chunks of bounded size. A sum over several chunks
     adds partial sums, so it may differ from the job's own by rounding.
@@ -108,7 +115,9 @@ class PooledTables(nn.Module):
         tables = [spec.table_of(feature) for feature in spec.features]
         self.dims = tuple(dict.fromkeys(table.dim for table in tables))
         self.feature_dims = tuple(table.dim for table in tables)
-        self.any_mean = any(table.pooling == "mean" for table in tables)
+        poolings = [table.poolings[name] for name, table in zip(spec.features, tables, strict=True)]
+        self.any_mean = "mean" in poolings
+        self.sequences = frozenset(name for name, how in zip(spec.features, poolings, strict=True) if how == "none")
         self.chunks: dict[int, list[_Chunk]] = {}
         first_rows: dict[str, int] = {}
         for dim in self.dims:
@@ -120,7 +129,7 @@ class PooledTables(nn.Module):
         self.register_buffer("first_row", torch.tensor([first_rows[table.name] for table in tables]).long())
         self.register_buffer("row_count", torch.tensor([table.rows for table in tables]).long())
         self.register_buffer("width", torch.tensor(self.feature_dims).long())
-        self.register_buffer("mean", torch.tensor([table.pooling == "mean" for table in tables]).bool())
+        self.register_buffer("mean", torch.tensor([how == "mean" for how in poolings]).bool())
 
     def _add_tables(self, spec: ExportSpec, dim: int, rows: Callable[[str, int, int], Tensor]) -> dict[str, int]:
         """Copies the tables of one width into parameters; returns each one's first row in the common numbering."""
@@ -139,8 +148,10 @@ class PooledTables(nn.Module):
             self.chunks[dim].append(chunk)
         return {table.name: start for table, start in zip(tables, starts[:-1], strict=True)}
 
-    def forward(self, samples: int, values: Tensor, offsets: Tensor, weights: Tensor | None) -> dict[str, Tensor]:
-        """Vectors of all features, float32 `[B, D]` each."""
+    def forward(
+        self, samples: int, values: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> dict[str, Tensor | JaggedVectors]:
+        """Vectors of all features, float32 `[B, D]` each, and the sequences of those that are not pooled."""
         if not self.features:
             return {}
         bag = torch.searchsorted(offsets[1:].contiguous(), torch.arange(values.shape[0]), right=True)
@@ -152,7 +163,17 @@ class PooledTables(nn.Module):
         numbered = values + self.first_row[feature]
         pooled = {dim: self._pool(dim, feature, (numbered, offsets, weights)) for dim in self.dims}
         bags = {dim: vectors.view(len(self.features), samples, dim) for dim, vectors in pooled.items()}
-        return {name: bags[self.feature_dims[index]][index] for index, name in enumerate(self.features)}
+        found: dict[str, Tensor | JaggedVectors] = {}
+        for index, (name, dim) in enumerate(zip(self.features, self.feature_dims, strict=True)):
+            if name in self.sequences:
+                mine = (feature == index).nonzero().squeeze(1)
+                vectors = self._rows(dim, numbered[mine])
+                vectors = vectors if weights is None else vectors * weights[mine, None]
+                start = offsets.narrow(0, index * samples, samples + 1)
+                found[name] = JaggedVectors(name, vectors, start - start[0])
+            else:
+                found[name] = bags[dim][index]
+        return found
 
     def _check(self, values: Tensor, offsets: Tensor, feature: Tensor) -> None:
         """Ids of other tables' rows would go unnoticed otherwise."""
@@ -166,6 +187,15 @@ class PooledTables(nn.Module):
         per_bag = offsets.diff().clamp(min=1).to(torch.float32).reciprocal()
         scale = torch.where(self.mean[feature], per_bag[bag.clamp(max=per_bag.shape[0] - 1)], 1.0)
         return scale if weights is None else scale * weights
+
+    def _rows(self, dim: int, numbered: Tensor) -> Tensor:
+        """Rows of width `D` by their number, `[L, D]`."""
+        parts = []
+        for chunk in self.chunks[dim]:
+            inside = (numbered >= chunk.start) & (numbered < chunk.stop)
+            local = (numbered - chunk.start).clamp(0, chunk.stop - chunk.start - 1)
+            parts.append(F.embedding(local, self.get_parameter(chunk.name)) * inside[:, None])
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     def _pool(self, dim: int, feature: Tensor, ids: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
         """Sums over the rows of width `D`, `[F * B, D]`; bags of other features stay zero."""

@@ -7,6 +7,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shadowsync.aggregation.counts import AggregationState
 from shadowsync.data.source import Schema
 from shadowsync.dense_state import DenseImage, layout, restored_dense
 from shadowsync.embedding.table import Rows
@@ -68,11 +69,12 @@ def _state(session: Session, trainers: int, pls: float) -> JobState:
         layout=layout(session.template),
         own_model=session.choices.model is None,
         pls=pls,
+        aggregation=session.aggregation or AggregationState(),
     )
 
 
-def put_back(session: Session, saved: LoadedCheckpoint, trainers: int) -> None:
-    """Fills rows, replicas of so many trainers, method states and counts; the reader was made with the position.
+def put_back(session: Session, saved: LoadedCheckpoint) -> None:
+    """Fills rows, the dense part of all trainers, method states and counts; the reader was made with the position.
 
     Raises:
         CheckpointError: it is of another model, other tables, another optimizer or other data.
@@ -81,8 +83,8 @@ def put_back(session: Session, saved: LoadedCheckpoint, trainers: int) -> None:
     if (difference := column_difference(state.schema, session.schema)) is not None:
         raise CheckpointError(f"{saved.name} was trained on {difference}: give the same columns in the same order")
     session.load_rows(saved)
-    session.load_dense(restored_dense(saved, session.choices.method, session.template, trainers))
-    session.go_on(state.syncs, state.wire)
+    session.load_dense(restored_dense(saved, session.choices.method, session.template, session.dense_copies))
+    session.go_on(state.syncs, state.wire, state.aggregation)
     try:
         torch.set_rng_state(saved.random["torch"])
         session.recorder.restore(state.recorder)

@@ -59,7 +59,7 @@ class Trained:
         tables = tuple(sorted(saved.tables, key=lambda table: state.tables.index(table.name)))
         self.embeddings: Embeddings = make_embeddings(self.config, self.choices, self.schema, tables, None)
         restore_tables(self.embeddings, saved)
-        module = make_module(self.config, self.choices, self.schema, self.embeddings.dims, model)
+        module = make_module(self.config, self.choices, self.schema, tables, model)
         replica = make_replica(self.config, self.choices, module, self.embeddings.dims)
         restore_final(saved, replica)
         self.module: nn.Module = replica.module

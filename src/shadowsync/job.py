@@ -16,8 +16,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from shadowsync import sections
+from shadowsync.aggregation.aggregator import Switch
+from shadowsync.aggregation.counts import untold
 from shadowsync.assembly import prefetch
-from shadowsync.choices import Choices, choose_all, server_count, without_foreign_options
+from shadowsync.choices import Choices, choose_all, global_batch, server_count, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory
@@ -184,6 +186,7 @@ class _Run:
         stack.callback(self.session.close)
         self.load_s = self._restore()
         self.seconds_before = 0.0
+        self._switches: Sequence[Switch] = () if self.saved is None else job_state(self.saved).aggregation.switches
         own = self.saved is not None and job.resume == job.out
         self.keeping = Safekeeping(self.session, store, self.saver, given(self.config), self.saved, own)
 
@@ -230,7 +233,7 @@ class _Run:
         started = time.monotonic()
         if self.saved is not None:
             _check_order(self.saved, self.config)
-            self._unless_somebody_dies(partial(put_back, self.session, self.saved, self.config.train.trainers))
+            self._unless_somebody_dies(partial(put_back, self.session, self.saved))
         return time.monotonic() - started
 
     def to_the_end(self) -> Result:
@@ -266,6 +269,8 @@ class _Run:
         if self.session.reader.finished:
             self.keeping.save_last()
             return  # a finished run was resumed: synchronising without training would still move the replicas
+        if self.config.train.checkpoint_dir is not None:  # files are being written in the run's own folder already
+            self.store.try_writing()
         pace = _Pace(self.config.report.every_s, time.monotonic(), QUICK_S if self.keeping.lively else LOOK_S)
         self.keeping.begin()
         if self.keeping.why:
@@ -289,11 +294,21 @@ class _Run:
             raise
         finally:
             self.session.finish()
+            self._tell_switches()
             roles.notice(self.session, saving=False)
 
     def _look(self) -> None:
         for sentence in self.keeping.look():
             self._tell(sentence)
+        self._tell_switches()
+
+    def _tell_switches(self) -> None:
+        """Those from one gradient method to another that were not told yet."""
+        if (done := self.session.aggregation) is None:
+            return
+        for switch in untold(self._switches, done.switches):
+            self._tell(switch.sentence)
+        self._switches = done.switches
 
     def _tell(self, decision: str) -> None:
         self.console.print(decision, highlight=False)
@@ -378,6 +393,7 @@ class _Run:
             throughput=sections.throughput(train, speed, startup_s),
             sync=sections.sync(session, speed),
             wire=sections.wire(session),
+            aggregation=sections.aggregation(session),
             recovery=sections.recovery(session, self.keeping, self.load_s),
         )
 
@@ -451,9 +467,14 @@ def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str,
     """The whole configuration with every default, those of the chosen members too."""
     plain = config.model_dump(mode="json")
     plain["train"]["warmup_samples"] = warmup_samples
-    plain["train"]["prefetch"] = prefetch(config)
+    plain["train"]["prefetch"] = prefetch(config, choices)
     plain["data"] |= _plain_options(choices.source)
-    plain["sync"] |= _plain_options(choices.method) | _plain_options(choices.schedule)
+    if choices.aggregation is None:
+        plain["sync"] |= _plain_options(choices.method) | _plain_options(choices.schedule)
+    else:
+        del plain["sync"]
+        batch = choices.aggregation.size * config.train.batch_size
+        plain["aggregation"] |= {**_plain_options(choices.aggregation.method), "global_batch": batch}
     if choices.model is not None:
         plain["model"] |= _plain_options(choices.model)
     plain["embedding"] |= {"storage": choices.storage.name, "servers": server_count(config)}
@@ -485,16 +506,31 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -
             f"shadowsync.Job(config, model=module, resume={str(resume)!r})"
         )
     changed = merge({}, read_yaml(path) if path else {}, overrides)
-    return parse(merge(without_foreign_options(merge(saved.config, changed, [])), changed, []))
+    before = _with_global_batch(saved.config)
+    return parse(merge(without_foreign_options(merge(before, changed, [])), changed, []))
+
+
+def _with_global_batch(saved: dict[str, Any]) -> dict[str, Any]:
+    """What a step was made of stays, also with another number of workers."""
+    config = parse(saved)
+    if config.aggregation.method is None:
+        return saved
+    return merge(saved, {"aggregation": {"global_batch": global_batch(config)}}, [])
 
 
 def _headline(job: Job) -> str:
-    train, sync = job.config.train, job.choices
+    train, choices = job.config.train, job.choices
     return (
         f"{job.config.data.name}: {train.trainers} trainer(s) of {train.workers} worker(s), "
-        f"{server_count(job.config)} embedding server(s) ({sync.storage.name}), "
-        f"{sync.method.name} {sync.schedule.name}, {train.precision}; results go to {job.out}"
+        f"{server_count(job.config)} embedding server(s) ({choices.storage.name}), "
+        f"{_method(choices, train.batch_size)}, {train.precision}; results go to {job.out}"
     )
+
+
+def _method(choices: Choices, batch_size: int) -> str:
+    if (aggregating := choices.aggregation) is None:
+        return f"{choices.method.name} {choices.schedule.name}"
+    return f"{aggregating.method.name} of {aggregating.size} x {batch_size:,} samples a step"
 
 
 @contextlib.contextmanager

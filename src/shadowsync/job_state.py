@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from shadowsync.aggregation.counts import AggregationState
 from shadowsync.data.source import Schema
 from shadowsync.errors import CheckpointError
 from shadowsync.recovery.loading import LoadedCheckpoint
@@ -22,6 +23,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         layout: shape of each dense parameter, in their order.
         own_model: the dense part is a module of the user's own.
         pls: portion of samples that failures have lost so far.
+        aggregation: what gradient methods did.
     """
 
     recorder: dict[str, Any]
@@ -33,6 +35,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     layout: dict[str, list[int]]
     own_model: bool
     pls: float = 0.0
+    aggregation: AggregationState = AggregationState()
 
     def builtins(self) -> dict[str, Any]:
         """As plain JSON values."""

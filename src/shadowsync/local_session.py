@@ -1,32 +1,24 @@
 """The session whose roles are all in this process."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from shadowsync.assembly import (
-    TrainerKit,
-    connect,
-    make_embeddings,
-    make_replica,
-    make_trainer,
-    restore_tables,
-    unique_rows,
-)
+from shadowsync.aggregation.aggregator import Worker
+from shadowsync.aggregation.counts import AggregationState
+from shadowsync.assembly import TrainerKit, connect, make_embeddings, restore_tables, unique_rows
 from shadowsync.data.reader import LeasedBatch, Reader
-from shadowsync.dense_state import DenseImage, TrainerImage
+from shadowsync.dense_state import DenseImage
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Rows, RowSet
+from shadowsync.local_dense import DenseMaterial, LocalDense, LocalGradients, LocalReplicas
 from shadowsync.local_rows import LocalRows
 from shadowsync.metrics.roles import RoleState
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.tracking import row_tracking
 from shadowsync.recovery.written import Written
-from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.runtime.lines import Line
-from shadowsync.session import Material, Newest, ServerLoss, Session, distance, reader_options
-from shadowsync.sync.schedule import Synchronisation
+from shadowsync.session import Material, Newest, ServerLoss, Session, reader_options
 from shadowsync.training.gate import Gate
 from shadowsync.training.trainer import Trainer
 from shadowsync.training.worker import Hooks, TrainerLost
@@ -58,47 +50,34 @@ class LocalSession(Session):
         tracking = row_tracking(choices.recovery, config.train.seed)
         self.embeddings = make_embeddings(config, choices, self.schema, self.tables, self.train_source, tracking)
         self._rows = LocalRows(self.embeddings.servers)
-        ranks = range(config.train.trainers)
-        self.replicas = [make_replica(config, choices, self.template.module, self.dims) for _ in ranks]
-        self.dense_servers, self.synchronisations = self._make_synchronisations()
         self.reader = Reader(self.train_source, reader_options(config), material.position)
         kit = TrainerKit(config, choices, self.warmup_samples, self.total_samples, self._before_step)
-        self.trainers = [self._make_trainer(rank, kit) for rank in ranks]
+        self.dense = self._make_dense(DenseMaterial(config, choices, self.template, self.gate, self.wire, kit))
+        self.trainers = [self._make_trainer(rank) for rank in range(config.train.trainers)]
         self._told: dict[str, RoleState] = {}
 
-    def _make_synchronisations(self) -> tuple[DenseServers, list[Synchronisation]]:
-        line = Line("dense", self.choices.codecs["dense"], self.wire)
-        servers = DenseServers(self.template.flat.detach(), self.config.cluster.dense_servers, line)
-        averaging = Averaging(range(len(self.replicas)), line, self.gate.waiting)
-        method = self.choices.method
-        return servers, [
-            Synchronisation(
-                method,
-                replica.flat,
-                InProcessGroup(rank, averaging, servers),
-                self.config.train.workers,
-                self.gate,
-                method.init(replica.flat),
-            )
-            for rank, replica in enumerate(self.replicas)
-        ]
+    def _make_dense(self, material: DenseMaterial) -> LocalDense:
+        aggregating = self.choices.aggregation
+        if aggregating is None:
+            return LocalReplicas(material)
+        return LocalGradients(material, aggregating, self.embeddings.servers, self.reader.desk)
 
-    def _make_trainer(self, rank: int, kit: TrainerKit) -> Trainer:
-        replica, driver = self.replicas[rank], self.choices.schedule.drive(self.synchronisations[rank])
-        trainer = Trainer(rank, replica, driver, self.gate)
-        hooks = Hooks(
-            record=self.recorder.record,
-            trained=lambda: self.reader.trained,
-            stopping=lambda: self.stopping or trainer.error is not None,
-            before_step=kit.failures,
-            place=self._place,
-            ended=self.ended.set,
-        )
+    def _make_trainer(self, rank: int) -> Trainer:
         clients = [
             connect(self.embeddings, self.schema, self.choices, self.wire, unique_rows(self.config, self.choices))
             for _ in range(self.config.train.workers)
         ]
-        return make_trainer(kit, trainer, driver, clients, self.reader.feed(rank), hooks)
+        return self.dense.trainer(rank, clients, self.reader.feed(rank), self._hooks)
+
+    def _hooks(self, trainer: Trainer) -> Hooks:
+        return Hooks(
+            record=self.recorder.record,
+            trained=lambda: self.reader.trained,
+            stopping=lambda: self.stopping or trainer.error is not None,
+            before_step=self._before_step,
+            place=self._place,
+            ended=self.ended.set,
+        )
 
     def _place(self, leased: LeasedBatch) -> str:
         part = self.reader.slices[leased.lease.slice]
@@ -122,10 +101,12 @@ class LocalSession(Session):
     def reap(self) -> None:
         for trainer in self.trainers:
             if trainer.error is not None and not trainer.stepping() and not trainer.finished:
-                self.reader.abandon(trainer.rank)  # first: its other workers may be waiting for these very rows
+                self.dense.abandoned(trainer.rank)
+                self.reader.abandon(trainer.rank)  # before `finish`: its workers may be waiting for these very rows
                 trainer.finish()
         if any(trainer.failed for trainer in self.trainers):
             self.stop()
+        self.dense.look()
         self._notice()
 
     def _notice(self) -> None:
@@ -165,6 +146,7 @@ class LocalSession(Session):
 
     def stop(self) -> None:
         self.stopping = True
+        self.dense.stop()
         self.reader.close()
 
     def finish(self) -> None:
@@ -180,8 +162,11 @@ class LocalSession(Session):
 
     # --- images ------------------------------------------------------------------------------------------------------
 
-    def standing_still(self) -> AbstractContextManager[None]:
-        return self.gate.pause()
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        with self.gate.pause():
+            self.dense.settle()
+            yield
 
     def rows(self) -> tuple[Rows, ...]:
         return tuple(
@@ -217,16 +202,27 @@ class LocalSession(Session):
         restore_tables(self.embeddings, saved)
 
     def dense_image(self) -> DenseImage:
-        images = (TrainerImage.of(self.replicas[rank], self.synchronisations[rank].state) for rank in self._living())
-        center = self.dense_servers.read() if self.choices.method.centralised else None
-        return DenseImage(tuple(images), center)
+        return self.dense.image(self._living())
 
     def load_dense(self, image: DenseImage) -> None:
-        for rank, trainer in enumerate(image.trainers):
-            trainer.put_into(self.replicas[rank])
-            self.synchronisations[rank].state = trainer.method
-        if image.center is not None:
-            self.dense_servers.write(image.center)
+        self.dense.load(image)
+
+    def go_on(self, syncs: int, wire: dict[str, dict[str, int]], aggregation: AggregationState) -> None:
+        super().go_on(syncs, wire, aggregation)
+        self.dense.restart(aggregation)
+
+    @property
+    def aggregation(self) -> AggregationState | None:
+        return self.dense.aggregation
+
+    def recent_step_s(self) -> Mapping[Worker, float]:
+        return self.dense.recent_step_s()
+
+    def mean_step_s(self) -> Mapping[Worker, float]:
+        return self.dense.mean_step_s()
+
+    def _held_bytes(self) -> int | None:
+        return self.dense.held_bytes
 
     def predicting_client(self) -> EmbeddingClient:
         return self.embeddings.client
@@ -242,14 +238,14 @@ class LocalSession(Session):
         return sum(trainer.lost for trainer in self.trainers) + self._server_failures
 
     def _syncs_now(self) -> int:
-        return sum(part.count for part in self.synchronisations)
+        return self.dense.syncs
 
     def _wire_now(self) -> dict[str, dict[str, int]]:
         totals = self.wire.totals()
         return {"bytes": totals.bytes, "raw_bytes": totals.raw_bytes}
 
     def _replica_distance(self) -> float | None:
-        return distance([replica.flat for replica in self.replicas])
+        return self.dense.distance()
 
     def role_states(self) -> dict[str, RoleState]:
         return {f"trainer-{trainer.rank}": "dead" if trainer.lost else "alive" for trainer in self.trainers}

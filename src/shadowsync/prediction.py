@@ -31,7 +31,8 @@ class Predictor:
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits, float32 `[B]`."""
-        return self._replica.predict(batch.dense, self._embeddings.pull(batch.ids).pooled)
+        pulled = self._embeddings.pull(batch.ids)
+        return self._replica.predict(batch.dense, pulled.pooled, pulled.sequences)
 
 
 def predictions(predictor: Predictor, source: OpenSource) -> Iterator[tuple[Tensor, Tensor]]:

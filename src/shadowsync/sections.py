@@ -6,7 +6,7 @@ from shadowsync.metrics.rates import average_sync_gap, example_level_parallelism
 from shadowsync.metrics.recorder import Speed
 from shadowsync.report import result
 from shadowsync.safekeeping import Safekeeping
-from shadowsync.session import Session
+from shadowsync.session import Session, by_name
 
 
 def data(session: Session, test: TestMetrics | None) -> result.Data:
@@ -54,13 +54,35 @@ def throughput(config: TrainConfig, speed: Speed, startup_s: float) -> result.Th
     )
 
 
-def sync(session: Session, speed: Speed) -> result.Sync:
-    """How often replicas met."""
+def sync(session: Session, speed: Speed) -> result.Sync | None:
+    """How often replicas met; None where there are none."""
+    if session.choices.aggregation is not None:
+        return None
     return result.Sync(
         method=session.choices.method.name,
         schedule=session.choices.schedule.name,
         count=session.sync_count,
         average_gap=average_sync_gap(speed.iterations, session.sync_count),
+    )
+
+
+def aggregation(session: Session) -> result.Aggregation | None:
+    """What a gradient method did."""
+    done, chosen = session.aggregation, session.choices.aggregation
+    if done is None or chosen is None:
+        return None
+    return result.Aggregation(
+        global_steps=done.global_steps,
+        dropped=done.dropped,
+        mean_staleness=done.mean_staleness,
+        max_staleness=done.max_staleness,
+        method=chosen.method.name,
+        mode=done.mode,
+        received=done.received,
+        staleness=done.staleness,
+        switches=done.switches,
+        step_seconds=by_name(session.mean_step_s()),
+        most_held_bytes=session.most_held_bytes,
     )
 
 

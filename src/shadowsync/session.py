@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from shadowsync.aggregation.aggregator import Worker
+from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import make_module, make_replica, make_tables
 from shadowsync.choices import Choices
 from shadowsync.config import Config
@@ -22,6 +24,7 @@ from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.metrics.recorder import JobCounts, Recorder
 from shadowsync.metrics.roles import Happening, RoleState
+from shadowsync.metrics.steps import GlobalSteps
 from shadowsync.metrics.toll import Toll
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.written import Written
@@ -174,6 +177,8 @@ class Session(ABC):
         happenings: what happened to roles.
         given_up: why the job cannot go on, once it cannot.
         goes_back: when an embedding server fails everybody goes back to the last checkpoint, not only its replacement.
+        most_held_bytes: memory that gradients took at most while they waited for their global steps, as far as it was
+            looked at; None where that is not known.
     """
 
     reader: Reader
@@ -182,15 +187,16 @@ class Session(ABC):
         self.config, self.choices = material.config, material.choices
         self.train_source, self.test_source = material.train, material.test
         self.schema: Schema = material.train.schema
-        self.tables = make_tables(self.config, self.schema, material.own.tables)
+        self.tables = make_tables(self.config, self.schema, material.own.tables, self.choices.model)
         self.dims = widths(self.tables)
-        module = make_module(self.config, self.choices, self.schema, self.dims, material.own.model)
+        module = make_module(self.config, self.choices, self.schema, self.tables, material.own.model)
         self.template = make_replica(self.config, self.choices, module, self.dims)
         self.recorder = Recorder(self.config.train.trainers, self.config.report.window)
         self.ended = threading.Event()
         self.happenings = Happenings()
         self.given_up: str | None = None
         self.goes_back = False
+        self.most_held_bytes: int | None = None
         self._wire_before: dict[str, dict[str, int]] = {"bytes": {}, "raw_bytes": {}}
         self._syncs_before = 0
 
@@ -323,8 +329,30 @@ class Session(ABC):
     def predicting_client(self) -> EmbeddingClient:
         """Pulls rows as they are, for predictions."""
 
-    def go_on(self, syncs: int, wire: dict[str, dict[str, int]]) -> None:
-        """Counts on from a checkpoint's synchronisations and bytes."""
+    @property
+    def dense_copies(self) -> int:
+        """Replicas of the dense part in an image: one for each trainer, or the one that global steps move."""
+        return self.config.train.trainers if self.choices.aggregation is None else 1
+
+    @property
+    def aggregation(self) -> AggregationState | None:
+        """What a gradient method has done, before a resume too; None where replicas are merged."""
+        return None
+
+    def recent_step_s(self) -> Mapping[Worker, float]:
+        """How long each worker of a gradient method takes for a batch now; nobody where replicas are merged."""
+        return {}
+
+    def mean_step_s(self) -> Mapping[Worker, float]:
+        """How long each worker of a gradient method took for a batch, on average since the start."""
+        return {}
+
+    def _held_bytes(self) -> int | None:
+        """Memory of the gradients that wait for a global step, all servers; None where that is not known."""
+        return None
+
+    def go_on(self, syncs: int, wire: dict[str, dict[str, int]], aggregation: AggregationState) -> None:
+        """Counts on from a checkpoint's synchronisations, bytes and global steps."""
         self._syncs_before, self._wire_before = syncs, wire
 
     def final_weights(self, image: DenseImage) -> Tensor:
@@ -410,6 +438,23 @@ class Session(ABC):
             queue_depth=self._queue_depths(),
             emulated_step_ms=self.config.train.emulate_step_ms,
             toll=toll,
+            steps=self._global_steps(),
+        )
+
+    def _global_steps(self) -> GlobalSteps | None:
+        if (done := self.aggregation) is None:
+            return None
+        held = self._held_bytes()
+        if held is not None:
+            self.most_held_bytes = max(self.most_held_bytes or 0, held)
+        return GlobalSteps(
+            mode=done.mode,
+            count=done.global_steps,
+            dropped=done.dropped,
+            applied=done.applied,
+            staleness_sum=done.staleness_sum,
+            step_seconds=by_name(self.recent_step_s()),
+            held_bytes=held,
         )
 
 
@@ -425,6 +470,12 @@ def reader_options(config: Config) -> ReaderOptions:
         readers=data.readers,
         prefetch=data.prefetch,
     )
+
+
+def by_name(step_s: Mapping[Worker, float]) -> dict[str, float]:
+    """Seconds by `trainer.worker`, in their order, to the microsecond."""
+    known = {worker if isinstance(worker, tuple) else (worker,): seconds for worker, seconds in step_s.items()}
+    return {".".join(map(str, worker)): round(seconds, 6) for worker, seconds in sorted(known.items())}
 
 
 def added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

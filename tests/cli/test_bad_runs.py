@@ -72,6 +72,12 @@ def digest(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.suffix in (".safetensors", ".json")}
 
 
+def test_a_place_for_checkpoints_that_cannot_be_written_is_found_before_training(shadowsync: CommandLine) -> None:
+    (shadowsync.folder / "file").write_text("in the way")
+    run = shadowsync(*train("train.checkpoint_dir=file/checkpoints", "data.epochs=1000000"))
+    assert_sentence(run, 1, ["file/checkpoints", "nothing was trained", "train.checkpoint_dir"])
+
+
 def test_a_full_disk_is_a_failure_of_the_run(shadowsync: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: LocalFiles, path: str, chunks: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)

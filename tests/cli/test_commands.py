@@ -1,6 +1,8 @@
 """Every command from end to end on small data."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import polars as pl
@@ -62,6 +64,23 @@ def test_resume_goes_on_with_what_was_changed(shadowsync: CommandLine) -> None:
     again = json.loads(Path("out/result.json").read_text())
     assert again["data"]["trained_samples"] == 180
     assert (again["sync"]["method"], again["test"]) == ("bmuf", result["test"])
+
+
+def test_resume_goes_from_a_gradient_method_back_to_replicas(shadowsync: CommandLine) -> None:
+    assert shadowsync("train", "run.yaml", "aggregation.method=gba", "--out", "out").status == 0
+    back = ("train", "--resume", "out", "sync.method=ma", "data.epochs=2")
+    said = shadowsync(*back)
+    assert (said.status, "set aggregation.method=null" in said.err) == (2, True)
+    said = shadowsync(*back, "aggregation.method=null")
+    assert (said.status, said.err) == (0, "")
+    result = json.loads(Path("out/result.json").read_text())
+    assert (result["data"]["trained_samples"], result["sync"]["method"]) == (120, "ma")
+
+
+def test_the_module_is_the_command(shadowsync: CommandLine) -> None:
+    run = [sys.executable, "-m", "shadowsync.cli", "train", "no.yaml"]
+    said = subprocess.run(run, capture_output=True, text=True, check=False, cwd=shadowsync.folder, timeout=50)
+    assert (said.returncode, said.stderr.startswith("shadowsync: no.yaml")) == (2, True)
 
 
 def test_resume_into_a_new_folder(shadowsync: CommandLine) -> None:

@@ -10,7 +10,7 @@ from shadowsync.compression.plain import Plain
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer, Storage
-from shadowsync.embedding.table import Shard
+from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.metrics.wire import WireCounter
@@ -33,11 +33,13 @@ class Far:
     connections: list[Connection]
     lines: tuple[Line, Line]
     counter: WireCounter
+    tables: Sequence[Table] = tuple(TABLES)
+    features: Sequence[str] = tuple(SOURCE)
 
     def client(self, unique: UniqueRows = NEVER, stream: int = 0, learns: bool = True) -> EmbeddingClient:
         pairs = enumerate(zip(self.connections, self.servers, strict=True))
         ways = [Remote(way, held.shards, index, stream, learns=learns) for index, (way, held) in pairs]
-        return EmbeddingClient(TABLES, SOURCE, [EmbeddingRemote(way, *self.lines) for way in ways], unique)
+        return EmbeddingClient(self.tables, self.features, [EmbeddingRemote(way, *self.lines) for way in ways], unique)
 
 
 def far(

@@ -19,6 +19,7 @@ from shadowsync.errors import DataError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.embedding_messages import (
     Coded,
+    CommitAsked,
     Ids,
     PullAsked,
     PushAsked,
@@ -141,6 +142,14 @@ BAD = [
     step(lr=float("-inf")),
     step(shards=(0,)),
     step(shards=(0, 9)),
+    ("push", PushAsked(0, 5, 0.1, SHAPE, IDS, held=3), (VALUES, OFFSETS, GRADIENT[:1])),
+    ("step", StepAsked(0, 5, 0.1, SHAPES, (0,), held=3), (NUMBERS, *SUMS)),
+    ("commit", CommitAsked(0, (1, 2), (1.0,), 2.0, 0.1, 0), ()),
+    ("commit", CommitAsked(0, (1,), (1.0,), 0.0, 0.1, 0), ()),
+    ("commit", CommitAsked(0, (1,), (1.0,), float("nan"), 0.1, 0), ()),
+    ("commit", CommitAsked(0, (1,), (float("nan"),), 2.0, 0.1, 0), ()),
+    ("commit", CommitAsked(0, (1,), (1.0,), None, float("inf"), 0), ()),
+    ("forget_held", None, ()),
     ("rows", RowsAsked(2, 0, 1), ()),
     ("rows", RowsAsked(-1, 0, 1), ()),
     ("rows", RowsAsked(0, 0, 41), ()),

@@ -24,6 +24,7 @@ from remote_cases import CUT, ONE, far, near
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.plain import Plain
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.server import Lookup, RowLookup
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.unique_rows import UniqueRows
@@ -66,6 +67,32 @@ def test_every_storage_and_optimizer_may_be_served(connect, storage, optimizer, 
     torch.testing.assert_close(train(there.client(MODES[mode]), 3, "multi"), train(here, 3, "multi"), **CLOSE)
     for table in TABLES:
         torch.testing.assert_close(rows_of(there.servers, table.name), rows_of(held_here, table.name), **CLOSE)
+
+
+@pytest.mark.parametrize("unique", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("codec", [None, Bf16()], ids=["plain", "bf16"])
+def test_gradients_are_held_and_committed_as_in_process(connect, unique, codec):
+    here, held_here, counted_here = near(CUT, ADAM, codec=codec, unique=unique)
+    there = far(connect, CUT, ADAM, codec=codec)
+    for job in (here, there.client(unique)):
+        for number in range(3):
+            pulled = job.pull(random_ids(ROWS, 6, number))
+            job.hold(pulled, dense_gradient(6, job.width, number), number).result()
+    step = RowStep(0, {0: 1.0, 2: 1.0}, None, 0.1, 3)
+    for server in held_here:
+        server.commit(step)
+    ways = [EmbeddingRemote(Remote(way, (), 0), *there.lines) for way in there.connections]
+    held = [server.held_bytes for server in there.servers]
+    assert all(held)
+    assert [way.commit(step).result() for way in ways] == held
+    assert [way.commit(step).result() for way in ways] == [0, 0, 0]
+    assert_same_rows(there.servers, held_here)
+    assert there.counter.totals() == counted_here.totals()
+    assert [server.held_bytes for server in there.servers] == [0, 0, 0]
+    for way in ways:
+        way.forget_held(-1).result()
+        way.commit(step).result()
+    assert_same_rows(there.servers, held_here)
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

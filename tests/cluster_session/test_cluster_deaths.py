@@ -20,7 +20,7 @@ from shadowsync.runtime.runtime import Machine
 from shadowsync.runtime.wire.keys import JobKeys
 
 pytestmark = pytest.mark.timeout(60)
-ROWS, EPOCHS = 400, 2
+ROWS, EPOCHS = 240, 2
 PATIENCE_S = 2.5
 """Silence of a second is no news: peers ask each other once a second for a sign of life."""
 UNTOLD = 64
@@ -30,7 +30,7 @@ UNTOLD = 64
 def job_settings(tmp_path: Path, **sections: Any) -> dict[str, Any]:
     """Three trainers of two workers, two servers of either kind."""
     base: dict[str, dict[str, Any]] = {
-        "train": {"trainers": 3, "workers": 2, "batch_size": 4},
+        "train": {"trainers": 3, "workers": 2, "batch_size": 4, "lr": 0.1},
         "data": {"slice_rows": 16, "epochs": EPOCHS},
         "embedding": {"servers": 2},
         "sync": {"method": "easgd"},
@@ -140,7 +140,7 @@ def test_a_server_of_rows_goes_back_to_the_newest_checkpoint(tmp_path: Path, clu
     out = tmp_path / "out"
     config = job_settings(
         tmp_path,
-        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 30.0},
+        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 60.0},
         recovery={"mode": "full"},
     )
     ledger = Ledger()
@@ -162,7 +162,7 @@ def test_only_the_replacement_of_a_server_of_rows_goes_back(tmp_path: Path, clus
     out = tmp_path / "out"
     config = job_settings(
         tmp_path,
-        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 30.0},
+        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 60.0},
         recovery={"mode": "partial", "priority": priority, **({"min_rows": 1} if priority != "all" else {})},
     )
     ledger = Ledger()
@@ -186,7 +186,7 @@ def test_only_the_replacement_of_a_server_of_rows_goes_back(tmp_path: Path, clus
 
 def test_a_server_of_rows_may_die_before_anything_was_saved(tmp_path: Path, cluster: Cluster) -> None:
     """Its replacement begins with the initial rows, and what was trained so far is lost to them."""
-    script = Killing(cluster, ["embedding-1"], iteration=20, until="restored")
+    script = Killing(cluster, ["embedding-1"], iteration=8, until="restored")
     result = survive(job_settings(tmp_path, recovery={"mode": "partial"}), tmp_path / "out", script)
     assert result.recovery.pls > 0.01
     assert result.recovery.seconds.wait > 0
@@ -262,7 +262,7 @@ def test_a_death_before_a_run_is_resumed_whose_rows_are_older(
 ) -> None:
     """The newest checkpoint is a share of the rows on an older one, as `kill -9` leaves it."""
     recovery = {"mode": "partial", "priority": "mfu", "min_rows": 1}
-    train = {"save_every_s": 0.1, "keep": 1000, "emulate_step_ms": 30.0}
+    train = {"save_every_s": 0.1, "keep": 1000, "emulate_step_ms": 60.0}
     out, config = tmp_path / "out", job_settings(tmp_path, train=train, recovery=recovery)
     Job(beside_own_model(config), model=Witness(Ledger()), out=out).run()
     for newest in reversed(checkpoints(out)):

@@ -94,3 +94,47 @@ def test_processes_that_are_killed_are_replaced_and_every_row_is_trained(tmp_pat
     assert result.test is not None
     assert result.test.auc is not None
     assert result.test.auc > 0.7
+
+
+@pytest.mark.parametrize("method", ["gba"])
+def test_gradient_methods_survive_a_killed_trainer_and_a_killed_dense_server(tmp_path: Path, method: str) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", ROWS), tmp_path / "out"
+    config = cluster_settings(
+        data,
+        data,
+        data={"slice_rows": 16, "epochs": 2},
+        model=SMALL_DLRM,
+        train={"trainers": 2, "batch_size": 4, "emulate_step_ms": 15.0, "save_every_s": 0.5},
+        embedding={"servers": 2},
+        aggregation={"method": method, "global_batch": 16},
+        cluster={"trainer_cpus": 0.1},
+    )
+    del config["sync"]
+    said: list[BaseException] = []
+
+    def disturb() -> None:
+        try:
+            wait_until(lambda: samples_of(out) > 100)
+            kill(out, "trainer-1")
+            wait_until(lambda: "restored" in events_of(out).get("trainer-1", []))
+            wait_until(lambda: checkpoints(out))
+            kill(out, "dense-0")
+        except BaseException as error:
+            said.append(error)
+
+    disturbing = threading.Thread(target=disturb)
+    disturbing.start()
+    result = Job(config, out=out).run()
+    disturbing.join(DEADLINE_S)
+    assert said == []
+    assert result.data.trained_samples == ROWS * 2
+    assert result.recovery.failures == 2
+    assert result.aggregation is not None
+    assert result.aggregation.global_steps >= ROWS * 2 // 16
+    assert method != "sync" or result.aggregation.max_staleness == 0
+    events = events_of(out)
+    assert events["trainer-1"][:4] == ["alive", "dead", "restarted", "restored"]
+    assert events["dense-0"][:4] == ["alive", "dead", "restarted", "restored"]
+    assert result.test is not None
+    assert result.test.auc is not None
+    assert result.test.auc > 0.7

@@ -13,7 +13,7 @@ from torch import Tensor
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.embedding.fbgemm_storage import FbgemmStorage
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer, Storage
@@ -21,6 +21,7 @@ from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.metrics.wire import WireCounter
+from shadowsync.models.sequences import VectorGradients
 from shadowsync.runtime.lines import EmbeddingLine, Line
 
 needs_fbgemm = pytest.mark.skipif(
@@ -43,6 +44,17 @@ TABLES = [
     Table("shop", 25, 8, ("here", "there")),
     Table("tag", 12, 4, ("tag",), "mean"),
 ]
+HISTORIES = [
+    Table("item", 30, 4, ("item", "seen", "liked"), ("sum", "none", "mean")),
+    Table("user", 40, 8, ("user",)),
+    Table("shop", 25, 8, ("visited",), "none"),
+    Table("tag", 12, 4, ("tag",), "mean"),
+    Table("word", 9, 4, ("words", "letters"), "none"),
+]
+"""Features of which some are sequences."""
+HISTORY_SOURCE = ["liked", "words", "user", "visited", "item", "tag", "letters", "seen"]
+HISTORY_ROWS = [30, 9, 40, 25, 30, 12, 9, 30]
+"""Of the features in `HISTORY_SOURCE`."""
 SOURCE = ["bought", "user", "tag", "there", "viewed", "here", "day"]
 ROWS = [30, 40, 12, 25, 30, 25, 3]
 """Of the features in `SOURCE`."""
@@ -134,10 +146,10 @@ def client(
     return EmbeddingClient(tables, features, lines, unique), held, counter
 
 
-def placements() -> st.SearchStrategy[list[list[Shard]]]:
-    """Every row of `TABLES` on one of up to four servers, tables in up to four parts."""
+def placements(tables: Sequence[Table] = TABLES) -> st.SearchStrategy[list[list[Shard]]]:
+    """Every row of the tables on one of up to four servers, tables in up to four parts."""
     return st.integers(1, 4).flatmap(
-        lambda count: st.tuples(*(_cuts(t, count) for t in TABLES)).map(lambda cuts: _gather(cuts, count))
+        lambda count: st.tuples(*(_cuts(t, count) for t in tables)).map(lambda cuts: _gather(cuts, count))
     )
 
 
@@ -166,6 +178,25 @@ def train(job: EmbeddingClient, steps: int, kind: str) -> list[Tensor]:
         pulled = job.pull(random_ids(ROWS, 6, step, kind))
         seen.append(pulled.pooled.clone())
         job.push(pulled, dense_gradient(6, job.width, step), 0.1).result()
+    return seen
+
+
+def random_gradient(pulled: Pulled, seed: int) -> VectorGradients:
+    """Of everything that was pulled, with entries of ordinary size."""
+    generator = torch.Generator().manual_seed(seed)
+    by_sequence = {
+        name: torch.randn(found.values.shape, generator=generator) for name, found in pulled.sequences.items()
+    }
+    return VectorGradients(torch.randn(pulled.pooled.shape, generator=generator), by_sequence)
+
+
+def train_histories(job: EmbeddingClient, steps: int, kind: str = "multi") -> list[Tensor]:
+    """Trains on random batches of `HISTORY_SOURCE`; all vectors of each step."""
+    seen = []
+    for step in range(steps):
+        pulled = job.pull(random_ids(HISTORY_ROWS, 6, step, kind))
+        seen += [pulled.pooled, *(found.values for _, found in sorted(pulled.sequences.items()))]
+        job.push(pulled, random_gradient(pulled, step), 0.1).result()
     return seen
 
 

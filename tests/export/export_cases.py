@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer
@@ -16,13 +17,16 @@ from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.models.dcn import Dcn
 from shadowsync.models.deepfm import DeepFm
+from shadowsync.models.dien import Dien
+from shadowsync.models.din import Din
 from shadowsync.models.dlrm import Dlrm
-from shadowsync.models.model import ModelSpec
+from shadowsync.models.model import ModelSpec, SequenceInput
 
 ROW_BYTES = 4 * 8
 SHARED = (Table("user", 50, 8, ("user",)), Table("category", 30, 8, ("seen", "bought"), "mean"))
 SUMS = (Table("user", 50, 8, ("user",)), Table("category", 30, 8, ("seen", "bought")))
 MIXED = (Table("user", 50, 8, ("user",)), Table("category", 30, 4, ("seen", "bought"), "mean"))
+HISTORY = (Table("user", 50, 8, ("user",)), Table("category", 30, 8, ("seen", "bought"), ("none", "mean")))
 FEATURES = ("seen", "user", "bought")
 """In another order than the tables have them."""
 
@@ -66,8 +70,10 @@ class Case:
 
     def build(self) -> nn.Module:
         torch.manual_seed(1)
-        dims = {feature: table.dim for table in self.tables for feature in table.features}
-        return self.model.build(self.dense, {feature: dims[feature] for feature in FEATURES})
+        dims = widths(self.tables)
+        sequences = {f: SequenceInput(table.dim, ("bought",)) for table in self.tables for f in table.sequences}
+        pooled = {feature: dims[feature] for feature in FEATURES if feature in dims}
+        return self.model.build(self.dense, pooled, sequences) if sequences else self.model.build(self.dense, pooled)
 
 
 CASES = {
@@ -79,6 +85,9 @@ CASES = {
     "own module": Case(Own()),
     "chunks across tables": Case(Own(), chunk_bytes=7 * ROW_BYTES),
     "chunks, weights, mixed": Case(Own(), MIXED, weighted=True, chunk_bytes=20 * ROW_BYTES),
+    "din": Case(Din(attention=(8,), deep=(8,)), HISTORY),
+    "din, chunks, weights": Case(Din(attention=(8,), deep=(8,)), HISTORY, weighted=True, chunk_bytes=7 * ROW_BYTES),
+    "dien, shorter than histories": Case(Dien(steps=2, deep=(8,)), HISTORY),
 }
 
 
@@ -128,7 +137,8 @@ def job_logits(case: Case, module: nn.Module, inputs: tuple[Tensor, ...]) -> Ten
     dense, values, offsets, *weights = inputs
     client = make_client(case.tables, make_rows(case.tables))
     ids = Jagged(values, offsets, weights[0] if weights else None, len(FEATURES), len(dense))
-    pooled = client.pull(ids).pooled
+    pulled = client.pull(ids)
+    pooled = {name: pulled.pooled[:, columns] for name, columns in client.columns.items()}
     with torch.no_grad():
-        logits: Tensor = module.eval()(dense, {name: pooled[:, client.columns[name]] for name in FEATURES})
+        logits: Tensor = module.eval()(dense, pooled | dict(pulled.sequences))
     return logits

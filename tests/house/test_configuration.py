@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from repository import ROOT, SOURCE, attributes, tree_of
 
+from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config
 from shadowsync.data.source import Source
@@ -26,6 +27,7 @@ SEAMS: dict[type[Any], str] = {
     ModelSpec: "shadowsync.models",
     Codec: "shadowsync.compression",
     DenseOptimizer: "shadowsync.training",
+    Aggregation: "shadowsync.aggregation",
     SyncMethod: "shadowsync.sync",
     Schedule: "shadowsync.sync",
 }

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shadowsync.assembly import prefetch
-from shadowsync.choices import server_count
+from shadowsync.choices import choose_all, server_count
 from shadowsync.config import parse
 
 
@@ -16,8 +16,10 @@ from shadowsync.config import parse
         ({"cluster": {"runtime": "ray"}}, 1, 2),
         ({"cluster": {"runtime": "ray", "address": "10.0.0.1:6379"}}, 2, 2),
         ({"embedding": {"servers": 5}, "train": {"prefetch": 1}}, 5, 1),
+        ({"cluster": {"runtime": "ray"}, "aggregation": {"method": "gba"}}, 1, 2),
+        ({"cluster": {"runtime": "ray"}, "aggregation": {"method": "sync"}}, 1, 0),
     ],
 )
 def test_servers_and_pulls_ahead(given: dict[str, Any], servers: int, pulls: int) -> None:
     config = parse(given)
-    assert (server_count(config), prefetch(config)) == (servers, pulls)
+    assert (server_count(config), prefetch(config, choose_all(config, own_model=False))) == (servers, pulls)

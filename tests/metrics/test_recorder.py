@@ -11,6 +11,7 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import evaluate_scores
 from shadowsync.metrics.rates import average_sync_gap, example_level_parallelism, rate
 from shadowsync.metrics.recorder import JobCounts, Recorder
+from shadowsync.metrics.steps import GlobalSteps
 from shadowsync.metrics.toll import Toll
 
 LOGITS = torch.tensor([-2.0, 0.5, 1.0, -1.0])
@@ -231,19 +232,60 @@ def test_a_frame_says_what_it_is_told_of_the_cluster() -> None:
         failures=2,
         roles={"trainer-0": "dead"},
         queue_depth={"embedding-0": 3},
-        staleness=1.5,
         emulated_step_ms=20.0,
+        steps=GlobalSteps(
+            "gba", count=9, dropped=2, applied=4, staleness_sum=6, step_seconds={"0.1": 0.5}, held_bytes=7
+        ),
     )
     frame = Recorder(1, 10, HandClock()).frame(counts)
     assert (frame.wire_raw_bytes, frame.checkpointing, frame.failures) == ({"pull": 9}, True, 2)
     assert (frame.roles, frame.queue_depth) == ({"trainer-0": "dead"}, {"embedding-0": 3})
     assert (frame.staleness, frame.emulated_step_ms) == (1.5, 20.0)
+    assert (frame.global_steps, frame.dropped, frame.aggregation_mode) == (9, 2, "gba")
+    assert (frame.step_seconds, frame.held_bytes) == ({"0.1": 0.5}, 7)
     assert msgspec.json.decode(msgspec.json.encode(frame), type=Frame) == frame
 
 
 def test_a_line_of_a_run_in_one_process_is_as_it_was() -> None:
     frame = Recorder(1, 10, HandClock()).frame(JobCounts(total_samples=8))
-    assert not {"roles", "failures", "queue_depth", "staleness"} & set(msgspec.json.decode(msgspec.json.encode(frame)))
+    written = set(msgspec.json.decode(msgspec.json.encode(frame)))
+    assert not {"roles", "failures", "queue_depth", "staleness", "global_steps", "step_seconds"} & written
+
+
+def stale(applied: int, staleness_sum: int) -> JobCounts:
+    return JobCounts(total_samples=8, steps=GlobalSteps("gba", applied, 0, applied, staleness_sum))
+
+
+def test_staleness_is_that_of_the_interval() -> None:
+    recorder = Recorder(1, 10, HandClock())
+    assert recorder.frame(stale(4, 4)).staleness == 1.0
+    assert recorder.frame(stale(6, 10)).staleness == 3.0
+    assert recorder.frame(stale(6, 10)).staleness is None
+
+
+def test_staleness_goes_on_after_a_resume() -> None:
+    recorder = Recorder(1, 10, HandClock())
+    recorder.frame(stale(4, 4))
+    resumed = Recorder(1, 10, HandClock())
+    resumed.restore(recorder.state())
+    assert resumed.frame(stale(6, 10)).staleness == 3.0
+
+
+def test_a_state_of_before_staleness_was_counted_is_restored() -> None:
+    state = Recorder(1, 10, HandClock()).state()
+    del state["mark"]["applied"], state["mark"]["staleness_sum"]
+    recorder = Recorder(1, 10, HandClock())
+    recorder.restore(state)
+    assert recorder.frame(stale(4, 4)).staleness == 1.0
+
+
+def test_a_job_that_went_back_has_no_staleness_until_the_next_interval() -> None:
+    recorder = Recorder(1, 10, HandClock())
+    state = recorder.state()
+    recorder.frame(stale(6, 10))
+    recorder.rewind(state)
+    assert recorder.frame(stale(4, 4)).staleness is None
+    assert recorder.frame(stale(5, 6)).staleness == 2.0
 
 
 def test_a_trainer_may_join_in_mid_run() -> None:

@@ -1,5 +1,7 @@
 """One conformance test that every model passes, and what is particular to each. `B` samples, `N` dense columns."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,13 +9,17 @@ from torch import Tensor, nn
 from shadowsync.errors import ConfigError
 from shadowsync.models.dcn import CrossLayer, Dcn
 from shadowsync.models.deepfm import DeepFm
+from shadowsync.models.dien import Dien
+from shadowsync.models.din import Din
 from shadowsync.models.dlrm import Dlrm
-from shadowsync.models.model import ModelSpec
+from shadowsync.models.model import ModelSpec, SequenceInput
 from shadowsync.models.pooled import Pooled
+from shadowsync.models.sequences import JaggedVectors
 from shadowsync.registry import build, members
 
 EQUAL_DIMS = {"user": 4, "item": 4, "shop": 4}
 MIXED_DIMS = {"user": 4, "item": 2, "shop": 3}
+SEQUENCES = {"seen": SequenceInput(4, ("item",)), "visited": SequenceInput(4, ("shop",))}
 
 SPECS = {
     "dlrm": Dlrm(bottom=(32,), top=(16,)),
@@ -23,14 +29,45 @@ SPECS = {
     "dcn parallel": Dcn(cross=2, deep=(8,), structure="parallel"),
     "dcn low rank": Dcn(cross=2, low_rank=2, deep=(8,)),
     "dcn without a tower": Dcn(cross=1, deep=()),
+    "din": Din(attention=(16,), deep=(8,)),
+    "din without hidden layers": Din(attention=(), deep=()),
+    "dien": Dien(deep=(8,)),
+    "dien with fewer steps": Dien(deep=(8,), steps=2),
 }
 
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 every_width = pytest.mark.parametrize("dense_columns", [0, 1, 3])
 
 
+def takes_sequences(spec: ModelSpec) -> bool:
+    return isinstance(spec, Din | Dien)
+
+
+def sequences_for(spec: ModelSpec) -> dict[str, SequenceInput]:
+    return SEQUENCES if takes_sequences(spec) else {}
+
+
 def make_inputs(samples: int, dense_columns: int, dims: dict[str, int]) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, dense_columns), torch.randn(samples, sum(dims.values()))
+
+
+def make_sequences(spec: ModelSpec, samples: int) -> dict[str, JaggedVectors]:
+    """Sequences of 0 to 3 vectors for a model that takes them, else none."""
+    found = {}
+    for shift, (name, sequence) in enumerate(sequences_for(spec).items()):
+        offsets = torch.zeros(samples + 1, dtype=torch.int64)
+        torch.cumsum((torch.arange(samples) * 3 + shift) % 4, 0, out=offsets[1:])
+        found[name] = JaggedVectors(name, torch.randn(int(offsets[-1]), sequence.dim), offsets)
+    return found
+
+
+def one_of(sequences: Mapping[str, JaggedVectors], row: int) -> dict[str, JaggedVectors]:
+    """The sequences of one sample."""
+    spans = {name: found.offsets[row : row + 2] for name, found in sequences.items()}
+    return {
+        name: JaggedVectors(name, sequences[name].values[span[0] : span[1]], span - span[0])
+        for name, span in spans.items()
+    }
 
 
 def as_dict(flat: Tensor, dims: dict[str, int]) -> dict[str, Tensor]:
@@ -45,12 +82,14 @@ def test_every_member_of_the_registry_is_tested_here() -> None:
 @every_width
 def test_one_logit_per_sample_and_gradients_everywhere(spec: ModelSpec, dense_columns: int) -> None:
     torch.manual_seed(1)
-    module = spec.build(dense_columns, EQUAL_DIMS)
+    module = spec.build(dense_columns, EQUAL_DIMS, sequences_for(spec))
     dense, flat = make_inputs(16, dense_columns, EQUAL_DIMS)
+    leaves = {name: found.leaf() for name, found in make_sequences(spec, 16).items()}
     flat.requires_grad_()
 
-    logits = module(dense, Pooled(flat, EQUAL_DIMS))
-    gradients = torch.autograd.grad(logits.square().sum(), [flat, *module.parameters()])
+    logits = module(dense, Pooled(flat, EQUAL_DIMS, leaves))
+    vectors = [flat, *(found.values for found in leaves.values())]
+    gradients = torch.autograd.grad(logits.square().sum(), [*vectors, *module.parameters()])
 
     assert logits.shape == (16,)
     assert all(gradient.isfinite().all() for gradient in gradients)
@@ -60,57 +99,107 @@ def test_one_logit_per_sample_and_gradients_everywhere(spec: ModelSpec, dense_co
 @every_spec
 @every_width
 def test_dict_and_pooled_give_the_same_output_and_gradients(spec: ModelSpec, dense_columns: int) -> None:
-    module = spec.build(dense_columns, EQUAL_DIMS)
+    module = spec.build(dense_columns, EQUAL_DIMS, sequences_for(spec))
     dense, flat = make_inputs(7, dense_columns, EQUAL_DIMS)
+    sequences = make_sequences(spec, 7)
     leaf = flat.clone().requires_grad_()
     parts = {name: part.requires_grad_() for name, part in as_dict(flat, EQUAL_DIMS).items()}
 
-    fast, plain = module(dense, Pooled(leaf, EQUAL_DIMS)), module(dense, parts)
+    fast, plain = module(dense, Pooled(leaf, EQUAL_DIMS, sequences)), module(dense, parts | sequences)
     fast_gradient = torch.autograd.grad(fast.sum(), leaf)[0]
     plain_gradients = torch.autograd.grad(plain.sum(), list(parts.values()))
 
     assert torch.equal(fast, plain)
-    assert torch.equal(fast_gradient, torch.cat(plain_gradients, dim=1))
+    torch.testing.assert_close(fast_gradient, torch.cat(plain_gradients, dim=1), rtol=1e-6, atol=1e-7)
 
 
 @every_spec
 def test_the_order_of_the_mapping_does_not_matter(spec: ModelSpec) -> None:
-    module = spec.build(2, EQUAL_DIMS)
+    module = spec.build(2, EQUAL_DIMS, sequences_for(spec))
     dense, flat = make_inputs(5, 2, EQUAL_DIMS)
+    sequences = make_sequences(spec, 5)
     named = as_dict(flat, EQUAL_DIMS)
     backwards = {name: named[name] for name in reversed(named)}
-    backwards_pooled = Pooled(torch.cat(list(backwards.values()), dim=1), dict.fromkeys(backwards, 4))
+    backwards_pooled = Pooled(torch.cat(list(backwards.values()), dim=1), dict.fromkeys(backwards, 4), sequences)
 
-    assert torch.equal(module(dense, backwards), module(dense, named))
-    assert torch.equal(module(dense, backwards_pooled), module(dense, named))
+    assert torch.equal(module(dense, sequences | backwards), module(dense, named | sequences))
+    assert torch.equal(module(dense, backwards_pooled), module(dense, named | sequences))
 
 
 @every_spec
 def test_samples_do_not_see_each_other(spec: ModelSpec) -> None:
-    module = spec.build(2, EQUAL_DIMS).double()
+    module = spec.build(2, EQUAL_DIMS, sequences_for(spec)).double()
     dense, flat = (part.double() for part in make_inputs(6, 2, EQUAL_DIMS))
+    sequences = {name: doubled(found) for name, found in make_sequences(spec, 6).items()}
 
-    together = module(dense, Pooled(flat, EQUAL_DIMS))
-    alone = [module(dense[row : row + 1], Pooled(flat[row : row + 1], EQUAL_DIMS)) for row in range(6)]
+    together = module(dense, Pooled(flat, EQUAL_DIMS, sequences))
+    alone = [
+        module(dense[row : row + 1], Pooled(flat[row : row + 1], EQUAL_DIMS, one_of(sequences, row)))
+        for row in range(6)
+    ]
 
     torch.testing.assert_close(together, torch.cat(alone))
+
+
+def doubled(found: JaggedVectors) -> JaggedVectors:
+    return JaggedVectors(found.feature, found.values.double(), found.offsets)
 
 
 @every_spec
 def test_gradients_are_right(spec: ModelSpec) -> None:
     torch.manual_seed(3)
-    module = spec.build(2, EQUAL_DIMS).double()
+    module = spec.build(2, EQUAL_DIMS, sequences_for(spec)).double()
     dense, flat = (part.double().requires_grad_() for part in make_inputs(3, 2, EQUAL_DIMS))
+    sequences = make_sequences(spec, 3)
 
-    assert torch.autograd.gradcheck(lambda x, e: module(x, Pooled(e, EQUAL_DIMS)), (dense, flat))
+    def logits(dense: Tensor, flat: Tensor, *values: Tensor) -> Tensor:
+        pairs = zip(sequences.items(), values, strict=True)
+        given = {name: JaggedVectors(name, vectors, found.offsets) for (name, found), vectors in pairs}
+        logits: Tensor = module(dense, Pooled(flat, EQUAL_DIMS, given))
+        return logits
+
+    values = [found.values.double().requires_grad_() for found in sequences.values()]
+    assert torch.autograd.gradcheck(logits, (dense, flat, *values))
+
+
+@every_spec
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=str)
+def test_a_batch_without_any_behaviour_is_an_ordinary_one(spec: ModelSpec, precision: torch.dtype | None) -> None:
+    module = spec.build(2, EQUAL_DIMS, sequences_for(spec))
+    dense, flat = make_inputs(3, 2, EQUAL_DIMS)
+    empty = {name: JaggedVectors(name, torch.zeros(0, 4), torch.zeros(4, dtype=torch.int64)) for name in SEQUENCES}
+    leaves = {name: found.leaf() for name, found in empty.items() if name in sequences_for(spec)}
+
+    with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
+        logits = module(dense, Pooled(flat, EQUAL_DIMS, leaves))
+    gradients = torch.autograd.grad(logits.sum(), list(module.parameters()), allow_unused=True)
+
+    assert logits.isfinite().all()
+    assert all(gradient is None or gradient.isfinite().all() for gradient in gradients)
+
+
+@every_spec
+def test_sequences_are_used_or_refused(spec: ModelSpec) -> None:
+    if takes_sequences(spec):
+        module = spec.build(2, EQUAL_DIMS, SEQUENCES)
+        dense, flat = make_inputs(9, 2, EQUAL_DIMS)
+        for name in SEQUENCES:
+            sequences = make_sequences(spec, 9)
+            before = module(dense, Pooled(flat, EQUAL_DIMS, sequences))
+            sequences[name].values.add_(1)
+            assert not torch.equal(module(dense, Pooled(flat, EQUAL_DIMS, sequences)), before)
+    else:
+        message = f"model.name={spec.name} takes one vector per feature, but feature seen has pooling=none: set "
+        with pytest.raises(ConfigError, match=message):
+            spec.build(2, EQUAL_DIMS, SEQUENCES)
 
 
 @every_spec
 def test_a_seed_fixes_the_initial_values(spec: ModelSpec) -> None:
     torch.manual_seed(5)
-    first = spec.build(2, EQUAL_DIMS).state_dict()
+    first = spec.build(2, EQUAL_DIMS, sequences_for(spec)).state_dict()
     torch.manual_seed(5)
-    second = spec.build(2, EQUAL_DIMS).state_dict()
+    second = spec.build(2, EQUAL_DIMS, sequences_for(spec)).state_dict()
 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -118,27 +207,49 @@ def test_a_seed_fixes_the_initial_values(spec: ModelSpec) -> None:
 @every_spec
 def test_initial_logits_are_moderate(spec: ModelSpec) -> None:
     torch.manual_seed(7)
-    module = spec.build(13, {f"c{i}": 16 for i in range(26)})
-    dense, flat = make_inputs(512, 13, {f"c{i}": 16 for i in range(26)})
+    dims = {"item": 16, "shop": 16} | {f"c{i}": 16 for i in range(24)}
+    sequences = {name: SequenceInput(16, found.partners) for name, found in sequences_for(spec).items()}
+    module = spec.build(13, dims, sequences)
+    dense, flat = make_inputs(512, 13, dims)
+    offsets = torch.arange(513) * 5
+    given = {name: JaggedVectors(name, 0.05 * torch.randn(512 * 5, 16), offsets) for name in sequences}
 
-    logits = module(dense, Pooled(0.05 * flat, {f"c{i}": 16 for i in range(26)}))
+    logits = module(dense, Pooled(0.05 * flat, dims, given))
 
     assert 0.01 < logits.std() < 4
 
 
+class Unwrapped(nn.Module):
+    """Takes the tensors of sequences, which are no input of their own to torch."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, dense: Tensor, named: dict[str, Tensor], sequences: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+        logits: Tensor = self.module(dense, named | {name: JaggedVectors(name, *s) for name, s in sequences.items()})
+        return logits
+
+
 @every_spec
 @pytest.mark.parametrize("dense_columns", [0, 2])
-def test_export_with_any_number_of_samples(spec: ModelSpec, dense_columns: int) -> None:
-    module = spec.build(dense_columns, EQUAL_DIMS)
-    dense, flat = make_inputs(6, dense_columns, EQUAL_DIMS)
+def test_export_with_any_number_of_samples_and_behaviours(spec: ModelSpec, dense_columns: int) -> None:
+    module = Unwrapped(spec.build(dense_columns, EQUAL_DIMS, sequences_for(spec)))
     samples = torch.export.Dim("samples")
-    shapes = ({0: samples}, {name: {0: samples} for name in EQUAL_DIMS})
+    lengths = {name: torch.export.Dim(f"{name}_vectors", min=0) for name in sequences_for(spec)}
+    given = {name: ({0: length}, {0: samples + 1}) for name, length in lengths.items()}
+    shapes = ({0: samples}, {name: {0: samples} for name in EQUAL_DIMS}, given)
 
-    program = torch.export.export(module, (dense, as_dict(flat, EQUAL_DIMS)), dynamic_shapes=shapes).module()
-    dense, flat = make_inputs(9, dense_columns, EQUAL_DIMS)
-    named = as_dict(flat, EQUAL_DIMS)
+    def inputs(count: int) -> tuple[Tensor, dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        dense, flat = make_inputs(count, dense_columns, EQUAL_DIMS)
+        sequences = {name: (found.values, found.offsets) for name, found in make_sequences(spec, count).items()}
+        return dense, as_dict(flat, EQUAL_DIMS), sequences
 
-    torch.testing.assert_close(program(dense, named), module(dense, named))
+    program = torch.export.export(module, inputs(6), dynamic_shapes=shapes).module()
+
+    for count in (9, 2):
+        wanted = inputs(count)
+        torch.testing.assert_close(program(*wanted), module(*wanted))
 
 
 def test_dlrm_is_the_naive_formula() -> None:

@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 import torch
 
+from shadowsync.aggregation.aggregator import Switch
 from shadowsync.config import Config
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import evaluate_scores
 from shadowsync.metrics.roles import RoleEvent
 from shadowsync.report.machine import machine, versions
 from shadowsync.report.result import (
+    Aggregation,
     Data,
     Recovery,
     RecoverySeconds,
@@ -89,6 +91,61 @@ def make_recovery_result(**figures: Any) -> Recovery:
         "with a save every 2.3 h; a PLS of 0.1 is expected, the target is 0.1",
     }
     return Recovery(**{**known, **figures})
+
+
+def make_gradient_frames(count: int = 32, workers: int = 8) -> list[Frame]:
+    """A run under `auto` that is busy in its middle third: gba is at work there, and every eighth worker is slow."""
+    return [_aggregated(frame, (i + 1) / count, workers) for i, frame in enumerate(make_frames(count, 1))]
+
+
+def _aggregated(frame: Frame, share: float, workers: int) -> Frame:
+    busy = 1 / 3 < share <= 2 / 3
+    return msgspec.structs.replace(
+        frame,
+        global_steps=round(900 * share),
+        dropped=round(300 * min(1 / 3, max(0.0, share - 1 / 3))),
+        aggregation_mode="gba" if busy else "sync",
+        staleness=1.4 + 0.2 * share if busy else 0.0,
+        step_seconds={f"0.{i}": 0.2 if busy and i % 8 == 0 else 0.04 + 0.001 * i for i in range(workers)},
+        held_bytes=2_000_000,
+    )
+
+
+def make_aggregation(workers: int = 8, **figures: Any) -> Aggregation:
+    """What `make_gradient_frames` ends with."""
+    known: dict[str, Any] = {
+        "global_steps": 900,
+        "dropped": 100,
+        "mean_staleness": 0.5,
+        "max_staleness": 4,
+        "method": "auto",
+        "mode": "sync",
+        "received": 14_400,
+        "staleness": ((0, 9000), (1, 3800), (2, 1200), (4, 300)),
+        "switches": (
+            Switch(300, "gba", "stragglers cost synchronous rounds 61 %, above share=20 % for 5 commits"),
+            Switch(600, "sync", "stragglers cost synchronous rounds 2 %, below <even>=10 % for 5 commits"),
+        ),
+        "step_seconds": {f"0.{i}": 0.09 if i % 8 == 0 else 0.04 + 0.001 * i for i in range(workers)},
+        "most_held_bytes": 6_300_000,
+    }
+    return Aggregation(**{**known, **figures})
+
+
+def make_gradient_result(workers: int = 8, **sections: Any) -> Result:
+    """The result of such a run."""
+    train = {"trainers": 1, "workers": workers}
+    config = Config.model_validate({"train": train, "aggregation": {"method": "auto"}}).model_dump(mode="json")
+    return make_result(1, **{"config": config, "sync": None, "aggregation": make_aggregation(workers), **sections})
+
+
+def make_switch_events() -> list[RoleEvent]:
+    """As the driver told of those switches."""
+    starts = [RoleEvent(0.0, role, "alive") for role in ("driver", "trainer-0")]
+    told = [
+        RoleEvent(10.0 * (i + 1), "driver", "decided", s.sentence) for i, s in enumerate(make_aggregation().switches)
+    ]
+    return starts + told
 
 
 def make_decisions() -> list[RoleEvent]:

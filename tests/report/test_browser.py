@@ -12,8 +12,11 @@ from fake_runs import (
     make_events,
     make_failing_frames,
     make_frames,
+    make_gradient_frames,
+    make_gradient_result,
     make_recovery_result,
     make_result,
+    make_switch_events,
     make_test,
 )
 from selenium import webdriver
@@ -74,6 +77,16 @@ def recovery_page() -> str:
 
 
 @cache
+def gradient_page() -> str:
+    return render_page(make_gradient_result(), make_gradient_frames(), make_switch_events())
+
+
+@cache
+def crowded_page() -> str:
+    return render_page(make_gradient_result(200), make_gradient_frames(60, 200), make_switch_events())
+
+
+@cache
 def bare_page() -> str:
     return render_page(make_result(1, test=None, train=None, sync=None, wire=None, machine=None), [])
 
@@ -97,6 +110,8 @@ PAGES = {
     "full": full_page,
     "cluster": cluster_page,
     "recovery": recovery_page,
+    "gradients": gradient_page,
+    "crowded": crowded_page,
     "bare": bare_page,
     "unruly": unruly_page,
     "comparison": comparison_page,
@@ -212,6 +227,24 @@ def test_the_section_on_recovery_has_its_charts_and_numbers_and_its_decisions_un
     decisions = browser.find_element("id", "decisions")
     decisions.find_element("tag name", "summary").click()
     assert "chosen anew" in decisions.text
+
+
+def test_the_section_on_gradients_has_its_charts_and_numbers_and_its_switches_unfold(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    resize(browser, 1280, 900)
+    open_page(browser, tmp_path, gradient_page())
+    section = browser.find_element("id", "aggregation")
+    assert len(section.find_elements("css selector", "figure svg")) == 5
+    texts = [text.text for text in section.find_elements("css selector", "svg text")]
+    for text in ("4 steps", "sync", "gba", "0.7", "gradients dropped so far", "milliseconds a batch"):
+        assert text in texts
+    for text in ("44.5 / 90 ms", "6.3 MB"):
+        assert text in section.text
+    switches = browser.find_element("id", "switches")
+    assert not switches.find_element("tag name", "table").is_displayed()
+    switches.find_element("tag name", "summary").click()
+    assert "stragglers cost synchronous rounds 61 %" in switches.text
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

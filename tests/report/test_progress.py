@@ -47,6 +47,17 @@ def test_the_line_of_a_cluster_says_who_is_missing() -> None:
     assert "saving  2 failures  trainer-9 restarting, trainer-10 dead and 1 more  — left" in line
 
 
+def test_the_line_of_a_gradient_method_has_steps_and_staleness_in_place_of_the_gap() -> None:
+    frame = msgspec.structs.replace(
+        make_frames(4, 1)[1], sync_gap=None, global_steps=1234, aggregation_mode="gba", staleness=0.84
+    )
+    line = progress_line(frame, 75, columns=None)
+    assert line.endswith("  gba step 1,234  staleness 0.8  1:15 left")
+    assert "sync gap" not in line
+    still = msgspec.structs.replace(frame, staleness=None)
+    assert progress_line(still, 75, columns=None).endswith("  gba step 1,234  1:15 left")
+
+
 @pytest.mark.parametrize(
     ("pls", "target", "shown"),
     [

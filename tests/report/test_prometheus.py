@@ -55,6 +55,11 @@ def full_frame() -> Frame:
         target_pls=0.1,
         recovery_seconds={"save": 1.5, "lost": 0.0},
         emulated_job_s=7200.0,
+        global_steps=77,
+        dropped=5,
+        aggregation_mode="gba",
+        step_seconds={"0.1": 0.5},
+        held_bytes=4096,
     )
 
 
@@ -84,6 +89,11 @@ EXPECTED = {
     ("shadowsync_recovery_seconds_total", (("kind", "save"),)): 1.5,
     ("shadowsync_recovery_seconds_total", (("kind", "lost"),)): 0.0,
     ("shadowsync_emulated_job_seconds", ()): 7200.0,
+    ("shadowsync_global_steps_total", ()): 77.0,
+    ("shadowsync_dropped_gradients_total", ()): 5.0,
+    ("shadowsync_aggregation_mode", (("mode", "gba"),)): 1.0,
+    ("shadowsync_worker_step_seconds", (("worker", "0.1"),)): 0.5,
+    ("shadowsync_held_gradient_bytes", ()): 4096.0,
 }
 
 

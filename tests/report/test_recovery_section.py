@@ -146,7 +146,7 @@ def test_a_decision_is_marked_on_the_timeline_and_changes_no_state() -> None:
     )
     assert plain is not None
     assert told is not None
-    assert "A diamond marks a decision on recovery." in told.card.shows
+    assert "A diamond marks a decision." in told.card.shows
     assert "diamond" not in plain.card.shows
     states = [
         re.findall(r'(?s)<path d="[^"]*" clip-path="[^"]*" style="[^"]*"/>', made.card.svg or "")

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from shadowsync.models.deepfm import DeepFm
 from shadowsync.models.dlrm import Dlrm
 from shadowsync.models.model import ModelSpec
 from shadowsync.models.pooled import Pooled
+from shadowsync.models.sequences import JaggedVectors
 from shadowsync.training.fast_linear import accelerate
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd
 from shadowsync.training.replica import Replica
@@ -90,14 +92,14 @@ def test_one_worker_equals_a_plain_loop(spec: ModelSpec, optimizer: DenseOptimiz
     close = PlainLoop(copy.deepcopy(module), optimizer.name, False, clip_norm)
     for seed in range(5):
         batch = make_batch(seed=seed)
-        loss, _, by_pooled = worker.loss_and_gradients(*batch)
+        loss, _, by_vectors = worker.loss_and_gradients(*batch)
         worker.step(0.05)
         exact_loss, exact_gradient = exact.step(*batch)
         close_loss, close_gradient = close.step(*batch)
         assert torch.equal(loss, exact_loss)
-        assert torch.equal(by_pooled, exact_gradient)
+        assert torch.equal(by_vectors.pooled, exact_gradient)
         torch.testing.assert_close(loss, close_loss, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(by_pooled, close_gradient, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(by_vectors.pooled, close_gradient, rtol=1e-3, atol=1e-5)
     for own, other in zip(worker.module.parameters(), exact.module.parameters(), strict=True):
         assert torch.equal(own, other)
 
@@ -108,8 +110,9 @@ def test_bf16_is_close_to_fp32(spec: ModelSpec) -> None:
     replica = Replica(spec.build(3, DIMS), Adagrad(), DIMS)
     full, half = replica.worker_module("fp32"), replica.worker_module("bf16")
     batch = make_batch(256)
-    loss, logits, by_pooled = full.loss_and_gradients(*batch)
-    half_loss, half_logits, half_by_pooled = half.loss_and_gradients(*batch)
+    loss, logits, by_vectors = full.loss_and_gradients(*batch)
+    half_loss, half_logits, half_by_vectors = half.loss_and_gradients(*batch)
+    by_pooled, half_by_pooled = by_vectors.pooled, half_by_vectors.pooled
 
     assert half_logits.dtype == half_by_pooled.dtype == torch.float32
     assert not torch.equal(logits, half_logits)
@@ -314,6 +317,34 @@ def test_load_of_another_model_or_optimizer_changes_nothing() -> None:
     assert torch.equal(replica.flat, before)
 
 
+class Histories(nn.Module):
+    """Takes one sequence and leaves another alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = nn.Linear(3 + 4, 1)
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Any]) -> Tensor:
+        return self.top(torch.cat([dense, embeddings["seen"].weighted_sum()], dim=1)).squeeze(1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("lengths", [[2, 0, 3, 1], [0, 0, 0, 0]], ids=str)
+def test_the_gradient_reaches_the_vectors_of_every_sequence(precision: str, lengths: list[int]) -> None:
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    sequences = {name: JaggedVectors(name, torch.randn(sum(lengths), 4), offsets) for name in ("seen", "unused")}
+    replica, labels = Replica(Histories(), Sgd(), {}), torch.tensor([0.0, 1, 1, 0])
+    dense, pooled = torch.randn(4, 3), torch.zeros(4, 0)
+    _, logits, found = replica.worker_module(precision).loss_and_gradients(dense, pooled, labels, sequences)
+    by_logit = ((logits.sigmoid() - labels) / 4)[sequences["seen"].owners]
+    expected = by_logit[:, None] * replica.module.top.weight.detach()[0, 3:]
+    torch.testing.assert_close(found.sequences["seen"], expected, rtol=1e-2 if precision == "bf16" else 1e-5, atol=1e-3)
+    assert found.sequences["seen"].dtype == torch.float32
+    assert found.sequences["unused"].shape == (sum(lengths), 4)
+    assert not found.sequences["unused"].any()
+    torch.testing.assert_close(replica.predict(dense, pooled, sequences), logits, rtol=2e-2, atol=2e-2)
+
+
 def test_a_module_that_ignores_its_embeddings_gives_them_a_zero_gradient() -> None:
     class DenseOnly(nn.Module):
         def __init__(self) -> None:
@@ -323,7 +354,7 @@ def test_a_module_that_ignores_its_embeddings_gives_them_a_zero_gradient() -> No
         def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
             return self.layer(dense).squeeze(1)
 
-    _, _, by_pooled = make_replica(DenseOnly()).worker_module().loss_and_gradients(*make_batch())
+    by_pooled = make_replica(DenseOnly()).worker_module().loss_and_gradients(*make_batch())[2].pooled
 
     assert by_pooled.shape == (16, 12)
     assert not by_pooled.any()
@@ -332,7 +363,7 @@ def test_a_module_that_ignores_its_embeddings_gives_them_a_zero_gradient() -> No
 def test_a_module_of_frozen_parameters_still_trains_its_embeddings() -> None:
     replica = make_replica(SPECS[0].build(3, DIMS).requires_grad_(False))
     worker = replica.worker_module()
-    _, _, by_pooled = worker.loss_and_gradients(*make_batch())
+    by_pooled = worker.loss_and_gradients(*make_batch())[2].pooled
     worker.step(0.1)
 
     assert len(replica.flat) == 0
@@ -412,8 +443,8 @@ def test_every_device_follows_the_cpu(device: str, precision: str, optimizer: De
     workers = [here.worker_module(precision, 1.0), there.worker_module(precision, 1.0)]
     for seed in range(4):
         for worker in workers:
-            loss, logits, by_pooled = worker.loss_and_gradients(*make_batch(seed=seed))
-            assert {loss.device.type, logits.device.type, by_pooled.device.type} == {"cpu"}
+            loss, logits, by_vectors = worker.loss_and_gradients(*make_batch(seed=seed))
+            assert {loss.device.type, logits.device.type, by_vectors.pooled.device.type} == {"cpu"}
             worker.step(0.01)
 
     assert there.flat.device.type == device

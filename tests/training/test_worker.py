@@ -15,6 +15,7 @@ from shadowsync.data.reader import LeasedBatch
 from shadowsync.embedding.client import Pulled
 from shadowsync.embedding.pending import DONE, Pending
 from shadowsync.errors import NonFiniteLoss
+from shadowsync.models.sequences import VectorGradients
 from shadowsync.sync.schedule import Unsynchronised
 from shadowsync.training.gate import Gate
 from shadowsync.training.optimizers import Sgd
@@ -45,8 +46,8 @@ class Rows:
     def pull(self, ids: Jagged) -> Pulled:
         return Pulled(ids.values.view(B, 1).float().expand(B, D) / 10, ())
 
-    def push(self, pulled: Pulled, gradient: Tensor, lr: float) -> Pending[None]:
-        self.pushed.append((gradient, lr))
+    def push(self, pulled: Pulled, gradient: VectorGradients, lr: float) -> Pending[None]:
+        self.pushed.append((gradient.pooled, lr))
         return DONE
 
 
@@ -74,14 +75,32 @@ class Kept:
     gradients: list[tuple[Tensor, ...]] = field(default_factory=list)
     settled_at: list[int] = field(default_factory=list)
 
-    def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
-        assert gradient.shape == pulled.pooled.shape
+    begun: list[int] = field(default_factory=list)
+    quiet: bool = True
+
+    def begin(self, leased: LeasedBatch) -> bool:
+        self.begun.append(leased.number)
+        return True
+
+    def ready(self, leased: LeasedBatch) -> None:
+        assert leased.number in self.begun
+
+    def apply(
+        self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
+    ) -> None:
+        assert gradient.pooled.shape == pulled.pooled.shape
         self.numbers.append(leased.number)
         self.factors.append(factor)
         self.gradients.append(module.gradients)
 
     def settle(self) -> None:
         self.settled_at.append(len(self.numbers))
+
+    def idle(self) -> None:
+        self.settle()
+
+    def left(self) -> None:
+        """Nobody waits."""
 
 
 def batches(count: int) -> Iterator[LeasedBatch]:
@@ -121,7 +140,7 @@ class Bench:
             ended=lambda: None,
         )
         settings = StepSettings(self.rates, prefetch=1)
-        parts = WorkerParts(0, 0, module, self.feed, self.rows, Unsynchronised(), gate, settings, hooks)
+        parts = WorkerParts(0, 0, 0, module, self.feed, self.rows, Unsynchronised(), gate, settings, hooks)
         worker = Worker(parts, update)
         worker.run()
         return worker

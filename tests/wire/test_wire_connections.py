@@ -1,5 +1,6 @@
 """What every connection does: in process, and over a socket."""
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -149,3 +150,38 @@ def test_nothing_of_an_answered_call_is_held(connection: Connection) -> None:
         return trace() is None
 
     until(is_free, "the memory's release")
+
+
+def test_any_number_of_replies_may_come_later_and_hold_no_thread(connection: Connection, bank: Bank) -> None:
+    waiting = [connection.call("deposit_later", Deposit(f"d{number}", 1)) for number in range(40)]
+    until(lambda: len(bank.later) == 40, "the last request")
+    assert connection.call("deposit", Deposit("now", 5)).result(PATIENCE_S).read(Balance).total == 5
+    assert not any(answer.done() for answer in waiting)
+    for _ in waiting:
+        bank.end_later()
+    assert [answer.result(PATIENCE_S).read(Balance).total for answer in waiting] == list(range(6, 46))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [(DataError("no such row"), DataError, "no such row"), (ZeroDivisionError("by nothing"), RunError, "by nothing")],
+    ids=["known", "other"],
+)
+def test_what_goes_wrong_later_is_raised_by_the_answer(
+    connection: Connection, bank: Bank, error: Exception, kind: type[Exception], said: str
+) -> None:
+    answer = connection.call("deposit_later", Deposit("d", 1))
+    until(lambda: bool(bank.later), "the request")
+    bank.end_later(error)
+    with pytest.raises(kind, match=said):
+        answer.result(PATIENCE_S)
+
+
+def test_nobody_is_hurt_by_a_reply_after_the_end(connection: Connection, bank: Bank) -> None:
+    answer = connection.call("deposit_later", Deposit("d", 1))
+    until(lambda: bool(bank.later), "the request")
+    connection.close()
+    bank.end_later()
+    assert bank.total == 1
+    with contextlib.suppress(PeerLost):
+        answer.result(PATIENCE_S)

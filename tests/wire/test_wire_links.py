@@ -274,3 +274,18 @@ def test_a_reply_that_could_not_be_kept_is_said_to_be_lost(serve: Serve, connect
     with pytest.raises(Exception, match="has run, and its reply could not be kept"):
         connection.call("deposit", Deposit("one", 1)).result(PATIENCE_S)
     assert bank.runs == {"one": 1}
+
+
+def test_a_reply_that_comes_later_finds_its_way_over_another_link(
+    serve: Serve, connect: Connect, link: MakeLink
+) -> None:
+    bank = Bank()
+    way = link(serve(bank))
+    connection = connect(way.address)
+    answer = connection.call("deposit_later", Deposit("d", 3))
+    until(lambda: bool(bank.later), "the request")
+    way.cut()
+    bank.end_later()
+    way.mend()
+    assert answer.result(PATIENCE_S).read(Balance).total == 3
+    assert (bank.runs["d"], bank.later) == (1, [])

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -40,7 +41,9 @@ class Bank:
             "refuse": Method(self.refuse),
             "crash": Method(self.crash),
             "unspeakable": Method(self.unspeakable),
+            "deposit_later": Method(self.deposit_later, quick=True),
         }
+        self.later: list[tuple[Future[Reply], Request]] = []
         self.total = 0
         self.vault = torch.zeros(1000)
         self.runs: Counter[str] = Counter()
@@ -67,6 +70,19 @@ class Bank:
         self.entered.set()
         assert self.open.wait(PATIENCE_S)
         return self.deposit(request)
+
+    def deposit_later(self, request: Request) -> "Future[Reply]":
+        reply: Future[Reply] = Future()
+        self.later.append((reply, request))
+        return reply
+
+    def end_later(self, error: Exception | None = None) -> None:
+        """Replies to the request that has waited longest."""
+        reply, request = self.later.pop(0)
+        if error is None:
+            reply.set_result(self.deposit(request))
+        else:
+            reply.set_exception(error)
 
     def echo(self, request: Request) -> Reply:
         return Reply(None, tuple(tensor.clone() for tensor in request.tensors))

@@ -7,14 +7,16 @@ from functools import cached_property
 
 from shadowsync.assembly import place_tables, row_optimizer
 from shadowsync.choices import Choices, server_count
-from shadowsync.cluster.parts import DenseSpec, EmbeddingSpec, ReaderSpec
+from shadowsync.cluster.parts import DenseSpec, EmbeddingSpec, ReaderSpec, build_dense
 from shadowsync.cluster.places import Need
-from shadowsync.cluster.trainer_part import Addresses, TrainerSpec
+from shadowsync.cluster.stepper_part import StepperSpec, build_stepper
+from shadowsync.cluster.trainer_spec import Addresses, TrainerSpec
 from shadowsync.config import Config
 from shadowsync.data.parsing import ReaderOptions
 from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.table import Shard
 from shadowsync.runtime.group import split_evenly
+from shadowsync.runtime.runtime import Builder
 from shadowsync.session import Material, Session
 
 THREADS = 4
@@ -30,7 +32,7 @@ class Blueprint:
         session: what it knows of tables, schema and samples.
         config: for the roles: the storage is the one that the driver chose.
         shards: what each embedding server holds.
-        spans: what each dense server holds; empty where the method keeps no central copy.
+        spans: what each dense server holds; empty where replicas are merged and the method keeps no central copy.
     """
 
     material: Material
@@ -48,7 +50,8 @@ class Blueprint:
         """
         config, choices = material.config, material.choices
         shards = place_tables(config, choices, session.schema, session.tables, material.train)
-        servers = config.cluster.dense_servers if choices.method.centralised else 0
+        central = choices.method.centralised or choices.aggregation is not None
+        servers = config.cluster.dense_servers if central else 0
         spans = split_evenly(len(session.template.flat), servers) if servers else []
         chosen = config.embedding.model_copy(update={"storage": choices.storage.name})
         return cls(material, session, config.model_copy(update={"embedding": chosen}), shards, tuple(spans))
@@ -95,10 +98,14 @@ class Blueprint:
         """Of an embedding server."""
         return EmbeddingSpec(self.config, self._own_model, self.shards[index], generation, filled)
 
-    def dense(self, index: int, generation: int) -> DenseSpec:
-        """Of a dense server."""
+    def dense(self, index: int, generation: int) -> tuple[Builder, DenseSpec | StepperSpec]:
+        """Of a dense server, with what makes it."""
+        session = self.session
+        if self.choices.aggregation is not None:
+            model = self.material.own.model
+            return build_stepper, StepperSpec(self.config, session.schema, session.tables, generation, model)
         start, stop = self.spans[index]
-        return DenseSpec(self.choices.codecs["dense"], stop - start, generation)
+        return build_dense, DenseSpec(self.choices.codecs["dense"], stop - start, generation)
 
     def reader(self, options: ReaderOptions) -> ReaderSpec:
         """Of any reader."""

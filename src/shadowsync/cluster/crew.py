@@ -7,13 +7,15 @@ from functools import partial
 from typing import Any
 
 from shadowsync.cluster.blueprint import Blueprint
+from shadowsync.cluster.dense_side import DenseSide
 from shadowsync.cluster.front import Doors
-from shadowsync.cluster.parts import build_dense, build_embedding, build_nothing, build_reader
+from shadowsync.cluster.parts import build_embedding, build_nothing, build_reader
 from shadowsync.cluster.places import Map, Need, Placed
 from shadowsync.cluster.staff import Member, Staff, first_error
 from shadowsync.cluster.statuses import Statuses
 from shadowsync.cluster.trainer_messages import Moved
-from shadowsync.cluster.trainer_part import Addresses, build_trainer
+from shadowsync.cluster.trainer_part import build_trainer
+from shadowsync.cluster.trainer_spec import Addresses
 from shadowsync.data.reader import Reader
 from shadowsync.errors import RunError
 from shadowsync.runtime.runtime import Order, Runtime
@@ -160,16 +162,18 @@ class Crew:
         except GONE as error:
             self.staff.give_up(member, str(error))
 
-    def build_servers(self, reader: Reader, filled: bool = True) -> None:
+    def build_servers(self, reader: Reader, dense: DenseSide, filled: bool = True) -> None:
         """A new generation: the doors are opened to it, and every server and reader gets a fresh part.
 
         Args:
             reader: of the generation.
+            dense: the dense part, which is opened to it too.
             filled: rows have their initial values; else all of them are to be loaded.
         """
         self.generation += 1
         ranks = [member.index for member in self.trainers()]
-        self.doors.open(reader, self.blueprint.material.train, ranks, self.generation)
+        conducting = dense.open(reader, self.generation)
+        self.doors.open(reader, self.blueprint.material.train, ranks, self.generation, conducting)
         self.statuses.begin()
         members = [member for kind in ("embedding", "dense", "reader") for member in self.staff.of_kind(kind)]
         self.all_at_once([partial(self.build_server, member, reader, filled) for member in members])
@@ -181,7 +185,7 @@ class Crew:
         if member.kind == "embedding":
             member.build(build_embedding, self.blueprint.embedding(member.index, self.generation, filled))
         elif member.kind == "dense":
-            member.build(build_dense, self.blueprint.dense(member.index, self.generation))
+            member.build(*self.blueprint.dense(member.index, self.generation))
         else:
             member.build(build_reader, self.blueprint.reader(reader.options))
 

@@ -9,34 +9,42 @@ from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource
 from shadowsync.errors import DataError, RunError
 from shadowsync.runtime.averaging_service import AveragingService
+from shadowsync.runtime.conductor_service import ConductorService
 from shadowsync.runtime.desk_service import DeskService
 from shadowsync.runtime.host import Switch
 from shadowsync.runtime.reading_messages import LeaseAsked
 from shadowsync.runtime.wire.clients import Limits
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.server import ServerOptions, WireServer
-from shadowsync.runtime.wire.service import Method, Reply, Request
+from shadowsync.runtime.wire.service import Method, Outcome, Reply, Request
 
 MOST_SEATS = 32
 
 
 class FrontDesk:
-    """What trainers ask the driver for: leases, where rows come from; and what they tell it.
+    """What trainers ask the driver for: leases, where rows come from, under gradient methods leave to compute; and what
+    they tell it.
 
     A trainer that was given up may still run on a machine that cannot be reached; once banned it gets no answer but an
     error, so that it takes no rows from the one that has its place.
     """
 
     def __init__(
-        self, reader: Reader, source: OpenSource, records: RecordTaker, banned: frozenset[str] = frozenset()
+        self,
+        reader: Reader,
+        source: OpenSource,
+        records: RecordTaker,
+        banned: frozenset[str] = frozenset(),
+        conducting: ConductorService | None = None,
     ) -> None:
-        self._reader, self._source = reader, source
+        self._reader, self._source, self._conducting = reader, source, conducting
         self._clients: dict[int, set[str]] = {}
         self._banned = set(banned)
         self._heard: set[str] = set()
         self._lock = threading.Lock()
         desk = DeskService(reader.desk)
         methods = {**desk.methods, "records": Method(records.take), "place": Method(self._place, once=False)}
+        methods |= {} if conducting is None else conducting.methods
         self.methods = {name: Method(self._guarded(name, m.handle), m.once, m.quick) for name, m in methods.items()}
 
     @property
@@ -55,10 +63,16 @@ class FrontDesk:
         """Gives up a trainer: its leases go to the others, and its connections are not listened to any more."""
         with self._lock:
             self._banned |= self._clients.pop(rank, set())
+        self._forget_batches(rank)  # first: what it has sent and not seen stepped is not to be trained again
         self._reader.desk.abandon(rank)
+        self._forget_batches(rank)  # it may just have claimed one more
 
-    def _guarded(self, name: str, handle: Callable[[Request], Reply]) -> Callable[[Request], Reply]:
-        def guarded(request: Request) -> Reply:
+    def _forget_batches(self, rank: int) -> None:
+        if self._conducting is not None:
+            self._conducting.abandoned(rank)
+
+    def _guarded(self, name: str, handle: Callable[[Request], Outcome]) -> Callable[[Request], Outcome]:
+        def guarded(request: Request) -> Outcome:
             if request.client in self._banned:
                 raise RunError("this trainer was given up")
             if request.client not in self._heard:
@@ -107,11 +121,19 @@ class Doors:
         """Of the desk and of the averaging."""
         return self._servers[0].address, self._servers[1].address
 
-    def open(self, reader: Reader, source: OpenSource, ranks: list[int], generation: int) -> None:
+    def open(
+        self,
+        reader: Reader,
+        source: OpenSource,
+        ranks: list[int],
+        generation: int,
+        conducting: ConductorService | None = None,
+    ) -> None:
         """Serves these rows to these trainers from now on; those of the generation before are heard no more."""
         self.records.generation = generation
         before, averaging = self.desk, self.averaging
-        self.desk = FrontDesk(reader, source, self.records, before.clients if before else frozenset())
+        banned = before.clients if before else frozenset()
+        self.desk = FrontDesk(reader, source, self.records, banned, conducting)
         self.averaging = AveragingService(ranks, self._seats, banned=averaging.clients if averaging else ())
         self._desk_switch.part = self.desk
         self._averaging_switch.part = self.averaging

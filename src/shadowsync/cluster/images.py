@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shadowsync.cluster.crew import Crew
+from shadowsync.cluster.dense_messages import image_reply, read_image
 from shadowsync.cluster.staff import Member
 from shadowsync.cluster.trainer_messages import Held, HoldAsked, ImageNames, Released
-from shadowsync.cluster.trainer_part import image_reply, read_image
 from shadowsync.compression.plain import Plain
 from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
@@ -162,14 +162,14 @@ class Images:
         Raises:
             PeerLost: no trainer is at work, or a dense server is not there.
         """
-        images = self.of_trainers(self._crew.statuses.at_work())
+        images = self.of(self._crew.statuses.at_work())
         if not images:
             raise PeerLost("no trainer is left")
         return DenseImage(tuple(images), self.read_center() if self._crew.blueprint.spans else None)
 
-    def of_trainers(self, trainers: Sequence[Member]) -> list[TrainerImage]:
-        """Copies of these trainers' dense parts."""
-        asked = [member.connection.call("snapshot", timeout_s=IMAGE_S) for member in trainers]
+    def of(self, members: Sequence[Member]) -> list[TrainerImage]:
+        """Copies of the dense parts of these trainers or dense servers."""
+        asked = [member.connection.call("snapshot", timeout_s=IMAGE_S) for member in members]
         return [read_image(answered.result().read(ImageNames), answered.result().tensors) for answered in asked]
 
     def load_dense(self, image: DenseImage) -> None:
@@ -187,7 +187,7 @@ class Images:
             self.write_center(image.center)
 
     def restore(self, member: Member, image: TrainerImage) -> None:
-        """Fills one trainer's dense part."""
+        """Fills the dense part of one trainer or dense server."""
         crossing = image_reply(image)
         member.connection.call("restore", crossing.meta, crossing.tensors).result()
 

@@ -7,19 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shadowsync.cluster.crew import Crew
+from shadowsync.cluster.dense_side import DenseSide
 from shadowsync.cluster.images import Images
 from shadowsync.cluster.staff import Member
 from shadowsync.data.reader import Reader
-from shadowsync.dense_state import TrainerImage
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.runtime.runtime import Order
-from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.session import Newest, ServerLoss
-from shadowsync.sync.method import SyncMethod
-
-
-class NobodyLeft(PeerLost):
-    """There is no trainer whose weights a newcomer could go on from: everybody has to go back to a checkpoint."""
 
 
 @dataclass
@@ -55,13 +49,13 @@ class Newcomers:
     """Puts newcomers to work; any thread, several at a time.
 
     Attributes:
-        method: of synchronisation.
+        dense: the dense part.
         newest: opens the checkpoint from which an embedding server takes its rows.
         crew, images: of the session.
         losses: embedding servers that died and are there again.
     """
 
-    method: SyncMethod
+    dense: DenseSide
     newest: Newest
     crew: Crew
     images: Images
@@ -138,34 +132,18 @@ class Newcomers:
         self.crew.tell_of_server(member)
 
     def _install_dense(self, member: Member, reader: Reader) -> None:
-        """Its part of the central copy is the mean of the replicas."""
         self.crew.build_server(member, reader)
-        images = self.images.of_trainers(self.crew.statuses.at_work())
-        if not images:
-            raise NobodyLeft(f"no trainer is left from which {member.role} could go on")
-        weights = [image.replica["weight"] for image in images]
-        self.images.write_part(member, sum(weights[1:], weights[0]) / len(weights))
+        self.dense.fill_server(member)
         member.ready = True
         self.crew.tell_of_server(member)
 
     def _install_trainer(self, member: Member, stopping: Callable[[], bool]) -> None:
-        """It goes on from a peer, under a centralised method from the central copy; its optimizer is the peer's."""
         self.crew.build_trainer(member)
         with self.images.turn:
-            self.images.restore(member, self._image_for(member))
+            self.dense.fill_trainer(member)
             self.crew.doors.expect(member.index)
             self.crew.statuses.add(member)
             self.crew.tell_newcomer(member)
             self.crew.ask_to_start(member)
             if stopping():
                 self.crew.ask_to_stop()
-
-    def _image_for(self, member: Member) -> TrainerImage:
-        peers = self.crew.statuses.at_work()[:1]
-        if not peers:
-            raise NobodyLeft(f"no trainer is left from which {member.role} could go on")
-        (peer,) = self.images.of_trainers(peers)
-        if not self.method.centralised:
-            return peer
-        center = self.images.read_center()
-        return TrainerImage({**peer.replica, "weight": center}, self.method.init(center))

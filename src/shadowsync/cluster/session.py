@@ -6,15 +6,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 
+from shadowsync.aggregation.aggregator import Worker
+from shadowsync.aggregation.counts import AggregationState
+from shadowsync.assembly import step_rule
 from shadowsync.cluster.blueprint import Blueprint
 from shadowsync.cluster.crew import Crew
+from shadowsync.cluster.dense_side import DenseSide, NobodyLeft
 from shadowsync.cluster.front import Doors
 from shadowsync.cluster.images import Images
-from shadowsync.cluster.newcomers import Newcomers, NobodyLeft
+from shadowsync.cluster.merged import Merged
+from shadowsync.cluster.newcomers import Newcomers
 from shadowsync.cluster.places import Need
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.cluster.staff import Member, Staff
 from shadowsync.cluster.statuses import Statuses
+from shadowsync.cluster.stepped import Stepped
 from shadowsync.cluster.vacancies import Vacancies
 from shadowsync.data.reader import Reader
 from shadowsync.dense_state import DenseImage, restored_dense
@@ -29,7 +35,8 @@ from shadowsync.runtime.host import CALL_S
 from shadowsync.runtime.runtime import Order, Runtime
 from shadowsync.runtime.wire.client import Courier, CourierOptions
 from shadowsync.runtime.wire.errors import GONE, PeerLost
-from shadowsync.session import Material, Newest, RolePlace, ServerLoss, Session, distance, reader_options
+from shadowsync.session import Material, Newest, RolePlace, ServerLoss, Session, reader_options
+from shadowsync.training.rates import Rates
 
 STATUS_S = 1.0
 QUICK_STATUS_S = 0.1
@@ -85,7 +92,9 @@ class ClusterSession(Session):
             stack.callback(runtime.close)  # once more, should something fail before its turn among the others
             self._crew = self._make_crew(runtime, blueprint, stack)
             self._images = Images(self._crew)
-            self._newcomers = Newcomers(self.choices.method, newest, self._crew, self._images)
+            self._dense = self._make_dense()
+            stack.callback(self._dense.close)
+            self._newcomers = Newcomers(self._dense, newest, self._crew, self._images)
             self._crew.hire_all()
             self._begin()
             self._newest = newest
@@ -105,6 +114,15 @@ class ClusterSession(Session):
         stack.callback(self._closing.set)
         return Crew(blueprint, runtime, staff, doors, Statuses(self.ended.set), self._pool)
 
+    def _make_dense(self) -> DenseSide:
+        if (aggregating := self.choices.aggregation) is None:
+            initial = self.template.flat.detach().cpu()
+            return Merged(self.choices.method, self._images, self._crew.statuses, initial)
+        train = self.config.train
+        rates = Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
+        rule = step_rule(self.config, aggregating, rates)
+        return Stepped(aggregating.method, rule, self._crew, self._images)
+
     def _begin(self) -> None:
         """The first generation; whoever dies meanwhile is replaced."""
         try:
@@ -117,8 +135,8 @@ class ClusterSession(Session):
     def _begin_generation(self, filled: bool = True) -> None:
         """Everybody gets a part with its initial values, but for rows that are not to be `filled`."""
         self._training = False
-        self._crew.build_servers(self.reader, filled)
-        self._images.write_center(self.template.flat.detach().cpu())
+        self._crew.build_servers(self.reader, self._dense, filled)
+        self._dense.fill()
         self._crew.build_trainers()
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -152,6 +170,7 @@ class ClusterSession(Session):
         self._mourn_all()
         self._collect_installs()
         self._hear()
+        self._dense.look()
         if self._must_go_back is not None and self.given_up is None:
             self._going_back = self._pool.submit(self._go_back, self._must_go_back)
             self._going_back.add_done_callback(lambda _: self.ended.set())
@@ -199,7 +218,11 @@ class ClusterSession(Session):
         if member.role not in self._scripted:
             self._vacancies.died(member.role, self.reader.trained, time.monotonic())
             self.given_up = self.given_up or self._vacancies.hopeless(member.role)
-        take_note = {"trainer": self._mourn_trainer, "reader": self._mourn_reader}
+        take_note = {
+            "trainer": self._mourn_trainer,
+            "reader": self._mourn_reader,
+            "dense": self._mourn_dense_server,
+        }
         if member.kind in take_note:
             take_note[member.kind](member)
 
@@ -212,8 +235,14 @@ class ClusterSession(Session):
     def _mourn_trainer(self, member: Member) -> None:
         self._crew.doors.give_up(member.index)
         self._crew.statuses.forget(member)
-        if not self._crew.statuses.at_work() and (self.reader.finished or self._stopping or self._wanted_trainers()):
+        if not self._dense.is_with_trainers or self._crew.statuses.at_work():
+            return
+        if self.reader.finished or self._stopping or self._wanted_trainers():
             self._must_go_back = "no trainer is left whose weights the others could go on from"
+
+    def _mourn_dense_server(self, member: Member) -> None:
+        if self._dense.is_with_servers:
+            self._must_go_back = f"{member.role} died, and the dense part with it"
 
     def _mourn_reader(self, _: Member) -> None:
         if self._crew.serving("reader"):
@@ -228,6 +257,9 @@ class ClusterSession(Session):
                 self._crew.staff.give_up(member, "it died by script")
             elif status.fault is not None:
                 self._fail(member, status.fault.error())
+        if self._dense.error is not None and self._error is None:
+            self._error = self._dense.error
+            self.stop()
 
     def _fail(self, member: Member, error: Exception) -> None:
         """Something went wrong in a trainer: it lost somebody, or it is a reason to end the job."""
@@ -241,6 +273,7 @@ class ClusterSession(Session):
         if not self._stopping:
             self._stopping = True
             self._crew.ask_to_stop()
+            self._dense.stop()
         self.reader.close()
 
     def finish(self) -> None:
@@ -377,14 +410,13 @@ class ClusterSession(Session):
         """Rows, dense part and counts of a checkpoint into fresh parts; without one they are the initial ones."""
         if saved is None:
             self.recorder.rewind(self._beginning)
-            self.go_on(0, wire)
+            self.go_on(0, wire, AggregationState())
             return
         state = job_state(saved)
         self._images.load_rows(saved)
-        trainers = len(self._crew.statuses.at_work())
-        self._images.load_dense(restored_dense(saved, self.choices.method, self.template, trainers))
+        self._dense.load(restored_dense(saved, self.choices.method, self.template, self._dense.copies))
         self.recorder.rewind(state.recorder)
-        self.go_on(state.syncs, wire)
+        self.go_on(state.syncs, wire, state.aggregation)
 
     def _fill_places(self) -> list[str]:
         """Hires for every place that is vacant, trainers where there is room and one at least; those roles."""
@@ -415,6 +447,9 @@ class ClusterSession(Session):
     @contextmanager
     def standing_still(self) -> Iterator[None]:
         with self._images.standing_still(self._disturbed):
+            while not self._dense.settle(QUICK_STATUS_S):
+                if self._disturbed() or self._dense.error is not None:
+                    raise PeerLost("somebody died or cannot be reached, so the job cannot stand still")
             yield
 
     def _disturbed(self) -> bool:
@@ -456,11 +491,29 @@ class ClusterSession(Session):
 
     def dense_image(self) -> DenseImage:
         self._check_settled()
-        return self._images.dense()
+        return self._dense.image()
 
     def load_dense(self, image: DenseImage) -> None:
         with self._all_or_again():
-            self._images.load_dense(image)
+            self._dense.load(image)
+
+    def go_on(self, syncs: int, wire: dict[str, dict[str, int]], aggregation: AggregationState) -> None:
+        super().go_on(syncs, wire, aggregation)
+        with self._all_or_again():
+            self._dense.restart(aggregation)
+
+    @property
+    def aggregation(self) -> AggregationState | None:
+        return self._dense.aggregation
+
+    def _held_bytes(self) -> int | None:
+        return self._dense.held_bytes
+
+    def recent_step_s(self) -> Mapping[Worker, float]:
+        return self._dense.recent_step_s()
+
+    def mean_step_s(self) -> Mapping[Worker, float]:
+        return self._dense.mean_step_s()
 
     @contextmanager
     def _all_or_again(self) -> Iterator[None]:
@@ -488,7 +541,7 @@ class ClusterSession(Session):
         return self._crew.statuses.wire()
 
     def _replica_distance(self) -> float | None:
-        return distance(self._crew.statuses.sketches())
+        return self._dense.distance(self._crew.statuses.sketches())
 
     def role_states(self) -> dict[str, RoleState]:
         states = {role: member.state for role, member in list(self._crew.staff.members.items())}

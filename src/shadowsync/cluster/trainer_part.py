@@ -2,15 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
-
-from shadowsync.assembly import TrainerKit, make_module, make_replica, make_trainer, unique_rows
+from shadowsync.assembly import TrainerKit, unique_rows
 from shadowsync.choices import choose_all
+from shadowsync.cluster.dense_messages import image_reply, read_image
 from shadowsync.cluster.records import RecordSender
+from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, TrainerDense, TrainerMaterial
 from shadowsync.cluster.trainer_messages import (
     SKETCH,
     Held,
@@ -22,29 +20,20 @@ from shadowsync.cluster.trainer_messages import (
     SlicePlace,
     TrainerStatus,
 )
-from shadowsync.config import Config
+from shadowsync.cluster.trainer_spec import TrainerSpec
 from shadowsync.data.feed import Feed, LeasedBatch
-from shadowsync.data.source import Schema
-from shadowsync.dense_state import TrainerImage, dense_tensors
-from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.table import Shard, Table
-from shadowsync.errors import DataError, RunError, ShadowSyncError
+from shadowsync.embedding.table import Shard
+from shadowsync.errors import RunError, ShadowSyncError
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.averaging_remote import RemoteAveraging
-from shadowsync.runtime.dense_remote import DenseRemote
 from shadowsync.runtime.desk_remote import DeskRemote
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
-from shadowsync.runtime.gloo import GlooOptions, GlooRing
-from shadowsync.runtime.group import split_evenly
 from shadowsync.runtime.lines import Line
 from shadowsync.runtime.reader_service import ReaderRemote
-from shadowsync.runtime.remote_group import RemoteGroup
 from shadowsync.runtime.runtime import Home
 from shadowsync.runtime.wire.client import WireConnection
 from shadowsync.runtime.wire.errors import Fault
 from shadowsync.runtime.wire.service import Method, Reply, Request
-from shadowsync.sync.schedule import Synchronisation
 from shadowsync.training.gate import Gate
 from shadowsync.training.trainer import Trainer
 from shadowsync.training.worker import Hooks
@@ -52,53 +41,6 @@ from shadowsync.training.worker import Hooks
 LOOK_S = 0.05
 SETTLE_S = 0.002
 END_S = 30.0
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """Where the others are.
-
-    Attributes:
-        driver: the desk, the records.
-        averaging: the driver's other door, at which trainers wait for each other.
-        reader: of this trainer.
-        embedding: each server's, with what it holds.
-        dense: each server's, in the order of their parts.
-    """
-
-    driver: str
-    averaging: str
-    reader: str
-    embedding: tuple[tuple[str, tuple[Shard, ...]], ...]
-    dense: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class TrainerSpec:
-    """What a trainer is made from.
-
-    Attributes:
-        rank: among the trainers.
-        generation: of the job's parts.
-        config: of the job.
-        schema: of the rows.
-        tables: of the job, in their order.
-        warmup_samples, total_samples: of the job.
-        addresses: of the others.
-        model: the user's own module, or None.
-        failures: the script of deaths.
-    """
-
-    rank: int
-    generation: int
-    config: Config
-    schema: Schema
-    tables: tuple[Table, ...]
-    warmup_samples: int
-    total_samples: int
-    addresses: Addresses
-    model: nn.Module | None = field(repr=False)
-    failures: Callable[[int, int], None] = field(repr=False)
 
 
 def build_trainer(spec: TrainerSpec, home: Home) -> "TrainerPart":
@@ -130,7 +72,8 @@ class TrainerPart:
         parse = ReaderRemote(self._connect("reader", 0, spec.addresses.reader)).parse
         self._feed = Feed(spec.rank, self._desk, parse, spec.config.data.prefetch)
         self._records = RecordSender(self._connections["driver", 0], spec.rank, spec.generation)
-        self._trainer, self._synchronisation = self._make_trainer()
+        self._dense = self._make_dense()
+        self._trainer = self._dense.trainer
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
         self.methods: Mapping[str, Method] = {
             "start": Method(self._start),
@@ -159,45 +102,37 @@ class TrainerPart:
         self._records.close()
 
     def _connect(self, kind: str, index: int, address: str) -> WireConnection:
-        self._connections[kind, index] = connection = self._home.courier.connect(address)
-        return connection
+        """The connection to a role, the same one each time."""
+        known = self._connections.get((kind, index))
+        if known is None:
+            known = self._connections[kind, index] = self._home.courier.connect(address)
+        return known
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _make_trainer(self) -> tuple[Trainer, Synchronisation]:
-        spec, config, choices = self._spec, self._spec.config, self._kit.choices
-        dims = widths(spec.tables)
-        replica = make_replica(config, choices, make_module(config, choices, spec.schema, dims, spec.model), dims)
-        group = self._make_group(len(replica.flat))
-        state = choices.method.init(replica.flat)
-        synchronisation = Synchronisation(choices.method, replica.flat, group, config.train.workers, self._gate, state)
-        driver = choices.schedule.drive(synchronisation)
-        trainer = Trainer(spec.rank, replica, driver, self._gate)
-        hooks = Hooks(
+    def _make_dense(self) -> TrainerDense:
+        material = TrainerMaterial(
+            self._spec,
+            self._kit,
+            self._home.host,
+            self._connect,
+            self._counter,
+            self._gate,
+            self._make_clients(),
+            self._feed,
+            self._hooks,
+        )
+        return MergedReplica(material) if self._kit.choices.aggregation is None else GradientWorkers(material)
+
+    def _hooks(self, trainer: Trainer) -> Hooks:
+        return Hooks(
             record=self._records.record,
             trained=lambda: self._desk.trained,
             stopping=lambda: self._stopping or trainer.error is not None,
-            before_step=spec.failures,
+            before_step=self._spec.failures,
             place=self._place,
             ended=self._wake.set,
         )
-        make_trainer(self._kit, trainer, driver, self._make_clients(), self._feed, hooks)
-        return trainer, synchronisation
-
-    def _make_group(self, length: int) -> RemoteGroup:
-        spec, codec = self._spec, self._kit.choices.codecs["dense"]
-        options = GlooOptions(self._home.host)
-        averaging = RemoteAveraging(
-            spec.rank,
-            self._connect("averaging", 0, spec.addresses.averaging),
-            lambda seat: GlooRing(seat, options),
-            codec,
-            self._counter,
-        )
-        dense = [self._connect("dense", index, address) for index, address in enumerate(spec.addresses.dense)]
-        spans = split_evenly(length, max(1, len(dense)))[: len(dense)]
-        servers = DenseRemote(dense, spans, codec, self._counter, None, spec.generation)
-        return RemoteGroup(spec.rank, averaging, servers, self._gate)
 
     def _make_clients(self) -> list[EmbeddingClient]:
         servers = [
@@ -295,7 +230,7 @@ class TrainerPart:
         flat = trainer.replica.flat
         sketch = flat[:: max(1, -(-len(flat) // SKETCH))].detach().cpu().clone()
         status = TrainerStatus(
-            self._synchronisation.count,
+            self._dense.syncs,
             self._ended,
             trainer.lost,
             fault,
@@ -306,49 +241,11 @@ class TrainerPart:
         return Reply(status, (sketch,))
 
     def _snapshot(self, _: Request) -> Reply:
-        return image_reply(TrainerImage.of(self._trainer.replica, self._synchronisation.state))
+        return image_reply(self._dense.image())
 
     def _restore(self, request: Request) -> Reply:
-        image = read_image(request.read(ImageNames), request.tensors)
-        replica = self._trainer.replica
-        _check_image(image.replica, dense_tensors(replica))
-        _check_image(image.method, self._synchronisation.state)
-        image.put_into(replica)
-        self._synchronisation.state = {
-            name: image.method[name].view_as(tensor).to(tensor.device)
-            for name, tensor in self._synchronisation.state.items()
-        }
+        self._dense.restore(read_image(request.read(ImageNames), request.tensors))
         return Reply()
-
-
-def image_reply(image: TrainerImage) -> Reply:
-    """An image as it crosses."""
-    tensors = [*image.replica.values(), *image.method.values()]
-    names = ImageNames(tuple(image.replica), tuple(image.method))
-    return Reply(names, tuple(tensor.detach().cpu().contiguous() for tensor in tensors))
-
-
-def read_image(names: ImageNames, tensors: Sequence[Tensor]) -> TrainerImage:
-    """An image from what crossed.
-
-    Raises:
-        DataError: names and tensors are not of the same number.
-    """
-    if len(names.replica) + len(names.method) != len(tensors):
-        raise DataError(f"an image of {len(names.replica) + len(names.method)} names came with {len(tensors)} tensors")
-    split = len(names.replica)
-    replica = dict(zip(names.replica, tensors[:split], strict=True))
-    return TrainerImage(replica, dict(zip(names.method, tensors[split:], strict=True)))
-
-
-def _check_image(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, int]]:
-        return {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
-
-    if described(given) != described(own):
-        names = sorted({*given, *own})
-        wrong = next((n for n in names if described(given).get(n) != described(own).get(n)), "nothing")
-        raise DataError(f"an image with another {wrong} does not fit this trainer")
 
 
 def _known(error: BaseException) -> ShadowSyncError:

@@ -1,5 +1,6 @@
 """The one authority over who trains which rows: a lease book that threads share and that tells when it changed."""
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,15 @@ class Leasing(Protocol):
         """Returns when `version()` is another one, or earlier: ask again then."""
 
 
+Numbering = Callable[[Lease, int, int], int]
+"""Numbers a batch: given the lease and the first row and the one after the last."""
+
+
+def _counting() -> Numbering:
+    numbers = itertools.count()
+    return lambda *_: next(numbers)
+
+
 class Desk:
     """A `LeaseBook` behind a lock (a `Leasing`)."""
 
@@ -61,10 +71,15 @@ class Desk:
         """
         self._book = book
         self._grain = grain
-        self._claimed = 0
+        self._number = _counting()
         self._version = 0
         self._changed = threading.Condition()
         self._alarm: tuple[int, Callable[[], None]] | None = None
+
+    def number_by(self, give: Numbering) -> None:
+        """Has somebody else number the batches: called for each claim, in their order, and not to call back."""
+        with self._changed:
+            self._number = give
 
     @property
     def finished(self) -> bool:
@@ -103,10 +118,10 @@ class Desk:
         """As `Leasing.claim`."""
         with self._changed:
             granted = self._book.claim(lease, start, stop)
-            if granted <= start:
+            held = self._book.held(lease)
+            if granted <= start or held is None:
                 return None
-            self._claimed += 1
-            return Claim(self._claimed - 1, granted)
+            return Claim(self._number(held, start, granted), granted)
 
     def done(self, lease: Lease, start: int, stop: int) -> bool:
         """As `Leasing.done`."""

@@ -216,6 +216,11 @@ class LeaseBook:
             part.begun, part.settled = granted, True
         return granted
 
+    def held(self, lease: Lease) -> Lease | None:
+        """The lease of that number as it was handed out; None if it is not held any more."""
+        found = self._held.get(lease.number)
+        return None if found is None else found[0]
+
     def take_over(self, trainer: int, grain: int) -> Lease | None:
         """Moves to `trainer` at least half of what waits in the fullest lease of the others, or all of it.
 

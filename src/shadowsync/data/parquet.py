@@ -15,7 +15,7 @@ from shadowsync.data.files import File, reading, resolve
 from shadowsync.data.frame import Column, Layout, batch_of, problems
 from shadowsync.data.mirror import Mirror
 from shadowsync.data.rows import FileRows
-from shadowsync.data.source import Feature, OpenSource, Schema, Slice, Source
+from shadowsync.data.source import Feature, OpenSource, Pooling, Schema, Slice, Source
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.registry import nearest
 
@@ -60,7 +60,8 @@ class Parquet(Source):
         field(default_factory=dict)
     )
     pooling: Annotated[
-        dict[str, Literal["sum", "mean"]], Field(description="how a list column's rows are pooled; sum by default")
+        dict[str, Pooling],
+        Field(description="how a list column's rows are pooled, sum by default; none keeps them apart, as a sequence"),
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

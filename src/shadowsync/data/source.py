@@ -8,24 +8,27 @@ from typing import ClassVar, Literal
 
 from shadowsync.data.batch import Batch
 
+Pooling = Literal["sum", "mean", "none"]
+"""How the vectors of one sample's ids become one; `none` keeps them apart, as a sequence in the order of the ids."""
+
 
 @dataclass(frozen=True)
 class Feature:
     """A categorical feature of a source.
 
     Attributes:
-        name: the feature's name; a model receives its pooled vector under this name.
+        name: the feature's name; a model receives its pooled vector, or its sequence of vectors, under this name.
         rows: ids lie in `[0, rows)`.
         table: the embedding table that holds its rows; None for one of its own, called like the feature.
         multi_hot: a sample may have any number of ids, zero included.
-        pooling: how a table made for this feature by default pools the ids of a sample.
+        pooling: how the table made by default pools this feature's ids of a sample.
     """
 
     name: str
     rows: int
     table: str | None = None
     multi_hot: bool = False
-    pooling: Literal["sum", "mean"] = "sum"
+    pooling: Pooling = "sum"
 
 
 @dataclass(frozen=True)

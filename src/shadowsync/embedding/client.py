@@ -4,8 +4,8 @@
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Shard, Table, group_by_table
 from shadowsync.embedding.unique_rows import NEVER, UniqueChoice, UniqueRows
 from shadowsync.errors import ConfigError, DataError
+from shadowsync.models.sequences import JaggedVectors, VectorGradients
 
 
 class Server(Protocol):
@@ -43,6 +44,16 @@ class Server(Protocol):
 
     def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
         """As `EmbeddingServer.step_rows`."""
+
+    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
+        """As `EmbeddingServer.hold`."""
+
+    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
+        """As `EmbeddingServer.hold_rows`."""
+
+
+_ByLookup = Callable[[Server, Lookup, Tensor], Pending[None]]
+_ByRow = Callable[[Server, RowLookup, Sequence[Tensor]], Pending[None]]
 
 
 @dataclass(frozen=True)
@@ -74,20 +85,32 @@ class Near:
         self.server.step_rows(lookup, gradients, lr)
         return DONE
 
+    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
+        """As `Server.hold`."""
+        self.server.hold(number, lookup, gradient)
+        return DONE
+
+    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
+        """As `Server.hold_rows`."""
+        self.server.hold_rows(number, lookup, gradients)
+        return DONE
+
 
 @dataclass(frozen=True)
 class Pulled:
-    """Pooled vectors and what the push of their gradient needs.
+    """A batch's vectors and what the push of their gradient needs.
 
     Attributes:
         pooled: float32 `[B, Σ D_f]`, tables in their order and features in their table's.
         lookups: what each route asked its server.
-        gathered: the distinct rows that were pooled here, if there are any.
+        gathered: the distinct rows that pooled vectors were made of here, and sequences, if there are any.
+        sequences: by feature, of those with `pooling=none`.
     """
 
     pooled: Tensor
     lookups: tuple[tuple[Route, Lookup], ...]
     gathered: Gathered | None = None
+    sequences: Mapping[str, JaggedVectors] = field(default_factory=dict)
 
 
 class EmbeddingClient:
@@ -96,7 +119,7 @@ class EmbeddingClient:
     Pulls and pushes may come from several threads, in any order and number.
 
     Attributes:
-        columns: each feature's columns in `Pulled.pooled`, by name, in their order.
+        columns: each pooled feature's columns in `Pulled.pooled`, by name, in their order.
         width: all columns, `Σ D_f`.
     """
 
@@ -129,7 +152,7 @@ class EmbeddingClient:
         self.width = self._router.columns.width
 
     def pull(self, ids: Jagged) -> Pulled:
-        """Pooled vectors for the ids of all features, in the order of the source's schema.
+        """Pooled vectors and sequences for the ids of all features, in the order of the source's schema.
 
         All servers are asked before the first answer is waited for.
 
@@ -145,37 +168,67 @@ class EmbeddingClient:
         pooled = [self._servers[route.server].pull(lookup) for route, lookup in lookups]
         rows = self._read(gathered) if gathered else []
         answers = [pending.result() for pending in pooled]
-        if gathered:
-            answers += gathered.pool([pending.result() for pending in rows])
-        return Pulled(fan.assemble(answers, ids.samples), lookups, gathered)
+        if gathered is None:
+            return Pulled(fan.assemble(answers, ids.samples), lookups)
+        more, sequences = gathered.put_together([pending.result() for pending in rows])
+        return Pulled(fan.assemble([*answers, *more], ids.samples), lookups, gathered, sequences)
 
-    def push(self, pulled: Pulled, gradient: Tensor, lr: float) -> Pending[None]:
+    def push(self, pulled: Pulled, gradient: VectorGradients | Tensor, lr: float) -> Pending[None]:
         """Applies the optimizer to every row that was looked up, once per push.
 
         Args:
             pulled: what `pull` returned.
-            gradient: of the loss with respect to `pulled.pooled`, float32 `[B, Σ D_f]`; not to be written to before
-                the end.
+            gradient: of the loss with respect to `pulled.pooled` and the values of `pulled.sequences`; a tensor is
+                that of the pooled vectors, where there are no sequences. Not to be written to before the end.
             lr: learning rate of this step.
 
         Returns:
             Ends when every server has applied it.
 
         Raises:
-            DataError: the gradient is not of the shape and type of `pulled.pooled`. What a server or the way to it
-                finds out, the answer raises.
+            DataError: the gradient is not of the shape and type of the vectors. What a server or the way to it finds
+                out, the answer raises.
         """
-        if gradient.shape != pulled.pooled.shape or gradient.dtype != pulled.pooled.dtype:
-            raise DataError(
-                f"a gradient of {gradient.dtype} {list(gradient.shape)} does not fit vectors of "
-                f"{pulled.pooled.dtype} {list(pulled.pooled.shape)}"
-            )
+        return self._send(
+            pulled,
+            gradient,
+            lambda server, lookup, mine: server.push(lookup, mine, lr),
+            lambda server, lookup, sums: server.step_rows(lookup, sums, lr),
+        )
+
+    def hold(self, pulled: Pulled, gradient: VectorGradients | Tensor, number: int) -> Pending[None]:
+        """Has the servers hold a batch's gradients until a global step names it (`EmbeddingServer.commit`).
+
+        Args:
+            pulled, gradient: as in `push`.
+            number: of the batch, unique among those that are held.
+
+        Returns:
+            Ends when every server holds its part.
+
+        Raises:
+            DataError: as `push`.
+        """
+        return self._send(
+            pulled,
+            gradient,
+            lambda server, lookup, mine: server.hold(number, lookup, mine),
+            lambda server, lookup, sums: server.hold_rows(number, lookup, sums),
+        )
+
+    def _send(
+        self, pulled: Pulled, gradient: VectorGradients | Tensor, by_lookup: _ByLookup, by_row: _ByRow
+    ) -> Pending[None]:
+        if isinstance(gradient, Tensor):
+            gradient = VectorGradients(gradient)
+        _check_fits(gradient, pulled)
         pushes = [
-            self._servers[route.server].push(lookup, route.selection.gradient(gradient), lr)
+            by_lookup(self._servers[route.server], lookup, route.selection.gradient(gradient.pooled))
             for route, lookup in pulled.lookups
         ]
-        if pulled.gathered:
-            pushes += self._step(pulled.gathered, gradient, lr)
+        if (gathered := pulled.gathered) is not None:
+            given = zip(gathered.plan.asked, gathered.lookups, gathered.sums(gradient), strict=True)
+            pushes += [by_row(self._servers[asked.server], lookup, sums) for asked, lookup, sums in given]
         return all_of(pushes)
 
     def _next_number(self) -> int:
@@ -185,9 +238,21 @@ class EmbeddingClient:
         pairs = zip(gathered.plan.asked, gathered.lookups, strict=True)
         return [self._servers[asked.server].read_rows(lookup) for asked, lookup in pairs]
 
-    def _step(self, gathered: Gathered, gradient: Tensor, lr: float) -> list[Pending[None]]:
-        given = zip(gathered.plan.asked, gathered.lookups, gathered.sums(gradient), strict=True)
-        return [self._servers[asked.server].step_rows(lookup, sums, lr) for asked, lookup, sums in given]
+
+def _check_fits(gradient: VectorGradients, pulled: Pulled) -> None:
+    _check_like("vectors", gradient.pooled, pulled.pooled)
+    for feature, found in pulled.sequences.items():
+        if feature not in gradient.sequences:
+            raise DataError(f"there is no gradient for the sequences of feature {feature}")
+        _check_like(f"the sequences of feature {feature},", gradient.sequences[feature], found.values)
+
+
+def _check_like(what: str, gradient: Tensor, vectors: Tensor) -> None:
+    if gradient.shape != vectors.shape or gradient.dtype != vectors.dtype:
+        raise DataError(
+            f"a gradient of {gradient.dtype} {list(gradient.shape)} does not fit {what} of {vectors.dtype} "
+            f"{list(vectors.shape)}"
+        )
 
 
 def _check_held_once(tables: Sequence[Table], servers: Sequence[Sequence[Shard]]) -> None:

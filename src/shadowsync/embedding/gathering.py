@@ -1,4 +1,5 @@
-"""Pooling at the trainer: every distinct row of a batch crosses once, and so does the sum of its gradients.
+"""Pooling at the trainer, or not at all: every distinct row of a batch crosses once, and so does the sum of its
+gradients, whatever features of the table it occurs in.
 
 Rows have keys here, which run through all tables, and numbers on their servers (`RowNumbers`). A run is a stretch of
 keys that are consecutive numbers of one server; an unsplit table is part of one run, and each part of a split one too,
@@ -7,9 +8,10 @@ so that no vector is pooled in parts.
 `B` samples, `G` features of a group whose tables are `D` wide, `L` ids, `K` distinct rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +22,10 @@ from torch import Tensor
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.distinct import Distinct, find_distinct, sum_bags
 from shadowsync.embedding.requests import Bounds, check_range, spread
-from shadowsync.embedding.rowwise import bags_of, by_sample
 from shadowsync.embedding.selection import Selection
 from shadowsync.embedding.server import RowLookup
+from shadowsync.embedding.slot_groups import bags_of, by_sample
+from shadowsync.models.sequences import JaggedVectors, VectorGradients
 
 
 @dataclass(frozen=True)
@@ -41,47 +44,51 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """Features whose tables have one width and one pooling.
+class Members(ABC):
+    """Features of a group that leave it in one form.
 
     Attributes:
         names: the features, in the order of their columns.
         selection: the same features.
         dim: the width.
         starts: the key of each feature's row 0, int64 `[G]`.
-        rows: how many keys there are.
         bounds: which ids there are.
-        runs: all keys, ascending.
-        edges: the first key of each run.
     """
 
     names: tuple[str, ...]
     selection: Selection
     dim: int
     starts: Tensor
-    rows: int
     bounds: Bounds
-    runs: tuple[Run, ...]
-    edges: NDArray[np.int64]
 
-    def find(self, ids: Jagged) -> "Found":
-        """The group's distinct rows among the ids of all features.
+    def find(self, ids: Jagged) -> "Occurrences":
+        """The keys that occur among the ids of all features.
 
         Raises:
             DataError: an id is not a row of its table.
         """
         chosen = self.selection.ids(ids)
         check_range(chosen, self.bounds)
-        keys, weights = chosen.values + spread(self.starts, chosen), chosen.weights
-        if chosen.offsets is None:
-            keys, weights = by_sample(keys, chosen), None if weights is None else by_sample(weights, chosen)
-        distinct = find_distinct(keys.numpy(), self.rows)
-        cut = [*np.searchsorted(distinct.keys, self.edges).tolist(), len(distinct.keys)]
-        return Found(chosen, weights, distinct, cut)
+        return Occurrences(chosen, chosen.values + spread(self.starts, chosen), chosen.weights)
 
-    def pool(self, rows: Tensor, found: "Found") -> Tensor:
-        """Pooled vectors, float32 `[B, G * D]`, from the distinct rows `[K, D]`."""
-        ids, inverse = found.ids, found.distinct.inverse
+    @abstractmethod
+    def brought(self, gradient: VectorGradients, found: "Occurrences") -> "Brought":
+        """What each occurrence brings to its row, from the gradient of the client's output."""
+
+
+class PooledMembers(Members):
+    """Features whose rows are added up for each sample."""
+
+    def find(self, ids: Jagged) -> "Occurrences":
+        found = super().find(ids)
+        if found.ids.offsets is not None:
+            return found
+        weights = None if found.weights is None else by_sample(found.weights, found.ids)
+        return Occurrences(found.ids, by_sample(found.keys, found.ids), weights)
+
+    def pool(self, rows: Tensor, inverse: Tensor, found: "Occurrences") -> Tensor:
+        """Pooled vectors, float32 `[B, G * D]`, from the distinct rows `[K, D]` and that of each occurrence `[L]`."""
+        ids = found.ids
         if ids.offsets is None:
             vectors = rows.index_select(0, inverse)
             if found.weights is not None:
@@ -90,11 +97,117 @@ class Group:
         bags = sum_bags(rows, inverse, ids.offsets, found.weights)
         return bags.view(len(self.names), ids.samples, self.dim).transpose(0, 1).flatten(1)
 
-    def sum(self, gradient: Tensor, found: "Found") -> Tensor:
+    def brought(self, gradient: VectorGradients, found: "Occurrences") -> "Brought":
+        mine = self.selection.gradient(gradient.pooled).reshape(-1, self.dim)
+        return Brought(mine, None if found.ids.offsets is None else bags_of(found.ids), found.weights)
+
+
+class SequenceMembers(Members):
+    """Features whose rows stay apart."""
+
+    def vectors(self, rows: Tensor, inverse: Tensor, found: "Occurrences") -> dict[str, JaggedVectors]:
+        """The sequences of each feature, from the distinct rows `[K, D]` and that of each occurrence `[L]`."""
+        values, offsets, samples = rows.index_select(0, inverse), found.ids.bag_offsets(), found.ids.samples
+        if found.weights is not None:
+            values *= found.weights[:, None]
+        edges = offsets[torch.arange(len(self.names) + 1) * samples].tolist()
+        cut = {name: slice(*edge) for name, edge in zip(self.names, pairwise(edges), strict=True)}
+        return {
+            name: JaggedVectors(name, values[part], offsets[at * samples : (at + 1) * samples + 1] - part.start)
+            for at, (name, part) in enumerate(cut.items())
+        }
+
+    def brought(self, gradient: VectorGradients, found: "Occurrences") -> "Brought":
+        return Brought(torch.cat([gradient.sequences[name] for name in self.names]), None, found.weights)
+
+
+@dataclass(frozen=True)
+class Occurrences:
+    """The ids of some members in one batch.
+
+    Attributes:
+        ids: the members'.
+        keys: of the ids, int64 `[L]`; pooled ones are in the order of the samples where every bag has one id.
+        weights: one for each key, float32 `[L]`, or None for ones.
+    """
+
+    ids: Jagged
+    keys: Tensor
+    weights: Tensor | None
+
+
+class Brought(NamedTuple):
+    """Gradients that occurrences bring to their rows, as `Distinct.sum` takes them: `vectors[which] * weights`."""
+
+    vectors: Tensor
+    which: Tensor | None
+    weights: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Features whose tables have one width.
+
+    Attributes:
+        pooled: those that are pooled; None if there are none.
+        sequences: the others; None if there are none.
+        dim: the width.
+        rows: how many keys there are.
+        runs: all keys, ascending.
+        edges: the first key of each run.
+    """
+
+    pooled: PooledMembers | None
+    sequences: SequenceMembers | None
+    dim: int
+    rows: int
+    runs: tuple[Run, ...]
+    edges: NDArray[np.int64]
+
+    @property
+    def members(self) -> tuple[Members, ...]:
+        """Those that there are, in the order of their occurrences."""
+        return tuple(members for members in (self.pooled, self.sequences) if members is not None)
+
+    def find(self, ids: Jagged) -> "Found":
+        """The group's distinct rows among the ids of all features.
+
+        Raises:
+            DataError: an id is not a row of its table.
+        """
+        occurrences = tuple(members.find(ids) for members in self.members)
+        distinct = find_distinct(_joined([found.keys for found in occurrences]).numpy(), self.rows)
+        cut = [*np.searchsorted(distinct.keys, self.edges).tolist(), len(distinct.keys)]
+        return Found(occurrences, distinct, cut)
+
+    def pool(self, rows: Tensor, found: "Found") -> Tensor | None:
+        """Pooled vectors, float32 `[B, G * D]`, from the distinct rows `[K, D]`; None if no feature is pooled."""
+        return None if self.pooled is None else self.pooled.pool(rows, found.inverses()[0], found.occurrences[0])
+
+    def vectors(self, rows: Tensor, found: "Found") -> dict[str, JaggedVectors]:
+        """The sequences, by feature."""
+        if self.sequences is None:
+            return {}
+        return self.sequences.vectors(rows, found.inverses()[-1], found.occurrences[-1])
+
+    def sum(self, gradient: VectorGradients, found: "Found") -> Tensor:
         """Each distinct row's gradient, float32 `[K, D]`, from that of the client's output."""
-        mine = self.selection.gradient(gradient).reshape(-1, self.dim)
-        index = None if found.ids.offsets is None else bags_of(found.ids)
-        return found.distinct.sum(mine, index, found.weights)
+        pairs = zip(self.members, found.occurrences, strict=True)
+        brought = [members.brought(gradient, occurrences) for members, occurrences in pairs]
+        return found.distinct.sum(*(brought[0] if len(brought) == 1 else _together(brought)))
+
+
+def _together(brought: Sequence[Brought]) -> Brought:
+    starts = accumulate((len(part.vectors) for part in brought), initial=0)
+    which = [
+        start + (torch.arange(len(part.vectors)) if part.which is None else part.which)
+        for start, part in zip(starts, brought, strict=False)
+    ]
+    weights = None
+    if any(part.weights is not None for part in brought):
+        pairs = zip(brought, which, strict=True)
+        weights = torch.cat([torch.ones(len(i)) if part.weights is None else part.weights for part, i in pairs])
+    return Brought(torch.cat([part.vectors for part in brought]), torch.cat(which), weights)
 
 
 @dataclass(frozen=True)
@@ -102,20 +215,22 @@ class Found:
     """The distinct rows of a group in one batch.
 
     Attributes:
-        ids: the group's.
-        weights: of the ids in the order of the occurrences, which is sample by sample where every bag has one id.
+        occurrences: of the group's members.
         distinct: their keys.
         cut: run r's keys are `distinct.keys[cut[r]:cut[r + 1]]`.
     """
 
-    ids: Jagged
-    weights: Tensor | None
+    occurrences: tuple[Occurrences, ...]
     distinct: Distinct
     cut: list[int]
 
     def counts(self) -> list[int]:
         """Distinct rows of each run."""
         return [stop - start for start, stop in pairwise(self.cut)]
+
+    def inverses(self) -> tuple[Tensor, ...]:
+        """Of each member's occurrences the position among the distinct rows, int64 `[L]`."""
+        return self.distinct.inverse.split_with_sizes([len(found.keys) for found in self.occurrences])
 
 
 class Place(NamedTuple):
@@ -185,33 +300,42 @@ class Gathered:
     found: list[Found]
     lookups: list[RowLookup]
 
-    def pool(self, answers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """For each group pooled vectors `[B, G * D]`, from the rows that the servers answered."""
+    def put_together(self, answers: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], dict[str, JaggedVectors]]:
+        """What becomes of the rows that the servers answered.
+
+        Returns:
+            for each group that has any, pooled vectors `[B, G * D]`; and all sequences, by feature.
+        """
         pieces: dict[Place, Tensor] = {}
         counts = [found.counts() for found in self.found]
         for asked, answer in zip(self.plan.asked, answers, strict=True):
             for places, rows in zip(asked.places, answer, strict=True):
                 sizes = [counts[place.group][place.run] for place in places]
                 pieces |= zip(places, rows.split_with_sizes(sizes), strict=True)
-        pooled = []
+        pooled: list[Tensor] = []
+        sequences: dict[str, JaggedVectors] = {}
         for index, (group, found) in enumerate(zip(self.plan.groups, self.found, strict=True)):
-            parts = [pieces[Place(index, run)] for run in range(len(group.runs))]
-            pooled.append(group.pool(_joined(parts, group.dim), found))
-        return pooled
+            rows = _rows([pieces[Place(index, run)] for run in range(len(group.runs))], group.dim)
+            vectors = group.pool(rows, found)
+            pooled += [] if vectors is None else [vectors]
+            sequences |= group.vectors(rows, found)
+        return pooled, sequences
 
-    def sums(self, gradient: Tensor) -> list[tuple[Tensor, ...]]:
-        """For each of `plan.asked` the rows' gradients by width, from that of the client's output `[B, Σ D_f]`."""
+    def sums(self, gradient: VectorGradients) -> list[tuple[Tensor, ...]]:
+        """For each of `plan.asked` the rows' gradients by width, from that of the client's output."""
         pieces: Mapping[int, Sequence[Tensor]] = {
             index: group.sum(gradient, found).split_with_sizes(found.counts())
             for index, (group, found) in enumerate(zip(self.plan.groups, self.found, strict=True))
         }
         return [
-            tuple(_joined([pieces[place.group][place.run] for place in places], dim) for places, dim in by_width)
+            tuple(_rows([pieces[place.group][place.run] for place in places], dim) for places, dim in by_width)
             for by_width in (zip(asked.places, asked.dims, strict=True) for asked in self.plan.asked)
         ]
 
 
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(list(parts)) if parts else torch.zeros(0, dim)
+def _rows(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return _joined(parts) if parts else torch.zeros(0, dim)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

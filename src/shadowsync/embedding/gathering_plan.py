@@ -1,17 +1,19 @@
 """Makes the plan by which rows are gathered from their servers: see `gathering`."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from shadowsync.embedding.gathering import Asked, Gathering, Group, Place, Run
+from shadowsync.embedding.gathering import Asked, Gathering, Group, Members, Place, PooledMembers, Run, SequenceMembers
 from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.requests import Bounds
 from shadowsync.embedding.selection import Selector
 from shadowsync.embedding.table import Shard, Slot, Table
+
+M = TypeVar("M", bound=Members)
 
 
 class Piece(NamedTuple):
@@ -31,10 +33,11 @@ def plan_gathering(
     for server, shards in enumerate(servers):
         for start, shard in zip(numbers[server].starts, shards, strict=True):
             pieces.setdefault(shard.table.name, []).append(Piece(server, start, shard))
-    kinds: dict[tuple[int, str], list[Table]] = {}
+    # a mean needs weights, which slow a sum down
+    kinds: dict[tuple[int, bool], list[Table]] = {}
     for table in tables:
         if table.name in chosen:
-            kinds.setdefault((table.dim, table.pooling), []).append(table)
+            kinds.setdefault((table.dim, "mean" in table.poolings.values()), []).append(table)
     groups = tuple(_group(members, selector, pieces) for members in kinds.values())
     return Gathering(groups, tuple(_asked(groups, chosen, servers, numbers)))
 
@@ -47,18 +50,24 @@ def _group(members: Sequence[Table], selector: Selector, pieces: dict[str, list[
         zip([table.name for table in ordered], accumulate((t.rows for t in ordered), initial=0), strict=False)
     )
     slots = [Slot(Shard(table, 0, table.rows), feature) for table in members for feature in table.features]
-    names = tuple(slot.feature for slot in slots)
+    apart = {feature for table in members for feature in table.sequences}
     runs = _runs(held)
     return Group(
-        names=names,
-        selection=selector.select(names),
+        pooled=_members(PooledMembers, [slot for slot in slots if slot.feature not in apart], selector, starts),
+        sequences=_members(SequenceMembers, [slot for slot in slots if slot.feature in apart], selector, starts),
         dim=members[0].dim,
-        starts=torch.tensor([starts[slot.shard.table.name] for slot in slots]),
         rows=sum(table.rows for table in members),
-        bounds=Bounds.of(slots),
         runs=runs,
         edges=np.array([run.first for run in runs]),
     )
+
+
+def _members(kind: type[M], slots: Sequence[Slot], selector: Selector, starts: Mapping[str, int]) -> M | None:
+    if not slots:
+        return None
+    names = tuple(slot.feature for slot in slots)
+    first = torch.tensor([starts[slot.shard.table.name] for slot in slots])
+    return kind(names, selector.select(names), slots[0].shard.table.dim, first, Bounds.of(slots))
 
 
 def _runs(pieces: Sequence[Piece]) -> tuple[Run, ...]:

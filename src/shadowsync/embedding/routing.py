@@ -75,7 +75,7 @@ class Fan:
 
     Attributes:
         routes: what servers pool.
-        gathering: what is pooled here from distinct rows; None if nothing is.
+        gathering: what is made here from distinct rows; None if nothing is.
         widths: for each answer, the widths of its sections.
         first: which sections, counted over all answers, make up the output side by side: those of layer 0.
         added: the sections of later layers and where they are added, layer by layer: an order of summation that the
@@ -146,7 +146,8 @@ class Router:
         routes = tuple(self._route(server, slots) for server, slots in asked)
         gathering = plan_gathering(self._tables, unique, self._selector, self._servers) if unique else None
         sections = [self._sections([self._slots[server][slot] for slot in slots]) for server, slots in asked]
-        sections += [self._spans(group.names) for group in gathering.groups] if gathering else []
+        groups = gathering.groups if gathering else ()
+        sections += [self._spans(group.pooled.names) for group in groups if group.pooled is not None]
         return _fan(routes, gathering, sections, self.columns.width)
 
     def _route(self, server: int, slots: Sequence[int]) -> Route:

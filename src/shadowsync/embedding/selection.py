@@ -19,7 +19,7 @@ class Columns:
     """Where each feature's pooled vector stands in the client's output: tables in their order, features in theirs.
 
     Attributes:
-        span: the columns of each feature, by name.
+        span: the columns of each feature that is pooled, by name.
         width: all columns.
         unit: the greatest width that divides every table's.
     """
@@ -28,14 +28,14 @@ class Columns:
         self.span: dict[str, slice] = {}
         self.width = 0
         for table in tables:
-            for feature in table.features:
+            for feature in (f for f in table.features if f not in table.sequences):
                 self.span[feature] = slice(self.width, self.width + table.dim)
                 self.width += table.dim
         self.unit = math.gcd(*(table.dim for table in tables)) or 1
 
     def units(self, feature: str) -> range:
-        """The feature's units in the output."""
-        span = self.span[feature]
+        """The feature's units in the output; none if it is a sequence."""
+        span = self.span.get(feature, slice(0, 0))
         return range(span.start // self.unit, span.stop // self.unit)
 
 
@@ -76,7 +76,7 @@ class Selector:
 
     def __init__(self, tables: Sequence[Table], features: Sequence[str]) -> None:
         self.columns = Columns(tables)
-        self.means = frozenset(f for table in tables if table.pooling == "mean" for f in table.features)
+        self.means = frozenset(f for table in tables for f, pooling in table.poolings.items() if pooling == "mean")
         self._position = {feature: index for index, feature in enumerate(features)}
 
     def select(self, features: Sequence[str]) -> Selection:

@@ -1,5 +1,6 @@
 """The embedding server: a role that holds shards and answers pulls and pushes."""
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -8,12 +9,14 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.copying import as_tensor, copy_rows, local_rows
+from shadowsync.embedding.holding import HeldGradients, RowStep, RowSums
 from shadowsync.embedding.initial import fill
 from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.overwriting import check_covered, check_fits, held_rows, overwrite, wide_names
 from shadowsync.embedding.push_gate import PushGate
 from shadowsync.embedding.requests import Bounds, check_range, check_rows, check_shape, check_single
+from shadowsync.embedding.slot_groups import SlotGroups
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Rows, RowSet, Shard, slots_of
 from shadowsync.embedding.watching import RowWatches, Watching
@@ -85,6 +88,10 @@ class EmbeddingServer:
         self._seed = seed
         self._gate = PushGate()
         self._watches = RowWatches(self.state(), self.numbers, watching)
+        self._groups = SlotGroups(self.shards, shard_of_slot, self.numbers)
+        self._held = HeldGradients(self.numbers)
+        self._stepped = -1
+        self._stepping = threading.Lock()
 
     def pull(self, lookup: Lookup) -> Tensor:
         """Pooled rows, float32 `[B, Σ D of the slots]`.
@@ -106,12 +113,7 @@ class EmbeddingServer:
         Raises:
             DataError: as `pull`, or a gradient of another shape or type.
         """
-        width = self._check(lookup).width
-        if gradient.shape != (lookup.ids.samples, width) or gradient.dtype != torch.float32:
-            raise DataError(
-                f"a gradient of {gradient.dtype} {list(gradient.shape)} does not fit a look-up of float32 "
-                f"{[lookup.ids.samples, width]}"
-            )
+        self._check_gradient(lookup, gradient)
         with self._gate:
             try:
                 self._storage.push(lookup.ids, lookup.slots, gradient, lr)
@@ -138,6 +140,81 @@ class EmbeddingServer:
         Raises:
             DataError: as `read_rows`, or gradients of other shapes or types.
         """
+        self._check_sums(lookup, gradients)
+        self._step(RowSums(lookup.rows, tuple(gradients), lookup.shards), lr)
+
+    # --- gradients that wait for a global step -----------------------------------------------------------------------
+
+    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> None:
+        """As `push`, but nothing is stepped before a `commit` names the batch.
+
+        Args:
+            number: of the batch; all its look-ups are held under it.
+            lookup: as given to `pull`.
+            gradient: as in `push`.
+
+        Raises:
+            DataError: as `push`.
+        """
+        self._check_gradient(lookup, gradient)
+        found = {g.dim: self._groups.sum_by_row(lookup.ids, gradient, g) for g in self._groups.plan(lookup.slots)}
+        rows, sums = [], []
+        for width in self.numbers.widths:
+            keys, total = found.get(width.dim, (torch.zeros(0, dtype=torch.int64), torch.zeros(0, width.dim)))
+            rows.append(keys + width.start)
+            sums.append(total)
+        shards = tuple(sorted({self._groups.features[slot] for slot in lookup.slots}))
+        self._held.add(number, RowSums(torch.cat(rows), tuple(sums), shards))
+
+    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> None:
+        """As `step_rows`, but nothing is stepped before a `commit` names the batch; arguments as in `hold`.
+
+        Raises:
+            DataError: as `step_rows`.
+        """
+        self._check_sums(lookup, gradients)
+        self._held.add(number, RowSums(lookup.rows, tuple(gradients), lookup.shards))
+
+    def commit(self, step: RowStep) -> None:
+        """Carries a global step out: every row in one of its batches is stepped once.
+
+        Steps come in ascending order; one that came already changes nothing.
+        """
+        with self._stepping:
+            if step.step <= self._stepped:
+                return
+            self._stepped = step.step
+            sums = self._held.take(step)
+            if sums is not None:
+                self._step(sums, step.lr)
+
+    def forget_held(self, stepped: int = -1) -> None:
+        """Forgets all gradients that wait; the next step is one beyond `stepped`."""
+        with self._stepping:
+            self._held.clear()
+            self._stepped = stepped
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the gradients that wait."""
+        return self._held.byte_count
+
+    def _step(self, sums: RowSums, lr: float) -> None:
+        with self._gate:
+            try:
+                self._storage.step_rows(sums.rows, sums.gradients, sums.shards, lr)
+            finally:
+                self._watches.stepped(sums.rows)
+
+    def _check_gradient(self, lookup: Lookup, gradient: Tensor) -> None:
+        width = self._check(lookup).width
+        if gradient.shape != (lookup.ids.samples, width) or gradient.dtype != torch.float32:
+            raise DataError(
+                f"a gradient of {gradient.dtype} {list(gradient.shape)} does not fit a look-up of float32 "
+                f"{[lookup.ids.samples, width]}"
+            )
+
+    def _check_sums(self, lookup: RowLookup, gradients: Sequence[Tensor]) -> None:
         check_rows(lookup.rows, lookup.shards, self.shards, self.numbers)
         counts = [len(rows) for rows in self.numbers.split(lookup.rows)]
         shapes = [(count, width.dim) for count, width in zip(counts, self.numbers.widths, strict=True)]
@@ -146,11 +223,6 @@ class EmbeddingServer:
                 f"gradients of {', '.join(f'{g.dtype} {list(g.shape)}' for g in gradients) or 'nothing'} do not fit "
                 f"rows of float32 {', '.join(str(list(shape)) for shape in shapes) or 'nothing'}"
             )
-        with self._gate:
-            try:
-                self._storage.step_rows(lookup.rows, gradients, lookup.shards, lr)
-            finally:
-                self._watches.stepped(lookup.rows)
 
     def _check(self, lookup: Lookup) -> Bounds:
         bounds = self._bounds.get(lookup.slots)
@@ -203,6 +275,7 @@ class EmbeddingServer:
         Raises:
             CheckpointError: as `load`, but rows may be missing; those before the one that does not fit are written.
         """
+        self._held.clear()
         with self._watches.turn, self._gate.alone():
             if saved is None:
                 self._begin_anew()

@@ -1,11 +1,13 @@
 """What an embedding table is, and which rows of it a server holds."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Protocol
 
 from pydantic import Field
 from torch import Tensor
+
+from shadowsync.data.source import Pooling
 
 
 @dataclass(frozen=True)
@@ -18,14 +20,32 @@ class Table:
         dim: width of a row.
         features: names of the features that share the table; pooled vectors come in the order of the tables and, within
             a table, in this one.
-        pooling: how the rows of one sample become one vector. A sample without ids gives zeros either way.
+        pooling: how the rows of one sample become one vector, for all features or for each in their order. A sample
+            without ids gives zeros, and with `none`, which keeps the rows apart, an empty sequence.
     """
 
     name: str
     rows: Annotated[int, Field(gt=0)]
     dim: Annotated[int, Field(gt=0)]
     features: tuple[str, ...]
-    pooling: Literal["sum", "mean"] = "sum"
+    pooling: Pooling | tuple[Pooling, ...] = "sum"
+
+    @property
+    def poolings(self) -> dict[str, Pooling]:
+        """Of each feature, by name and in the order of the features."""
+        each = self.pooling if isinstance(self.pooling, tuple) else (self.pooling,) * len(self.features)
+        return dict(zip(self.features, each, strict=True))
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        """The features whose rows are kept apart."""
+        return tuple(feature for feature, pooling in self.poolings.items() if pooling == "none")
+
+
+def pool(table: Table, poolings: Mapping[str, Pooling]) -> Table:
+    """The table with these poolings of some of its features, and its own of the others."""
+    each = tuple({**table.poolings, **poolings}[feature] for feature in table.features)
+    return replace(table, pooling=each[0] if len(set(each)) == 1 else each)
 
 
 @dataclass(frozen=True)

@@ -50,29 +50,31 @@ class UniqueChoice:
         self, settings: UniqueRows, tables: Sequence[Table], features: Sequence[str], servers: Sequence[Sequence[Shard]]
     ) -> None:
         self._settings = settings
-        self._tables = tuple(tables)
         self._positions = {feature: index for index, feature in enumerate(features)}
         held = group_by_table(shard for shards in servers for shard in shards)
         self._parts = {name: len(shards) for name, shards in held.items()}
         self._servers = len(servers)
         self._pulls = itertools.count()
-        self._all = frozenset(table.name for table in tables)
-        self._chosen = self._all if settings.mode == "always" else frozenset[str]()
+        self._pooled = tuple(table for table in tables if not table.sequences)
+        self._forced = frozenset(table.name for table in tables if table.sequences or settings.mode == "always")
+        self._chosen = self._forced
 
     def tables(self, ids: Jagged) -> frozenset[str]:
-        """Names of the tables whose distinct rows are asked for in this pull.
+        """Names of the tables whose distinct rows are asked for in this pull: always those of which a feature is a
+        sequence, so that rows which it shares with others cross once and take one step.
 
         Args:
             ids: of all features; checked for shape, not for range.
         """
         if self._settings.mode == "auto" and next(self._pulls) % self._settings.every == 0 and ids.samples:
-            self._chosen = choose({table.name: self._traffic(table, ids) for table in self._tables}, self._servers)
+            found = choose({table.name: self._traffic(table, ids) for table in self._pooled}, self._servers)
+            self._chosen = self._forced | found
         return self._chosen
 
     def _traffic(self, table: Table, ids: Jagged) -> Traffic:
         mine = ids.select([self._positions[feature] for feature in table.features])
         vector = table.dim * self._settings.float_bytes
-        weighted = mine.weights is not None or (mine.offsets is not None and table.pooling == "mean")
+        weighted = mine.weights is not None or (mine.offsets is not None and "mean" in table.poolings.values())
         per_bag = vector + (0 if mine.offsets is None else ID_BYTES)
         per_id = ID_BYTES * (1 + weighted)
         pooled = len(mine.values) * per_id + self._parts[table.name] * mine.samples * len(table.features) * per_bag

@@ -31,7 +31,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         failures: roles that died so far.
         roles: state of each role on a cluster (see `roles`); empty in one process.
         queue_depth: requests that wait, by the server's role.
-        staleness: mean age of the gradients applied over the interval, in global steps; None without an aggregator.
+        staleness: mean age of the gradients applied over the interval, in global steps; None if none was, and where
+            replicas are merged.
         emulated_step_ms: what a step was made to take, so that the rates are those of an emulated machine; None where
             they are real.
         pls: portion of samples that failures have lost so far; None with `recovery.mode=none`, unless something was
@@ -40,6 +41,11 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         recovery_seconds: what recovery has cost since the last start, by kind (`save`, `load`, `lost`, `wait`, as in
             `result.RecoverySeconds`); empty where `pls` is None.
         emulated_job_s: `recovery_seconds` are those of a job of this length; None where they have passed.
+        global_steps: of a gradient method so far; None where replicas are merged.
+        dropped: gradients that it has left out so far; None as above.
+        aggregation_mode: the gradient method at work; None as above.
+        step_seconds: what each worker at work takes for a batch now, smoothed, by `trainer.worker`; empty as above.
+        held_bytes: memory of the gradients that wait for their step, all servers; None where that is not known.
     """
 
     seconds: float
@@ -67,3 +73,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     target_pls: float | None = None
     recovery_seconds: dict[str, float] = {}
     emulated_job_s: float | None = None
+    global_steps: int | None = None
+    dropped: int | None = None
+    aggregation_mode: str | None = None
+    step_seconds: dict[str, float] = {}
+    held_bytes: int | None = None

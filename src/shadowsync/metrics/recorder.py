@@ -20,6 +20,7 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import Quality
 from shadowsync.metrics.rates import average_sync_gap, rate
 from shadowsync.metrics.roles import RoleState
+from shadowsync.metrics.steps import GlobalSteps
 from shadowsync.metrics.toll import Toll
 
 Clock = Callable[[], float]
@@ -38,8 +39,9 @@ class JobCounts:
         wire_bytes: bytes between roles so far, by kind.
         saves: checkpoints written so far.
         replica_distance: mean over trainers of ‖w_i − mean w‖ / ‖mean w‖, or None.
-        wire_raw_bytes, checkpointing, failures, roles, queue_depth, staleness, emulated_step_ms: as in `Frame`.
+        wire_raw_bytes, checkpointing, failures, roles, queue_depth, emulated_step_ms: as in `Frame`.
         toll: of failures.
+        steps: of a gradient method; None where replicas are merged.
     """
 
     total_samples: int
@@ -52,9 +54,9 @@ class JobCounts:
     failures: int = 0
     roles: Mapping[str, RoleState] = field(default_factory=dict)
     queue_depth: Mapping[str, int] = field(default_factory=dict)
-    staleness: float | None = None
     emulated_step_ms: float | None = None
     toll: Toll = field(default_factory=Toll)
+    steps: GlobalSteps | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class _Mark:
     sync_count: int = 0
     measured: int = 0
     loss_sum: float = 0.0
+    applied: int = 0
+    staleness_sum: int = 0
 
 
 @dataclass(frozen=True)
@@ -242,18 +246,28 @@ class Recorder:
         """
         with self._lock:
             self._drain()
-            mark = self._now(counts.sync_count, self._all.last if ended else self._clock())
+            mark = self._now(counts, self._all.last if ended else self._clock())
             frame = self._frame(counts, mark)
             self._mark = mark
             self._marked_samples = [tally.samples for tally in self._each]
         return frame
 
-    def _now(self, sync_count: int, at: float) -> _Mark:
-        return _Mark(
+    def _now(self, counts: JobCounts, at: float) -> _Mark:
+        steps = counts.steps
+        return dataclasses.replace(
+            self._counted(at),
+            sync_count=counts.sync_count,
+            applied=0 if steps is None else steps.applied,
+            staleness_sum=0 if steps is None else steps.staleness_sum,
+        )
+
+    def _counted(self, at: float) -> _Mark:
+        """With the counts of the mark before of what the recorder does not know by itself."""
+        return dataclasses.replace(
+            self._mark,
             seconds=self._seconds(at),
             samples=self._base.samples + self._all.samples,
             iterations=self._base.iterations + self._all.iterations,
-            sync_count=sync_count,
             measured=self._quality.samples,
             loss_sum=self._quality.loss_sum,
         )
@@ -267,6 +281,7 @@ class Recorder:
         before, quality = self._mark, self._quality
         passed, measured = now.seconds - before.seconds, now.measured - before.measured
         done = [tally.samples - marked for tally, marked in zip(self._each, self._marked_samples, strict=True)]
+        steps = counts.steps
         return Frame(
             seconds=now.seconds,
             samples=now.samples,
@@ -287,12 +302,17 @@ class Recorder:
             failures=counts.failures,
             roles=dict(counts.roles),
             queue_depth=dict(counts.queue_depth),
-            staleness=counts.staleness,
+            staleness=None if steps is None else steps.staleness_since(before.applied, before.staleness_sum),
             emulated_step_ms=counts.emulated_step_ms,
             pls=counts.toll.pls,
             target_pls=counts.toll.target_pls,
             recovery_seconds=dict(counts.toll.seconds),
             emulated_job_s=counts.toll.emulated_job_s,
+            global_steps=None if steps is None else steps.count,
+            dropped=None if steps is None else steps.dropped,
+            aggregation_mode=None if steps is None else steps.mode,
+            step_seconds={} if steps is None else dict(steps.step_seconds),
+            held_bytes=None if steps is None else steps.held_bytes,
         )
 
     def speed(self) -> Speed:
@@ -368,5 +388,4 @@ class Recorder:
                 timed_samples=total.timed_samples - done.timed_samples,
             )
             self._quality.restore(state["quality"])
-            sync_count = self._mark.sync_count
-            self._mark = dataclasses.replace(self._now(sync_count, self._clock()), seconds=seconds)
+            self._mark = dataclasses.replace(self._counted(self._clock()), seconds=seconds)

@@ -32,7 +32,7 @@ class RoleEvent(msgspec.Struct, frozen=True, omit_defaults=True):
         role: its name: `driver`, `reader-0`, `trainer-0`, `embedding-1`, `dense-0`.
         event: `restarted` says that a new process has taken the role's place; it is at work again with the `restored`
             or `alive` that follows. `left` says that it ended as it should; `decided` that the driver chose what
-            happens after failures, which changes nobody's state.
+            happens after failures, or another gradient method, which changes nobody's state.
         detail: a few words on why or where, for a person.
     """
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shadowsync.errors import ConfigError
 from shadowsync.models.mlp import linear, logit_layer, mlp, width
-from shadowsync.models.model import ModelSpec, Widths
-from shadowsync.models.pooled import concatenate
+from shadowsync.models.model import ModelSpec, SequenceInput, Widths, refuse_sequences
+from shadowsync.models.pooled import NO_SEQUENCES, concatenate
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,10 @@ class Dcn(ModelSpec):
     deep: Widths = (512, 256)
     structure: Literal["stacked", "parallel"] = "stacked"
 
-    def build(self, dense_columns: int, dims: Mapping[str, int]) -> nn.Module:
+    def build(
+        self, dense_columns: int, dims: Mapping[str, int], sequences: Mapping[str, SequenceInput] = NO_SEQUENCES
+    ) -> nn.Module:
+        refuse_sequences(self.name, sequences)
         inputs = dense_columns + sum(dims.values())
         if inputs == 0:
             raise ConfigError("model.name=dcn needs at least one column; the data has none")

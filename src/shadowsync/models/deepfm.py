@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shadowsync.models.mlp import logit_layer, mlp, width
-from shadowsync.models.model import ModelSpec, Widths, common_dim
-from shadowsync.models.pooled import concatenate, stack
+from shadowsync.models.model import ModelSpec, SequenceInput, Widths, common_dim, refuse_sequences
+from shadowsync.models.pooled import NO_SEQUENCES, concatenate, stack
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,10 @@ class DeepFm(ModelSpec):
     name: ClassVar[str] = "deepfm"
     deep: Widths = (400, 400, 400)
 
-    def build(self, dense_columns: int, dims: Mapping[str, int]) -> nn.Module:
+    def build(
+        self, dense_columns: int, dims: Mapping[str, int], sequences: Mapping[str, SequenceInput] = NO_SEQUENCES
+    ) -> nn.Module:
+        refuse_sequences(self.name, sequences)
         return DeepFmModule(self, dense_columns, dims)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from shadowsync.errors import ConfigError
 from shadowsync.models.interaction import DotInteraction
 from shadowsync.models.mlp import logit_layer, mlp, width
-from shadowsync.models.model import ModelSpec, Widths, common_dim
-from shadowsync.models.pooled import concatenate
+from shadowsync.models.model import ModelSpec, SequenceInput, Widths, common_dim, refuse_sequences
+from shadowsync.models.pooled import NO_SEQUENCES, concatenate
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,10 @@ class Dlrm(ModelSpec):
     bottom: Widths = (512, 256, 64)
     top: Widths = (512, 256)
 
-    def build(self, dense_columns: int, dims: Mapping[str, int]) -> nn.Module:
+    def build(
+        self, dense_columns: int, dims: Mapping[str, int], sequences: Mapping[str, SequenceInput] = NO_SEQUENCES
+    ) -> nn.Module:
+        refuse_sequences(self.name, sequences)
         common_dim(self.name, dims)
         if dense_columns == 0 and len(dims) < 2:
             raise ConfigError(

@@ -5,37 +5,75 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import nn
 
 from shadowsync.errors import ConfigError
+from shadowsync.models.pooled import NO_SEQUENCES
 
 Widths = tuple[Annotated[int, Field(gt=0, le=65_536)], ...]
 """Hidden widths of a tower of layers; more and larger ones cost time and memory and fit more."""
+
+
+@dataclass(frozen=True)
+class SequenceInput:
+    """A feature with `pooling=none`, of which a model is given `JaggedVectors`.
+
+    Attributes:
+        dim: width of a vector.
+        partners: the pooled features with one id per sample that look rows up in the same table.
+    """
+
+    dim: int
+    partners: tuple[str, ...] = ()
 
 
 class ModelSpec(ABC):
     """A kind of model with its options (the dataclass fields of the member).
 
     What `build` returns is called as `module(dense [B, N], {feature: [B, D_f]}) → logits [B]` and knows nothing of
-    distribution; a user's own module is called in the same way.
+    distribution; a user's own module is called in the same way. Under a feature with `pooling=none` stand
+    `JaggedVectors`.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
-    def build(self, dense_columns: int, dims: Mapping[str, int]) -> nn.Module:
+    def build(
+        self, dense_columns: int, dims: Mapping[str, int], sequences: Mapping[str, SequenceInput] = NO_SEQUENCES
+    ) -> nn.Module:
         """A freshly initialised module; its values depend on torch's random state only.
 
         Args:
             dense_columns: `N`, may be 0.
-            dims: the width of each feature's vector, in the order of the configuration.
+            dims: the width of each pooled feature's vector, in the order of the configuration.
+            sequences: the features that are not pooled, in that order.
 
         Raises:
             ConfigError: the model cannot work on these columns.
         """
+
+    def wanted_sequences(self, histories: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """The features that are to come as sequences, although the configuration does not say so of them.
+
+        Args:
+            histories: the features with several ids per sample, each with the features with one id per sample that
+                share its table; empty where the configuration says of any feature that it is a sequence.
+        """
+        del histories
+        return ()
+
+
+def refuse_sequences(model: str, sequences: Mapping[str, SequenceInput]) -> None:
+    """Raises `ConfigError` naming the first feature that is not pooled, for a model that takes pooled vectors only."""
+    for feature in sequences:
+        raise ConfigError(
+            f"model.name={model} takes one vector per feature, but feature {feature} has pooling=none: set "
+            f"embedding.pooling={{{feature}: mean}}, or model.name=din or dien, which take sequences"
+        )
 
 
 def common_dim(model: str, dims: Mapping[str, int]) -> int:

@@ -70,6 +70,17 @@ class CheckpointStore:
         """Name of the newest complete checkpoint; None where there is none."""
         return next(reversed(self.names()), None)
 
+    def try_writing(self) -> None:
+        """Writes something small and removes it again, so that it is not at the end that saving turns out to fail.
+
+        Raises:
+            SaveError: it cannot be written.
+        """
+        folder = self._files.staging(new_name(0, 0))
+        with self._as_save_error("nothing can be written there", "and nothing was trained"):
+            self._files.write(f"{folder}/{MANIFEST}", [b"trial"])
+            self._files.remove(folder, MANIFEST)
+
     def save(self, snapshot: Snapshot) -> str:
         """Writes a checkpoint and returns its name; only when it is complete are the oldest removed.
 

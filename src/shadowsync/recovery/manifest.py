@@ -14,11 +14,12 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from isal.isal_zlib import crc32
 
+from shadowsync.data.source import Pooling
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError
 from shadowsync.recovery.names import NAME
@@ -118,7 +119,7 @@ class TableEntry(msgspec.Struct, frozen=True):
     rows: int
     dim: int
     features: tuple[str, ...]
-    pooling: Literal["sum", "mean"]
+    pooling: Pooling | tuple[Pooling, ...]
 
     def table(self) -> Table:
         """As the job knows it."""

@@ -48,9 +48,17 @@ def _fields(saved: Table, wanted: Table) -> tuple[tuple[str, object, object], ..
     return (
         ("rows", saved.rows, wanted.rows),
         ("dim", saved.dim, wanted.dim),
-        ("pooling", saved.pooling, wanted.pooling),
+        ("pooling", _pooling(saved), _pooling(wanted)),
         ("features", ", ".join(sorted(saved.features)), ", ".join(sorted(wanted.features))),
     )
+
+
+def _pooling(table: Table) -> str:
+    """One word, or one for each feature."""
+    kinds = {*table.poolings.values()}
+    if len(kinds) == 1:
+        return kinds.pop()
+    return ", ".join(f"{pooling} of {feature}" for feature, pooling in sorted(table.poolings.items()))
 
 
 def _differs(difference: str) -> CheckpointError:

@@ -42,7 +42,8 @@ def quality_cards(result: Result, frames: Sequence[Frame]) -> list[Card]:
 
 def speed_cards(result: Result, frames: Sequence[Frame]) -> list[Card]:
     """Examples per second, synchronisation and bytes."""
-    cards = [_speed_card(frames, emulated=result.throughput.emulated_step_ms is not None), _gap_card(frames)]
+    between = _gap_card(frames) if result.aggregation is None else _staleness_card(frames)
+    cards = [_speed_card(frames, emulated=result.throughput.emulated_step_ms is not None), between]
     if any(frame.replica_distance is not None for frame in frames):
         cards.append(_distance_card(frames))
     if result.wire is not None:
@@ -141,6 +142,17 @@ def _gap_card(frames: Sequence[Frame]) -> Card:
         "small and flat; it grows when the network or the dense servers cannot keep up, and nobody waits for them.",
         line_chart(chart) if points[0] else None,
         "Nothing was synchronised while the run was watched; with sync.method=none there is nothing to see here.",
+    )
+
+
+def _staleness_card(frames: Sequence[Frame]) -> Card:
+    points = curve(frames, _seconds, lambda frame: frame.staleness)
+    chart = Chart("stale", SECONDS, Axis("global steps"), [Line(*points, colour=2)], from_zero=True)
+    return Card(
+        "Staleness over time",
+        "Global steps between the parameters that a gradient was computed with and the step that took it, on average.",
+        "flat and near 0; it grows with the number of workers that a step does not wait for.",
+        line_chart(chart) if points[0] else None,
     )
 
 

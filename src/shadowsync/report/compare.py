@@ -68,12 +68,20 @@ def _mode(result: Result) -> str | None:
     return None if recovery is None else recovery.mode
 
 
+def _method(result: Result) -> str | None:
+    """Of whichever family was at work."""
+    if (done := result.aggregation) is not None:
+        return done.method
+    return None if result.sync is None else result.sync.method
+
+
 def _pls(result: Result) -> float | None:
     recovery = notable_recovery(result)
     return None if recovery is None else recovery.pls
 
 
 COLUMNS = (
+    Column("method", _method, lambda v: v or words.MISSING),
     Column("test AUC", lambda r: r.test.auc if r.test else None, words.decimal, max),
     Column("test NE", lambda r: r.test.ne if r.test else None, words.decimal, min),
     Column("log loss", lambda r: r.test.logloss if r.test else None, words.decimal, min),
@@ -81,6 +89,13 @@ COLUMNS = (
     Column("examples/s", lambda r: r.throughput.eps, words.count, max, timed=True),
     Column("ELP", lambda r: r.throughput.elp, words.count),
     Column("sync gap", lambda r: r.sync.average_gap if r.sync else None, lambda v: words.decimal(v, 1)),
+    Column(
+        "staleness",
+        lambda r: r.aggregation.mean_staleness if r.aggregation else None,
+        lambda v: words.decimal(v, 2),
+        of_some=True,
+    ),
+    Column("dropped", lambda r: r.aggregation.dropped if r.aggregation else None, words.count, of_some=True),
     Column("trained", lambda r: r.data.trained_samples, words.count),
     Column("time", lambda r: r.throughput.seconds, words.duration),
     Column("recovery", _mode, lambda v: v or words.MISSING, of_some=True),

@@ -83,7 +83,10 @@ def scalars(frame: Frame) -> Iterator[tuple[str, float]]:
         "sync/gap": frame.sync_gap,
         "sync/replica_distance": frame.replica_distance,
         "speed/emulated_step_ms": frame.emulated_step_ms,
-        "sync/staleness": frame.staleness,
+        "aggregation/global_steps": frame.global_steps,
+        "aggregation/dropped": frame.dropped,
+        "aggregation/staleness": frame.staleness,
+        "aggregation/held_bytes": frame.held_bytes,
         "recovery/saves": frame.saves,
         "recovery/failures": frame.failures if frame.failures or frame.roles or frame.pls is not None else None,
         "recovery/pls": frame.pls,
@@ -94,4 +97,7 @@ def scalars(frame: Frame) -> Iterator[tuple[str, float]]:
     yield from ((f"wire/{kind}_bytes", count) for kind, count in frame.wire_bytes.items())
     emulated = "emulated_" if frame.emulated_job_s is not None else ""
     yield from ((f"recovery/{emulated}{kind}_s", seconds) for kind, seconds in frame.recovery_seconds.items())
+    yield from ((f"aggregation/step_s_worker_{worker}", step_s) for worker, step_s in frame.step_seconds.items())
+    if frame.aggregation_mode is not None:
+        yield f"aggregation/mode_{frame.aggregation_mode}", 1.0
     yield from ((f"queue/{role}", depth) for role, depth in frame.queue_depth.items())

@@ -13,11 +13,12 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.roles import RoleEvent
 from shadowsync.recovery.costs import spoken
 from shadowsync.report import words
+from shadowsync.report.aggregation_section import AGGREGATION_TERMS, make_aggregation
 from shadowsync.report.charts import Card, quality_cards, speed_cards
 from shadowsync.report.files import write_atomically
 from shadowsync.report.recovery_section import PLS_TERM, make_recovery
 from shadowsync.report.result import Result
-from shadowsync.report.summary import key_numbers
+from shadowsync.report.summary import key_numbers, switch_sentences
 from shadowsync.report.timeline import make_timeline
 
 FILE_NAME = "report.html"
@@ -42,12 +43,16 @@ TERMS = (
     ("Calibration", "Mean prediction divided by mean label. 1 is right, 1.1 predicts ten per cent too many positives."),
     ("EPS", "Examples trained per second by the whole job, from the first to the last batch."),
     ("ELP", "Example-level parallelism: batch size × workers per trainer × trainers, the samples in work at once."),
+    ("Window", "The last samples trained (report.window of them): what the model does now rather than on average."),
+)
+
+
+REPLICA_TERMS = (
     (
         "Trainer, worker",
         "A trainer holds one replica of the dense part; its workers are threads that update it together.",
     ),
     ("Sync gap", "Steps of a trainer between two synchronisations of its replica with the others."),
-    ("Window", "The last samples trained (report.window of them): what the model does now rather than on average."),
 )
 
 
@@ -64,8 +69,10 @@ def write_page(folder: Path, result: Result, frames: Sequence[Frame], events: Se
 
 def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEvent] = ()) -> str:
     """The page of one run as HTML; with a timeline if there are `events` of its roles."""
+    aggregation = make_aggregation(result, frames)
     recovery = make_recovery(result, frames, events)
-    timeline = make_timeline(events, frames, emulated=recovery is not None and recovery.emulated)
+    emulated = recovery is not None and recovery.emulated
+    timeline = make_timeline(events, frames, switch_sentences(result), emulated=emulated)
     return render(
         "page.html.j2",
         title=_title(result),
@@ -74,15 +81,21 @@ def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEv
         headlines=headlines(result),
         quality_cards=marked(quality_cards(result, frames)),
         speed_cards=marked(speed_cards(result, frames)),
+        aggregation=aggregation,
+        aggregation_cards=marked([] if aggregation is None else aggregation.cards),
         recovery=recovery,
         recovery_cards=marked([] if recovery is None else recovery.cards),
         timeline=timeline,
         timeline_cards=marked([] if timeline is None else [timeline.card]),
         key_numbers=key_numbers(result),
-        terms=TERMS if recovery is None else (*TERMS, PLS_TERM),
+        terms=_terms(gradients=aggregation is not None, losses=recovery is not None),
         configuration=list(flat(result.config)),
         environment=[*result.versions.items(), *(result.machine or {}).items()],
     )
+
+
+def _terms(*, gradients: bool, losses: bool) -> tuple[tuple[str, str], ...]:
+    return (*TERMS, *(AGGREGATION_TERMS if gradients else REPLICA_TERMS), *((PLS_TERM,) if losses else ()))
 
 
 def render(template: str, **values: Any) -> str:
@@ -161,6 +174,9 @@ def _job_headlines(result: Result) -> list[Headline]:
     if sync is not None and sync.average_gap is not None:
         gap = words.decimal(sync.average_gap, 1)
         found.append(Headline("Sync gap", gap, "Steps of a trainer between two synchronisations, on average."))
+    if (aggregation := result.aggregation) is not None:
+        stale = words.decimal(aggregation.mean_staleness, 2)
+        found.append(Headline("Staleness", stale, "Global steps by which an applied gradient was late, on average."))
     return found
 
 
@@ -190,6 +206,8 @@ def _introduction(config: Mapping[str, Any]) -> str:
     trainers, workers = _number(config, "trainers"), _number(config, "workers")
     method, schedule = _at(config, "sync", "method", "none"), _at(config, "sync", "schedule", "")
     by = f"{words.plural(trainers, 'trainer')} with {words.plural(workers, 'worker')}{' each' if trainers > 1 else ''}"
+    if (gradients := _at(config, "aggregation", "method", "None")) != "None":
+        return f"A click model, trained by {by}, the gradients aggregated by {gradients}."
     merged = f", the replicas synchronised by {method} ({schedule})" if trainers > 1 and method != "none" else ""
     return f"A click model, trained by {by}{merged}."
 

@@ -80,8 +80,8 @@ def _seconds_left(recent: "deque[Frame]") -> float | None:
 
 
 def progress_line(frame: Frame, seconds_left: float | None, columns: int | None) -> str:
-    """The line of one frame: share done, examples/s, window NE, AUC so far, sync gap, trouble and loss, time left,
-    trainers.
+    """The line of one frame: share done, examples/s, window NE, AUC so far, sync gap or global steps, trouble and
+    loss, time left, trainers.
 
     `columns`: the width of the terminal, which decides whether there are a bar and the single trainers; None for a
     line of any length, without a bar.
@@ -102,6 +102,10 @@ def _figures(frame: Frame) -> Iterator[str]:
     yield f"AUC {words.decimal(frame.auc)}"
     if frame.sync_gap is not None:
         yield f"sync gap {words.decimal(frame.sync_gap, 1)}"
+    if frame.global_steps is not None:
+        yield f"{frame.aggregation_mode} step {words.count(frame.global_steps)}"
+    if frame.staleness is not None:
+        yield f"staleness {words.decimal(frame.staleness, 1)}"
     if frame.checkpointing:
         yield "saving"
     if frame.failures:

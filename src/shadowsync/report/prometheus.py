@@ -98,7 +98,14 @@ class _Figures(Collector):
 
 def metrics(frame: Frame) -> list[Metric]:
     """The frame as metrics; what is None there has no sample."""
-    return [*_progress(frame), *_quality(frame), *_traffic(frame), *_roles(frame), *_recovery(frame)]
+    return [
+        *_progress(frame),
+        *_quality(frame),
+        *_aggregation(frame),
+        *_traffic(frame),
+        *_roles(frame),
+        *_recovery(frame),
+    ]
 
 
 def _progress(frame: Frame) -> list[Metric]:
@@ -128,7 +135,18 @@ def _quality(frame: Frame) -> list[Metric]:
         _counter("syncs", "Synchronisations of replicas, all trainers.", frame.sync_count),
         _gauge("sync_gap_iterations", "Steps of a trainer between two synchronisations.", frame.sync_gap),
         _gauge("replica_distance_ratio", "Mean distance of replicas from their mean.", frame.replica_distance),
-        _gauge("staleness_steps", "Mean age of applied gradients in global steps.", frame.staleness),
+    ]
+
+
+def _aggregation(frame: Frame) -> list[Metric]:
+    mode = {} if frame.aggregation_mode is None else {frame.aggregation_mode: 1.0}
+    return [
+        _counter("global_steps", "Steps that a gradient method has made.", frame.global_steps),
+        _counter("dropped_gradients", "Gradients that no global step took.", frame.dropped),
+        _gauge("staleness_steps", "Mean age of the gradients applied over the last interval.", frame.staleness),
+        _gauges("aggregation_mode", "1 for the gradient method at work.", "mode", mode),
+        _gauges("worker_step_seconds", "What a worker takes for a batch, smoothed.", "worker", frame.step_seconds),
+        _gauge("held_gradient_bytes", "Memory of gradients that wait for their step.", frame.held_bytes),
     ]
 
 
@@ -168,7 +186,7 @@ def _gauge(name: str, meaning: str, value: float | None) -> Metric:
     return GaugeMetricFamily(f"shadowsync_{name}", meaning, value=value)
 
 
-def _counter(name: str, meaning: str, value: float) -> Metric:
+def _counter(name: str, meaning: str, value: float | None) -> Metric:
     return CounterMetricFamily(f"shadowsync_{name}", meaning, value=value)
 
 

@@ -13,7 +13,7 @@ from shadowsync.report.charts import SAMPLES, Card
 from shadowsync.report.plots import Bar, Chart, Line, Marks, Reference, bar_chart, line_chart
 from shadowsync.report.result import Recovery, Result
 from shadowsync.report.series import curve, kept
-from shadowsync.report.summary import KeyNumber
+from shadowsync.report.summary import KeyNumber, switch_sentences
 
 PLS_TERM = (
     "PLS",
@@ -68,7 +68,9 @@ def make_recovery(result: Result, frames: Sequence[Frame], events: Sequence[Role
     recovery = notable_recovery(result)
     if recovery is None:
         return None
-    decided = [(words.clock(event.seconds), event.detail) for event in events if event.event == "decided"]
+    switches = switch_sentences(result)
+    decisions = [event for event in events if event.event == "decided" and event.detail not in switches]
+    decided = [(words.clock(event.seconds), event.detail) for event in decisions]
     return RecoverySection(
         why=recovery.why or "",
         numbers=_numbers(recovery),

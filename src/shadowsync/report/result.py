@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from shadowsync.aggregation.aggregator import Switch
 from shadowsync.errors import DataError
 from shadowsync.metrics.scores import CurvePoint
 from shadowsync.report.files import read_bytes, write_atomically
@@ -91,12 +92,33 @@ class Wire(_Section, frozen=True):
 
 
 class Aggregation(_Section, frozen=True):
-    """What a gradient method did."""
+    """What a gradient method did, resumes included.
+
+    Attributes:
+        global_steps: k.
+        dropped: gradients that were left out of every step.
+        mean_staleness, max_staleness: of the others: global steps between the parameters that a gradient was computed
+            with and those that it was applied to.
+        method: as configured.
+        mode: the method at work at the end; another one under `auto`.
+        received: gradients of which a step has decided.
+        staleness: pairs, of a staleness and how many gradients were applied with it.
+        switches: from one method to another, in order.
+        step_seconds: what each worker took for a batch on average since the last start, by `trainer.worker`.
+        most_held_bytes: memory of gradients that waited for their step, at the most that was seen, all servers.
+    """
 
     global_steps: int
     dropped: int
     mean_staleness: float | None
     max_staleness: int
+    method: str | None = None
+    mode: str | None = None
+    received: int | None = None
+    staleness: tuple[tuple[int, int], ...] = ()
+    switches: tuple[Switch, ...] = ()
+    step_seconds: dict[str, float] = {}
+    most_held_bytes: int | None = None
 
 
 class RecoverySeconds(_Section, frozen=True):

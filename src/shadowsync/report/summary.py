@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shadowsync.report import words
-from shadowsync.report.result import Result
+from shadowsync.report.result import Aggregation, Result
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,25 @@ def _synchronisation(result: Result) -> list[KeyNumber]:
     if (aggregation := result.aggregation) is not None:
         staleness = f"{words.decimal(aggregation.mean_staleness, 2)} / {words.count(aggregation.max_staleness)}"
         rows += [
-            KeyNumber("global steps", words.count(aggregation.global_steps), "committed by the aggregator"),
-            KeyNumber("dropped gradients", words.count(aggregation.dropped), "too stale to be used"),
+            KeyNumber("global steps", words.count(aggregation.global_steps), _by(aggregation)),
+            KeyNumber("dropped gradients", words.count(aggregation.dropped), "too late or too old to be used"),
             KeyNumber("staleness, mean / largest", staleness, "global steps"),
         ]
     return rows
+
+
+def switch_sentences(result: Result) -> frozenset[str]:
+    """What the driver said of switches from one gradient method to another."""
+    switches = () if result.aggregation is None else result.aggregation.switches
+    return frozenset(switch.sentence for switch in switches)
+
+
+def _by(aggregation: Aggregation) -> str:
+    """Who made the global steps."""
+    if aggregation.method is None:
+        return "committed by the aggregator"
+    switches = f", {words.plural(len(aggregation.switches), 'switch', 'switches')}" if aggregation.switches else ""
+    return f"made by {aggregation.method}{switches}"
 
 
 def _samples(result: Result) -> list[KeyNumber]:

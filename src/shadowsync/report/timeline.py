@@ -1,6 +1,6 @@
 """The timeline of a run's roles: who was at work when, who was not, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shadowsync.metrics.frame import Frame
@@ -32,15 +32,21 @@ class Timeline:
     left_out: int
 
 
-def make_timeline(events: Sequence[RoleEvent], frames: Sequence[Frame], *, emulated: bool = False) -> Timeline | None:
-    """None where no role was told of; `emulated`: the times that decisions speak of are those of another job."""
+def make_timeline(
+    events: Sequence[RoleEvent], frames: Sequence[Frame], real: Collection[str] = (), *, emulated: bool = False
+) -> Timeline | None:
+    """None where no role was told of; `emulated`: the times that decisions speak of, but for `real` ones, are those of
+    another job."""
     if not events:
         return None
     ordered = sorted(events, key=lambda event: event.seconds)
     told = spans(ordered, _end(ordered, frames))
     drawn = _rows_drawn(told)
     rows = [_row(ordered, role, told[role]) for role in drawn]
-    listed = [(words.clock(e.seconds), e.role, e.event, _detail(e, emulated)) for e in _notable(ordered)]
+    listed = [
+        (words.clock(e.seconds), e.role, e.event, _detail(e, emulated and e.detail not in real))
+        for e in _notable(ordered)
+    ]
     return Timeline(_card(rows, len(told) - len(drawn)), listed, len(ordered) - len(listed))
 
 
@@ -82,7 +88,7 @@ def _row(events: Sequence[RoleEvent], role: str, told: Sequence[Span]) -> Row:
 
 
 def _card(rows: Sequence[Row], hidden: int) -> Card:
-    decided = " A diamond marks a decision on recovery." if any(row.notes for row in rows) else ""
+    decided = " A diamond marks a decision." if any(row.notes for row in rows) else ""
     more = f" {words.plural(hidden, 'further role')} had fewer troubles and are not drawn." if hidden else ""
     return Card(
         "Timeline of the roles",

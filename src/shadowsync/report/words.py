@@ -79,9 +79,9 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def plural(number: int, noun: str) -> str:
+def plural(number: int, noun: str, several: str | None = None) -> str:
     """`1 trainer`, `2 trainers`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {several or noun + 's'}"
 
 
 def _undefined(value: float | None) -> bool:

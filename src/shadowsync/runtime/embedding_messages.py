@@ -5,13 +5,13 @@ Ids and row numbers cross as int32 where they fit, offsets always; floats as the
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.data.batch import Jagged
+from shadowsync.data.source import Pooling
 from shadowsync.embedding.server import Lookup
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import DataError
@@ -56,7 +56,11 @@ class PullAsked(Meta, frozen=True):
 
 
 class PushAsked(Meta, frozen=True):
-    """Brings the gradient of a pull; tensors: of `ids` where they come again, then the gradient's frames."""
+    """Brings the gradient of a pull; tensors: of `ids` where they come again, then the gradient's frames.
+
+    Attributes:
+        held: the batch under which it is held until a `CommitAsked` names it; None to apply it now.
+    """
 
     stream: int
     number: int
@@ -64,6 +68,7 @@ class PushAsked(Meta, frozen=True):
     gradient: Coded
     ids: Ids | None
     generation: int = 0
+    held: int | None = None
 
 
 class ReadAsked(Meta, frozen=True):
@@ -75,13 +80,37 @@ class ReadAsked(Meta, frozen=True):
 
 
 class StepAsked(Meta, frozen=True):
-    """Brings the rows' gradients by width; tensors: the numbers where `shards` come again, then the frames."""
+    """Brings the rows' gradients by width; tensors: the numbers where `shards` come again, then the frames.
+
+    Attributes:
+        held: as in `PushAsked`.
+    """
 
     stream: int
     number: int
     lr: float
     gradients: Coded
     shards: tuple[int, ...] | None
+    generation: int = 0
+    held: int | None = None
+
+
+class CommitAsked(Meta, frozen=True):
+    """A global step, as `embedding.holding.RowStep`; `batches` and `weights` are of one length."""
+
+    step: int
+    batches: tuple[int, ...]
+    weights: tuple[float, ...]
+    divisor: float | None
+    lr: float
+    below: int
+    generation: int = 0
+
+
+class ForgetAsked(Meta, frozen=True):
+    """All gradients that wait are forgotten; the next global step is one beyond `stepped`."""
+
+    stepped: int
     generation: int = 0
 
 
@@ -102,7 +131,7 @@ class ShardInfo(Meta, frozen=True):
     rows: int
     dim: int
     features: tuple[str, ...]
-    pooling: Literal["sum", "mean"]
+    pooling: Pooling | tuple[Pooling, ...]
     start: int
     stop: int
 

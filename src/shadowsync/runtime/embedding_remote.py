@@ -3,18 +3,20 @@
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.numbering import RowNumbers
-from shadowsync.embedding.pending import Callback, Pending, Promise
+from shadowsync.embedding.pending import Pending, Promise
 from shadowsync.embedding.requests import Bounds, check_range
 from shadowsync.embedding.server import Lookup, RowLookup
 from shadowsync.embedding.table import Shard, slots_of
 from shadowsync.errors import DataError, RunError
 from shadowsync.runtime.embedding_messages import (
     Coded,
+    CommitAsked,
+    ForgetAsked,
     PullAsked,
     PushAsked,
     Pushed,
@@ -24,11 +26,10 @@ from shadowsync.runtime.embedding_messages import (
     pack_ids,
     unpack_coded,
 )
+from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
 from shadowsync.runtime.lines import Line, id_type
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.service import Meta
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,34 +91,67 @@ class EmbeddingRemote:
         ids, tensors = pack_ids(lookup, self._id_type)
         self._pulls.count(*[_bytes(tensors)] * 2)
         meta = PullAsked(self._remote.stream, self._number(lookup), ids)
-        return _Fetched(self._call(_Message("pull", meta, tensors)), self._only)
+        return Fetched(self._call(_Message("pull", meta, tensors)), self._only)
 
     def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
         """As `EmbeddingServer.read_rows`."""
         numbers = lookup.rows.to(self._number_type)
         self._pulls.count(*[numbers.nbytes] * 2)
         meta = ReadAsked(self._remote.stream, self._number(lookup), lookup.shards)
-        return _Fetched(self._call(_Message("read", meta, (numbers,))), self._decode)
+        return Fetched(self._call(_Message("read", meta, (numbers,))), self._decode)
 
     def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
         """As `EmbeddingServer.push`."""
+        return self._push(lookup, gradient, lr, None)
+
+    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
+        """As `EmbeddingServer.hold`."""
+        return self._push(lookup, gradient, 0.0, number)
+
+    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
+        """As `EmbeddingServer.step_rows`."""
+        return self._step(lookup, gradients, lr, None)
+
+    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
+        """As `EmbeddingServer.hold_rows`."""
+        return self._step(lookup, gradients, 0.0, number)
+
+    def commit(self, step: RowStep) -> Pending[int]:
+        """As `EmbeddingServer.commit`; answered with the bytes of the gradients that waited."""
+        weights = step.weights
+        meta = CommitAsked(
+            step.step,
+            tuple(weights),
+            tuple(weights.values()),
+            step.divisor,
+            step.lr,
+            step.below,
+            self._remote.generation,
+        )
+        return Fetched(self._call(_Message("commit", meta, ())), held_bytes)
+
+    def forget_held(self, stepped: int) -> Pending[None]:
+        """As `EmbeddingServer.forget_held`."""
+        meta = ForgetAsked(stepped, self._remote.generation)
+        return Fetched(self._call(_Message("forget_held", meta, ())), nothing)
+
+    def _push(self, lookup: Lookup, gradient: Tensor, lr: float, held: int | None) -> Pending[None]:
         coded, frames = self._encode([(lookup.slots, gradient)])
 
         def message(again: bool) -> _Message:
             ids, tensors = pack_ids(lookup, self._id_type) if again else (None, ())
-            meta = PushAsked(self._remote.stream, lookup.number, lr, coded, ids, self._remote.generation)
+            meta = PushAsked(self._remote.stream, lookup.number, lr, coded, ids, self._remote.generation, held)
             return _Message("push", meta, (*tensors, *frames), _bytes(tensors))
 
         return _Delivery(self._call, message, self._pushes)
 
-    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
-        """As `EmbeddingServer.step_rows`."""
+    def _step(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float, held: int | None) -> Pending[None]:
         coded, frames = self._encode([(("rows", width), gradient) for width, gradient in enumerate(gradients)])
 
         def message(again: bool) -> _Message:
             numbers = (lookup.rows.to(self._number_type),) if again else ()
             shards = lookup.shards if again else None
-            meta = StepAsked(self._remote.stream, lookup.number, lr, coded, shards, self._remote.generation)
+            meta = StepAsked(self._remote.stream, lookup.number, lr, coded, shards, self._remote.generation, held)
             return _Message("step", meta, (*numbers, *frames), _bytes(numbers))
 
         return _Delivery(self._call, message, self._pushes)
@@ -149,26 +183,6 @@ class EmbeddingRemote:
         if len(tensors) != 1:
             raise DataError(f"an embedding server answered a pull with {len(tensors)} tensors instead of one")
         return tensors[0]
-
-
-class _Fetched(Pending[T], Generic[T]):
-    """An answer that is decoded by the one thread that asks for it, not by the one that serves all connections."""
-
-    def __init__(self, future: Future[Answer], decode: Callable[[Answer], T]) -> None:
-        self._future = future
-        self._decode = decode
-        self._decoded: list[T] = []
-
-    def result(self) -> T:
-        if not self._decoded:
-            self._decoded.append(self._decode(self._future.result()))
-        return self._decoded[0]
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def then(self, callback: Callback) -> None:
-        self._future.add_done_callback(lambda future: callback(future.exception()))
 
 
 class _Delivery(Promise[None]):

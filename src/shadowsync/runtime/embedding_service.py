@@ -10,11 +10,14 @@ from torch import Tensor
 
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
+from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Rows
 from shadowsync.errors import DataError
 from shadowsync.runtime.embedding_messages import (
     Coded,
+    CommitAsked,
+    ForgetAsked,
     PullAsked,
     PushAsked,
     Pushed,
@@ -33,6 +36,7 @@ from shadowsync.runtime.embedding_messages import (
 from shadowsync.runtime.embedding_saves import SaveMethods, check_size
 from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.lines import Encoder
+from shadowsync.runtime.step_messages import Committed
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
 
@@ -126,6 +130,8 @@ class EmbeddingService:
             "step": Method(self._step),
             "shards": Method(self._shards, once=False),
             "load_rows": Method(self._load_rows),
+            "commit": Method(self._commit),
+            "forget_held": Method(self._forget_held),
             **SaveMethods(server, self._rows).methods,
         }
         self._server = server
@@ -177,7 +183,11 @@ class EmbeddingService:
         gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr)
         if len(gradients) != 1:
             raise DataError(f"a push brings one gradient, not {len(gradients)}")
-        self._server.push(lookup, gradients[0], asked.lr)
+        _check_held(asked.held)
+        if asked.held is None:
+            self._server.push(lookup, gradients[0], asked.lr)
+        else:
+            self._server.hold(asked.held, lookup, gradients[0])
         return Reply(Pushed(True))
 
     def _read(self, request: Request) -> Reply:
@@ -198,12 +208,36 @@ class EmbeddingService:
             lookup = RowLookup(asked.shards, row_numbers(request.tensors[:split]), asked.number)
         if not isinstance(lookup, RowLookup):
             return Reply(Pushed(False))
-        self._server.step_rows(lookup, self._gradients(asked.gradients, request.tensors[split:], asked.lr), asked.lr)
+        gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr)
+        _check_held(asked.held)
+        if asked.held is None:
+            self._server.step_rows(lookup, gradients, asked.lr)
+        else:
+            self._server.hold_rows(asked.held, lookup, gradients)
         return Reply(Pushed(True))
 
+    def _commit(self, request: Request) -> Reply:
+        asked = request.read(CommitAsked)
+        self._generation.check(asked.generation)
+        _check_finite(asked.lr, *asked.weights, 1.0 if asked.divisor is None else asked.divisor)
+        if len(asked.batches) != len(asked.weights) or (asked.divisor is not None and not asked.divisor > 0):
+            raise DataError(
+                f"{len(asked.batches)} batches with {len(asked.weights)} weights and divisor {asked.divisor} make no "
+                "global step"
+            )
+        weights = dict(zip(asked.batches, asked.weights, strict=True))
+        held_bytes = self._server.held_bytes
+        self._server.commit(RowStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
+        return Reply(Committed(held_bytes))
+
+    def _forget_held(self, request: Request) -> Reply:
+        asked = request.read(ForgetAsked)
+        self._generation.check(asked.generation)
+        self._server.forget_held(asked.stepped)
+        return Reply()
+
     def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float) -> tuple[Tensor, ...]:
-        if not math.isfinite(lr):
-            raise DataError(f"a learning rate of {lr} is not finite")
+        _check_finite(lr)
         return unpack_coded(coded, frames, self._push_codec)
 
     def _shards(self, _: Request) -> Reply:
@@ -246,6 +280,17 @@ class EmbeddingService:
                 f"{own.start} to {own.start + count - 1}"
             )
         return {name: t[first:last] if len(t) == count else t for name, t in own.tensors.items()}
+
+
+def _check_finite(*numbers: float) -> None:
+    for number in numbers:
+        if not math.isfinite(number):
+            raise DataError(f"a learning rate or weight of {number} is not finite")
+
+
+def _check_held(number: int | None) -> None:
+    if number is not None and number < 0:
+        raise DataError(f"a gradient came for batch {number}: they count from 0")
 
 
 def _described(tensors: Mapping[str, Tensor]) -> str:

@@ -1,18 +1,21 @@
 """What crosses between two roles: tensors pass a codec and are counted, also where nothing is really sent."""
 
 import threading
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from shadowsync.aggregation.stepping import DenseGradient, DenseStepper, Version
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.pending import DONE, Done, Pending
+from shadowsync.embedding.pending import DONE, Callback, Done, Pending
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Shard
+
+T = TypeVar("T")
 
 _INT32_ROWS = 1 << 31
 
@@ -144,8 +147,68 @@ class EmbeddingLine:
         self.server.step_rows(lookup, self._by_width(self.pushes, gradients), lr)
         return DONE
 
+    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
+        """As `EmbeddingServer.hold`."""
+        self.server.hold(number, lookup, self._stream(self.pushes, lookup.slots).send(gradient))
+        return DONE
+
+    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
+        """As `EmbeddingServer.hold_rows`."""
+        self.server.hold_rows(number, lookup, self._by_width(self.pushes, gradients))
+        return DONE
+
     def _by_width(self, line: Line, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(self._stream(line, ("rows", width)).send(tensor) for width, tensor in enumerate(tensors))
 
     def _stream(self, line: Line, about: Hashable) -> Stream:
         return line.stream((self.position, about))
+
+
+class _Later(Pending[T]):
+    """An answer that is found when somebody asks for it; one thread."""
+
+    def __init__(self, find: Callable[[], T]) -> None:
+        self._find = find
+        self._found: list[T] = []
+
+    def result(self) -> T:
+        if not self._found:
+            self._found.append(self._find())
+        return self._found[0]
+
+    def done(self) -> bool:
+        return True
+
+    def then(self, callback: Callback) -> None:
+        callback(None)
+
+
+@dataclass(frozen=True)
+class DenseLine:
+    """The dense part of gradient methods in this process as a worker sees it over a wire.
+
+    Attributes:
+        stepper: the other end.
+        line: of the dense part.
+        worker: whose streams these are.
+    """
+
+    stepper: DenseStepper
+    line: Line
+    worker: Hashable
+
+    def newer(self, than: int) -> Pending[Version | None]:
+        """As `DenseStepper.newer`, when the answer is asked for: nothing has to cross before."""
+        return _Later(lambda: self._newer(than))
+
+    def _newer(self, than: int) -> Version | None:
+        found = self.stepper.newer(than)
+        return None if found is None else Version(found.number, self._stream("parameters").send(found.flat))
+
+    def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
+        """As `DenseStepper.hold`."""
+        self.stepper.hold(number, replace(gradient, flat=self._stream("gradients").send(gradient.flat)))
+        return DONE
+
+    def _stream(self, about: str) -> Stream:
+        return self.line.stream((about, self.worker))

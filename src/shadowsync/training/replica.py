@@ -5,14 +5,15 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shadowsync.errors import CheckpointError, ConfigError
-from shadowsync.models.pooled import Pooled
+from shadowsync.models.pooled import NO_SEQUENCES, Pooled
+from shadowsync.models.sequences import JaggedVectors, VectorGradients
 from shadowsync.training.fast_linear import accelerate
 from shadowsync.training.optimizers import DenseOptimizer
 
@@ -51,7 +52,7 @@ class Replica:
 
     Attributes:
         module: the copy; its parameters are views of `flat`, so it is always up to date.
-        dims: the features with their widths, in the order of the columns of pooled vectors.
+        dims: the pooled features with their widths, in the order of the columns of pooled vectors.
         optimizer: the update rule.
         slots: the layout of `flat`, in the order of `module.named_parameters()`.
         flat: float32 `[P]`; the gaps between slots stay zero. Whoever writes to it changes every worker.
@@ -63,9 +64,10 @@ class Replica:
     ) -> None:
         """
         Args:
-            module: called as `module(dense [B, N], {feature: [B, D_f]}) → logits [B]`.
+            module: called as `module(dense [B, N], {feature: [B, D_f]}) → logits [B]`; under a feature that is not
+                pooled stand `JaggedVectors`.
             optimizer: steps the parameters.
-            dims: the features with their widths.
+            dims: the pooled features with their widths.
             device: where the replica lives and its workers compute.
 
         Raises:
@@ -111,12 +113,19 @@ class Replica:
         """
         return WorkerModule(self, PRECISIONS[precision], clip_norm)
 
-    def predict(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """Logits `[B]` in float32 with the parameters as they are, from `[B, N]` and `[B, Σ D_f]`."""
+    def predict(self, dense: Tensor, pooled: Tensor, sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES) -> Tensor:
+        """Logits `[B]` in float32 with the parameters as they are.
+
+        Args:
+            dense: float32 `[B, N]`.
+            pooled: float32 `[B, Σ D_f]`, the features in the order of `dims`.
+            sequences: the other features.
+        """
         self.module.eval()
         with torch.inference_mode():
             device = self.flat.device
-            logits: Tensor = self.module(dense.to(device), Pooled(pooled.to(device), self.dims))
+            placed = {name: found.to(device) for name, found in sequences.items()}
+            logits: Tensor = self.module(dense.to(device), Pooled(pooled.to(device), self.dims, placed))
         return logits.float().cpu()
 
     def private_copy(self) -> nn.Module:
@@ -139,6 +148,45 @@ class Replica:
             parameter.data = slot.view(self.flat)
 
 
+class Stepper:
+    """Applies the replica's optimizer, without a lock.
+
+    Args:
+        replica: whose parameters and state are stepped in place.
+        clip_norm: a gradient of a larger L2 norm is scaled down to it; None leaves it alone.
+    """
+
+    def __init__(self, replica: Replica, clip_norm: float | None) -> None:
+        self._optimizer = replica.optimizer
+        self._clip_norm = clip_norm
+        self._views = [slot.view(replica.flat) for slot in replica.slots]
+        self._state = {name: replica.parts(name) for name in replica.state}
+
+    def step(self, gradients: Sequence[Tensor | None], lr: float) -> None:
+        """One step.
+
+        Args:
+            gradients: one for each slot in its order; a slot without one, and its state, stay as they are.
+            lr: the learning rate.
+        """
+        used = [(index, _solid(found)) for index, found in enumerate(gradients) if found is not None]
+        if not used:
+            return
+        where = [index for index, _ in used]
+        state = {name: [parts[index] for index in where] for name, parts in self._state.items()}
+        with torch.no_grad():
+            clipped = self._clip([gradient for _, gradient in used])
+            self._optimizer.step([self._views[index] for index in where], clipped, state, lr)
+
+    def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Equal to `torch.nn.utils.clip_grad_norm_`; not in place, since autograd may return one tensor twice."""
+        if self._clip_norm is None:
+            return gradients
+        norm = nn.utils.get_total_norm(gradients)
+        scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+        return list(torch._foreach_mul(gradients, scale))
+
+
 class WorkerModule:
     """What one Hogwild worker computes with: its own graph and gradients over the replica's parameters.
 
@@ -152,51 +200,48 @@ class WorkerModule:
         self.module = replica.private_copy()
         if replica.flat.device.type == "cpu":
             accelerate(self.module)
-        self.gradients: tuple[Tensor | None, ...] = ()
+        self.gradients: tuple[Tensor | None, ...] = (None,) * len(replica.slots)
         self._replica = replica
         self._autocast = autocast
-        self._clip_norm = clip_norm
         self._parameters = _trainable(self.module)
-        self._views = [slot.view(replica.flat) for slot in replica.slots]
-        self._state = {name: replica.parts(name) for name in replica.state}
+        self._stepper = Stepper(replica, clip_norm)
 
-    def loss_and_gradients(self, dense: Tensor, pooled: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def loss_and_gradients(
+        self, dense: Tensor, pooled: Tensor, labels: Tensor, sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES
+    ) -> tuple[Tensor, Tensor, VectorGradients]:
         """The forward and the backward pass; `gradients` are there afterwards, and nothing has been stepped.
 
         Args:
             dense: float32 `[B, N]`.
             pooled: float32 `[B, Σ D_f]`, the features in the order of `dims`.
             labels: float32 `[B]`, 0 or 1.
+            sequences: the features that are not pooled.
 
         Returns:
-            The mean log loss, 0-d; the logits, float32 `[B]`; the loss's gradient by `pooled`, float32
-            `[B, Σ D_f]`. All on the device of `pooled`.
+            The mean log loss, 0-d; the logits, float32 `[B]`; the loss's gradient by `pooled` and by the values of
+            `sequences`, float32. All on the device of `pooled`.
 
         Raises:
             ConfigError: the module's output is not `[B]`.
         """
         device = self._replica.flat.device
         leaf = pooled.detach().to(device).requires_grad_()
-        logits = self._forward(dense.to(device), leaf)
+        leaves = {name: found.to(device).leaf() for name, found in sequences.items()}
+        logits = self._forward(dense.to(device), Pooled(leaf, self._replica.dims, leaves))
         target = labels.to(device)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, target)
-        by_pooled, *gradients = torch.autograd.grad(loss, [leaf, *self._parameters], allow_unused=True)
-        self.gradients = tuple(gradients)
-        if by_pooled is None:
-            by_pooled = torch.zeros_like(leaf)
+        vectors = [leaf, *(found.values for found in leaves.values())]
+        gradients = torch.autograd.grad(loss, [*vectors, *self._parameters], allow_unused=True)
+        self.gradients = gradients[len(vectors) :]
         home = pooled.device
-        return loss.detach().to(home), logits.detach().to(home), by_pooled.to(home)
+        pairs = zip(vectors, gradients, strict=False)
+        by_pooled, *by_sequence = [(torch.zeros_like(v) if g is None else g).to(home) for v, g in pairs]
+        found_gradients = VectorGradients(by_pooled, dict(zip(leaves, by_sequence, strict=True)))
+        return loss.detach().to(home), logits.detach().to(home), found_gradients
 
     def step(self, lr: float) -> None:
         """Applies the optimizer to the replica in place, without a lock, with `gradients` clipped if so set."""
-        used = [(index, _solid(found)) for index, found in enumerate(self.gradients) if found is not None]
-        if not used:
-            return
-        where = [index for index, _ in used]
-        state = {name: [parts[index] for index in where] for name, parts in self._state.items()}
-        with torch.no_grad():
-            gradients = self._clip([gradient for _, gradient in used])
-            self._replica.optimizer.step([self._views[index] for index in where], gradients, state, lr)
+        self._stepper.step(self.gradients, lr)
 
     def flat_gradient(self) -> Tensor:
         """`gradients` as one tensor `[P]`, zero in the gaps and for parameters without one."""
@@ -206,12 +251,11 @@ class WorkerModule:
                 slot.view(flat).copy_(gradient)
         return flat
 
-    def _forward(self, dense: Tensor, leaf: Tensor) -> Tensor:
-        embeddings = Pooled(leaf, self._replica.dims)
+    def _forward(self, dense: Tensor, embeddings: Pooled) -> Tensor:
         if self._autocast is None:
             logits = self.module(dense, embeddings)
         else:
-            with torch.autocast(leaf.device.type, self._autocast):
+            with torch.autocast(dense.device.type, self._autocast):
                 logits = self.module(dense, embeddings)
         if not isinstance(logits, Tensor) or not (logits.requires_grad and logits.is_floating_point()):
             what = "a tensor without a gradient" if isinstance(logits, Tensor) else type(logits).__name__
@@ -226,14 +270,6 @@ class WorkerModule:
             )
         floats: Tensor = logits.float()
         return floats
-
-    def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Equal to `torch.nn.utils.clip_grad_norm_`; not in place, since autograd may return one tensor twice."""
-        if self._clip_norm is None:
-            return gradients
-        norm = nn.utils.get_total_norm(gradients)
-        scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
-        return list(torch._foreach_mul(gradients, scale))
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:

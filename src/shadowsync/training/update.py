@@ -1,35 +1,49 @@
-"""The seam of a worker's last act in a step: what becomes of its gradients.
-
-`B` samples of a batch, `D_f` width of feature f's vector.
-"""
+"""The seam of a worker's last act in a step: what becomes of its gradients."""
 
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
-
 from shadowsync.data.reader import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.embedding.pending import Pending
+from shadowsync.models.sequences import VectorGradients
 from shadowsync.training.replica import WorkerModule
 
 MOST_UNDER_WAY = 4
 
 
 class Update(Protocol):
-    """What becomes of a worker's gradients; one for each worker, and called by it alone."""
+    """What becomes of a worker's gradients; one for each worker, and called by it alone.
 
-    def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
+    Of each batch `begin`, `ready` and `apply` are called in this order. With pulls ahead, later batches are begun, in a
+    thread of the worker's own, before an earlier one is ready.
+    """
+
+    def begin(self, leased: LeasedBatch) -> bool:
+        """The worker has taken a batch; when this returns its rows are pulled.
+
+        Returns:
+            False if nothing is to be trained any more.
+        """
+        ...
+
+    def ready(self, leased: LeasedBatch) -> None:
+        """The forward pass is next: the parameters of the worker's module are brought up to date if need be."""
+        ...
+
+    def apply(
+        self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
+    ) -> None:
         """Takes the gradients of one batch; the worker's next step starts when it returns.
 
         Whoever implements it also says `Feed.done`, once, as soon as the gradients are in the parameters.
 
         Args:
             leased: the batch; its `number` is its place in the order in which the reader handed batches out.
-            pulled: the pooled vectors it was trained with.
+            pulled: the vectors it was trained with.
             module: holds the gradients of the dense part.
-            gradient: of the mean loss with respect to `pulled.pooled`, float32 `[B, Σ D_f]`; not written to again.
+            gradient: of the mean loss with respect to these vectors, float32; not written to again.
             factor: on all learning rates, in [0, 1].
         """
         ...
@@ -46,6 +60,14 @@ class Update(Protocol):
         """
         ...
 
+    def idle(self) -> None:
+        """The worker has nothing to do, and no batch that it has begun: nobody is to wait for it. Settles first."""
+        ...
+
+    def left(self) -> None:
+        """The worker computes nothing any more, whatever the reason; may come again, and is not to raise."""
+        ...
+
 
 @dataclass(frozen=True)
 class LocalUpdate:
@@ -55,7 +77,7 @@ class LocalUpdate:
     of a push is raised by a later `apply`, or by `settle`.
 
     Attributes:
-        embeddings: where the gradient of the pooled vectors goes.
+        embeddings: where the gradient of the vectors goes.
         feed: the trainer's.
         dense_lr: learning rate of the dense part before warm-up and decay.
         embedding_lr: the same for the rows.
@@ -69,7 +91,16 @@ class LocalUpdate:
     most_under_way: int = MOST_UNDER_WAY
     _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False, compare=False)
 
-    def apply(self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: Tensor, factor: float) -> None:
+    def begin(self, leased: LeasedBatch) -> bool:
+        """As `Update.begin`: nobody has to be asked."""
+        return True
+
+    def ready(self, leased: LeasedBatch) -> None:
+        """As `Update.ready`: the worker's module shares the replica's parameters."""
+
+    def apply(
+        self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
+    ) -> None:
         """As `Update.apply`."""
         module.step(self.dense_lr * factor)
         pushed = self.embeddings.push(pulled, gradient, self.embedding_lr * factor)
@@ -87,6 +118,13 @@ class LocalUpdate:
         """As `Update.settle`."""
         while self._under_way:
             self._under_way.popleft().result()
+
+    def idle(self) -> None:
+        """As `Update.idle`."""
+        self.settle()
+
+    def left(self) -> None:
+        """As `Update.left`: nobody waits for a worker."""
 
     def _ended(self, leased: LeasedBatch, error: BaseException | None) -> None:
         if error is None:

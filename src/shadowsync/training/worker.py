@@ -3,9 +3,10 @@
 `B` samples of a batch, `D` total width of the pooled embeddings.
 """
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 from shadowsync.data.reader import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.errors import NonFiniteLoss, ShadowSyncError
+from shadowsync.models.sequences import JaggedVectors, VectorGradients
 from shadowsync.training.gate import Gate
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import WorkerModule
@@ -39,6 +41,10 @@ class StepListener(Protocol):
     def stop(self) -> None: ...
 
 
+def _even(worker: int, seconds: float) -> float:  # noqa: ARG001 - the signature of a slowness
+    return 1.0
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """What a step needs besides the data.
@@ -47,6 +53,8 @@ class StepSettings:
         rates: the factor on all learning rates, from the samples trained so far.
         prefetch: pulls under way per worker.
         emulate_step_s: forward and backward are made to last at least this long; None leaves them as they are.
+        slowness: factor of `emulate_step_s`, from 1 on, by the worker's number over all trainers and seconds since it
+            began.
         compute: do the forward and the backward pass; False sends gradients of zeros and moves no parameter, for
             studies of servers and networks alone.
     """
@@ -55,6 +63,7 @@ class StepSettings:
     prefetch: int
     emulate_step_s: float | None = None
     compute: bool = True
+    slowness: Callable[[int, float], float] = _even
 
 
 @dataclass(frozen=True)
@@ -80,10 +89,17 @@ class Hooks:
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """What a worker works with: the trainer's, but for `module`, which is its own."""
+    """What a worker works with: the trainer's, but for `module`, which is its own.
+
+    Attributes:
+        rank: of the trainer.
+        index: in the trainer.
+        number: over all trainers.
+    """
 
     rank: int
     index: int
+    number: int
     module: WorkerModule
     feed: Feed
     embeddings: EmbeddingClient
@@ -107,19 +123,27 @@ class Worker:
         self._settled_factor: float | None = None
         self.iterations = 0
         self.idle = False
+        self._began = time.monotonic()
 
     def run(self) -> None:
         """Trains until the feed ends or the job stops."""
-        for leased, pulled in self._pulled():
-            self._parts.hooks.before_step(self._parts.rank, self.iterations + 1)
-            self._step(leased, pulled)
-            self._parts.listener.after_step(self._parts.index, self.iterations)
-            if self._parts.gate.pausing:
-                self._update.settle()
-            self._parts.gate.step()
-            if self._parts.hooks.stopping():
-                break
+        self._began = time.monotonic()
+        with contextlib.closing(self._pulled()) as batches:
+            for leased, pulled in batches:
+                if not self._train(leased, pulled):
+                    self._update.settle()
+                    break
         self._update.settle()
+
+    def _train(self, leased: LeasedBatch, pulled: Pulled) -> bool:
+        """One step; whether there is to be another."""
+        self._parts.hooks.before_step(self._parts.rank, self.iterations + 1)
+        self._step(leased, pulled)
+        self._parts.listener.after_step(self._parts.index, self.iterations)
+        if self._parts.gate.pausing:
+            self._update.settle()
+        self._parts.gate.step()
+        return not self._parts.hooks.stopping()
 
     @property
     def quiet(self) -> bool:
@@ -128,13 +152,15 @@ class Worker:
 
     def ended(self) -> None:
         """Tells the job that this worker is done."""
+        self._update.left()
         self._parts.hooks.ended()
 
     def _step(self, leased: LeasedBatch, pulled: Pulled) -> None:
         parts, batch = self._parts, leased.batch
+        self._update.ready(leased)
         factor, started = self._factor(len(batch)), time.monotonic()
         forward_and_backward = parts.module.loss_and_gradients if parts.settings.compute else _nothing_computed
-        loss, logits, gradient = forward_and_backward(batch.dense, pulled.pooled, batch.labels)
+        loss, logits, gradient = forward_and_backward(batch.dense, pulled.pooled, batch.labels, pulled.sequences)
         if not torch.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss is no longer finite ({loss.item()}) at {parts.hooks.place(leased)} after "
@@ -148,8 +174,11 @@ class Worker:
 
     def _emulate(self, started: float) -> None:
         """Waits as long as a slower machine would still compute; a pause need not wait for it."""
-        least = self._parts.settings.emulate_step_s
-        if least is not None and (left := started + least - time.monotonic()) > 0:
+        parts = self._parts
+        if parts.settings.emulate_step_s is None:
+            return
+        least = parts.settings.emulate_step_s * parts.settings.slowness(parts.number, started - self._began)
+        if (left := started + least - time.monotonic()) > 0:
             self._parts.gate.rest(left, self._parts.hooks.stopping)
 
     def _factor(self, batch_size: int) -> float:
@@ -162,18 +191,20 @@ class Worker:
             self._settled_factor = factor
         return factor
 
-    def _pulled(self) -> Iterator[_Ready]:
+    def _pulled(self) -> Generator[_Ready, None, None]:
         """Batches with their pooled embeddings; when there is none now, waits for what others may give back."""
-        with _Prefetcher(self._fetch, self._parts) as ahead:
+        with _Prefetcher(self._fetch, self._update.left, self._parts) as ahead:
             while (ready := ahead.next() or self._wait_for_more()) is not None:
                 yield ready
 
     def _fetch(self, wait: bool) -> _Ready | None:
         leased = self._parts.feed.next(wait)
-        return None if leased is None else (leased, self._parts.embeddings.pull(leased.batch.ids))
+        if leased is None or not self._update.begin(leased):
+            return None
+        return leased, self._parts.embeddings.pull(leased.batch.ids)
 
     def _wait_for_more(self) -> _Ready | None:
-        self._update.settle()
+        self._update.idle()
         self._parts.listener.worker_idle(self._parts.index)
         self.idle = True
         with self._parts.gate.resting():
@@ -185,16 +216,22 @@ class Worker:
         return ready
 
 
-def _nothing_computed(_: Tensor, pooled: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a step gives that computes nothing: no loss, even odds, and a gradient of zeros."""
-    return torch.zeros(()), torch.zeros_like(labels), torch.zeros_like(pooled)
+def _nothing_computed(
+    _: Tensor, pooled: Tensor, labels: Tensor, sequences: Mapping[str, JaggedVectors]
+) -> tuple[Tensor, Tensor, VectorGradients]:
+    """What a step gives that computes nothing: no loss, even odds, and gradients of zeros."""
+    return torch.zeros(()), torch.zeros_like(labels), VectorGradients.zeros(pooled, sequences)
 
 
 class _Prefetcher:
-    """Pulls the next batches of a worker in a thread of its own while the worker trains; with 0, in the worker's."""
+    """Pulls the next batches of a worker in a thread of its own while the worker trains; with 0, in the worker's.
 
-    def __init__(self, fetch: Callable[[bool], _Ready | None], parts: WorkerParts) -> None:
+    At the end it leaves: a pull under way may wait for a batch that was begun and will not be computed.
+    """
+
+    def __init__(self, fetch: Callable[[bool], _Ready | None], leave: Callable[[], None], parts: WorkerParts) -> None:
         self._fetch = fetch
+        self._leave = leave
         self._depth = parts.settings.prefetch
         self._resting = parts.gate.resting
         self._pool = ThreadPoolExecutor(1, f"pull-{parts.rank}.{parts.index}") if self._depth else None
@@ -218,4 +255,7 @@ class _Prefetcher:
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._leave()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from shadowsync.errors import ShadowSyncError
 from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.service import M, Meta, Request, Service, decode_meta, encode_meta, perform
+from shadowsync.runtime.wire.service import (
+    M,
+    Meta,
+    Outcome,
+    Reply,
+    Request,
+    Service,
+    decode_meta,
+    encode_meta,
+    known_error,
+    perform,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,7 @@ def new_client() -> str:
 class DirectConnection(Connection):
     """The in-process twin: the method runs in the caller's thread, before `call` returns; no tensor is copied.
 
-    A call in process ends by itself, so its deadline is never reached.
+    A call in process ends by itself, so its deadline is reached only where the service replies later.
     """
 
     def __init__(self, service: Service) -> None:
@@ -73,22 +84,36 @@ class DirectConnection(Connection):
     def call(
         self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
     ) -> Future[Answer]:
-        """As `Connection.call`, already done."""
+        """As `Connection.call`, already done unless the service replies later."""
         future: Future[Answer] = Future()
         try:
-            future.set_result(self._answer(Request(method, encode_meta(meta), tuple(tensors), self.client)))
+            outcome = self._outcome(Request(method, encode_meta(meta), tuple(tensors), self.client))
+            if isinstance(outcome, Future):
+                outcome.add_done_callback(lambda later: _pass_on(method, later, future))
+            else:
+                future.set_result(_answer(outcome))
         except ShadowSyncError as error:
             future.set_exception(error)
         return future
 
-    def _answer(self, request: Request) -> Answer:
+    def _outcome(self, request: Request) -> Outcome:
         if self._closed.is_set():
             raise PeerLost("the connection is closed")
-        reply = perform(self._service, request)
-        return Answer(encode_meta(reply.meta), reply.tensors)
+        return perform(self._service, request)
 
     def close(self) -> None:
         """As `Connection.close`; the service learns of it the first time."""
         if not self._closed.is_set():
             self._closed.set()
             self._service.client_gone(self.client)
+
+
+def _answer(reply: Reply) -> Answer:
+    return Answer(encode_meta(reply.meta), reply.tensors)
+
+
+def _pass_on(method: str, later: "Future[Reply]", future: "Future[Answer]") -> None:
+    if (error := later.exception()) is not None:
+        future.set_exception(known_error(method, error))
+    else:
+        future.set_result(_answer(later.result()))

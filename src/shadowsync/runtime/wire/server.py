@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -17,7 +18,7 @@ from shadowsync.runtime.wire.loop import Loop
 from shadowsync.runtime.wire.messages import Done, Failed, encode
 from shadowsync.runtime.wire.packing import Cargo
 from shadowsync.runtime.wire.reception import Job, Reception, ServerCounts
-from shadowsync.runtime.wire.service import Request, Service, perform
+from shadowsync.runtime.wire.service import Reply, Request, Service, known_error, perform
 from shadowsync.runtime.wire.sockets import ServerSocket
 
 _LOG = logging.getLogger(__name__)
@@ -173,24 +174,44 @@ class WireServer:
                 _LOG.exception("a thread of the wire goes on after an error")
 
     def _run(self, job: Job) -> None:
+        call = job.call
+        request = Request(call.method, call.meta, job.tensors, job.record.client)
+        try:
+            outcome = perform(self._service, request)
+        except ShadowSyncError as error:
+            self._send(job, _failed(call.number, error))
+            return
+        if isinstance(outcome, Future):
+            outcome.add_done_callback(lambda later: self._send(job, self._later(job, later)))
+        else:
+            self._send(job, self._packed(job, outcome))
+
+    def _send(self, job: Job, reply: Frames) -> None:
         method = self._service.methods.get(job.call.method)
-        reply = self._reply(job)
         route, gone = self._reception.finish(job, reply, keep=method is not None and method.once)
         if not self._silent:
             self._socket.send([route, *reply])
         if gone:
             self._service.client_gone(job.record.client)
 
-    def _reply(self, job: Job) -> Frames:
+    def _later(self, job: Job, later: "Future[Reply]") -> Frames:
+        if (error := later.exception()) is not None:
+            return _failed(job.call.number, known_error(job.call.method, error))
+        return self._packed(job, later.result())
+
+    def _packed(self, job: Job, reply: Reply) -> Frames:
         call = job.call
-        request = Request(call.method, call.meta, job.tensors, job.record.client)
         try:
-            reply = perform(self._service, request)
             cargo = Cargo.of(reply.meta, reply.tensors, self._options.max_message_bytes)
             return [encode(Done(call.number, cargo.meta, cargo.specs)), *cargo.frames]
         except ShadowSyncError as error:
-            fault = Fault.of(error)
+            return _failed(call.number, error)
         except Exception as error:  # a reply that cannot be written down
             _LOG.exception("the reply of method %s failed", call.method)
-            fault = Fault.of(RunError(f"the reply of {call.method} failed with {type(error).__name__}: {error}"))
-        return [encode(Failed(call.number, fault))]
+            return _failed(
+                call.number, RunError(f"the reply of {call.method} failed with {type(error).__name__}: {error}")
+            )
+
+
+def _failed(number: int, error: ShadowSyncError) -> Frames:
+    return [encode(Failed(number, Fault.of(error)))]

@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -70,18 +71,23 @@ class Reply:
     tensors: tuple[Tensor, ...] = ()
 
 
+Outcome: TypeAlias = "Reply | Future[Reply]"
+"""A reply, or one that comes later: who asks waits for it, and no thread here does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """One named method.
 
     Attributes:
-        handle: does it, in any thread, several at a time; calls of one client may overtake each other.
+        handle: does it, in any thread, several at a time; calls of one client may overtake each other. Whoever ends a
+            reply that comes later sends it, in its own thread.
         once: a request that is sent again is answered from the kept reply and never runs twice. False where running
             it again is harmless (reads): nothing is kept then.
         quick: it takes microseconds and waits for nobody, so that the thread that receives may run it itself.
     """
 
-    handle: Callable[[Request], Reply]
+    handle: Callable[[Request], Outcome]
     once: bool = True
     quick: bool = False
 
@@ -99,7 +105,7 @@ class Service(Protocol):
         ...
 
 
-def perform(service: Service, request: Request) -> Reply:
+def perform(service: Service, request: Request) -> Outcome:
     """Runs one request.
 
     Raises:
@@ -114,6 +120,13 @@ def perform(service: Service, request: Request) -> Reply:
     except ShadowSyncError:
         raise
     except Exception as error:
-        _LOG.exception("method %s failed", request.method)
-        reason = str(error).partition("\n")[0]
-        raise RunError(f"{request.method} failed with {type(error).__name__}: {reason}") from error
+        raise known_error(request.method, error) from error
+
+
+def known_error(method: str, error: BaseException) -> ShadowSyncError:
+    """What a method raised, as it crosses: anything but a `ShadowSyncError` becomes a `RunError` and is logged."""
+    if isinstance(error, ShadowSyncError):
+        return error
+    _LOG.error("method %s failed", method, exc_info=error)
+    reason = str(error).partition("\n")[0]
+    return RunError(f"{method} failed with {type(error).__name__}: {reason}")

@@ -1,0 +1,256 @@
+"""Switches between gradient methods with nothing re-tuned (GBA, arXiv 2205.11048): AUC before, soon after, at the end.
+
+    python benchmarks/switching.py --out FOLDER [--seeds 3] [--tasks demo ids synthetic] [--workers 2 4 8 16]
+        [--methods async bsp hop_bs hop_bw gba] [--optimizers adagrad adam] [--picture switching.png]
+    … --report      prints the table of what has been run so far
+
+A task is trained for half an epoch synchronously, then by another method from that checkpoint with the same optimizer
+state, learning rates and global batch (8,192 = 16 x 512); and the other way round. The yardstick stays synchronous.
+AUC is that of the test set: at the switch, after a quarter of the rest, and at the end.
+
+The other method runs on emulated workers (`emulated`), even ones or with stragglers; its gradients get as many batches
+old as there are workers. Synchronous phases run on one worker as fast as it goes: a round is the same large batch
+whoever computes it. A run ends at the switch and at the quarter within a frame (50 ms), and what was under way then is
+trained anew, so a switch begins with nothing under way. Staleness and examples/s are those of the other method, up to
+the quarter or the switch; the speed of more than one worker is that of emulated machines.
+
+Tasks: `demo`; `ids`, the demo without its dense columns; `synthetic`, whose best AUC is known. A cell is a file of
+FOLDER; started again, the script goes on where it stopped. First halves that cells share are kept in FOLDER/halves.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).parent))
+from clustered import Cells, load_average
+from emulated import METHODS, auc_of, train, train_until, workers
+from machine import describe, table
+
+from shadowsync.metrics.frame import Frame
+
+GLOBAL_BATCH, BATCH = 8192, 512
+STEP_MS = 10.0
+"""Of an emulated step, for each worker: so two cores keep up with any number of workers, which mostly wait."""
+BUSY = "share=0.25,slow=3-10,for_s=2"
+TASKS = {
+    "demo": ("data.history=true",),
+    "ids": ("data.history=false",),
+    "synthetic": (
+        "data.name=synthetic",
+        "data.rows=1310720",
+        "data.test_rows=262144",
+        "data.dense=4",
+        "data.features=12",
+        "data.table_rows=20000",
+    ),
+}
+COURSE = ("train.warmup_samples=200000", "train.decay=linear")
+OPTIMIZERS = {
+    "adagrad": ("train.optimizer=adagrad", "train.lr=0.01", "embedding.lr=0.05", *COURSE),
+    "adam": ("train.optimizer=adam", "train.lr=0.004", "embedding.optimizer=adam", "embedding.lr=0.004", *COURSE),
+}
+"""Learning rates among those that are best for synchronous training; hotter ones cost every other method more."""
+MOMENTS = ("before", "quarter", "end")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        name: of the data.
+        optimizer: of the dense part and of the rows.
+        rows: to train on; None for all.
+    """
+
+    name: str
+    optimizer: str
+    rows: int | None = None
+    seed: int = 0
+
+    @property
+    def title(self) -> str:
+        """Of its files."""
+        rows = "" if self.rows is None else f"-{self.rows}"
+        return f"{self.name}{rows}-{self.optimizer}-seed{self.seed}"
+
+    def overrides(self, method: str, others: Sequence[str] = ("train.workers=1",)) -> list[str]:
+        """The configuration under a method."""
+        rows = [] if self.rows is None else [f"data.rows={self.rows}"]
+        batches = [f"aggregation.method={method}", f"aggregation.global_batch={GLOBAL_BATCH}"]
+        fixed = [f"train.batch_size={BATCH}", f"train.seed={self.seed}", "report.every_s=0.05"]
+        return [*TASKS[self.name], *OPTIMIZERS[self.optimizer], *rows, *batches, *fixed, *others]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One switch.
+
+    Attributes:
+        task: what is trained.
+        method: the one that is not synchronous; `sync` stays synchronous.
+        workers: emulated, of that method.
+        busy: some of them are slow at a time.
+        back: from that method to synchronous training, instead of the other way.
+    """
+
+    task: Task
+    method: str
+    workers: int = 1
+    busy: bool = False
+    back: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        way = f"{self.method}-to-sync" if self.back else f"sync-to-{self.method}"
+        return f"{self.task.title}-{way}-w{self.workers}{'-busy' if self.busy else ''}"
+
+    def overrides(self) -> list[str]:
+        """The configuration of the part that is not synchronous."""
+        slow = f"{BUSY},seed={self.task.seed}" if self.busy else None
+        return self.task.overrides(self.method, workers(self.workers, STEP_MS * self.workers, slow))
+
+
+def grid(given: argparse.Namespace) -> list[Cell]:
+    """Staying synchronous first, then every switch."""
+    names = itertools.product(range(given.seeds), given.tasks, given.optimizers)
+    tasks = [Task(name, optimizer, given.rows, seed) for seed, name, optimizer in names]
+    cells = [Cell(task, "sync") for task in tasks]
+    settings = itertools.product(tasks, given.methods, given.workers, (False, True), (False, True))
+    return cells + [Cell(*setting) for setting in settings]
+
+
+def run(cell: Cell, halves: Path) -> dict[str, Any]:
+    """Trains one."""
+    with tempfile.TemporaryDirectory() as folder:
+        rest = Path(folder) / "rest"
+        after = cell.task.overrides("sync") if cell.back else cell.overrides()
+        half = Path(folder) / "half" if cell.back else shared_half(cell.task, halves)
+        watched = train_until(_half, cell.overrides(), half) if cell.back else []
+        leg = train_until(lambda frame: frame.samples >= 0.625 * frame.total_samples, after, rest, half)
+        quarter = auc_of(rest)
+        result = train(after, rest, resume=rest)
+        before = auc_of(half)
+    assert result.test is not None
+    assert result.aggregation is not None
+    done, own = result.aggregation, watched or leg
+    ages = [frame.staleness for frame in own if frame.staleness is not None]
+    return {
+        **asdict(cell),
+        "before": before,
+        "quarter": quarter,
+        "end": result.test.auc,
+        "best": result.test.best_auc,
+        "eps": (own[-1].samples - own[0].samples) / max(1e-9, own[-1].seconds - own[0].seconds),
+        "staleness": statistics.fmean(ages) if ages else 0.0,
+        "max_staleness": done.max_staleness,
+        "dropped": done.dropped / max(1, done.received or 0),
+        "load": load_average(),
+    }
+
+
+def shared_half(task: Task, halves: Path) -> Path:
+    """The first half of the task, synchronous; trained once."""
+    kept = halves / task.title
+    if not kept.exists():
+        halves.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=halves) as folder:
+            train_until(_half, task.overrides("sync"), Path(folder) / "half")
+            (Path(folder) / "half").rename(kept)
+    return kept
+
+
+def _half(frame: Frame) -> bool:
+    return frame.samples >= 0.5 * frame.total_samples
+
+
+def same_task(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a run must share with the one that stays synchronous."""
+    task = row["task"]
+    return task["name"], task["optimizer"], task["rows"], task["seed"]
+
+
+def against_sync(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with what they gain at the end over staying synchronous, where that was run."""
+    stayed = {same_task(row): row["end"] for row in rows if row["method"] == "sync"}
+    return [{**row, "gain": row["end"] - stayed[same_task(row)]} for row in rows if same_task(row) in stayed]
+
+
+def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each kind of switch, over its seeds."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in against_sync(rows):
+        task = row["task"]
+        key = (task["name"], task["optimizer"], row["back"], row["busy"], row["workers"], row["method"])
+        found.setdefault(key, []).append(row)
+    lines = [
+        (
+            f"{method} to sync" if back else f"sync to {method}",
+            *(name, optimizer, workers_, "busy" if busy else "even", len(mine)),
+            *(f"{statistics.fmean(row[moment] for row in mine):.4f}" for moment in MOMENTS),
+            f"{statistics.fmean(row['gain'] for row in mine):+.4f}",
+            f"{min(row['gain'] for row in mine):+.4f}",
+            f"{statistics.fmean(row['staleness'] for row in mine):.1f}",
+            f"{statistics.fmean(100 * row['dropped'] for row in mine):.1f} %",
+            f"{statistics.fmean(row['eps'] for row in mine):,.0f}",
+        )
+        for (name, optimizer, back, busy, workers_, method), mine in sorted(found.items())
+    ]
+    header = ["switch", "task", "optimizer", "workers", "cluster", "seeds", "AUC before", "a quarter on", "end"]
+    return table([*header, "to sync", "worst", "staleness", "dropped", "examples/s"], lines)
+
+
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """AUC at the three moments, a panel for each task and direction, a line for each method and number of workers."""
+    panels = sorted({(row["task"]["name"], row["task"]["optimizer"], row["back"]) for row in rows})
+    figure = Figure(figsize=(5 * len(panels), 4.5), layout="constrained")
+    every = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (name, optimizer, back) in zip(every, panels, strict=True):
+        mine = [row for row in rows if (row["task"]["name"], row["task"]["optimizer"]) == (name, optimizer)]
+        for position, method in enumerate(METHODS):
+            own = [row for row in mine if row["method"] == method and (method == "sync" or row["back"] == back)]
+            for number, row in enumerate(own):
+                label = method if number == 0 else None
+                axes.plot(MOMENTS, [row[m] for m in MOMENTS], "o-", color=f"C{position}", alpha=0.5, label=label)
+        axes.set(title=f"{name}, {optimizer}: {'back to sync' if back else 'away from sync'}", ylabel="test AUC")
+        axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Runs what is missing, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adagrad"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS[1:], default=list(METHODS[1:]))
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4, 8, 16])
+    parser.add_argument("--rows", type=int, help="to train on; all of them if it is left out")
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--report", action="store_true")
+    given = parser.parse_args()
+    print("\n".join(describe()))
+    kept, cells = Cells(given.out), grid(given)
+    for cell in [] if given.report else cells:
+        if kept.read(cell.name) is None:
+            kept.write(cell.name, run(cell, given.out / "halves"))
+            print(cell.name, file=sys.stderr, flush=True)
+    rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
+    print(result_table(rows))
+    if given.picture is not None:
+        picture(rows, given.picture)
+
+
+if __name__ == "__main__":
+    main()

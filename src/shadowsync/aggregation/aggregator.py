@@ -1,0 +1,185 @@
+"""The seam of the gradient methods: which of the gradients that arrive make a global step, and with what weight.
+
+`M` batches of a step: global batch over local batch; `k` global steps so far; `τ` a batch's token. A batch is
+dispatched to a worker, begun by it, and then its gradient arrives or it is retired. A gradient is held by the servers
+from its arrival to the commit that names it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+Worker = Hashable
+"""Whoever computes one batch after the other: (trainer rank, worker index), say."""
+
+
+class Begun(NamedTuple):
+    """A dispatched batch and who computes it.
+
+    Attributes:
+        number: of the dispatched batch, unique in a run; it grows in the order in which batches are dispatched.
+        token: τ, the global step at which synchronous training would have used it (`tokens`).
+        worker: who computes it.
+    """
+
+    number: int
+    token: int
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One global step: `g = Σ weight · gradient / divisor` for the dense part.
+
+    A step whose weights are all 0 changes nothing: nobody runs the optimizer for it, whose momentum would move the
+    parameters without a gradient. It counts all the same, so that k keeps up with the tokens.
+
+    Attributes:
+        step: the k that it makes; the parameters have version `step + 1` after it.
+        weights: by number of the batch, in the order of arrival; 0 is dropped: forgotten, but its samples count as
+            trained.
+        divisor: of the weighted sum of the dense gradients; never 0.
+    """
+
+    step: int
+    weights: Mapping[int, float]
+    divisor: float
+
+    @property
+    def kept(self) -> int:
+        """Batches whose gradient is applied."""
+        return sum(weight > 0 for weight in self.weights.values())
+
+    @property
+    def dropped(self) -> int:
+        """Batches whose gradient is forgotten."""
+        return len(self.weights) - self.kept
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A method that delegates has changed the one at work.
+
+    Attributes:
+        step: global steps made before it.
+        mode: the method from there on.
+        why: in one sentence.
+    """
+
+    step: int
+    mode: str
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        """For the user."""
+        return f"gradients are aggregated by {self.mode} from global step {self.step:,} on: {self.why}"
+
+
+class Aggregator(ABC):
+    """The state machine of a gradient method. One thread at a time; time is handed in, in seconds, and never falls.
+
+    Every gradient that arrives is named by exactly one commit, so what was received is what was applied, what was
+    dropped and what is held. Reports of a batch that is not being computed (retired before, or reported twice) are
+    ignored: servers forget a gradient when its batch is retired.
+
+    Attributes:
+        mode: name of the method at work.
+        step: k, the global steps so far; those of a checkpoint included.
+        switches: of methods that delegate, in order.
+    """
+
+    def __init__(self, mode: str, step: int) -> None:
+        self.mode = mode
+        self.step = step
+        self.switches: list[Switch] = []
+
+    @property
+    def waits(self) -> bool:
+        """A batch that begins is computed with the parameters of `step`, so that it has to wait until that is made."""
+        return False
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> Mapping[int, Begun]:
+        """The batches being computed, by number."""
+
+    @property
+    @abstractmethod
+    def held(self) -> Sequence[Begun]:
+        """Batches whose gradients have arrived and that no commit has named, in the order of arrival."""
+
+    @abstractmethod
+    def begin(self, batch: Begun, now: float) -> bool:
+        """Whether the worker may compute the batch now; if so, it counts as being computed.
+
+        Otherwise ask again with the same batch after the next commit, departure, retirement or flush: a place may be
+        kept for it.
+        """
+
+    @abstractmethod
+    def arrived(self, number: int, now: float) -> Sequence[Commit]:
+        """The gradient of a begun batch is held by all servers."""
+
+    @abstractmethod
+    def retired(self, number: int, now: float) -> Sequence[Commit]:
+        """A batch that was begun, or only dispatched, will never arrive."""
+
+    @abstractmethod
+    def left(self, worker: Worker, now: float) -> Sequence[Commit]:
+        """A worker has ended, has died or is out of data: its batches are retired and nobody waits for it.
+
+        What has arrived of it stays. With its next `begin` it takes part again.
+        """
+
+    @abstractmethod
+    def flush(self, now: float) -> Sequence[Commit]:
+        """No more gradients come for now: commits what is held, divided by the number kept. Never waits.
+
+        At the end of the data, and when nobody has a batch to compute. A step that fewer than M batches made leaves
+        the tokens behind; `TokenBook.realign` brings them up.
+        """
+
+    def look(self, now: float) -> bool:
+        """Time has passed, whether anything happened or not; called several times a second.
+
+        Returns:
+            whether batches may begin now that could not before.
+        """
+        return False
+
+    @abstractmethod
+    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
+        """Takes over from another aggregator, which will not be asked any more.
+
+        Args:
+            batches: that were begun; they count as being computed, also where `begin` would not let them.
+            held: fewer than M that have arrived since its last commit, in that order; they are the first of the next.
+        """
+
+
+class Aggregation(ABC):
+    """A gradient method: options only; what moves is in the aggregator that it starts.
+
+    A switch from one method to another, on a live job or from a checkpoint, starts the other one at the first one's
+    step, and carries over what is in flight and what is held.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def start(self, size: int, step: int = 0) -> Aggregator:
+        """The aggregator of a job.
+
+        Args:
+            size: M.
+            step: global steps made before, for a job that goes on from a checkpoint.
+
+        Raises:
+            ConfigError: the options do not fit that size.
+        """
+
+    def batches_per_step(self, size: int) -> int:
+        """How many dispatched batches there are to a global step: the `size` of the `TokenBook`."""
+        return size

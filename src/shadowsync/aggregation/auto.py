@@ -1,0 +1,173 @@
+"""Synchronous while the workers are even, GBA while stragglers would hold up the rounds."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Switch, Worker
+from shadowsync.aggregation.gba import DivideBy, Gba, Tolerance
+from shadowsync.aggregation.step_times import Round, StepTimes, lost_share
+from shadowsync.aggregation.synchronous import Sync
+
+
+@dataclass(frozen=True)
+class Auto(Aggregation):
+    """Switches between `sync` and `gba` while the job runs, which GBA makes possible without re-tuning (arXiv
+    2205.11048). The rule of when to switch is ours.
+
+    What synchronous rounds lose to stragglers is estimated after every commit, in either mode, from the last step times
+    of the living workers (`step_times.lost_share`). Above `share` it goes to GBA, below `even` back; both only after
+    the estimate has been there for `steady_commits` commits and `steady_s` seconds in a row. It starts synchronously.
+
+    A round need not end for that: a batch that takes as long as `steady_commits` usual ones, and `steady_s`, says as
+    much, so that a worker that hangs holds nobody up for longer. What has arrived of that round is the beginning of the
+    first global batch of GBA. The way back is taken right after a commit, and gradients in flight are kept: the first
+    round waits for them instead of admitting as many new ones.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    share: Annotated[
+        float, Field(gt=0, lt=1, description="loss of synchronous throughput to leave it at; more stays longer")
+    ] = 0.2
+    even: Annotated[
+        float, Field(gt=0, lt=1, description="loss of synchronous throughput to return at; more returns sooner")
+    ] = 0.1
+    steady_commits: Annotated[
+        int, Field(ge=1, description="commits in a row that a switch needs; more follows later and flaps less")
+    ] = 5
+    steady_s: Annotated[
+        float, Field(ge=0, allow_inf_nan=False, description="seconds in a row; more follows later and flaps less")
+    ] = 1.0
+    tolerance: Tolerance = Gba.tolerance
+    divide_by: DivideBy = Gba.divide_by
+
+    def __post_init__(self) -> None:
+        if self.even >= self.share:
+            raise ValueError(f"even={self.even} has to be below share={self.share}, or the modes would alternate")
+
+    def start(self, size: int, step: int = 0) -> Aggregator:
+        return _Switching(self, size, step)
+
+
+@dataclass
+class _Streak:
+    """For how long something has been so.
+
+    Attributes:
+        count: times in a row.
+        since: when the first of them was.
+    """
+
+    count: int = 0
+    since: float = math.inf
+
+    def add(self, holds: bool, now: float) -> None:
+        if not holds:
+            self.count, self.since = 0, math.inf
+            return
+        self.count += 1
+        self.since = min(self.since, now)
+
+    def lasts(self, commits: int, seconds: float, now: float) -> bool:
+        return self.count >= commits and now - self.since >= seconds
+
+
+class _Switching(Aggregator):
+    """Hands everything on to the method at work, and changes it."""
+
+    def __init__(self, options: Auto, size: int, step: int) -> None:
+        self._options = options
+        self._size = size
+        self._modes: tuple[Aggregation, Aggregation] = (Sync(), Gba(options.tolerance, options.divide_by))
+        self._at_work = self._modes[0].start(size, step)
+        self._times = StepTimes()
+        self._streak = _Streak()
+        super().__init__(self._at_work.mode, step)
+
+    @property
+    def waits(self) -> bool:
+        return self._at_work.waits
+
+    @property
+    def in_flight(self) -> Mapping[int, Begun]:
+        return self._at_work.in_flight
+
+    @property
+    def held(self) -> Sequence[Begun]:
+        return self._at_work.held
+
+    def begin(self, batch: Begun, now: float) -> bool:
+        if not self._at_work.begin(batch, now):
+            return False
+        self._times.began(batch, now)
+        return True
+
+    def arrived(self, number: int, now: float) -> Sequence[Commit]:
+        self._times.arrived(number, now)
+        return self._after(self._at_work.arrived(number, now), now)
+
+    def retired(self, number: int, now: float) -> Sequence[Commit]:
+        self._times.retired(number)
+        return self._after(self._at_work.retired(number, now), now)
+
+    def left(self, worker: Worker, now: float) -> Sequence[Commit]:
+        self._times.left(worker)
+        return self._after(self._at_work.left(worker, now), now)
+
+    def flush(self, now: float) -> Sequence[Commit]:
+        return self._after(self._at_work.flush(now), now)
+
+    def look(self, now: float) -> bool:
+        usual, longest = self._times.usual_s, self._times.longest_s(now)
+        if not self.waits or not usual:
+            return False
+        options, times, lost = self._options, longest / usual, lost_share(self._times.rounds(now), self._size)
+        if lost <= options.share or times < options.steady_commits or longest < options.steady_s:
+            return False
+        why = f"stragglers cost synchronous rounds {lost:.0%}, above share={options.share:.0%}"
+        self._switch(f"{why}, and a batch has taken {longest:.3g} s so far, {times:.0f} times the usual", now)
+        return True
+
+    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
+        taken = list(batches)
+        self._at_work.carry(taken, held, now)
+        for batch in taken:
+            self._times.began(batch, now)
+
+    def _after(self, commits: Sequence[Commit], now: float) -> Sequence[Commit]:
+        self.step = self._at_work.step
+        if commits:
+            self._judge(now)
+        return commits
+
+    def _judge(self, now: float) -> None:
+        """Looks at the step times, and switches if they have called for it long enough."""
+        if not (rounds := self._times.rounds(now)):
+            return
+        lost = lost_share(rounds, self._size)
+        options, waits = self._options, self.mode == Sync.name
+        self._streak.add(lost > options.share if waits else lost < options.even, now)
+        if self._streak.lasts(options.steady_commits, options.steady_s, now):
+            bound = f"above share={options.share:.0%}" if waits else f"below even={options.even:.0%}"
+            lasting = f"{bound} for {self._streak.count} commits"
+            self._switch(f"stragglers cost synchronous rounds {lost:.0%}, {lasting}; {_spread(rounds)}", now)
+
+    def _switch(self, why: str, now: float) -> None:
+        carried, held = tuple(self._at_work.in_flight.values()), self._at_work.held
+        self._modes = (self._modes[1], self._modes[0])
+        self._at_work = self._modes[0].start(self._size, self.step)
+        self._at_work.carry(carried, held, now)
+        self._streak = _Streak()
+        self.mode = self._at_work.mode
+        self.switches.append(Switch(self.step, self.mode, why))
+
+
+def _spread(rounds: Sequence[Round]) -> str:
+    means = [fmean(times) for times in zip(*rounds, strict=True)]
+    slowest, usual = max(means), median(means)
+    return f"of {len(means)} workers the slowest takes {slowest:.3g} s a batch on average, the median {usual:.3g} s"

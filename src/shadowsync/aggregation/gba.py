@@ -1,0 +1,52 @@
+"""Global batch gradients aggregation: the global batch of synchronous training without its barrier."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun
+from shadowsync.aggregation.buffer import Buffer
+
+Tolerance = Annotated[
+    int, Field(ge=0, description="steps (ι) that a gradient may be behind; more drops less and applies older ones")
+]
+DivideBy = Annotated[
+    Literal["buffer", "kept"],
+    Field(description="the sum of a step's gradients is divided by M, or by how many were not dropped"),
+]
+
+
+@dataclass(frozen=True)
+class Gba(Aggregation):
+    """A step is made of the next M gradients that arrive, less those that are too old (GBA, arXiv 2205.11048):
+    `g = Σ f(τ_m, k) g_m / M` with `f = 0 if k − τ > ι else 1`.
+
+    The buffer counts gradients, so a slow or lost worker holds nobody up. `divide_by=buffer` is the paper's M: a step
+    with dropped gradients is shorter. `kept` divides by `Σ f`, which keeps its length. Also ours: a step all of whose
+    gradients are too old leaves the optimizer alone (`Commit`), and at the end of the data a buffer that is partly
+    filled is a step too, divided by the number kept. The paper's ι is not known to us; the default is ours.
+    """
+
+    name: ClassVar[str] = "gba"
+
+    tolerance: Tolerance = 4
+    divide_by: DivideBy = "buffer"
+
+    def start(self, size: int, step: int = 0) -> Aggregator:
+        return _TokenBuffer(self, size, step)
+
+
+class _TokenBuffer(Buffer):
+    """A buffer that looks at tokens."""
+
+    def __init__(self, options: Gba, size: int, step: int) -> None:
+        super().__init__(options.name, size, step)
+        self._options = options
+
+    def _weight(self, batch: Begun) -> float:
+        return 0.0 if self.step - batch.token > self._options.tolerance else 1.0
+
+    def _divisor(self, weights: Collection[float]) -> float:
+        return float(self.size) if self._options.divide_by == "buffer" else super()._divisor(weights)

@@ -1,0 +1,74 @@
+"""Bounded staleness: asynchronous, but nobody runs away from the slowest."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Worker
+from shadowsync.aggregation.buffer import Buffer
+
+
+@dataclass(frozen=True)
+class HopBs(Aggregation):
+    """Applies each gradient as it arrives; a worker whose next batch is more than `bound` ahead of that of the slowest
+    waits (Hop, Luo et al., arXiv 1902.01064; a baseline of GBA, arXiv 2205.11048).
+
+    A worker's clock is the number of batches that it has finished, as in the stale synchronous parallel parameter
+    server (Ho et al. 2013): it begins only while its clock is at most `bound` above the lowest of the living. Ours has
+    no graph of neighbours, as Hop has: all workers meet at the same servers. A worker that joins starts at the lowest
+    clock. Whoever is out of data has to leave, or the others would wait for it.
+    """
+
+    name: ClassVar[str] = "hop_bs"
+
+    bound: Annotated[
+        int, Field(ge=0, description="batches that a worker may be ahead of the slowest; more waits less")
+    ] = 2
+
+    def start(self, size: int, step: int = 0) -> Aggregator:
+        return _Clocks(self, step)
+
+    def batches_per_step(self, size: int) -> int:
+        return 1
+
+
+class _Clocks(Buffer):
+    """A buffer of one that knows how far each living worker is."""
+
+    def __init__(self, options: HopBs, step: int) -> None:
+        super().__init__(options.name, 1, step)
+        self._bound = options.bound
+        self._finished_by: dict[Worker, int] = {}
+
+    def left(self, worker: Worker, now: float) -> Sequence[Commit]:
+        commits = super().left(worker, now)
+        self._finished_by.pop(worker, None)
+        return commits
+
+    def flush(self, now: float) -> Sequence[Commit]:
+        busy = {batch.worker for batch in (*self._in_flight.values(), *self._waiting.values())}
+        self._finished_by = {worker: count for worker, count in self._finished_by.items() if worker in busy}
+        return super().flush(now)
+
+    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
+        super().carry(batches, held, now)
+        for batch in self._in_flight.values():
+            self._join(batch.worker)
+
+    def _admits(self, batch: Begun) -> bool:
+        self._join(batch.worker)
+        computing = sum(other.worker == batch.worker for other in self._in_flight.values())
+        return self._finished_by[batch.worker] + computing - self._slowest() <= self._bound
+
+    def _finished(self, number: int) -> Begun | None:
+        if (batch := super()._finished(number)) is not None:
+            self._finished_by[batch.worker] += 1
+        return batch
+
+    def _join(self, worker: Worker) -> None:
+        self._finished_by.setdefault(worker, self._slowest())
+
+    def _slowest(self) -> int:
+        return min(self._finished_by.values(), default=0)

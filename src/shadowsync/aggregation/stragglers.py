@@ -1,0 +1,160 @@
+"""The language of scripted stragglers: which workers are slow when, alike in every run, for emulated studies.
+
+    share=0.25,slow=3-10,for_s=60,seed=1      a quarter of the workers is 3 to 10 times slower, for a minute on average
+    share=0.25,from_s=300,until_s=900         even at first, busy for ten minutes, even again
+    index=0+3,slow=5                          the first and the fourth are 5 times slower throughout
+    index=0,slow=2; share=0.1                 several side by side: the slowest counts
+
+Pure: the time is handed in, in seconds since training began.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+
+from shadowsync.errors import ConfigError
+from shadowsync.registry import build, split_options
+
+KEY = "stragglers"
+_CALM_S = 1e12
+
+
+def _listed(separator: str) -> BeforeValidator:
+    return BeforeValidator(lambda given: given.split(separator) if isinstance(given, str) else given)
+
+
+def _range(given: object) -> object:
+    """`3-10` as its ends, `5` as both."""
+    if not isinstance(given, str):
+        return given
+    low, dash, high = given.partition("-")
+    return (low, high) if dash else (low, low)
+
+
+Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slowness:
+    """Workers that are slow: some at a time, or always the same ones.
+
+    Each worker changes by itself between slow and fast spells of exponential length, in the mean `for_s` and
+    `for_s (1 − share) / share`. So at any time, from the first second on, each is slow with probability `share`. A slow
+    spell has one factor, drawn evenly from `slow`.
+
+    Attributes:
+        share: of the workers that is slow at a time, or
+        index: exactly these, throughout.
+        slow: times that a batch takes longer, from 1 on: a number, or from-to.
+        for_s: mean length of a slow spell, from 0.1 s on.
+        from_s: before, nobody is slow.
+        until_s: from then on, nobody is slow.
+        seed: of all that is drawn.
+    """
+
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+    index: Annotated[tuple[Annotated[int, Field(ge=0)], ...], _listed("+")] | None = None
+    slow: Annotated[tuple[Factor, Factor], BeforeValidator(_range)] = (3.0, 10.0)
+    for_s: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] | None = None
+    from_s: Seconds = 0.0
+    until_s: Annotated[float, Field(gt=0)] = math.inf
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        if (self.share is None) == (self.index is None):
+            raise ValueError("give share or index, for instance share=0.25,slow=3-10 or index=0,slow=5")
+        if self.index is not None and self.for_s is not None:
+            raise ValueError("workers given by index are slow throughout: for_s goes with share")
+        if self.slow[0] > self.slow[1]:
+            raise ValueError(f"slow={self.slow[0]:g}-{self.slow[1]:g}: give the smaller factor first")
+        if self.from_s >= self.until_s:
+            raise ValueError(f"from_s={self.from_s:g} has to be before until_s={self.until_s:g}")
+
+    def spells(self, worker_index: int) -> Iterator[tuple[float, float]]:
+        """Of a worker: when the next spell ends, and how many times longer a batch takes in it."""
+        dice = np.random.default_rng((self.seed, worker_index))
+        if self.share is None:
+            yield math.inf, self._slow_factor(dice) if worker_index in (self.index or ()) else 1.0
+            return
+        slow_s = 60.0 if self.for_s is None else self.for_s
+        fast_s = min(_CALM_S, slow_s * (1 - self.share) / self.share)
+        end, slow = 0.0, bool(dice.random() < self.share)
+        while True:
+            end += float(dice.exponential(slow_s if slow else fast_s))
+            yield end, self._slow_factor(dice) if slow else 1.0
+            slow = not slow
+
+    def _slow_factor(self, dice: np.random.Generator) -> float:
+        return float(dice.uniform(*self.slow))
+
+
+@dataclass
+class _Course:
+    """One worker's spells, drawn as far as somebody has asked; so the order of the questions does not matter."""
+
+    spells: Iterator[tuple[float, float]]
+    ends: list[float] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+
+    def factor(self, seconds: float) -> float:
+        while not self.ends or self.ends[-1] <= seconds:
+            end, factor = next(self.spells)
+            self.ends.append(end)
+            self.factors.append(factor)
+        return self.factors[bisect_right(self.ends, seconds)]
+
+
+@dataclass
+class Stragglers:
+    """How slow each worker is at a time. A worker is asked about by one thread at a time."""
+
+    parts: tuple[Slowness, ...]
+    _courses: dict[tuple[int, int], _Course] = field(default_factory=dict, compare=False, repr=False)
+
+    def factor(self, worker_index: int, seconds: float) -> float:
+        """How many times longer a batch takes that this worker begins now; 1 is not at all."""
+        active = ((i, part) for i, part in enumerate(self.parts) if part.from_s <= seconds < part.until_s)
+        return max((self._course(i, part, worker_index).factor(seconds) for i, part in active), default=1.0)
+
+    def _course(self, position: int, part: Slowness, worker_index: int) -> _Course:
+        key = (position, worker_index)
+        return self._courses.get(key) or self._courses.setdefault(key, _Course(part.spells(worker_index)))
+
+
+def parse_stragglers(text: str, key: str = KEY) -> Stragglers:
+    """What a text in the language above describes.
+
+    Args:
+        text: in the language.
+        key: of the configuration, for messages.
+
+    Raises:
+        ConfigError: it is not in the language; one sentence says what is wrong and what is possible.
+    """
+    parts = [part.strip() for part in text.split(";")]
+    if not all(parts):
+        raise ConfigError(f"{key}={text}: nothing is given, or nothing before or after a semicolon")
+    return Stragglers(tuple(_parse_part(part, key) for part in parts))
+
+
+def _parse_part(text: str, key: str) -> Slowness:
+    options: dict[str, str] = {}
+    for word in text.split(","):
+        option, equals, value = (piece.strip() for piece in word.partition("="))
+        if not equals or not value:
+            raise ConfigError(f"{key}={text}: {word.strip()!r} is not an option: write option=value, joined by commas")
+        if option in options:
+            raise ConfigError(f"{key}={text}: {option} is given twice")
+        options[option] = value
+    (checked,) = split_options(key, options, {key: Slowness})
+    section, dot, last = key.rpartition(".")
+    try:
+        return build(Slowness, checked, last)
+    except ConfigError as error:
+        raise ConfigError(f"{section}{dot}{error}".replace(f"{key}={checked}", f"{key}={text}")) from error

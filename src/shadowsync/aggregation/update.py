@@ -1,0 +1,164 @@
+"""What a worker of a gradient method does with its gradients: it sends them to all servers, and does not wait.
+
+`B` samples of a batch, `D_f` width of feature f's vector, `P` elements of the dense part.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from shadowsync.aggregation.aggregator import Worker
+from shadowsync.aggregation.conductor import Admitted, Arrived
+from shadowsync.aggregation.stepping import DenseGradient, Version
+from shadowsync.data.reader import Feed, LeasedBatch
+from shadowsync.embedding.client import EmbeddingClient, Pulled
+from shadowsync.embedding.pending import Pending, Promise, all_of
+from shadowsync.models.sequences import VectorGradients
+from shadowsync.training.replica import Replica, WorkerModule
+from shadowsync.training.update import MOST_UNDER_WAY
+
+
+class Authority(Protocol):
+    """What a worker needs of the `Conductor`, near or behind a wire."""
+
+    def begin(self, worker: Worker, number: int) -> Admitted | None:
+        """As `Conductor.begin`."""
+
+    def arrived(self, number: int, arrived: Arrived) -> Pending[None]:
+        """As `Conductor.arrived`; ends when the conductor knows."""
+
+    def idle(self, worker: Worker) -> None:
+        """As `Conductor.idle`."""
+
+    def left(self, worker: Worker) -> None:
+        """As `Conductor.left`."""
+
+
+class DenseParameters(Protocol):
+    """What a worker needs of the `DenseStepper`, near or behind a wire."""
+
+    def newer(self, than: int) -> Pending[Version | None]:
+        """As `DenseStepper.newer`, with the parameters as they are when the request arrives."""
+
+    def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
+        """As `DenseStepper.hold`; ends when the gradient is held."""
+
+
+@dataclass
+class GradientUpdate:
+    """Gradient methods (an `Update`): dense parameters are pulled when there are newer ones, gradients are sent under
+    the batch's number, and the batch is done when a global step has taken or dropped it.
+
+    Parameters are asked for as soon as a batch is begun, so that they cross beside its rows. With pulls `ahead` they
+    cross while the batch before is computed: they are then older by that, as the rows are. Where a method makes workers
+    wait, nothing that is older than its step is computed with.
+
+    Attributes:
+        worker: who it is.
+        authority: over global steps.
+        dense: the dense part.
+        embeddings: where the gradient of the pooled vectors goes.
+        feed: the trainer's.
+        replica: the worker's own copy of the dense part.
+        ahead: batches are begun, in another thread, before the one before is computed.
+        most_under_way: gradients that may not have arrived everywhere when `apply` returns; more ride out a longer
+            delay.
+    """
+
+    worker: Worker
+    authority: Authority
+    dense: DenseParameters
+    embeddings: EmbeddingClient
+    feed: Feed
+    replica: Replica
+    ahead: bool = False
+    most_under_way: int = MOST_UNDER_WAY
+    _version: int = field(default=-1, init=False)
+    _asked: Pending[Version | None] | None = field(default=None, init=False, repr=False)
+    _admitted: dict[int, Admitted] = field(default_factory=dict, init=False, repr=False)
+    _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False)
+
+    def begin(self, leased: LeasedBatch) -> bool:
+        """As `Update.begin`."""
+        admitted = self.authority.begin(self.worker, leased.number)
+        if admitted is None:
+            return False
+        self._admitted[leased.number] = admitted
+        if not self.ahead:
+            self._asked = self.dense.newer(self._version)
+        return True
+
+    def ready(self, leased: LeasedBatch) -> None:
+        """As `Update.ready`."""
+        self._take(self._asked)
+        if self._version < self._admitted.pop(leased.number).version:
+            self._take(self.dense.newer(self._version))
+        self._asked = self.dense.newer(self._version) if self.ahead else None
+
+    def _take(self, asked: Pending[Version | None] | None) -> None:
+        newer = None if asked is None else asked.result()
+        if newer is not None and newer.number > self._version:
+            self.replica.flat.copy_(newer.flat)
+            self._version = newer.number
+
+    def apply(
+        self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
+    ) -> None:
+        """As `Update.apply`; the learning rates are those of the global step."""
+        number = leased.number
+        dense = DenseGradient(module.flat_gradient(), tuple(found is not None for found in module.gradients))
+        sent = all_of([self.dense.hold(number, dense), self.embeddings.hold(pulled, gradient, number)])
+        arrived = Arrived(self.feed.trainer, len(leased.batch), self._version, self._done(leased))
+        self._under_way.append(self._told(sent, number, arrived))
+        while self._under_way and (len(self._under_way) > self.most_under_way or self._under_way[0].done()):
+            self._under_way.popleft().result()
+
+    def _done(self, leased: LeasedBatch) -> Callable[[], None]:
+        feed, rows = self.feed, replace(leased, batch=leased.batch.narrow(0, 0))  # lets go of the samples
+
+        def done() -> None:
+            feed.done(rows)
+
+        return done
+
+    def _told(self, sent: Pending[None], number: int, arrived: Arrived) -> Pending[None]:
+        """Ends when all servers hold the gradients and the authority knows."""
+        told: Promise[None] = Promise()
+
+        def end(error: BaseException | None) -> None:
+            if error is None:
+                told.keep(None)
+            else:
+                told.fail(error)
+
+        def tell(error: BaseException | None) -> None:
+            if error is not None:
+                told.fail(error)
+                return
+            try:
+                self.authority.arrived(number, arrived).then(end)
+            except BaseException as wrong:  # of the step that it completed: the worker's, not the connection's
+                told.fail(wrong)
+
+        sent.then(tell)
+        return told
+
+    @property
+    def quiet(self) -> bool:
+        """As `Update.quiet`: what has arrived may still wait for its step, and is trained anew after a resume."""
+        return all(sent.done() for sent in tuple(self._under_way))
+
+    def settle(self) -> None:
+        """As `Update.settle`."""
+        while self._under_way:
+            self._under_way.popleft().result()
+
+    def idle(self) -> None:
+        """As `Update.idle`."""
+        self.settle()
+        self.authority.idle(self.worker)
+
+    def left(self) -> None:
+        """As `Update.left`."""
+        self.authority.left(self.worker)

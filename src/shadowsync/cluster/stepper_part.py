@@ -1,0 +1,70 @@
+"""The dense server of gradient methods: one copy of the dense part with one optimizer state, and its images."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shadowsync.aggregation.stepping import DenseStepper
+from shadowsync.assembly import make_module, make_replica
+from shadowsync.choices import choose_all
+from shadowsync.cluster.dense_messages import check_image, image_reply, read_image
+from shadowsync.cluster.trainer_messages import ImageNames
+from shadowsync.config import Config
+from shadowsync.data.source import Schema
+from shadowsync.dense_state import TrainerImage, dense_tensors
+from shadowsync.embedding.catalog import widths
+from shadowsync.embedding.table import Table
+from shadowsync.runtime.generation import Generation
+from shadowsync.runtime.runtime import Home
+from shadowsync.runtime.stepper_service import StepperService
+from shadowsync.runtime.wire.service import Method, Reply, Request
+
+
+@dataclass(frozen=True)
+class StepperSpec:
+    """What it is made from; the fields are those of `TrainerSpec`."""
+
+    config: Config
+    schema: Schema
+    tables: tuple[Table, ...]
+    generation: int
+    model: nn.Module | None = field(repr=False)
+
+
+def build_stepper(spec: StepperSpec, _: Home) -> "StepperPart":
+    """Makes one with the initial values."""
+    choices = choose_all(spec.config, own_model=spec.model is not None)
+    module = make_module(spec.config, choices, spec.schema, spec.tables, spec.model)
+    replica = make_replica(spec.config, choices, module, widths(spec.tables))
+    stepper = DenseStepper(replica, spec.config.train.clip_norm)
+    return StepperPart(stepper, StepperService(stepper, choices.codecs["dense"], Generation(spec.generation)))
+
+
+class StepperPart:
+    """A `StepperService` of which images are taken and put back (a `runtime.Part`)."""
+
+    def __init__(self, stepper: DenseStepper, service: StepperService) -> None:
+        self._stepper, self._service = stepper, service
+        self.methods: Mapping[str, Method] = {
+            **service.methods,
+            "snapshot": Method(self._snapshot, once=False),
+            "restore": Method(self._restore),
+        }
+
+    def client_gone(self, client: str) -> None:
+        """As the service's."""
+        self._service.client_gone(client)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _snapshot(self, _: Request) -> Reply:
+        return image_reply(TrainerImage.of(self._stepper.replica, {}))
+
+    def _restore(self, request: Request) -> Reply:
+        image, replica = read_image(request.read(ImageNames), request.tensors), self._stepper.replica
+        check_image(image.replica, dense_tensors(replica))
+        image.put_into(replica)
+        self._stepper.restart(self._stepper.newest.number)
+        return Reply()

@@ -1,0 +1,178 @@
+"""The dense part of a trainer in a process of its own: a replica that is merged with others, or copies that follow."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shadowsync.aggregation.update import GradientUpdate
+from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_module, make_replica, make_trainer
+from shadowsync.cluster.dense_messages import check_image
+from shadowsync.cluster.trainer_spec import TrainerSpec
+from shadowsync.data.feed import Feed
+from shadowsync.dense_state import TrainerImage, dense_tensors
+from shadowsync.embedding.catalog import widths
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.averaging_remote import RemoteAveraging
+from shadowsync.runtime.conductor_remote import ConductorRemote
+from shadowsync.runtime.dense_remote import DenseRemote
+from shadowsync.runtime.gloo import GlooOptions, GlooRing
+from shadowsync.runtime.group import split_evenly
+from shadowsync.runtime.lines import Line
+from shadowsync.runtime.remote_group import RemoteGroup
+from shadowsync.runtime.stepper_remote import StepperRemote
+from shadowsync.runtime.wire.connection import Connection
+from shadowsync.sync.schedule import Synchronisation, Unsynchronised
+from shadowsync.training.gate import Gate
+from shadowsync.training.replica import Replica
+from shadowsync.training.trainer import Trainer
+from shadowsync.training.worker import Hooks
+
+
+@dataclass(frozen=True)
+class TrainerMaterial:
+    """What a trainer's dense part is made of.
+
+    Attributes:
+        spec: of the trainer.
+        kit: what trainers have in common.
+        host: address of this machine as the others see it.
+        connect: to a role of a kind, by its index and address.
+        counter: of bytes.
+        gate: of the trainer's threads.
+        clients: of the embedding servers, one for each worker.
+        feed: the trainer's.
+        hooks: of a trainer.
+    """
+
+    spec: TrainerSpec
+    kit: TrainerKit
+    host: str
+    connect: Callable[[str, int, str], Connection]
+    counter: WireCounter
+    gate: Gate
+    clients: Sequence[EmbeddingClient]
+    feed: Feed
+    hooks: Callable[[Trainer], Hooks]
+
+    def replicas(self) -> Callable[[], Replica]:
+        """Makes replicas with the initial values."""
+        spec, config, choices = self.spec, self.spec.config, self.kit.choices
+        module = make_module(config, choices, spec.schema, spec.tables, spec.model)
+        return lambda: make_replica(config, choices, module, widths(spec.tables))
+
+
+class TrainerDense(ABC):
+    """A trainer with the dense part of a family of methods.
+
+    Attributes:
+        trainer: stands ready.
+    """
+
+    trainer: Trainer
+
+    @property
+    @abstractmethod
+    def syncs(self) -> int:
+        """Synchronisations so far."""
+
+    @abstractmethod
+    def image(self) -> TrainerImage:
+        """A copy of what an image of the job holds of this trainer."""
+
+    @abstractmethod
+    def restore(self, image: TrainerImage) -> None:
+        """Puts a copy back.
+
+        Raises:
+            DataError: it does not fit.
+        """
+
+
+class MergedReplica(TrainerDense):
+    """A replica that all workers share, merged by a `SyncMethod`."""
+
+    def __init__(self, material: TrainerMaterial) -> None:
+        config, choices = material.spec.config, material.kit.choices
+        replica = material.replicas()()
+        self._synchronisation = Synchronisation(
+            choices.method,
+            replica.flat,
+            _group(material, len(replica.flat)),
+            config.train.workers,
+            material.gate,
+            choices.method.init(replica.flat),
+        )
+        driver = choices.schedule.drive(self._synchronisation)
+        trainer = Trainer(material.spec.rank, replica, driver, material.gate)
+        workers = hogwild_workers(material.kit, replica, material.clients, material.feed)
+        self.trainer = make_trainer(material.kit, trainer, driver, workers, material.feed, material.hooks(trainer))
+
+    @property
+    def syncs(self) -> int:
+        return self._synchronisation.count
+
+    def image(self) -> TrainerImage:
+        return TrainerImage.of(self.trainer.replica, self._synchronisation.state)
+
+    def restore(self, image: TrainerImage) -> None:
+        state, replica = self._synchronisation.state, self.trainer.replica
+        check_image(image.replica, dense_tensors(replica))
+        check_image(image.method, state)
+        image.put_into(replica)
+        self._synchronisation.state = {
+            name: image.method[name].view_as(tensor).to(tensor.device) for name, tensor in state.items()
+        }
+
+
+class GradientWorkers(TrainerDense):
+    """Workers that send gradients, each with a copy of its own of the dense part, which follows the server's."""
+
+    def __init__(self, material: TrainerMaterial) -> None:
+        spec, replica, driver = material.spec, material.replicas(), Unsynchronised()
+        self._conductor = ConductorRemote(material.connect("driver", 0, spec.addresses.driver), spec.generation)
+        self._dense = material.connect("dense", 0, spec.addresses.dense[0])
+        self._line = Line("dense", material.kit.choices.codecs["dense"], material.counter)
+        workers = [self._worker(material, index, client, replica()) for index, client in enumerate(material.clients)]
+        trainer = Trainer(spec.rank, workers[0].replica, driver, material.gate)
+        self.trainer = make_trainer(material.kit, trainer, driver, workers, material.feed, material.hooks(trainer))
+
+    def _worker(self, material: TrainerMaterial, index: int, client: EmbeddingClient, replica: Replica) -> WorkerKit:
+        spec = material.spec
+        dense = StepperRemote(self._dense, self._line, len(replica.flat), index, spec.generation)
+        update = GradientUpdate(
+            (spec.rank, index),
+            self._conductor,
+            dense,
+            client,
+            material.feed,
+            replica,
+            ahead=material.kit.settings().prefetch > 0,
+        )
+        return WorkerKit(client, replica, update)
+
+    @property
+    def syncs(self) -> int:
+        return 0
+
+    def image(self) -> TrainerImage:
+        return TrainerImage.of(self.trainer.replica, {})
+
+    def restore(self, image: TrainerImage) -> None:
+        """The parameters are the server's: workers pull them before their first batch."""
+
+
+def _group(material: TrainerMaterial, length: int) -> RemoteGroup:
+    spec, codec = material.spec, material.kit.choices.codecs["dense"]
+    options = GlooOptions(material.host)
+    averaging = RemoteAveraging(
+        spec.rank,
+        material.connect("averaging", 0, spec.addresses.averaging),
+        lambda seat: GlooRing(seat, options),
+        codec,
+        material.counter,
+    )
+    dense = [material.connect("dense", index, address) for index, address in enumerate(spec.addresses.dense)]
+    spans = split_evenly(length, max(1, len(dense)))[: len(dense)]
+    servers = DenseRemote(dense, spans, codec, material.counter, None, spec.generation)
+    return RemoteGroup(spec.rank, averaging, servers, material.gate)

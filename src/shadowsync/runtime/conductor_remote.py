@@ -1,0 +1,75 @@
+"""A trainer's end of the conductor."""
+
+import contextlib
+from concurrent.futures import Future
+
+from shadowsync.aggregation.aggregator import Worker
+from shadowsync.aggregation.conductor import Admitted, Arrived
+from shadowsync.embedding.pending import Pending, Promise
+from shadowsync.errors import ShadowSyncError
+from shadowsync.runtime.step_messages import ArrivedTold, BeginAsked, BeginGiven, WorkerTold
+from shadowsync.runtime.wire.connection import Answer, Connection
+from shadowsync.runtime.wire.errors import CallTimeout
+
+PATIENCE_S = 30.0
+"""A worker that waits asks again after this time: a call that stays open for ever would stop its connection."""
+
+
+class ConductorRemote:
+    """A `ConductorService` as the workers of one trainer see it (an `aggregation.update.Authority`).
+
+    A worker is `(rank, index)`. What was trained, the service counts: `Arrived.done` is not called here.
+
+    Args:
+        connection: to the service.
+        generation: of the parts that the trainer belongs to.
+        patience_s: see `PATIENCE_S`.
+    """
+
+    def __init__(self, connection: Connection, generation: int = 0, patience_s: float = PATIENCE_S) -> None:
+        self._connection, self._generation, self._patience_s = connection, generation, patience_s
+
+    def begin(self, worker: Worker, number: int) -> Admitted | None:
+        """As `Conductor.begin`.
+
+        Raises:
+            PeerLost: the connection was closed.
+            RunError: the trainer was given up, or a step could not be carried out.
+        """
+        rank, index = _split(worker)
+        asked = BeginAsked(rank, index, number, self._generation)
+        while True:
+            with contextlib.suppress(CallTimeout):
+                answer = self._connection.call("begin", asked, timeout_s=self._patience_s).result()
+                version = answer.read(BeginGiven).version
+                return Admitted(version) if version >= 0 else None
+
+    def arrived(self, number: int, arrived: Arrived) -> Pending[None]:
+        """As `Conductor.arrived`; ends when the service knows."""
+        told: Promise[None] = Promise()
+        sent = self._connection.call("arrived", ArrivedTold(number, arrived.version, self._generation))
+        sent.add_done_callback(lambda answer: _end(told, answer))
+        return told
+
+    def idle(self, worker: Worker) -> None:
+        """As `Conductor.idle`; returns when the service knows, so that a later `begin` comes after it."""
+        self._connection.call("idle", WorkerTold(*_split(worker), self._generation)).result()
+
+    def left(self, worker: Worker) -> None:
+        """As `Conductor.left`; where the service cannot be reached, the job gives up the whole trainer."""
+        with contextlib.suppress(ShadowSyncError):
+            told = WorkerTold(*_split(worker), self._generation)
+            self._connection.call("left", told, timeout_s=self._patience_s).result()
+
+
+def _split(worker: Worker) -> tuple[int, int]:
+    assert isinstance(worker, tuple)
+    rank, index = worker
+    return rank, index
+
+
+def _end(told: Promise[None], answer: "Future[Answer]") -> None:
+    if (error := answer.exception()) is None:
+        told.keep(None)
+    else:
+        told.fail(error)

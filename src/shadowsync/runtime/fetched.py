@@ -1,0 +1,40 @@
+"""Answers that come over the wire, as `embedding.pending` has them."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from shadowsync.embedding.pending import Callback, Pending
+from shadowsync.runtime.step_messages import Committed
+from shadowsync.runtime.wire.connection import Answer
+
+T = TypeVar("T")
+
+
+class Fetched(Pending[T], Generic[T]):
+    """An answer that is decoded by the one thread that asks for it, not by the one that serves all connections."""
+
+    def __init__(self, future: "Future[Answer]", decode: Callable[[Answer], T]) -> None:
+        self._future = future
+        self._decode = decode
+        self._decoded: list[T] = []
+
+    def result(self) -> T:
+        if not self._decoded:
+            self._decoded.append(self._decode(self._future.result()))
+        return self._decoded[0]
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def then(self, callback: Callback) -> None:
+        self._future.add_done_callback(lambda future: callback(future.exception()))
+
+
+def held_bytes(answer: Answer) -> int:
+    """Decodes the answer to a global step."""
+    return answer.read(Committed).held_bytes
+
+
+def nothing(_: Answer) -> None:
+    """Decodes an answer that only says that it was done."""

@@ -1,0 +1,108 @@
+"""What crosses under gradient methods beside rows: a worker with the conductor, and both with the dense part."""
+
+from shadowsync.runtime.wire.service import Meta
+
+NEVER = -1
+"""The version of a batch that is not to be trained any more."""
+
+
+class BeginAsked(Meta, frozen=True):
+    """A worker wants to compute a batch; answered when it may.
+
+    Attributes:
+        trainer: rank of its trainer.
+        worker: its index there.
+        number: of the batch.
+        generation: of the parts that the trainer belongs to.
+    """
+
+    trainer: int
+    worker: int
+    number: int
+    generation: int
+
+
+class BeginGiven(Meta, frozen=True):
+    """Answers `BeginAsked`: the least version of the parameters, or `NEVER`."""
+
+    version: int
+
+
+class ArrivedTold(Meta, frozen=True):
+    """All servers hold the gradients of a batch.
+
+    Attributes:
+        number: of the batch.
+        version: of the dense parameters that it was computed with.
+        generation: as in `BeginAsked`.
+    """
+
+    number: int
+    version: int
+    generation: int
+
+
+class WorkerTold(Meta, frozen=True):
+    """A worker has nothing to do, or has ended; the fields are those of `BeginAsked`."""
+
+    trainer: int
+    worker: int
+    generation: int
+
+
+class GradientSent(Meta, frozen=True):
+    """A batch's gradient of the dense part; tensors: its frames.
+
+    Attributes:
+        number: of the batch.
+        stream: of the client's, one for each worker.
+        used: of each parameter, whether the loss depended on it.
+        generation: as in `BeginAsked`.
+    """
+
+    number: int
+    stream: int
+    used: tuple[bool, ...]
+    generation: int
+
+
+class NewerAsked(Meta, frozen=True):
+    """Asks for the newest parameters if their version is above `than`, for a stream as in `GradientSent`."""
+
+    than: int
+    stream: int
+
+
+class NewerGiven(Meta, frozen=True):
+    """Answers `NewerAsked`: the version whose frames are the tensors; None, without tensors, if there is no newer."""
+
+    version: int | None
+
+
+class StepAsked(Meta, frozen=True):
+    """A global step, as `aggregation.stepping.DenseStep`; `batches` and `weights` are of one length."""
+
+    step: int
+    batches: tuple[int, ...]
+    weights: tuple[float, ...]
+    divisor: float
+    lr: float
+    below: int
+    generation: int
+
+
+class Committed(Meta, frozen=True):
+    """Answers a global step.
+
+    Attributes:
+        held_bytes: memory of the gradients that waited at the server when the step came, those of the step with them.
+    """
+
+    held_bytes: int
+
+
+class RestartAsked(Meta, frozen=True):
+    """All gradients are forgotten, and the parameters have this version."""
+
+    version: int
+    generation: int

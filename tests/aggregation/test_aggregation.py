@@ -1,0 +1,394 @@
+"""Every gradient method: the seam's contract, whatever order gradients arrive in and whoever dies meanwhile."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from cluster_simulator import Cluster, simulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowsync.aggregation.aggregator import Aggregation, Begun, Commit
+from shadowsync.aggregation.asynchronous import Async
+from shadowsync.aggregation.auto import Auto
+from shadowsync.aggregation.bsp import Bsp
+from shadowsync.aggregation.gba import Gba
+from shadowsync.aggregation.hop_bs import HopBs
+from shadowsync.aggregation.hop_bw import HopBw
+from shadowsync.aggregation.synchronous import Sync
+from shadowsync.errors import ConfigError
+from shadowsync.registry import build, members
+
+MEMBERS = members("shadowsync.aggregation", Aggregation)
+METHODS: list[Callable[[], Aggregation]] = [
+    *MEMBERS.values(),
+    lambda: HopBs(bound=0),
+    lambda: HopBw(backups=0),
+    lambda: Gba(tolerance=0, divide_by="kept"),
+    lambda: Auto(share=0.02, even=0.01, steady_commits=1, steady_s=0.0),
+]
+Faults = list[tuple[str, int, int]]
+NEVER_WAIT = ("async", "bsp", "gba")
+QUICK = settings(max_examples=60, deadline=None)
+SIZES = st.integers(2, 6)
+DELAYS = st.lists(st.integers(1, 12), min_size=1, max_size=40)
+FAULTS = st.lists(
+    st.tuples(st.sampled_from(["die", "join", "lose"]), st.integers(0, 8), st.integers(0, 40)), max_size=12
+)
+
+
+def troubled(aggregation: Aggregation, size: int, workers: int, delays: list[int], faults: Faults) -> Cluster:
+    """60 batches, each of which takes a time of its own, among workers that come and go."""
+    cluster = Cluster(aggregation, size, 60, lambda worker, number, now: delays[number % len(delays)], step=3)
+    for worker in range(workers):
+        cluster.join(worker)
+    for kind, worker, at in faults:
+        getattr(cluster, kind)(worker, at + 0.5)
+    return cluster
+
+
+def check(cluster: Cluster, first_step: int = 3) -> None:
+    """What holds of every run that has ended."""
+    assert [commit.step for commit in cluster.commits] == list(range(first_step, first_step + len(cluster.commits)))
+    assert cluster.aggregator.step == first_step + len(cluster.commits)
+    assert cluster.named == cluster.received, "each gradient enters one commit, in the order of arrival"
+    applied = sum(commit.kept for commit in cluster.commits)
+    assert applied + cluster.dropped == len(cluster.received)
+    assert sorted(cluster.received + cluster.lost) == sorted(cluster.dispatched)
+    assert all(commit.divisor >= max(1, commit.kept) for commit in cluster.commits)
+    assert (len(cluster.aggregator.held), dict(cluster.aggregator.in_flight)) == (0, {})
+
+
+def holds_little(cluster: Cluster, batch: Begun) -> None:
+    """Less than a step, and of those that come too late one for each worker."""
+    workers = len({batch.worker for batch in cluster.dispatched.values()})
+    assert len(cluster.aggregator.held) < cluster.size + workers
+
+
+def test_the_members_are_those_of_the_configuration() -> None:
+    assert list(MEMBERS) == ["async", "auto", "bsp", "gba", "hop_bs", "hop_bw", "sync"]
+
+
+@pytest.mark.parametrize("make", METHODS)
+@given(size=SIZES, workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
+@QUICK
+def test_contract(make: Callable[[], Aggregation], size: int, workers: int, delays: list[int], faults: Faults) -> None:
+    cluster = troubled(make(), size, workers, delays, faults)
+    cluster.watch = holds_little
+    check(cluster.run())
+    assert cluster.aggregator.flush(cluster.now) == []
+    if cluster.aggregation.name in NEVER_WAIT:
+        assert cluster.refusals == 0
+
+
+@pytest.mark.parametrize("make", METHODS)
+@given(size=SIZES, workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS, flushes=st.lists(st.integers(0, 60)))
+@QUICK
+def test_a_flush_in_the_middle_loses_nothing(
+    make: Callable[[], Aggregation],
+    size: int,
+    workers: int,
+    delays: list[int],
+    faults: Faults,
+    flushes: list[int],
+) -> None:
+    cluster = troubled(make(), size, workers, delays, faults)
+    for at in flushes:
+        cluster.flush(at)
+    check(cluster.run())
+
+
+@pytest.mark.parametrize("make", METHODS)
+@given(size=SIZES, actions=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=80))
+@QUICK
+def test_any_order_of_events_even_impossible_ones(
+    make: Callable[[], Aggregation], size: int, actions: list[tuple[int, int]]
+) -> None:
+    """Workers with several batches at once, reports that come twice or too late, or of batches nobody began."""
+    aggregator = make().start(size)
+    commits: list[Commit] = []
+    received, began = set(), set()
+    numbers = itertools.count()
+    for at, (kind, which) in enumerate(actions):
+        now, known = float(at), dict(aggregator.in_flight)
+        if kind == 0:
+            batch = Begun(next(numbers), aggregator.step, which % 4)
+            began |= {batch.number} if aggregator.begin(batch, now) else set()
+        elif kind == 1:
+            number = next(iter(list(known)[which:]), which)
+            received |= {number} & set(known)
+            commits += aggregator.arrived(number, now)
+        elif kind == 2:
+            commits += aggregator.retired(next(iter(list(known)[which:]), which), now)
+        else:
+            commits += aggregator.left(which % 4, now)
+            assert all(batch.worker != which % 4 for batch in aggregator.in_flight.values())
+    named = [number for commit in commits for number in commit.weights]
+    assert len(named) + len(aggregator.held) == len(received)
+    named += [number for commit in aggregator.flush(1e9) for number in commit.weights]
+    assert sorted(named) == sorted(received)
+    assert received <= began
+
+
+@pytest.mark.parametrize("make", METHODS)
+@pytest.mark.parametrize("other", METHODS)
+@pytest.mark.parametrize("flushed", [True, False])
+def test_a_live_job_goes_on_under_any_other_method(
+    make: Callable[[], Aggregation], other: Callable[[], Aggregation], flushed: bool
+) -> None:
+    before, numbers = make().start(3, step=7), itertools.count()
+    old = [Begun(next(numbers), 7, worker) for worker in range(6)]
+    flying = [batch for batch in old if before.begin(batch, 0.0)]
+    commits = [*before.arrived(0, 1.0)]
+    if flushed:
+        commits += before.flush(1.0)
+    after, first = other().start(3, before.step), before.step
+    after.carry(before.in_flight.values(), before.held, 1.0)
+    assert len(after.held) == (not commits)
+    early, commits = commits, [commit for batch in flying for commit in after.arrived(batch.number, 2.0)]
+    fresh = [Begun(next(numbers), after.step, worker) for worker in range(3)]
+    assert all(after.begin(batch, 2.0) for batch in fresh) or after.held
+    commits += [commit for batch in fresh for commit in after.arrived(batch.number, 3.0)]
+    commits += after.flush(3.0)
+    begun = {batch.number for batch in (*flying, *fresh)}
+    named = [number for commit in (*early, *commits) for number in commit.weights]
+    assert len(set(named)) == len(named)
+    assert {batch.number for batch in flying} <= set(named) <= begun
+    assert commits[0].step == first
+    assert not after.held
+
+
+@given(size=SIZES, workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
+@QUICK
+def test_sync_is_large_batch_training(size: int, workers: int, delays: list[int], faults: Faults) -> None:
+    cluster = troubled(Sync(), size, workers, delays, faults).run()
+    for commit in cluster.commits:
+        assert {cluster.began_at_step[number] for number in commit.weights} == {commit.step}
+        assert set(commit.weights.values()) == {1.0}
+        assert commit.divisor == len(commit.weights)
+    assert all(len(commit.weights) == size for commit in cluster.commits[:-1]), "only the last batch may be smaller"
+
+
+@given(size=SIZES, workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
+@QUICK
+def test_sync_trains_in_the_order_of_dispatch(size: int, workers: int, delays: list[int], faults: Faults) -> None:
+    """A batch that waits is not passed by one that was dispatched after it; so nobody waits longer than others."""
+    cluster = troubled(Sync(), size, workers, delays, faults).run()
+    steps = [cluster.began_at_step[number] for number in sorted(cluster.began_at_step)]
+    assert steps == sorted(steps)
+
+
+@given(size=SIZES, delays=DELAYS)
+@QUICK
+def test_gba_without_delay_is_sync(size: int, delays: list[int]) -> None:
+    """Rounds of M: M begin, M arrive in any order. So do bsp, and hop_bw without backups."""
+    runs = []
+    for method in (Sync(), Gba(tolerance=0), Gba(divide_by="kept"), Bsp(), HopBw(backups=0), Auto()):
+        aggregator, found = method.start(size), []
+        for k in range(4):
+            batches = [Begun(k * size + i, k, i) for i in range(size)]
+            assert all(aggregator.begin(batch, k) for batch in batches)
+            for batch in sorted(batches, key=lambda b: delays[b.number % len(delays)]):
+                found += aggregator.arrived(batch.number, k + 1)
+        runs.append(found)
+    assert len(runs[0]) == 4
+    assert all(run == runs[0] for run in runs)
+
+
+@given(size=SIZES, workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
+@QUICK
+def test_async_steps_with_every_gradient(size: int, workers: int, delays: list[int], faults: Faults) -> None:
+    cluster = troubled(Async(), size, workers, delays, faults).run()
+    assert [dict(commit.weights) for commit in cluster.commits] == [{number: 1.0} for number in cluster.received]
+    assert {commit.divisor for commit in cluster.commits} <= {1.0}
+
+
+@given(SIZES, st.integers(1, 9), st.integers(0, 3), st.sampled_from(["buffer", "kept"]), DELAYS, FAULTS)
+@QUICK
+def test_gba_drops_what_is_too_old_and_nothing_else(
+    size: int,
+    workers: int,
+    tolerance: int,
+    divide_by: str,
+    delays: list[int],
+    faults: Faults,
+) -> None:
+    method = build(Gba, {"tolerance": tolerance, "divide_by": divide_by}, "aggregation")
+    cluster = troubled(method, size, workers, delays, faults).run()
+    for commit in cluster.commits:
+        for number, weight in commit.weights.items():
+            assert weight == (commit.step - cluster.dispatched[number].token <= tolerance)
+    for commit in cluster.commits[:-1]:
+        assert len(commit.weights) == size
+        assert commit.divisor == (size if divide_by == "buffer" else max(1, commit.kept))
+    assert all(commit.divisor == max(1, commit.kept) for commit in cluster.commits if len(commit.weights) < size)
+
+
+def test_gba_by_hand() -> None:
+    """A batch of step 0 that arrives at step 2 is too old for a tolerance of 1, and the sum is still divided by M."""
+    for divide_by, divisor in (("buffer", 2.0), ("kept", 1.0)):
+        aggregator = build(Gba, {"tolerance": 1, "divide_by": divide_by}, "aggregation").start(2)
+        for number in range(6):
+            aggregator.begin(Begun(number, number // 2, f"worker {number}"), 0.0)
+        commits = [c for number in (1, 2, 3, 4, 0, 5) for c in aggregator.arrived(number, 1.0)]
+        expected = [Commit(0, {1: 1, 2: 1}, 2), Commit(1, {3: 1, 4: 1}, 2), Commit(2, {0: 0, 5: 1}, divisor)]
+        assert commits == expected
+
+
+def test_a_step_of_which_everything_is_too_old_counts_but_divides_by_something() -> None:
+    aggregator = Gba(tolerance=0, divide_by="kept").start(1, step=5)
+    aggregator.begin(Begun(0, 4, 0), 0.0)
+    (commit,) = aggregator.arrived(0, 1.0)
+    assert (commit, commit.kept, commit.dropped) == (Commit(5, {0: 0.0}, 1.0), 0, 1)
+    assert aggregator.step == 6
+
+
+@given(bound=st.integers(0, 4), workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
+@QUICK
+def test_hop_bs_keeps_the_bound(bound: int, workers: int, delays: list[int], faults: Faults) -> None:
+    """Whoever begins a batch has finished at most `bound` more than the slowest of the living."""
+
+    def watch(cluster: Cluster, batch: Begun) -> None:
+        settled = {*cluster.received, *cluster.lost} & set(cluster.began_at_step)
+        finished = Counter(cluster.dispatched[number].worker for number in settled)
+        joined = {batch.worker for batch in cluster.dispatched.values()} & cluster.alive
+        assert finished[batch.worker] - min(finished[worker] for worker in joined) <= bound
+
+    cluster = troubled(HopBs(bound=bound), 4, workers, delays, [fault for fault in faults if fault[0] != "join"])
+    cluster.watch = watch
+    check(cluster.run())
+
+
+def test_hop_bs_lets_workers_run_ahead_as_far_as_the_bound() -> None:
+    """While worker 0 computes for ever, the other finishes the three batches that a bound of 2 allows, and waits."""
+    aggregator = HopBs(bound=2).start(4)
+    assert aggregator.begin(Begun(0, 0, "slow"), 0.0)
+    for number in (1, 2, 3):
+        assert aggregator.begin(Begun(number, 0, "fast"), 0.0)
+        assert [commit.weights for commit in aggregator.arrived(number, 1.0)] == [{number: 1.0}]
+    assert not aggregator.begin(Begun(4, 0, "fast"), 2.0)
+    assert aggregator.begin(Begun(5, 0, "newcomer"), 2.0), "who joins starts beside the slowest"
+    aggregator.left("slow", 3.0)
+    assert not aggregator.begin(Begun(4, 0, "fast"), 3.0), "the newcomer is where the slowest was"
+    aggregator.arrived(5, 4.0)
+    assert aggregator.begin(Begun(4, 0, "fast"), 4.0)
+
+
+def test_hop_bs_counts_what_a_worker_computes_at_the_same_time() -> None:
+    aggregator = HopBs(bound=1).start(4)
+    began = [aggregator.begin(Begun(number, 0, worker), 0.0) for number, worker in enumerate("baaab")]
+    assert began == [True, True, True, False, True]
+
+
+def test_hop_bs_waits_for_nobody_who_has_nothing_to_compute_after_a_flush() -> None:
+    aggregator = HopBs(bound=0).start(4)
+    for number, worker in enumerate(("idle", "busy")):
+        assert aggregator.begin(Begun(number, 0, worker), 0.0)
+    aggregator.arrived(1, 1.0)
+    assert not aggregator.begin(Begun(2, 0, "busy"), 1.0)
+    aggregator.retired(0, 2.0)
+    assert aggregator.begin(Begun(2, 0, "busy"), 2.0)
+    aggregator.arrived(2, 3.0)
+    assert not aggregator.begin(Begun(3, 0, "busy"), 3.0)
+    assert aggregator.flush(3.0) == []
+    assert aggregator.begin(Begun(3, 0, "busy"), 3.0)
+
+
+@given(size=SIZES, backups=st.integers(0, 5), workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
+@QUICK
+def test_hop_bw_drops_exactly_what_is_late(
+    size: int,
+    backups: int,
+    workers: int,
+    delays: list[int],
+    faults: Faults,
+) -> None:
+    """Late is what arrives after the commit of the round in which it began."""
+    method = HopBw(backups=min(backups, size - 1))
+    cluster = troubled(method, size, workers, delays, faults).run()
+    for commit in cluster.commits:
+        for number, weight in commit.weights.items():
+            assert weight == (cluster.began_at_step[number] == commit.step)
+    assert all(commit.kept == commit.divisor == size - method.backups for commit in cluster.commits[:-1])
+    begun = Counter(cluster.began_at_step[number] for number in cluster.received)
+    assert max(begun.values(), default=0) <= size, "a round admits the global batch"
+
+
+def test_hop_bw_needs_a_batch_to_wait_for() -> None:
+    with pytest.raises(ConfigError, match=r"aggregation\.backups=4: .* at most 3"):
+        HopBw(backups=4).start(4)
+
+
+@pytest.mark.parametrize("make", [Sync, HopBw])
+def test_the_place_of_a_dead_workers_batch_goes_to_one_that_waits(make: Callable[[], Aggregation]) -> None:
+    aggregator = make().start(3)
+    began = [aggregator.begin(Begun(number, 0, f"worker {number}"), 0.0) for number in range(5)]
+    assert began == [True, True, True, False, False]
+    assert aggregator.left("worker 1", 1.0) == []
+    assert not aggregator.begin(Begun(5, 0, "worker 5"), 1.0), "the place is kept for those before it"
+    assert not aggregator.begin(Begun(4, 0, "worker 4"), 1.0)
+    assert aggregator.begin(Begun(3, 0, "worker 3"), 1.0)
+    commits = [commit for number in (0, 2, 3) for commit in aggregator.arrived(number, 2.0)]
+    assert commits[0].kept == commits[0].divisor
+    assert 1 not in commits[0].weights
+    assert aggregator.begin(Begun(5, 1, "worker 5"), 3.0), "worker 4 has its place, and there is a second one"
+
+
+def test_a_place_is_kept_for_nobody_who_left() -> None:
+    aggregator = Sync().start(1)
+    assert [aggregator.begin(Begun(number, 0, number), 0.0) for number in range(3)] == [True, False, False]
+    aggregator.left(1, 1.0)
+    aggregator.arrived(0, 1.0)
+    assert aggregator.begin(Begun(2, 0, 2), 1.0)
+
+
+def test_asking_twice_is_beginning_once() -> None:
+    for make in METHODS:
+        aggregator = make().start(3)
+        assert aggregator.begin(Begun(0, 0, "a"), 0.0)
+        assert aggregator.begin(Begun(0, 0, "a"), 0.5)
+        assert list(aggregator.in_flight) == [0]
+
+
+def test_a_step_takes_at_least_one_batch() -> None:
+    with pytest.raises(ValueError, match="size=0"):
+        Bsp().start(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("gba", {"tolerance": -1}, r"aggregation\.tolerance=-1"),
+        ("gba", {"divide_by": "m"}, r"aggregation\.divide_by=m"),
+        ("hop_bs", {"bound": -1}, r"aggregation\.bound=-1"),
+        ("hop_bw", {"backups": -1}, r"aggregation\.backups=-1"),
+        ("auto", {"share": 1.5}, r"aggregation\.share=1\.5"),
+        ("auto", {"share": 0.1, "even": 0.1}, r"even=0\.1 has to be below share=0\.1"),
+    ],
+)
+def test_options_are_checked(name: str, options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build(MEMBERS[name], options, "aggregation")
+
+
+def one_slow(worker: int, number: int, now: float) -> float:
+    """Eight workers of which one is five times slower."""
+    return 5.0 if worker == 0 else 1.0
+
+
+def test_a_straggler_holds_up_rounds_and_nobody_else() -> None:
+    """Eight workers, M = 8: async runs at 7 + 1/5 batches a second, sync at 8 every five seconds."""
+    taken_s = {name: simulate(make(), 8, 2000, 8, one_slow).commit_times[-1] for name, make in MEMBERS.items()}
+    assert taken_s["async"] == pytest.approx(2000 / 7.2, rel=0.02)
+    assert taken_s["sync"] == pytest.approx(2000 / 8 * 5, rel=0.02)
+    assert taken_s["gba"] == pytest.approx(taken_s["async"], rel=0.02)
+    assert taken_s["bsp"] == pytest.approx(taken_s["async"], rel=0.02)
+    assert taken_s["auto"] < 1.2 * taken_s["async"]
+    assert taken_s["hop_bs"] == pytest.approx(taken_s["sync"], rel=0.05), "the slowest sets the pace"
+
+
+def test_equal_workers_are_equally_fast_under_every_method() -> None:
+    for make in MEMBERS.values():
+        cluster = simulate(make(), 8, 800, 8, lambda worker, number, now: 1.0)
+        assert cluster.commit_times[-1] == pytest.approx(100, rel=0.05)

@@ -1,0 +1,464 @@
+"""The authority over global steps, driven from threads: each gradient in one step, and nobody left waiting."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from shadowsync.aggregation.aggregator import Aggregation
+from shadowsync.aggregation.asynchronous import Async
+from shadowsync.aggregation.conductor import Arrived, Conductor, StepParts, StepRule
+from shadowsync.aggregation.counts import AggregationState
+from shadowsync.aggregation.gba import Gba
+from shadowsync.aggregation.hop_bw import HopBw
+from shadowsync.aggregation.stepping import DenseStep
+from shadowsync.aggregation.synchronous import Sync
+from shadowsync.embedding.holding import RowStep
+from shadowsync.errors import RunError
+from shadowsync.registry import members
+from shadowsync.training.rates import Rates
+
+pytestmark = pytest.mark.timeout(60)
+
+METHODS = {name: member() for name, member in members("shadowsync.aggregation", Aggregation).items()}
+A, B = (0, 0), (1, 0)
+STEADY = Rates()
+
+
+@dataclass
+class Steps:
+    """What was carried out; `gate` holds a step up."""
+
+    dense: list[DenseStep] = field(default_factory=list)
+    rows: list[RowStep] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Event = field(default_factory=threading.Event)
+
+    def commit(self, step: DenseStep) -> None:
+        self.entered.set()
+        assert self.gate.wait(20)
+        self.dense.append(step)
+
+
+@dataclass
+class Rows:
+    steps: Steps
+
+    def commit(self, step: RowStep) -> None:
+        self.steps.rows.append(step)
+
+
+class Bench:
+    """A conductor whose steps are written down."""
+
+    def __init__(self, method: Aggregation, size: int = 2, rates: Rates = STEADY, by_buffer: bool = False) -> None:
+        self.steps = Steps()
+        self.steps.gate.set()
+        self.trained = 0
+        self.now = 0.0
+        rule = StepRule(size, 0.5, 2.0, rates, by_buffer)
+        self.parts = StepParts(self.steps, [Rows(self.steps)], lambda: self.trained)
+        self.conductor = Conductor(method, rule, self.parts, lambda: self.now)
+
+    def begin(self, worker: tuple[int, int]) -> int:
+        number = self.conductor.dispatch(worker[0])
+        assert self.conductor.begin(worker, number)
+        return number
+
+    def arrive(self, number: int, trainer: int = 0, version: int = 0, samples: int = 4) -> None:
+        def done() -> None:
+            self.steps.done.append(number)
+            self.trained += samples
+
+        self.conductor.arrived(number, Arrived(trainer, samples, version, done))
+
+
+def test_a_step_reaches_dense_part_and_rows_alike_and_then_batches_are_done() -> None:
+    bench = Bench(Gba(), size=2)
+    first, second = bench.begin(A), bench.begin(B)
+    bench.arrive(second, 1)
+    assert not bench.steps.dense
+    bench.arrive(first)
+    (dense,), (rows,) = bench.steps.dense, bench.steps.rows
+    assert (dense.step, dict(dense.weights), dense.divisor, dense.lr) == (0, {second: 1.0, first: 1.0}, 2.0, 0.5)
+    assert (rows.step, rows.weights, rows.divisor, rows.lr) == (0, dense.weights, None, 2.0)
+    assert sorted(bench.steps.done) == [first, second]
+    assert bench.conductor.state == AggregationState(global_steps=1, received=2, staleness=((0, 2),), mode="gba")
+
+
+def test_step_times_are_those_from_begin_to_arrival_of_whoever_is_at_work() -> None:
+    bench = Bench(Gba(), size=2)
+    first = bench.begin(A)
+    bench.now = 3.0
+    second = bench.begin(B)
+    bench.arrive(first)
+    bench.now = 4.0
+    assert bench.conductor.recent_step_s() == {A: 3.0, B: 1.0}
+    bench.arrive(second)
+    bench.conductor.left(A)
+    assert bench.conductor.recent_step_s() == {B: 1.0}
+    assert bench.conductor.mean_step_s() == {A: 3.0, B: 1.0}
+
+
+def test_what_was_begun_before_a_restart_has_no_step_time() -> None:
+    bench = Bench(Gba(), size=2)
+    bench.begin(A)
+    bench.conductor.restart(AggregationState(global_steps=3))
+    bench.now = 9.0
+    assert bench.conductor.recent_step_s() == {}
+
+
+def test_step_times_go_on_in_another_conductor() -> None:
+    bench = Bench(Gba(), size=9)
+    first = bench.begin(A)
+    bench.now = 2.0
+    bench.arrive(first)
+    bench.begin(B)
+    paces = bench.conductor.paces
+    goes_on = Conductor(Gba(), StepRule(9, 0.5, 2.0, STEADY, False), bench.parts, lambda: 9.0, paces=paces)
+    assert goes_on.mean_step_s() == {A: 2.0}
+    assert goes_on.recent_step_s() == {}
+
+
+def test_whoever_goes_on_under_another_method_has_switched() -> None:
+    bench = Bench(Gba(), size=2)
+    bench.conductor.restart(AggregationState(global_steps=7, mode="sync"))
+    (switch,) = bench.conductor.state.switches
+    assert (switch.step, switch.mode) == (7, "gba")
+    assert "at which sync was at work" in switch.sentence
+    bench.conductor.restart(bench.conductor.state)
+    assert bench.conductor.state.switches == (switch,)
+
+
+def test_rows_may_be_divided_as_the_dense_part() -> None:
+    bench = Bench(Gba(), size=1, by_buffer=True)
+    bench.arrive(bench.begin(A))
+    assert bench.steps.rows[0].divisor == 1.0
+
+
+def test_learning_rates_are_those_of_the_samples_after_the_step() -> None:
+    bench = Bench(Gba(), size=2, rates=Rates(warmup_samples=16))
+    for _ in range(2):
+        numbers = [bench.begin(A), bench.begin(B)]
+        for number in numbers:
+            bench.arrive(number)
+    assert [step.lr for step in bench.steps.dense] == [0.25, 0.5]
+    assert [step.lr for step in bench.steps.rows] == [1.0, 2.0]
+
+
+def test_learning_rates_follow_each_sample_once_also_of_a_dead_trainer() -> None:
+    bench = Bench(Gba(), size=2, rates=Rates(warmup_samples=16))
+    first, second = bench.begin(A), bench.begin(B)
+    bench.arrive(first)
+    bench.conductor.abandoned(A[0])
+    assert bench.steps.done == [first]
+    bench.arrive(second, 1)
+    assert [step.lr for step in bench.steps.dense] == [0.25]
+
+
+def test_stale_gradients_are_dropped_and_counted() -> None:
+    bench = Bench(Gba(tolerance=0), size=1)
+    old = bench.begin(A)
+    for _ in range(2):
+        bench.arrive(bench.begin(B), 1)
+    bench.arrive(old)
+    assert bench.steps.dense[-1].weights == {old: 0.0}
+    assert old in bench.steps.done
+    assert (bench.conductor.state.dropped, bench.conductor.state.received) == (1, 3)
+
+
+def test_staleness_is_the_steps_since_the_parameters_were_read() -> None:
+    bench = Bench(Async())
+    numbers = [bench.begin((index, 0)) for index in range(3)]
+    for number in numbers:
+        bench.arrive(number, version=0)
+    assert bench.conductor.state.staleness == ((0, 1), (1, 1), (2, 1))
+    assert (bench.conductor.state.mean_staleness, bench.conductor.state.max_staleness) == (1.0, 2)
+
+
+def test_servers_are_told_below_which_number_nothing_will_come() -> None:
+    bench = Bench(Async())
+    slow, quick, waiting = bench.begin(A), bench.begin(B), bench.conductor.dispatch(2)
+    bench.arrive(quick)
+    bench.arrive(slow)
+    assert [step.below for step in bench.steps.dense] == [slow, waiting]
+
+
+def test_rounds_wait_for_their_step_to_be_carried_out() -> None:
+    """A batch of the next round must not be computed with parameters that are about to change."""
+    bench = Bench(Sync(), size=1)
+    first = bench.begin(A)
+    bench.steps.gate.clear()
+    with ThreadPoolExecutor(2) as pool:
+        arriving = pool.submit(bench.arrive, first)
+        assert bench.steps.entered.wait(20)
+        beginning = pool.submit(bench.begin, B)
+        assert not beginning.done()
+        bench.steps.gate.set()
+        arriving.result(20)
+        beginning.result(20)
+    assert bench.steps.dense[0].step == 0
+
+
+def test_who_does_not_wait_for_rounds_goes_on_while_a_step_is_made() -> None:
+    bench = Bench(Gba(), size=1)
+    first = bench.begin(A)
+    bench.steps.gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        arriving = pool.submit(bench.arrive, first)
+        assert bench.steps.entered.wait(20)
+        second = bench.begin(B)
+        bench.arrive(second, 1)
+        assert bench.steps.dense == []
+        bench.steps.gate.set()
+        arriving.result(20)
+    assert [step.step for step in bench.steps.dense] == [0, 1]
+
+
+@pytest.mark.parametrize(("method", "steps"), [(Async(), 5), (Gba(), 3)], ids=["async", "gba"])
+def test_gradients_do_not_pile_up_before_steps_that_take_long(method: Aggregation, steps: int) -> None:
+    bench = Bench(method, size=2)
+    jobs: list[Callable[[], None]] = []
+    bench.conductor = Conductor(
+        method,
+        StepRule(2, 0.5, 2.0, STEADY, False),
+        StepParts(bench.steps, [], lambda: bench.trained),
+        run=jobs.append,
+    )
+    while bench.conductor.aggregator.step < steps:
+        bench.arrive(bench.begin(A))
+    answer = bench.conductor.ask(B, bench.conductor.dispatch(1))
+    assert not answer.done()
+    for job in jobs:
+        job()
+    assert answer.done()
+    assert len(bench.steps.dense) == steps
+
+
+def test_rounds_take_batches_in_the_order_in_which_they_were_handed_out() -> None:
+    bench = Bench(Sync(), size=1)
+    first = bench.conductor.dispatch(0)
+    second = bench.conductor.dispatch(1)
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(bench.conductor.begin, B, second)
+        assert bench.conductor.begin(A, first)
+        assert not later.done()
+        bench.arrive(first)
+        assert later.result(20)
+
+
+def waiting_in(bench: Bench, pool: ThreadPoolExecutor) -> "Future[bool]":
+    """A worker that waits for the round of another one."""
+    bench.begin(A)
+    return pool.submit(bench.conductor.begin, B, bench.conductor.dispatch(1))
+
+
+@pytest.mark.parametrize("leave", [lambda c: c.left(A), lambda c: c.idle(A)], ids=["left", "idle"])
+def test_nobody_waits_for_a_worker_that_left(leave: Callable[[Conductor], None]) -> None:
+    bench = Bench(Sync(), size=1)
+    with ThreadPoolExecutor(1) as pool:
+        later = waiting_in(bench, pool)
+        leave(bench.conductor)
+        assert later.result(20)
+
+
+def test_nobody_waits_once_the_job_stops() -> None:
+    bench = Bench(Sync(), size=1)
+    with ThreadPoolExecutor(1) as pool:
+        later = waiting_in(bench, pool)
+        bench.conductor.stop()
+        assert not later.result(20)
+
+
+def test_nobody_waits_for_batches_that_a_dead_trainer_never_began() -> None:
+    bench = Bench(Sync(), size=1)
+    bench.conductor.dispatch(0)
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(bench.conductor.begin, B, bench.conductor.dispatch(1))
+        bench.conductor.abandoned(0)
+        assert later.result(20)
+
+
+def test_a_batch_that_was_given_up_is_not_begun_and_does_not_count() -> None:
+    bench = Bench(Gba(), size=1)
+    number = bench.conductor.dispatch(0)
+    bench.conductor.abandoned(0)
+    assert not bench.conductor.begin(A, number)
+    late = bench.begin(A)
+    bench.conductor.left(A)
+    bench.arrive(late)
+    assert not bench.steps.dense
+    assert not bench.steps.done
+
+
+def test_what_waits_of_a_dead_trainer_counts_as_trained_at_once_and_only_once() -> None:
+    bench = Bench(Gba(), size=2)
+    first, second = bench.begin(A), bench.begin(B)
+    bench.arrive(first)
+    bench.conductor.abandoned(0)
+    assert bench.steps.done == [first]
+    bench.arrive(second, 1)
+    assert bench.steps.dense[0].weights.keys() == {first, second}
+    assert sorted(bench.steps.done) == [first, second]
+
+
+def test_what_waits_of_a_dead_trainer_is_a_step_before_an_image_is_taken() -> None:
+    bench = Bench(Gba(), size=4)
+    lost, mine = bench.begin(A), bench.begin(B)
+    under_way = bench.begin(B)
+    bench.arrive(lost, A[0])
+    bench.arrive(mine, B[0])
+    assert bench.conductor.settle(1.0)
+    assert not bench.steps.dense, "they are trained anew after a resume"
+    bench.conductor.abandoned(A[0])
+    assert bench.conductor.settle(1.0)
+    (step,) = bench.steps.dense
+    assert (step.weights, step.divisor) == ({lost: 1.0, mine: 1.0}, 2.0)
+    assert sorted(bench.steps.done) == [lost, mine]
+    bench.arrive(under_way, B[0])
+    assert bench.conductor.settle(1.0)
+    assert len(bench.steps.dense) == 1
+
+
+def test_what_a_dead_trainer_was_at_never_comes_and_what_it_leaves_behind_is_a_step() -> None:
+    bench = Bench(Gba(), size=4)
+    arrived, under_way = bench.begin(A), bench.begin((0, 1))
+    bench.arrive(arrived)
+    bench.conductor.abandoned(0)
+    bench.arrive(under_way)
+    assert [step.weights.keys() for step in bench.steps.dense] == [{arrived}]
+    assert bench.steps.done == [arrived]
+
+
+def test_a_round_does_not_wait_for_what_a_dead_trainer_asked_for() -> None:
+    bench = Bench(Sync(), size=1)
+    first = bench.begin(B)
+    waiting = bench.conductor.ask(A, bench.conductor.dispatch(0))
+    after = bench.conductor.ask(B, bench.conductor.dispatch(1))
+    bench.conductor.abandoned(0)
+    assert waiting.result(20) is None
+    bench.arrive(first, 1)
+    assert after.result(20) == (1,)
+
+
+def test_whoever_asks_again_is_answered_as_before_or_in_place_of_the_first_time() -> None:
+    bench = Bench(Sync(), size=1)
+    first, second = bench.begin(A), bench.conductor.dispatch(1)
+    assert bench.conductor.ask(A, first).result(20) == (0,)
+    once, again = bench.conductor.ask(B, second), bench.conductor.ask(B, second)
+    assert once.result(20) is None
+    assert not again.done()
+    bench.arrive(first)
+    assert again.result(20) == (1,)
+
+
+def test_it_is_settled_when_every_step_is_carried_out_and_counted() -> None:
+    bench = Bench(Gba(), size=1)
+    assert bench.conductor.settle(0)
+    number = bench.begin(A)
+    bench.steps.gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        arriving = pool.submit(bench.arrive, number)
+        assert bench.steps.entered.wait(20)
+        assert not bench.conductor.settle(0)
+        bench.steps.gate.set()
+        assert bench.conductor.settle(20)
+        assert bench.steps.done == [number]
+        arriving.result(20)
+
+
+def test_steps_may_be_carried_out_elsewhere() -> None:
+    steps, later = Steps(), list[Callable[[], None]]()
+    steps.gate.set()
+    parts = StepParts(steps, [Rows(steps)], lambda: 0)
+    conductor = Conductor(Sync(), StepRule(1, 0.5, 2.0, STEADY, False), parts, run=later.append)
+    number = conductor.dispatch(0)
+    assert conductor.begin(A, number)
+    conductor.arrived(number, Arrived(0, 4, 0, lambda: None))
+    after = conductor.ask(B, conductor.dispatch(1))
+    assert (steps.dense, after.done()) == ([], False)
+    later.pop()()
+    assert after.result(20) == (1,)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_the_last_gradients_are_committed_when_nobody_has_anything_to_do(method: Aggregation) -> None:
+    bench = Bench(method, size=4)
+    number = bench.begin(A)
+    bench.begin(B)
+    bench.arrive(number)
+    bench.conductor.left(B)
+    bench.conductor.idle(A)
+    assert bench.steps.done == [number]
+    assert not bench.conductor.aggregator.held
+    assert bench.steps.dense[-1].divisor == 1.0
+
+
+def test_after_a_step_of_a_part_of_the_batches_tokens_are_not_behind() -> None:
+    bench = Bench(Gba(tolerance=0), size=4)
+    for _ in range(3):
+        bench.arrive(bench.begin(A))
+        bench.conductor.idle(A)
+    assert bench.conductor.state.dropped == 0
+    assert bench.conductor.state.global_steps == 3
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_many_threads(method: Aggregation) -> None:
+    """Every batch is done once, and every step is carried out in order."""
+    bench = Bench(method, size=3)
+
+    def work(worker: tuple[int, int]) -> int:
+        for _ in range(40):
+            bench.arrive(bench.begin(worker), worker[0])
+        bench.conductor.left(worker)
+        return 40
+
+    with ThreadPoolExecutor(6) as pool:
+        total = sum(pool.map(work, [(rank, 0) for rank in range(6)]))
+    assert sorted(bench.steps.done) == list(range(total))
+    assert [step.step for step in bench.steps.dense] == list(range(len(bench.steps.dense)))
+    named = [number for step in bench.steps.dense for number in step.weights]
+    assert sorted(named) == list(range(total))
+    assert bench.conductor.state.received == total
+
+
+def test_what_goes_wrong_in_a_step_is_raised_where_it_happened_and_to_who_waits() -> None:
+    bench = Bench(Sync(), size=1)
+
+    def fail(step: RowStep) -> None:
+        raise RunError("no such server")
+
+    bench.conductor._parts.rows[0].commit = fail  # type: ignore[method-assign]
+    number = bench.begin(A)
+    with pytest.raises(RunError, match="no such server"):
+        bench.arrive(number)
+    with pytest.raises(RunError, match="no such server"):
+        bench.begin(B)
+
+
+def test_after_going_back_steps_go_on_from_the_counts_of_the_checkpoint() -> None:
+    bench = Bench(HopBw(backups=1), size=2)
+    bench.begin(A)
+    before = AggregationState(global_steps=7, received=20, dropped=5, staleness=((0, 15),), mode="hop_bw")
+    bench.conductor.restart(before)
+    assert bench.conductor.state == before
+    for number in [bench.begin(A), bench.begin(B)]:
+        bench.arrive(number)
+    assert bench.steps.dense[0].step == 7
+
+
+def test_whoever_leaves_waits_for_nothing_itself_and_nobody_for_it() -> None:
+    bench = Bench(Sync(), size=1)
+    bench.begin(A)
+    ahead, after = (
+        bench.conductor.ask(A, bench.conductor.dispatch(0)),
+        bench.conductor.ask(B, bench.conductor.dispatch(1)),
+    )
+    assert not ahead.done()
+    bench.conductor.left(A)
+    assert ahead.result(20) is None
+    assert after.result(20) == (0,)

@@ -1,0 +1,322 @@
+"""Conductor and dense stepper behind connections: what they do in process, and nothing for messages that make no sense.
+
+`P` elements of the dense part.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shadowsync.aggregation.aggregator import Aggregation
+from shadowsync.aggregation.conductor import Arrived, Conductor, StepParts, StepRule
+from shadowsync.aggregation.gba import Gba
+from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper
+from shadowsync.aggregation.synchronous import Sync
+from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.codec import Codec
+from shadowsync.compression.plain import Plain
+from shadowsync.data.desk import Claim, Desk
+from shadowsync.data.leases import LeaseBook, Plan
+from shadowsync.errors import DataError, RunError
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.conductor_remote import ConductorRemote
+from shadowsync.runtime.conductor_service import ConductorService
+from shadowsync.runtime.generation import Generation
+from shadowsync.runtime.lines import DenseLine, Line
+from shadowsync.runtime.step_messages import (
+    ArrivedTold,
+    BeginAsked,
+    BeginGiven,
+    GradientSent,
+    NewerAsked,
+    RestartAsked,
+    StepAsked,
+    WorkerTold,
+)
+from shadowsync.runtime.stepper_remote import StepperRemote
+from shadowsync.runtime.stepper_service import StepperService
+from shadowsync.runtime.wire.connection import Connection, DirectConnection
+from shadowsync.runtime.wire.service import Meta, Service
+from shadowsync.training.optimizers import Adagrad
+from shadowsync.training.rates import Rates
+from shadowsync.training.replica import Replica
+
+pytestmark = pytest.mark.timeout(30)
+Connect = Callable[[Service, int], list[Connection]]
+PATIENCE_S = 20.0
+
+
+class Model(nn.Module):
+    """Two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+    def forward(self, dense: Tensor, _: object) -> Tensor:
+        return dense.sum(1) * self.first.sum() * self.second.sum()
+
+
+def stepper() -> DenseStepper:
+    return DenseStepper(Replica(Model(), Adagrad(), {}), None)
+
+
+def gradient(made: DenseStepper, seed: int) -> DenseGradient:
+    flat = torch.randn(made.replica.flat.shape, generator=torch.Generator().manual_seed(seed))
+    return DenseGradient(flat, (True, seed % 2 == 0))
+
+
+def remote(service: StepperService, connect: Connect, codec: Codec, counter: WireCounter, **more: int) -> StepperRemote:
+    length = len(service._stepper.replica.flat)
+    return StepperRemote(connect(service, 1)[0], Line("dense", codec, counter), length, **more)
+
+
+@pytest.mark.parametrize("codec", [Plain(), Bf16()], ids=lambda codec: codec.name)
+def test_a_stepper_behind_a_wire_does_what_one_in_process_does(codec: Codec, connect: Connect) -> None:
+    here, there, counters = stepper(), stepper(), (WireCounter(), WireCounter())
+    near = DenseLine(here, Line("dense", codec, counters[0]), (0, 0))
+    far = remote(StepperService(there, codec), connect, codec, counters[1])
+    for step in range(3):
+        for number in (2 * step, 2 * step + 1):
+            near.hold(number, gradient(here, number)).result()
+            far.hold(number, gradient(there, number)).result()
+        made = DenseStep(step, {2 * step: 1.0, 2 * step + 1: 0.5}, 2.0, 0.1, 2 * step + 2)
+        held = there.held_bytes
+        here.commit(made)
+        assert far.commit(made).result() == held > 0
+        ours, theirs = far.newer(step).result(), near.newer(step).result()
+        assert ours is not None
+        assert theirs is not None
+        assert (ours.number, ours.flat.tolist()) == (theirs.number, theirs.flat.tolist())
+        assert far.newer(step + 1).result() is None
+    assert torch.equal(there.replica.flat, here.replica.flat)
+    assert counters[1].totals() == counters[0].totals()
+    assert there.held_bytes == 0
+
+
+def test_a_step_that_comes_again_changes_nothing(connect: Connect) -> None:
+    made = stepper()
+    far = remote(StepperService(made, Plain()), connect, Plain(), WireCounter())
+    far.hold(0, gradient(made, 0)).result()
+    far.commit(DenseStep(0, {0: 1.0}, 1.0, 0.1, 1)).result()
+    once = made.replica.flat.clone()
+    far.commit(DenseStep(0, {0: 1.0}, 1.0, 0.1, 1)).result()
+    assert torch.equal(made.replica.flat, once)
+    far.restart(7).result()
+    assert made.newest.number == 7
+
+
+FLAT = stepper().replica.flat
+STEP = StepAsked(0, (1,), (1.0,), 1.0, 0.1, 0, 0)
+
+
+def step_with(**changed: Any) -> StepAsked:
+    return StepAsked(**({name: getattr(STEP, name) for name in STEP.__struct_fields__} | changed))
+
+
+MALFORMED: dict[str, tuple[str, Meta | None, tuple[Tensor, ...], str]] = {
+    "no gradient": ("hold", GradientSent(0, 0, (True, True), 0), (), "frames of a gradient"),
+    "another size": ("hold", GradientSent(0, 0, (True, True), 0), (torch.zeros(3),), "frames of a gradient|not fit"),
+    "another type": ("hold", GradientSent(0, 0, (True, True), 0), (FLAT.double(),), "frames of a gradient|not fit"),
+    "another model": ("hold", GradientSent(0, 0, (True,), 0), (FLAT,), "does not fit"),
+    "a number below 0": ("hold", GradientSent(-1, 0, (True, True), 0), (FLAT,), "count from 0"),
+    "nothing at all": ("hold", None, (FLAT,), "does not hold a GradientSent"),
+    "a weight too many": ("commit", step_with(weights=(1.0, 1.0)), (), "make no global step"),
+    "a divisor of 0": ("commit", step_with(divisor=0.0), (), "make no global step"),
+    "no number": ("commit", step_with(lr=float("nan")), (), "make no global step"),
+    "an infinite weight": ("commit", step_with(weights=(float("inf"),)), (), "make no global step"),
+    "another message": ("commit", NewerAsked(0, 0), (), "does not hold a StepAsked"),
+    "a version below 0": ("restart", RestartAsked(-3, 0), (), "count from 0"),
+    "not what is asked": ("newer", STEP, (), "does not hold a NewerAsked"),
+}
+
+
+@pytest.mark.parametrize(("method", "meta", "tensors", "said"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_messages_to_the_dense_server_change_nothing(
+    method: str, meta: Meta | None, tensors: tuple[Tensor, ...], said: str
+) -> None:
+    made = stepper()
+    connection = DirectConnection(StepperService(made, Plain()))
+    with pytest.raises(DataError, match=said):
+        connection.call(method, meta, tensors).result()
+    assert (made.newest.number, made.held_bytes) == (0, 0)
+    assert torch.equal(made.replica.flat, FLAT)
+
+
+@pytest.mark.parametrize(
+    ("method", "meta", "tensors"),
+    [
+        ("hold", GradientSent(0, 0, (True, True), 1), (FLAT,)),
+        ("commit", step_with(generation=1), ()),
+        ("restart", RestartAsked(3, 1), ()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_dense_server_refuses_another_generation(method: str, meta: Meta, tensors: tuple[Tensor, ...]) -> None:
+    made = stepper()
+    connection = DirectConnection(StepperService(made, Plain(), Generation(2)))
+    with pytest.raises(RunError, match="gone back"):
+        connection.call(method, meta, tensors).result()
+    assert (made.newest.number, made.held_bytes) == (0, 0)
+
+
+class Nothing:
+    """Carries out what is not looked at."""
+
+    def commit(self, step: object) -> None: ...
+
+
+class Bench:
+    """A conductor beside a desk of `rows` rows."""
+
+    def __init__(self, connect: Connect, method: Aggregation, size: int = 2, rows: int = 40) -> None:
+        self.desk = Desk(LeaseBook(Plan([10] * (rows // 10), 1, shuffle=False, seed=0)), 2)
+        rule = StepRule(size, 0.1, 0.1, Rates(), rows_by_buffer=False)
+        parts = StepParts(Nothing(), [Nothing()], lambda: self.desk.trained)
+        self.conductor = Conductor(method, rule, parts)
+        self.service = ConductorService(self.conductor, self.desk)
+        (self.connection,) = connect(self.service, 1)
+        self.remote = ConductorRemote(self.connection, patience_s=0.2)
+        self._leases: dict[int, Any] = {}
+        self._at: dict[int, int] = {}
+
+    def replace(self, trainer: int, start: int) -> None:
+        """The next claim is somebody else's of that rank, from that row on."""
+        del self._leases[trainer]
+        self._at[trainer] = start
+
+    def claim(self, trainer: int) -> Claim:
+        """The next two rows for a trainer."""
+        if trainer not in self._leases:
+            self._leases[trainer] = self.desk.lease(trainer, idle=True)
+            assert self.desk.opened(self._leases[trainer], 10)
+        start = self._at.get(trainer, 0)
+        self._at[trainer] = start + 2
+        claim = self.desk.claim(self._leases[trainer], start, start + 2)
+        assert claim is not None
+        return claim
+
+    def arrive(self, number: int, version: int = 0) -> None:
+        self.remote.arrived(number, Arrived(-1, 99, version, lambda: None)).result()
+
+
+def test_rows_are_done_once_when_the_step_is_made(connect: Connect) -> None:
+    bench = Bench(connect, Gba())
+    first, second = bench.claim(0).number, bench.claim(1).number
+    assert bench.remote.begin((0, 0), first) == (0,)
+    assert bench.remote.begin((1, 0), second) == (0,)
+    bench.arrive(first)
+    assert bench.desk.trained == 0
+    bench.arrive(second)
+    bench.arrive(second)
+    assert bench.desk.trained == 4
+    assert bench.conductor.state.received == 2
+
+
+def test_whoever_waits_longer_than_the_patience_of_a_call_asks_again(connect: Connect) -> None:
+    bench = Bench(connect, Sync(), size=1)
+    first, second = bench.claim(0).number, bench.claim(1).number
+    assert bench.remote.begin((0, 0), first) == (0,)
+    asked: list[int] = []
+    ask = bench.conductor.ask
+
+    def counted(worker: Any, number: int) -> Any:
+        asked.append(number)
+        if len(asked) == (1 if isinstance(bench.connection, DirectConnection) else 3):
+            pool.submit(bench.arrive, first)
+        return ask(worker, number)
+
+    bench.conductor.ask = counted  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        assert pool.submit(bench.remote.begin, (1, 0), second).result(PATIENCE_S) == (1,)
+    assert set(asked) == {second}
+
+
+def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
+    bench = Bench(connect, Sync(), size=2)
+    lost = ConductorRemote(*connect(bench.service, 1))
+    arrived, computing, waiting = (bench.claim(0).number for _ in range(3))
+    other = bench.claim(1).number
+    for worker, number in enumerate((arrived, computing)):
+        assert lost.begin((0, worker), number)
+    bench.arrive(arrived)
+    held_up = bench.conductor.ask((0, 0), waiting)
+    bench.service.abandoned(0)
+    bench.desk.abandon(0)
+    assert held_up.result(PATIENCE_S) is None
+    assert bench.desk.trained == 2
+    bench.arrive(computing)
+    assert lost.begin((0, 0), computing) is None
+    assert bench.remote.begin((1, 0), other)
+    bench.replace(0, 2)
+    replaced = bench.claim(0).number
+    assert bench.remote.begin((0, 0), replaced)
+    for late in (lost.idle, lost.left):
+        late((0, 0))
+    assert replaced in bench.conductor.aggregator.in_flight, "whoever took its place is still at it"
+    bench.remote.left((0, 0))
+    bench.remote.left((1, 0))
+    assert not bench.conductor.aggregator.held
+    assert bench.conductor.state.received == 1
+
+
+def test_a_stopped_conductor_lets_everybody_go(connect: Connect) -> None:
+    bench = Bench(connect, Sync(), size=1)
+    first, second = bench.claim(0).number, bench.claim(1).number
+    assert bench.remote.begin((0, 0), first)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ConductorRemote(bench.connection).begin, (1, 0), second)
+        bench.conductor.stop()
+        assert waiting.result(PATIENCE_S) is None
+
+
+WRONG: dict[str, tuple[str, Meta | None, str]] = {
+    "another trainer's batch": ("begin", BeginAsked(1, 0, 0, 0), "batch 0 is trainer 0's, not trainer 1's"),
+    "another message": ("begin", WorkerTold(0, 0, 0), "does not hold a BeginAsked"),
+    "nothing": ("arrived", None, "does not hold a ArrivedTold"),
+    "a version to come": ("arrived", ArrivedTold(0, 5, 0), "computed with version 5"),
+    "a version below 0": ("arrived", ArrivedTold(0, -1, 0), "computed with version -1"),
+    "idle, but who": ("idle", None, "does not hold a WorkerTold"),
+    "left, but who": ("left", BeginGiven(0), "does not hold a WorkerTold"),
+}
+
+
+@pytest.mark.parametrize(("method", "meta", "said"), WRONG.values(), ids=WRONG)
+def test_malformed_messages_to_the_conductor_change_nothing(
+    connect: Connect, method: str, meta: Meta | None, said: str
+) -> None:
+    bench = Bench(connect, Gba(), size=1)
+    number = bench.claim(0).number
+    with pytest.raises(DataError, match=said):
+        bench.connection.call(method, meta).result(PATIENCE_S)
+    assert bench.remote.begin((0, 0), number)
+    bench.arrive(number)
+    assert bench.desk.trained == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "meta"),
+    [
+        ("begin", BeginAsked(0, 0, 0, 4)),
+        ("arrived", ArrivedTold(0, 0, 4)),
+        ("idle", WorkerTold(0, 0, 4)),
+        ("left", WorkerTold(0, 0, 4)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_conductor_refuses_another_generation(connect: Connect, method: str, meta: Meta) -> None:
+    bench = Bench(connect, Gba())
+    bench.claim(0)
+    with pytest.raises(RunError, match="gone back"):
+        bench.connection.call(method, meta).result(PATIENCE_S)
+
+
+def test_unknown_batches_are_not_to_be_trained(connect: Connect) -> None:
+    bench = Bench(connect, Gba())
+    assert bench.remote.begin((0, 0), 77) is None
+    bench.arrive(77)
+    assert bench.conductor.state.received == 0

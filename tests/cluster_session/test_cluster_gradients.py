@@ -1,0 +1,439 @@
+"""Whole jobs under gradient methods whose roles are reached through the wire only."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from cluster_jobs import Cluster, Killing, cluster_settings, events_of, interrupted
+from job_helpers import (
+    SMALL_DLRM,
+    Ledger,
+    Witness,
+    beside_own_model,
+    checkpoints,
+    error_of,
+    result_of,
+    settings,
+    train_counted,
+    write_rows,
+)
+from safetensors.torch import load_file
+
+from shadowsync import Job
+from shadowsync.aggregation.aggregator import Switch
+from shadowsync.aggregation.auto import Auto
+from shadowsync.aggregation.conductor import StepRule
+from shadowsync.aggregation.counts import AggregationState
+from shadowsync.aggregation.update import GradientUpdate
+from shadowsync.cluster import stepped, trainer_dense
+from shadowsync.errors import DataError
+from shadowsync.job_state import job_state
+from shadowsync.runs import load_checkpoint
+from shadowsync.runtime.step_messages import StepAsked
+from shadowsync.runtime.stepper_service import StepperService
+from shadowsync.runtime.wire.service import Request
+from shadowsync.training.rates import Rates
+from shadowsync.training.worker import TrainerLost
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("cluster")]
+ROWS, EPOCHS = 240, 2
+
+
+def gradient_settings(path: Path, method: str, test_path: Path | None = None, **sections: Any) -> dict[str, Any]:
+    config = cluster_settings(path, test_path or path, **sections)
+    del config["sync"]
+    config["aggregation"] = {"method": method, **dict(sections.get("aggregation", {}))}
+    return config
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """Everything that was trained, from the newest checkpoint."""
+    found = {}
+    for file in sorted(checkpoints(out)[-1].glob("*.safetensors")):
+        found |= {name: tensor for name, tensor in load_file(file).items() if "random" not in file.name}
+    return found
+
+
+@pytest.mark.parametrize(("method", "prefetch"), [("sync", None), ("hop_bs", None), ("gba", 3)])
+def test_every_row_is_trained_once(tmp_path: Path, method: str, prefetch: int | None) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 101)
+    config = gradient_settings(
+        data,
+        method,
+        train={"trainers": 3, "workers": 2, "prefetch": prefetch},
+        data={"epochs": 2},
+        embedding={"servers": 2},
+    )
+    result, rows = train_counted(config, tmp_path / "out")
+    assert rows == dict.fromkeys(range(101), 2)
+    assert result.data.trained_samples == 202
+    assert result.sync is None
+    assert result.aggregation is not None
+    assert result.aggregation.global_steps > 0
+    assert (result.aggregation.most_held_bytes or 0) > 0
+    assert result_of(tmp_path / "out")["aggregation"]["dropped"] == result.aggregation.dropped
+    assert result.recovery.failures == 0
+    assert result.wire.bytes["dense"] > 0
+
+
+EXACT: dict[str, Any] = {"data": {"slice_rows": 16, "epochs": 2}, "model": SMALL_DLRM}
+"""Batches do not depend on who asks first."""
+
+
+class Inline:
+    """Stands in for a pool: whoever submits does it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def submit(self, act: Callable[[], None]) -> None:
+        act()
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def steps_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker waits for the step that its gradient completes, as if there were no wire in between."""
+    monkeypatch.setattr(trainer_dense, "GradientUpdate", partial(GradientUpdate, most_under_way=0))
+    monkeypatch.setattr(stepped, "ThreadPoolExecutor", Inline)
+
+
+@pytest.mark.usefixtures("steps_in_turn")
+@pytest.mark.parametrize(("method", "optimizer"), [("sync", "adagrad"), ("gba", "adam")])
+def test_one_worker_gives_the_same_model_as_in_process_bit_by_bit(tmp_path: Path, method: str, optimizer: str) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 64)
+    sections = EXACT | {
+        "train": {"batch_size": 2, "optimizer": optimizer, "prefetch": 0, "warmup_samples": 40},
+        "embedding": {"servers": 2},
+        "aggregation": {"global_batch": 8},
+    }
+    near = settings(data, data, **sections) | {"aggregation": {"method": method, "global_batch": 8}}
+    del near["sync"]
+    Job(near, out=tmp_path / "near").run()
+    result = Job(gradient_settings(data, method, **sections), out=tmp_path / "far").run()
+    assert result.aggregation is not None
+    assert (result.aggregation.global_steps, result.aggregation.max_staleness) == (16, 0)
+    expected, found = weights(tmp_path / "near"), weights(tmp_path / "far")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("optimizer", "prefetch"), [("adagrad", None), ("adam", 2)])
+def test_sync_is_large_batch_training(tmp_path: Path, optimizer: str, prefetch: int | None) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 64)
+    large = settings(data, data, **EXACT, train={"batch_size": 8, "optimizer": optimizer})
+    Job(large, out=tmp_path / "large").run()
+    config = gradient_settings(
+        data,
+        "sync",
+        **EXACT,
+        train={"batch_size": 2, "optimizer": optimizer, "workers": 4, "prefetch": prefetch},
+        aggregation={"global_batch": 8, "rows": "buffer"},
+        embedding={"servers": 2},
+    )
+    result = Job(config, out=tmp_path / "out").run()
+    assert result.aggregation is not None
+    assert (result.aggregation.global_steps, result.aggregation.max_staleness) == (16, 0)
+    assert_close(weights(tmp_path / "out"), weights(tmp_path / "large"))
+
+
+@pytest.mark.parametrize(("trainers", "workers", "optimizer"), [(2, 2, "adam"), (3, 1, "adagrad")])
+def test_a_round_of_several_trainers_is_one_large_batch(
+    tmp_path: Path, optimizer: str, trainers: int, workers: int
+) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 64)
+    data_section = {"slice_rows": 64, "epochs": 1}
+    train = {"batch_size": 64, "optimizer": optimizer}
+    Job(settings(data, data, model=SMALL_DLRM, data=data_section, train=train), out=tmp_path / "large").run()
+    config = gradient_settings(
+        data,
+        "sync",
+        model=SMALL_DLRM,
+        data={"slice_rows": 4, "epochs": 1},
+        train={"batch_size": 2, "optimizer": optimizer, "trainers": trainers, "workers": workers},
+        aggregation={"global_batch": 64, "rows": "buffer"},
+        embedding={"servers": 2},
+    )
+    result = Job(config, out=tmp_path / "out").run()
+    assert result.aggregation is not None
+    assert (result.aggregation.global_steps, result.aggregation.dropped) == (1, 0)
+    assert_close(weights(tmp_path / "out"), weights(tmp_path / "large"))
+
+
+@pytest.mark.parametrize("trainers", [3])
+def test_rounds_compute_with_nothing_stale(tmp_path: Path, trainers: int) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 120)
+    config = gradient_settings(
+        data, "sync", train={"trainers": trainers, "workers": 2, "prefetch": 1}, aggregation={"global_batch": 12}
+    )
+    result, rows = train_counted(config, tmp_path / "out")
+    assert rows == dict.fromkeys(range(120), 1)
+    assert result.aggregation is not None
+    assert (result.aggregation.max_staleness, result.aggregation.dropped) == (0, 0)
+
+
+@pytest.mark.usefixtures("steps_in_turn")
+@pytest.mark.parametrize("rows", ["containing", "buffer"])
+def test_without_delay_gba_is_synchronous_training_to_the_bit(tmp_path: Path, rows: str) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 60)
+    for method in ("sync", "gba"):
+        config = gradient_settings(
+            data,
+            method,
+            model=SMALL_DLRM,
+            data={"slice_rows": 12},
+            train={"prefetch": 0},
+            aggregation={"global_batch": 8, "rows": rows},
+            embedding={"servers": 2},
+        )
+        Job(config, out=tmp_path / method).run()
+    sync, gba = weights(tmp_path / "sync"), weights(tmp_path / "gba")
+    assert all(torch.equal(sync[name], gba[name]) for name in sync)
+
+
+def job_settings(tmp_path: Path, method: str, **sections: Any) -> dict[str, Any]:
+    """Three trainers of two workers, two embedding servers."""
+    base: dict[str, dict[str, Any]] = {
+        "train": {"trainers": 3, "workers": 2, "batch_size": 4},
+        "data": {"slice_rows": 16, "epochs": EPOCHS},
+        "embedding": {"servers": 2},
+    }
+    data, test = write_rows(tmp_path / "rows.parquet", ROWS), write_rows(tmp_path / "test.parquet", 300, 1)
+    merged = {name: base.get(name, {}) | dict(sections.get(name, {})) for name in {**base, **sections}}
+    return gradient_settings(data, method, test, **merged)
+
+
+def applied_once(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Generation and number of each gradient that a dense server applied, as they are applied."""
+    applied: list[tuple[int, int]] = []
+    commit = StepperService._commit
+
+    def noted(service: StepperService, request: Request) -> Any:
+        asked = request.read(StepAsked)
+        before = service._stepper.newest.number
+        reply = commit(service, request)
+        if service._stepper.newest.number > before:
+            applied.extend((asked.generation, number) for number in asked.batches)
+        return reply
+
+    monkeypatch.setattr(StepperService, "_commit", noted)
+    return applied
+
+
+ROLES = ["trainer-1", "reader-0", "dense-0", "embedding-1"]
+DEATHS = [
+    *(("gba", role, "partial") for role in ROLES),
+    ("sync", "trainer-1", "partial"),
+]
+
+
+@pytest.mark.parametrize(("method", "role", "mode"), DEATHS)
+def test_whoever_dies_holds_nobody_up(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, method: str, role: str, mode: str
+) -> None:
+    applied, out, ledger = applied_once(monkeypatch), tmp_path / "out", Ledger()
+    config = job_settings(tmp_path, method, recovery={"mode": mode})
+    script = Killing(cluster, [role])
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
+    assert script.done
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert set(ledger.rows) == set(range(ROWS))
+    assert min(ledger.rows.values()) >= EPOCHS
+    assert len(set(applied)) == len(applied)
+    assert result.recovery.failures == 1
+    assert result.aggregation is not None
+    assert result.test is not None
+    assert result.test.auc is not None
+    assert result.test.auc > 0.7
+    events = events_of(out)
+    assert events[role][:3] == ["alive", "dead", "restarted"]
+    everybody = role == "dense-0" or (role == "embedding-1" and mode == "full")
+    assert ("restored" in events["trainer-0"]) == everybody
+
+
+@pytest.mark.parametrize(("method", "iteration", "prefetch"), [("sync", 1, None), ("sync", 5, 2)])
+def test_a_trainer_that_dies_by_script_holds_nobody_up(
+    tmp_path: Path, method: str, iteration: int, prefetch: int | None
+) -> None:
+    dead: list[int] = []
+
+    def script(rank: int, step: int) -> None:
+        if step == iteration and (not dead or rank in dead):
+            dead.append(rank)
+            raise TrainerLost("by script")
+
+    config = job_settings(tmp_path, method, train={"prefetch": prefetch})
+    result, rows = train_counted(config, tmp_path / "out", failures=script)
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert set(rows) == set(range(ROWS))
+    assert result.recovery.failures == 1
+
+
+@pytest.mark.parametrize(
+    ("roles", "method"),
+    [
+        (("trainer-0", "trainer-1", "trainer-2"), "sync"),
+        (("trainer-0", "trainer-1", "trainer-2", "dense-0", "embedding-1"), "gba"),
+    ],
+)
+def test_several_at_once(tmp_path: Path, cluster: Cluster, roles: tuple[str, ...], method: str) -> None:
+    out, ledger = tmp_path / "out", Ledger()
+    config, script = job_settings(tmp_path, method, recovery={"mode": "partial"}), Killing(cluster, roles)
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
+    assert script.done
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert result.recovery.failures >= len(roles)
+    assert min(ledger.rows.values()) >= EPOCHS
+
+
+@pytest.mark.parametrize("method", ["sync", "gba"])
+def test_a_dead_dense_server_takes_everybody_back_to_the_newest_checkpoint(
+    tmp_path: Path, cluster: Cluster, method: str
+) -> None:
+    out, ledger = tmp_path / "out", Ledger()
+    config = job_settings(tmp_path, method, train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 80.0})
+    script = Killing(cluster, ["dense-0"], when=lambda: len(checkpoints(out)) >= 2)
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
+    assert script.done
+    assert result.data.trained_samples == ROWS * EPOCHS
+    second = sorted(checkpoints(out))[1]
+    again = ledger.rows.total() - ROWS * EPOCHS
+    assert again < ROWS * EPOCHS - int(second.name.removeprefix("samples-"))
+
+
+def test_while_everybody_goes_back_the_counts_stay_until_it_is_known_to_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise steps would fall to 0 for a moment, and `auto` would tell of every switch once more."""
+    monkeypatch.setattr(stepped.RemoteSteps, "restart", lambda *_: None)
+    reader = cast("Any", SimpleNamespace(desk=SimpleNamespace(trained=0, number_by=lambda _: None)))
+    rule, nobody = StepRule(4, 0.1, 0.1, Rates(0, "none", 0.0, 100), False), cast("Any", None)
+    side = stepped.Stepped(Auto(), rule, nobody, nobody)
+    last = AggregationState(global_steps=9, received=36, mode="sync", switches=(Switch(3, "gba", "slow"),))
+    earlier = AggregationState(global_steps=2, received=8, mode="sync")
+    side.open(reader, 0)
+    assert side.aggregation.global_steps == 0
+    side.restart(last)
+    assert side.aggregation == last
+    for generation in (1, 2):  # somebody dies while the first one begins
+        side.open(reader, generation)
+        assert side.aggregation == last
+    side.restart(earlier)
+    assert side.aggregation == earlier
+    side.close()
+
+
+@pytest.mark.parametrize("method", ["sync"])
+def test_checkpoints_beside_training_hold_nobody_up(tmp_path: Path, method: str) -> None:
+    config = job_settings(tmp_path, method, train={"save_every_s": 0.02, "keep": 1000})
+    result, rows = train_counted(config, tmp_path / "out")
+    assert rows == dict.fromkeys(range(ROWS), EPOCHS)
+    assert result.recovery.saves > 1
+
+
+@pytest.mark.parametrize("method", ["gba"])
+def test_an_interrupted_job_is_resumed_where_it_was(tmp_path: Path, method: str) -> None:
+    out, config = tmp_path / "out", job_settings(tmp_path, method, aggregation={"global_batch": 24})
+    before, said = interrupted(config, out)
+    assert "stopped by SIGTERM after" in said
+    result, after = train_counted(config, out, resume=out)
+    assert set((before + after).values()) <= {EPOCHS, EPOCHS + 1}  # what waited for its step is trained anew
+    assert min((before + after).values()) >= EPOCHS
+    assert result.data.trained_samples == ROWS * EPOCHS
+
+
+OTHERS = [
+    ({"method": "gba"}, {"train": {"trainers": 4}, "embedding": {"servers": 1}}),
+    (None, {"train": {"trainers": 2}}),
+]
+
+
+@pytest.mark.parametrize(("here", "shape"), OTHERS, ids=str)
+@pytest.mark.parametrize(("there", "near"), [("gba", False)], ids=["cluster"])
+def test_a_checkpoint_goes_on_under_another_method_with_others(
+    tmp_path: Path, there: str, here: dict[str, Any] | None, shape: dict[str, Any], near: bool
+) -> None:
+    out, config = tmp_path / "out", job_settings(tmp_path, there, aggregation={"global_batch": 24})
+    before, _ = interrupted(config, out)
+    steps = job_state(load_checkpoint(out)).aggregation.global_steps
+    resumed = {name: section for name, section in config.items() if name != "aggregation"}
+    resumed |= {name: {**config[name], **section} for name, section in shape.items()}
+    resumed |= {"sync": {"method": "easgd"}} if here is None else {"aggregation": here | {"global_batch": 24}}
+    if near:
+        del resumed["cluster"]
+    ledger = Ledger()
+    result = Job(beside_own_model(resumed), model=Witness(ledger), out=tmp_path / "new", resume=out).run()
+    assert min((before + ledger.rows).values()) >= EPOCHS
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert steps > 0
+    assert (here is None) == (result.aggregation is None)
+    assert result.aggregation is None or result.aggregation.global_steps > steps
+
+
+@pytest.mark.usefixtures("steps_in_turn")
+def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:
+    """Half in process under one method, half on a cluster under the other, is the whole under one."""
+    data = write_rows(tmp_path / "rows.parquet", 64)
+
+    def config(method: str, epochs: int) -> dict[str, Any]:
+        return gradient_settings(
+            data,
+            method,
+            model=SMALL_DLRM,
+            train={"optimizer": "adam", "prefetch": 0},
+            data={"slice_rows": 16, "epochs": epochs},
+            aggregation={"global_batch": 8},
+        )
+
+    Job(config("sync", 2), out=tmp_path / "whole").run()
+    half = {name: section for name, section in config("sync", 1).items() if name != "cluster"}
+    Job(half, out=tmp_path / "half").run()
+    result = Job(config("gba", 2), out=tmp_path / "other", resume=tmp_path / "half").run()
+    whole, other = weights(tmp_path / "whole"), weights(tmp_path / "other")
+    assert all(torch.equal(whole[name], other[name]) for name in whole)
+    assert result.aggregation is not None
+    assert result.aggregation.global_steps == 16
+
+
+@pytest.mark.parametrize("method", ["sync", "gba"])
+def test_a_step_that_cannot_be_made_ends_the_job_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def refuse(service: StepperService, request: Request) -> Any:
+        raise DataError("this step is none")
+
+    monkeypatch.setattr(StepperService, "_commit", refuse)
+    error = error_of(lambda: train_counted(job_settings(tmp_path, method), tmp_path / "out"))
+    assert "this step is none" in str(error)
+
+
+def test_trainers_may_join(tmp_path: Path, cluster: Cluster) -> None:
+    """More of them compute the same global batch."""
+    script = Killing(cluster, ["trainer-0"], until="restored")
+    config = job_settings(tmp_path, "sync", cluster={"max_trainers": 5}, aggregation={"global_batch": 24})
+    ledger = Ledger()
+    result = Job(beside_own_model(config), model=Witness(ledger), out=tmp_path / "out", failures=script).run()
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert {f"trainer-{rank}" for rank in range(5)} <= events_of(tmp_path / "out").keys()
+    assert result.aggregation is not None
+    assert result.aggregation.max_staleness == 0
+
+
+def test_no_thread_is_left_behind(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    train_counted(job_settings(tmp_path, "gba"), tmp_path / "out")
+    left = [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
+    for thread in left:
+        thread.join(5)
+    assert [thread.name for thread in left if thread.is_alive()] == []

@@ -1,0 +1,371 @@
+"""Whole jobs under gradient methods: every row once, large-batch training to the bit, and switches in mid-run."""
+
+import io
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from job_helpers import (
+    SMALL_DLRM,
+    Ledger,
+    Witness,
+    beside_own_model,
+    checkpoints,
+    error_of,
+    result_of,
+    settings,
+    train_counted,
+    write_rows,
+)
+from rich.console import Console
+from safetensors.torch import load_file
+from test_resume import interrupt
+
+from shadowsync import Job
+from shadowsync.aggregation.aggregator import Aggregation
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.client import EmbeddingClient, Pulled
+from shadowsync.errors import ConfigError, DataError
+from shadowsync.job import train_from_command_line
+from shadowsync.registry import members
+from shadowsync.report.history import read_frames
+from shadowsync.training.worker import TrainerLost
+
+pytestmark = pytest.mark.timeout(60)
+
+METHODS = sorted(members("shadowsync.aggregation", Aggregation))
+
+
+def gradient_settings(path: Path, method: str, **sections: Any) -> dict[str, Any]:
+    config = settings(path, path, **sections)
+    del config["sync"]
+    config["aggregation"] = {"method": method, **dict(sections.get("aggregation", {}))}
+    return config
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """Everything that was trained, from the newest checkpoint."""
+    found = {}
+    for file in sorted(checkpoints(out)[-1].glob("*.safetensors")):
+        found |= {name: tensor for name, tensor in load_file(file).items() if "random" not in file.name}
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("global_batch", [None, 2, 32], ids=lambda size: f"G{size}")
+def test_every_row_is_trained_once(tmp_path: Path, method: str, global_batch: int | None) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 101)
+    config = gradient_settings(
+        data,
+        method,
+        train={"trainers": 3, "workers": 2},
+        data={"epochs": 2},
+        embedding={"servers": 2},
+        aggregation={
+            "global_batch": global_batch,
+            **({"backups": 0} if method == "hop_bw" and global_batch == 2 else {}),
+        },
+    )
+    result, rows = train_counted(config, tmp_path / "out")
+    assert rows == dict.fromkeys(range(101), 2)
+    assert result.data.trained_samples == 202
+    assert result.sync is None
+    assert result.aggregation is not None
+    assert result.aggregation.global_steps > 0
+    assert result_of(tmp_path / "out")["aggregation"]["dropped"] == result.aggregation.dropped
+    assert {"auc", "ne"} <= result_of(tmp_path / "out")["test"].keys()
+
+
+def large_batch(data: Path, out: Path, precision: str, optimizer: str) -> None:
+    """One worker with the whole global batch at once."""
+    config = settings(
+        data,
+        data,
+        model=SMALL_DLRM,
+        train={"batch_size": 8, "precision": precision, "optimizer": optimizer},
+        data={"slice_rows": 16, "epochs": 2},
+    )
+    Job(config, out=out).run()
+
+
+@pytest.mark.parametrize("method", ["sync", "gba", "bsp", "auto"])
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sgd"])
+def test_with_nothing_stale_it_is_large_batch_training(tmp_path: Path, method: str, optimizer: str) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 64)
+    large_batch(data, tmp_path / "large", "fp32", optimizer)
+    config = gradient_settings(
+        data,
+        method,
+        model=SMALL_DLRM,
+        train={"batch_size": 2, "optimizer": optimizer, "workers": 4 if method == "sync" else 1},
+        data={"slice_rows": 16, "epochs": 2},
+        aggregation={"global_batch": 8, "rows": "buffer"},
+    )
+    result = Job(config, out=tmp_path / "out").run()
+    assert result.aggregation is not None
+    assert (result.aggregation.global_steps, result.aggregation.max_staleness) == (16, 0)
+    large, ours = weights(tmp_path / "large"), weights(tmp_path / "out")
+    assert large.keys() == ours.keys()
+    for name in large:
+        torch.testing.assert_close(ours[name], large[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("rows", ["containing", "buffer"])
+def test_without_delay_gba_is_synchronous_training_to_the_bit(tmp_path: Path, rows: str) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 60)
+    for method in ("sync", "gba"):
+        config = gradient_settings(
+            data, method, model=SMALL_DLRM, data={"slice_rows": 12}, aggregation={"global_batch": 8, "rows": rows}
+        )
+        Job(config, out=tmp_path / method).run()
+    sync, gba = weights(tmp_path / "sync"), weights(tmp_path / "gba")
+    assert all(torch.equal(sync[name], gba[name]) for name in sync)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_interrupted_job_is_resumed_where_it_was(tmp_path: Path, method: str) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+    config = gradient_settings(
+        data, method, train={"trainers": 2, "workers": 2}, data={"epochs": 2}, aggregation={"global_batch": 8}
+    )
+    before, said = interrupt(config, out)
+    assert f"stopped by SIGTERM after {before.total()} samples" in said
+    result, after = train_counted(config, out, resume=out)
+    assert before + after == dict.fromkeys(range(101), 2)
+    assert result.data.trained_samples == 202
+
+
+FAMILIES = [
+    {"sync": {"method": "easgd"}},
+    {"sync": {"method": "ma"}},
+    *({"aggregation": {"method": m}} for m in METHODS),
+]
+
+
+@pytest.mark.parametrize("there", FAMILIES, ids=str)
+@pytest.mark.parametrize("here", [FAMILIES[0], FAMILIES[2], {"aggregation": {"method": "gba"}}], ids=str)
+def test_a_checkpoint_of_any_method_goes_on_under_another(
+    tmp_path: Path, there: dict[str, Any], here: dict[str, Any]
+) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+    base = settings(data, data, train={"trainers": 2}, data={"epochs": 2})
+    del base["sync"]
+    before, _ = interrupt(base | there, out)
+    ledger = Ledger()
+    Job(beside_own_model(base | here), model=Witness(ledger), out=tmp_path / "new", resume=out).run()
+    assert before + ledger.rows == dict.fromkeys(range(101), 2)
+
+
+def test_the_global_batch_stays_with_another_number_of_workers(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 101)
+    there, here = tmp_path / "there", tmp_path / "here"
+    Job(gradient_settings(data, "sync", model=SMALL_DLRM, train={"workers": 2}), out=there).run()
+    train_from_command_line(None, ["train.workers=3", "data.epochs=2"], here, there)
+    assert result_of(here)["config"]["aggregation"]["global_batch"] == 4
+
+
+def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:
+    """Half under one method, half under the other, with nothing stale, is the whole under one."""
+    data = write_rows(tmp_path / "rows.parquet", 64)
+
+    def config(method: str, epochs: int) -> dict[str, Any]:
+        return gradient_settings(
+            data,
+            method,
+            model=SMALL_DLRM,
+            train={"optimizer": "adam"},
+            data={"slice_rows": 16, "epochs": epochs},
+            aggregation={"global_batch": 8},
+        )
+
+    Job(config("sync", 2), out=tmp_path / "whole").run()
+    Job(config("sync", 1), out=tmp_path / "half").run()
+    result = Job(config("gba", 2), out=tmp_path / "other", resume=tmp_path / "half").run()
+    whole, other = weights(tmp_path / "whole"), weights(tmp_path / "other")
+    assert all(torch.equal(whole[name], other[name]) for name in whole)
+    assert result.aggregation is not None
+    assert result.aggregation.global_steps == 16
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("iteration", [1, 5])
+def test_a_trainer_that_dies_holds_nobody_up(tmp_path: Path, method: str, iteration: int) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+
+    dead: list[int] = []
+
+    def script(rank: int, step: int) -> None:
+        if step == iteration and (not dead or rank in dead):
+            dead.append(rank)
+            raise TrainerLost("by script")
+
+    config = gradient_settings(
+        data, method, train={"trainers": 3, "workers": 2}, data={"epochs": 2}, aggregation={"global_batch": 12}
+    )
+    result, rows = train_counted(config, out, failures=script)
+    assert result.data.trained_samples == 202
+    assert rows == dict.fromkeys(range(101), 2)
+    assert result.recovery is not None
+    assert result.recovery.failures == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_trainer_with_pulls_ahead_may_die_too(tmp_path: Path, method: str, workers: int) -> None:
+    """What it has begun and does not compute must not hold up the round that its own pulls wait for."""
+    data = write_rows(tmp_path / "rows.parquet", 101)
+
+    def script(rank: int, step: int) -> None:
+        if rank == 0 and step == 2:
+            raise TrainerLost("by script")
+
+    config = gradient_settings(
+        data, method, train={"trainers": 2, "workers": workers, "prefetch": 3}, aggregation={"global_batch": 4}
+    )
+    result, rows = train_counted(config, tmp_path / "out", failures=script)
+    assert rows == dict.fromkeys(range(101), 1)
+    assert result.data.trained_samples == 101
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("method", ["sync", "hop_bw"])
+def test_a_pull_ahead_that_fails_ends_the_job(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one waits for a round of which the batch that was not pulled is a part."""
+    pull, pulls = EmbeddingClient.pull, itertools.count()
+
+    def failing(client: EmbeddingClient, ids: Jagged) -> Pulled:
+        if next(pulls) == 1:
+            raise DataError("an id beyond its table")
+        return pull(client, ids)
+
+    monkeypatch.setattr(EmbeddingClient, "pull", failing)
+    data = write_rows(tmp_path / "rows.parquet", 101)
+    config = gradient_settings(data, method, model=SMALL_DLRM, train={"prefetch": 3}, aggregation={"global_batch": 4})
+    started = time.monotonic()
+    with pytest.raises(DataError, match="an id beyond its table"):
+        Job(config, out=tmp_path / "out").run()
+    assert time.monotonic() - started < 15  # a job that the test's timeout interrupts raises the same
+
+
+@pytest.mark.parametrize("trainers", [8])
+@pytest.mark.parametrize("method", METHODS)
+def test_eight_trainers_on_ten_rows(tmp_path: Path, method: str, trainers: int) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 10)
+    config = gradient_settings(data, method, train={"trainers": trainers, "batch_size": 4})
+    result, rows = train_counted(config, tmp_path / "out")
+    assert rows == dict.fromkeys(range(10), 1)
+    assert result.data.trained_samples == 10
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "not a multiple": ({"method": "gba", "global_batch": 3}, "aggregation.global_batch=3 is not a multiple"),
+    "smaller than a batch": ({"method": "gba", "global_batch": 1}, "aggregation.global_batch=1 is not a multiple"),
+    "nothing to tune": ({"global_batch": 4}, "aggregation.global_batch has no effect without aggregation.method"),
+    "another's option": ({"method": "sync", "tolerance": 3}, "aggregation.tolerance is not an option"),
+    "no such method": ({"method": "gbba"}, "did you mean gba"),
+    "too many backups": ({"method": "hop_bw", "global_batch": 4, "backups": 2}, "backups"),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG.values(), ids=WRONG)
+def test_settings_that_mean_nothing_are_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    config = settings(write_rows(tmp_path / "rows.parquet", 10)) | {"aggregation": given}
+    del config["sync"]
+    error = error_of(lambda: Job(config, out=tmp_path / "out").run())
+    assert isinstance(error, ConfigError)
+    assert said in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("extra", [{"sync": {"method": "easgd"}}, {"cluster": {"dense_servers": 2}}], ids=str)
+def test_what_belongs_to_the_other_family_is_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
+    config = settings(write_rows(tmp_path / "rows.parquet", 10)) | {"aggregation": {"method": "gba"}}
+    del config["sync"]
+    error = error_of(lambda: Job(config | extra, out=tmp_path / "out").run())
+    assert isinstance(error, ConfigError)
+    assert "aggregation.method=gba" in str(error)
+
+
+BUSY = {"trainers": 2, "workers": 2, "emulate_step_ms": 2.0, "stragglers": "index=0,slow=20"}
+HASTY = {"global_batch": 8, "steady_commits": 1, "steady_s": 0.0}
+
+
+@pytest.mark.parametrize("trainers", [2, 3])
+def test_only_a_worker_that_is_there_can_be_slow(tmp_path: Path, trainers: int) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 10)
+    train = {**BUSY, "trainers": trainers, "stragglers": "share=0.5;index=0+4,slow=2", "emulate_step_ms": 0.01}
+    config = gradient_settings(data, "sync", train=train)
+    if trainers == 3:
+        Job(config, out=tmp_path / "out").run()
+        return
+    error = error_of(lambda: Job(config, out=tmp_path / "out").run())
+    assert isinstance(error, ConfigError)
+    assert "there is no worker 4 that could be slow; this job has 4, counted from 0" in str(error)
+
+
+def test_a_job_may_wait_instead_of_computing(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 30)
+    train = {"emulate_step_ms": 0.01, "emulate_compute": False, "optimizer": "adam"}
+    config = gradient_settings(data, "sync", model=SMALL_DLRM, train=train, data={"epochs": 2})
+    result = Job(config, out=tmp_path / "out").run()
+    assert result.data.trained_samples == 60
+    Job(config | {"data": {**config["data"], "epochs": 1}}, out=tmp_path / "once").run()
+    once, twice = weights(tmp_path / "once"), weights(tmp_path / "out")
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
+def decisions(out: Path) -> list[str]:
+    """What the driver decided, as the events of the run's timeline tell it."""
+    events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
+    return [event["detail"] for event in events if event["event"] == "decided" and event["role"] == "driver"]
+
+
+def test_each_switch_is_told_once_and_in_order_and_a_resume_goes_on_telling(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 400), tmp_path / "out"
+    config = gradient_settings(data, "auto", train=BUSY, aggregation=HASTY)
+    interrupt(config, out, iteration=40)
+    first = decisions(out)
+    assert first[0].startswith("gradients are aggregated by gba from global step ")
+    assert "stragglers cost synchronous rounds" in first[0]
+    console = Console(file=io.StringIO(), width=400)
+    job = Job(beside_own_model(config), model=Witness(Ledger()), out=out, resume=out)
+    result = job.run(console)
+    assert result.aggregation is not None
+    switches = [switch.sentence for switch in result.aggregation.switches]
+    assert decisions(out) == switches
+    assert switches[: len(first)] == first
+    assert "from a checkpoint at which gba was at work" in switches[len(first)]
+    assert "stragglers cost" in switches[len(first) + 1]
+    printed = console.file.getvalue()
+    assert [sentence for sentence in switches if sentence in printed] == switches[len(first) :]
+
+
+def test_the_result_and_the_history_tell_what_the_method_did(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 300), tmp_path / "out"
+    config = gradient_settings(
+        data, "gba", train=BUSY, aggregation={"global_batch": 4, "tolerance": 0}, report={"html": True}
+    )
+    result, _ = train_counted(config, out)
+    done = result.aggregation
+    assert done is not None
+    assert (done.method, done.mode, done.switches) == ("gba", "gba", ())
+    assert done.received == 150
+    assert done.dropped > 0
+    assert sum(count for _, count in done.staleness) == done.received - done.dropped
+    assert done.max_staleness == max(steps for steps, _ in done.staleness)
+    assert set(done.step_seconds) == {"0.0", "0.1", "1.0", "1.1"}
+    assert done.step_seconds["0.0"] > 3 * done.step_seconds["1.1"] > 0.006
+    assert done.most_held_bytes is not None
+    frames = read_frames(out)
+    assert (frames[-1].global_steps, frames[-1].dropped) == (done.global_steps, done.dropped)
+    assert {frame.aggregation_mode for frame in frames} == {"gba"}
+    assert any(frame.step_seconds for frame in frames)
+    assert any(frame.held_bytes for frame in frames)
+    assert result.config["aggregation"]["tolerance"] == 0
+    assert result.config["aggregation"]["global_batch"] == 4
+    assert "sync" not in result.config
+    assert 'id="aggregation"' in (out / "report.html").read_text()

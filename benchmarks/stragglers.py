@@ -1,12 +1,15 @@
 """What stragglers cost every gradient method, and whether `auto` finds the better one (GBA, arXiv 2205.11048).
 
-    python benchmarks/stragglers.py --out FOLDER [--seeds 3] [--seconds 60] [--methods sync gba …] [--picture out.png]
+    python benchmarks/stragglers.py --out FOLDER [--seeds 3] [--seconds 60] [--step-ms 100]
+        [--methods sync gba …] [--picture out.png]
     … --report      prints the tables of what has been run so far
 
 Eight emulated workers (`emulated`) train the demo for so many seconds. In a `busy` cluster a quarter of them is 3 to 10
 times slower at a time, for a twelfth of the run on average: five seconds of a minute stand for the minutes of a shared
 cluster. In a `changing` one that is so in the second third of the run only, the rest is even. The examples/s are those
-of emulated machines; the test AUC beside them is that after these seconds, so a faster method has seen more.
+of emulated machines; where all workers begin at once, as in synchronous rounds, they share the cores of this one, so
+short steps cost `sync` more than as many machines would. The test AUC beside them is that after these seconds, so a
+faster method has seen more.
 
 A cell is a file of FOLDER; started again, the script goes on where it stopped.
 """
@@ -30,7 +33,7 @@ from machine import describe, table
 
 from shadowsync.metrics.frame import Frame
 
-WORKERS, BATCH, STEP_MS = 8, 256, 100.0
+WORKERS, BATCH = 8, 256
 SLOW = "share=0.25,slow=3-10"
 CLUSTERS = ("even", "busy", "changing")
 
@@ -43,17 +46,19 @@ class Cell:
         cluster: `even`, `busy` or `changing`.
         method: of the gradients.
         seconds: that it trains.
+        step_ms: of an emulated step.
     """
 
     cluster: str
     method: str
     seconds: float
+    step_ms: float
     seed: int = 0
 
     @property
     def name(self) -> str:
         """Of its file."""
-        return f"{self.cluster}-{self.method}-{self.seconds:g}s-seed{self.seed}"
+        return f"{self.cluster}-{self.method}-{self.seconds:g}s-{self.step_ms:g}ms-seed{self.seed}"
 
     def overrides(self) -> list[str]:
         """The configuration of the run."""
@@ -66,7 +71,7 @@ class Cell:
             f"aggregation.method={self.method}",
             f"aggregation.global_batch={WORKERS * BATCH}",
             "report.every_s=0.1",
-            *workers(WORKERS, STEP_MS, slow[self.cluster]),
+            *workers(WORKERS, self.step_ms, slow[self.cluster]),
         ]
 
 
@@ -189,6 +194,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--step-ms", type=float, default=100.0, help="short ones make real work on few cores visible")
     parser.add_argument("--methods", nargs="+", choices=(*METHODS, "auto"), default=[*METHODS, "auto"])
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=["busy", "changing"])
     parser.add_argument("--picture", type=Path)
@@ -197,7 +203,7 @@ def main() -> None:
     print("\n".join(describe()))
     kept = Cells(given.out)
     order = itertools.product(range(given.seeds), given.clusters, given.methods)
-    cells = [Cell(cluster, method, given.seconds, seed) for seed, cluster, method in order]
+    cells = [Cell(cluster, method, given.seconds, given.step_ms, seed) for seed, cluster, method in order]
     for cell in [] if given.report else cells:
         if kept.read(cell.name) is None:
             kept.write(cell.name, run(cell))

@@ -270,7 +270,8 @@ class _Run:
         if self.session.reader.finished:
             self.keeping.save_last()
             return  # a finished run was resumed: synchronising without training would still move the replicas
-        self.store.try_writing()
+        if self.config.train.checkpoint_dir is not None:  # files are being written in the run's own folder already
+            self.store.try_writing()
         pace = _Pace(self.config.report.every_s, time.monotonic(), QUICK_S if self.keeping.lively else LOOK_S)
         self.keeping.begin()
         if self.keeping.why:

@@ -1,17 +1,22 @@
-"""How fast codecs are on one core, against a copy and against choosing the largest elements in every step.
+"""How fast codecs are on one core, and what training loses with each.
 
-python benchmarks/compression.py speed [--elements 4194304] [--rounds 15] [--keep 0.01]
+    python benchmarks/compression.py speed [--elements 4194304] [--rounds 15] [--keep 0.01]
+    python benchmarks/compression.py quality --out FOLDER [--seeds 3] [--tasks demo synthetic] [--picture out.png]
 
-Three tables for one tensor of float32: encoding and decoding of every codec; positions alone at several shares; and
-choosing elements over 1,000 steps with one exact selection against `torch.topk` in every step. Jobs alternate, medians
-are shown, GB/s count the bytes of the float32 tensor. Rates say nothing about quality: what training loses with each
-codec is another benchmark's affair.
+`speed` prints three tables for one tensor of float32: encoding and decoding of every codec beside a copy; positions
+alone at several shares; and choosing elements over 1,000 steps with one exact selection against `torch.topk` in every
+step. Jobs alternate, medians are shown, GB/s count the bytes of the float32 tensor.
+
+`quality` prints AUC and NE of the test set over how many times fewer bytes crossed than without codecs, ids and masks
+included, for the dense gradients of `gba` and for the embedding cut. Top-k is thresholding with an exact choice in each
+message.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lossy
 import numpy as np
 import torch
 from machine import alternate, describe, medians, table
@@ -149,6 +154,7 @@ def main() -> None:
     command.add_argument("--rounds", type=int, default=15)
     command.add_argument("--keep", type=float, default=0.01)
     command.set_defaults(run=speed)
+    lossy.add_arguments(commands.add_parser("quality", help="AUC over bytes"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

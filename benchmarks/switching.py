@@ -58,7 +58,7 @@ OPTIMIZERS = {
     "adagrad": ("train.optimizer=adagrad", "train.lr=0.01", "embedding.lr=0.05", *COURSE),
     "adam": ("train.optimizer=adam", "train.lr=0.004", "embedding.optimizer=adam", "embedding.lr=0.004", *COURSE),
 }
-"""Learning rates among those that are best for synchronous training; hotter ones cost every other method more."""
+"""Those of Adagrad were chosen with a look at what gba loses, too: hotter ones cost every other method more."""
 MOMENTS = ("before", "quarter", "end")
 
 

@@ -19,8 +19,9 @@ from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.dense_line import DenseLine
 from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.runtime.lines import DenseLine, Line, Stream
+from shadowsync.runtime.lines import Line, Stream
 from shadowsync.session import distance
 from shadowsync.sync.schedule import Synchronisation, Unsynchronised
 from shadowsync.training.gate import Gate

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.conductor import Arrived, Conductor, StepParts, StepRule
 from shadowsync.aggregation.gba import Gba
-from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper
+from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper, Version
 from shadowsync.aggregation.synchronous import Sync
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec
@@ -27,8 +27,10 @@ from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.runtime.conductor_remote import ConductorRemote
 from shadowsync.runtime.conductor_service import ConductorService
+from shadowsync.runtime.dense_line import DenseLine
 from shadowsync.runtime.generation import Generation
-from shadowsync.runtime.lines import DenseLine, Line
+from shadowsync.runtime.lines import Line
+from shadowsync.runtime.parameters import ParameterReceiver, ParameterSender
 from shadowsync.runtime.step_messages import (
     ArrivedTold,
     BeginAsked,
@@ -112,16 +114,14 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize("values", ["fp32", "int8"])
-def test_thresholded_gradients_are_the_same_near_and_far_and_parameters_arrive_whole(
-    connect: Connect, values: Literal["fp32", "int8"]
-) -> None:
+def test_thresholds_are_the_same_near_and_far(connect: Connect, values: Literal["fp32", "int8"]) -> None:
     made = [DenseStepper(Replica(Wide(), Adagrad(), {}), None) for _ in range(2)]
     flat = made[0].replica.flat
     codec = by_parameter(Threshold(keep=0.05, values=values, feedback=True), made[0].replica.slots, len(flat))
     counters, service = (WireCounter(), WireCounter()), StepperService(made[1], codec)
     near = [DenseLine(made[0], Line("dense", codec, counters[0]), (0, worker)) for worker in range(2)]
     far = [remote(service, connect, codec, counters[1], stream=worker) for worker in range(2)]
-    given = torch.zeros(2, len(flat))
+    given, known = torch.zeros(2, len(flat)), -1
     for step in range(4):
         for worker in range(2):
             own = DenseGradient(torch.randn(len(flat), generator=torch.Generator().manual_seed(step)), (True, True))
@@ -134,17 +134,75 @@ def test_thresholded_gradients_are_the_same_near_and_far_and_parameters_arrive_w
         commit = DenseStep(step, {2 * step: 1.0, 2 * step + 1: 1.0}, 2.0, 0.1, 2 * step + 2)
         made[0].commit(commit)
         far[0].commit(commit).result()
-        ours, theirs = far[0].newer(step).result(), near[0].newer(step).result()
+        ours, theirs = far[0].newer(known).result(), near[0].newer(known).result()
         assert ours is not None
         assert theirs is not None
         assert torch.equal(ours.flat, theirs.flat)
-        torch.testing.assert_close(ours.flat, made[0].replica.flat, rtol=0 if values == "fp32" else 1e-2, atol=0)
+        assert torch.equal(ours.flat, made[0].replica.flat) == (step == 0)
+        known = ours.number
     for worker in range(2):
         left = near[worker].gradients.encoder.tensors()["0.residual"]
         assert torch.equal(far[worker].gradients.encoder.tensors()["0.residual"], left)
         torch.testing.assert_close(left, given[worker][:800], rtol=0, atol=1e-5)
     assert counters[1].totals() == counters[0].totals()
     assert 0.05 < kept_shares(counters[0].totals().by_name())["dense"] < 0.2
+
+
+class Versions:
+    """Parameters that move by noise, and a worker's two ends of the way back."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.replica, self.counter = Replica(Wide(), Adagrad(), {}), WireCounter()
+        self.codec = by_parameter(codec, self.replica.slots, len(self.replica.flat))
+        self.sender = ParameterSender(self.codec, "parameters")
+        self.receiver = ParameterReceiver(Line("dense", self.codec, self.counter), len(self.replica.flat))
+        self.number = 0
+
+    def move(self) -> Version:
+        self.number += 1
+        noise = torch.Generator().manual_seed(self.number)
+        self.replica.flat.add_(torch.randn(len(self.replica.flat), generator=noise).pow(3))
+        return Version(self.number, self.replica.flat.clone())
+
+    def cross(self, than: int, version: Version) -> Version:
+        taken = self.receiver.take(self.codec, *self.sender.answer(version, than))
+        assert taken is not None
+        return taken
+
+
+@pytest.mark.parametrize("values", ["fp32", "int8", "int4"])
+def test_what_a_threshold_leaves_out_of_parameters_comes_later(values: Literal["fp32", "int8", "int4"]) -> None:
+    versions, known = Versions(Threshold(keep=0.05, values=values, feedback=True)), -1
+    for _ in range(20):
+        known = versions.cross(known, versions.move()).number
+    still, apart = versions.replica.flat.clone(), []
+    for number in range(known + 1, known + 400):
+        taken = versions.cross(known, Version(number, still))
+        known = taken.number
+        apart.append(float((taken.flat - still).abs().max()))
+    assert apart[0] > 0.1
+    assert apart[-1] <= apart[0] / 1000
+    assert 0.02 < kept_shares(versions.counter.totals().by_name())["dense"] < 0.1
+
+
+def test_a_worker_that_missed_an_answer_gets_the_parameters_whole() -> None:
+    versions = Versions(Threshold(keep=0.05, feedback=True))
+    first = versions.cross(-1, versions.move())
+    given, _ = versions.sender.answer(versions.move(), first.number)
+    assert not given.whole  # and it is lost
+    newest = versions.move()
+    assert torch.equal(versions.cross(first.number, newest).flat, newest.flat)
+    assert not torch.equal(versions.cross(newest.number, versions.move()).flat, versions.replica.flat)
+
+
+def test_a_change_that_goes_on_from_nothing_is_refused() -> None:
+    versions, other = Versions(Threshold(keep=0.05)), Versions(Threshold(keep=0.05))
+    versions.cross(-1, versions.move())
+    given, frames = versions.sender.answer(versions.move(), 1)
+    with pytest.raises(DataError, match="what has changed to a worker that has nothing"):
+        other.receiver.take(other.codec, given, frames)
+    with pytest.raises(DataError, match="frames of the dense parameters are none of codec threshold"):
+        versions.receiver.take(versions.codec, given, frames[1:])
 
 
 def test_a_step_that_comes_again_changes_nothing(connect: Connect) -> None:

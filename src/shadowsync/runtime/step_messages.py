@@ -69,8 +69,7 @@ class GradientSent(Meta, frozen=True):
 
 
 class NewerAsked(Meta, frozen=True):
-    """Asks for the newest parameters if their version is above `than`, for a stream as in `GradientSent`, in what that
-    codec is for whole tensors (`Codec.whole`)."""
+    """Asks for the newest parameters if their version is above `than`, for a stream as in `GradientSent`."""
 
     than: int
     stream: int
@@ -78,9 +77,19 @@ class NewerAsked(Meta, frozen=True):
 
 
 class NewerGiven(Meta, frozen=True):
-    """Answers `NewerAsked`: the version whose frames are the tensors; None, without tensors, if there is no newer."""
+    """Answers `NewerAsked`; tensors: the frames of the parameters.
+
+    Attributes:
+        version: None, without tensors, if there is no newer.
+        whole: all of them come, and not what has changed since the version that the worker has.
+        kept, refreshes, early: as in `Encoded`.
+    """
 
     version: int | None
+    whole: bool = True
+    kept: int = 0
+    refreshes: int = 0
+    early: int = 0
 
 
 class StepAsked(Meta, frozen=True):

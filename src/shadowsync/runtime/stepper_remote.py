@@ -3,14 +3,14 @@
 `P` elements of the flat tensor.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, Version
 from shadowsync.compression.codec import Codec
 from shadowsync.embedding.pending import Pending
-from shadowsync.errors import DataError
 from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
 from shadowsync.runtime.lines import Line, Stream
+from shadowsync.runtime.parameters import ParameterReceiver
 from shadowsync.runtime.step_messages import GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
 from shadowsync.runtime.wire.connection import Answer, Connection
 
@@ -32,6 +32,10 @@ class StepperRemote:
     length: int
     stream: int = 0
     generation: int = 0
+    _receiver: ParameterReceiver = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_receiver", ParameterReceiver(self.line, self.length))
 
     @property
     def gradients(self) -> Stream:
@@ -72,11 +76,4 @@ class StepperRemote:
         return line.stream(("gradients", self.stream))
 
     def _version(self, codec: Codec, answer: Answer) -> Version | None:
-        given = answer.read(NewerGiven)
-        if given.version is None:
-            return None
-        flat = codec.whole().decode(answer.tensors, (self.length,))
-        if flat.shape != (self.length,):
-            raise DataError(f"the dense server sent {list(flat.shape)} parameters to a model of {self.length}")
-        self.line.count(sum(frame.nbytes for frame in answer.tensors), flat.nbytes)
-        return Version(given.version, flat)
+        return self._receiver.take(codec, answer.read(NewerGiven), answer.tensors)

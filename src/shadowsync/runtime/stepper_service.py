@@ -1,7 +1,6 @@
 """The dense part of gradient methods behind the wire.
 
-`P` elements of the flat tensor. Gradients cross as frames of the codec, parameters as those of `Codec.whole`; what that
-remembers belongs to one stream of one client.
+`P` elements of the flat tensor. What is remembered of parameters that were sent belongs to one stream of one client.
 """
 
 import math
@@ -14,7 +13,7 @@ from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepp
 from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
 from shadowsync.runtime.generation import FIRST, Generation
-from shadowsync.runtime.lines import Encoder
+from shadowsync.runtime.parameters import ParameterSender
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.step_messages import Committed, GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
 from shadowsync.runtime.wire.service import Method, Reply, Request
@@ -25,7 +24,7 @@ class StepperService:
 
     def __init__(self, stepper: DenseStepper, codec: Codec, generation: Generation = FIRST) -> None:
         self._stepper, self._codec, self._generation = stepper, codec, generation
-        self._back: dict[str, dict[tuple[int, str], Encoder]] = {}
+        self._senders: dict[str, dict[int, ParameterSender]] = {}
         self._lock = threading.Lock()
         self.methods: Mapping[str, Method] = {
             "hold": Method(self._hold),
@@ -35,9 +34,9 @@ class StepperService:
         }
 
     def client_gone(self, client: str) -> None:
-        """Forgets what the codec remembers of that connection."""
+        """Forgets what it was sent."""
         with self._lock:
-            self._back.pop(client, None)
+            self._senders.pop(client, None)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -57,8 +56,7 @@ class StepperService:
         found = self._stepper.newer(asked.than)
         if found is None:
             return Reply(NewerGiven(None))
-        encoded = self._encoder(codec, request.client, asked.stream).encode(found.flat.cpu())
-        return Reply(NewerGiven(found.number), encoded.frames)
+        return Reply(*self._sender(codec, request.client, asked.stream).answer(found, asked.than))
 
     def _commit(self, request: Request) -> Reply:
         asked = request.read(StepAsked)
@@ -85,11 +83,12 @@ class StepperService:
             raise DataError(f"the frames of a gradient are none of codec {codec.name}") from error
         return decoded.to(flat.device)
 
-    def _encoder(self, codec: Codec, client: str, stream: int) -> Encoder:
+    def _sender(self, codec: Codec, client: str, stream: int) -> ParameterSender:
         with self._lock:
-            back = self._back.setdefault(client, {})
-            about = f"the dense parameters for stream {stream}"
-            return back.setdefault((stream, codec.name), Encoder(codec.whole(), about))
+            senders = self._senders.setdefault(client, {})
+            if stream not in senders or senders[stream].codec.name != codec.name:
+                senders[stream] = ParameterSender(codec, f"the dense parameters for stream {stream}")
+            return senders[stream]
 
 
 def _check_step(asked: StepAsked) -> None:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -81,6 +81,13 @@ class Pieces(Codec):
         return Decoded(
             torch.cat([part.tensor for part in decoded]).view(shape), self._joined([p.kept for p in decoded])
         )
+
+    @property
+    def everything(self) -> bool:
+        return self.codec.everything
+
+    def of_differences(self) -> Codec:
+        return replace(self, codec=self.codec.of_differences())
 
     def whole(self) -> Codec:
         return self.codec.whole()

@@ -103,13 +103,17 @@ class LocalDifferences:
         """As `Meeting.mean`; workers may be writing to the replicas."""
         replicas, members = {rank: vector.clone() for rank, vector in vectors.items()}, tuple(vectors)
         ground = self._newest.ground(members, self._holds)
-        messages = self._messages(replicas) if ground.complete and len(members) > 1 else {}
-        average = self._mean(replicas, messages)
+        encoding = ground.complete and len(members) > 1
+        messages = {rank: self._copies[rank].encode(replica) for rank, replica in replicas.items() if encoding}
+        room = min(map(longest, replicas.values()))
+        whole = not messages or sum(message.byte_count for message in messages.values()) > room
+        average = mean_of(list(replicas.values())) if whole else self._mean(messages)
         self._newest = Newest(self._newest.round + 1, members)
         for rank, replica in replicas.items():
-            self._copies[rank].settle(replica, average, messages.get(rank))
+            message = messages.get(rank)
+            self._copies[rank].settle(replica, average, message, whole)
             self._holds[rank], self._missed[rank] = self._newest.round, not ground.common
-            count(self._line, replica, len(members), messages.get(rank))
+            count(self._line, replica, len(members), None if whole else message)
         return average
 
     def missed(self, rank: int) -> bool:
@@ -120,15 +124,7 @@ class LocalDifferences:
         """As `Meeting.approach`."""
         self._copies[rank].approach(weights, target, alpha)
 
-    def _messages(self, replicas: Mapping[int, Tensor]) -> dict[int, Encoded]:
-        """One of each member; none where they are longer than vectors would be."""
-        messages = {rank: self._copies[rank].encode(replica) for rank, replica in replicas.items()}
-        room = min(map(longest, replicas.values()))
-        return messages if sum(message.byte_count for message in messages.values()) <= room else {}
-
-    def _mean(self, replicas: Mapping[int, Tensor], messages: Mapping[int, Encoded]) -> Tensor:
-        if not messages:
-            return mean_of(list(replicas.values()))
+    def _mean(self, messages: Mapping[int, Encoded]) -> Tensor:
         anyone = self._copies[next(iter(messages))]  # r has the same bits everywhere
         return anyone.mean([message.frames for message in messages.values()])
 

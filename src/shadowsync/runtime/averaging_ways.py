@@ -34,14 +34,14 @@ class Parcel:
     Attributes:
         vector: `[P]`, as it moves where vectors cross whole; not the live replica.
         state: what the codec of whole vectors is to remember.
-        message: the difference, once it was needed.
-        crossed: it, if the last attempt sent that.
+        message: the difference, where the last attempt began with differences.
+        whole: the last attempt sent the vector.
     """
 
     vector: Tensor
     state: Any = None
     message: Encoded | None = None
-    crossed: Encoded | None = None
+    whole: bool = True
 
 
 class Way(ABC):
@@ -73,7 +73,7 @@ class Way(ABC):
 
     def alone(self, parcel: Parcel) -> Tensor:
         """The average of a ring of one."""
-        parcel.crossed = None
+        parcel.message, parcel.whole = None, True
         return parcel.vector.to(torch.float32)
 
 
@@ -134,18 +134,18 @@ class Differences(Way):
         return Parcel(weights.clone())
 
     def mean(self, parcel: Parcel, ring: Ring, ground: Ground, come: Come) -> Tensor:
-        parcel.crossed = None
-        if ground.complete:
-            parcel.message = parcel.message or self._copy.encode(parcel.vector)
+        parcel.whole = True
+        parcel.message = (parcel.message or self._copy.encode(parcel.vector)) if ground.complete else None
+        if parcel.message is not None:
             messages = come(ring.gather(bundle(parcel.message.frames), longest(parcel.vector)))
             if messages is not None:
-                parcel.crossed = parcel.message
+                parcel.whole = False
                 return self._copy.mean([frames_of(message) for message in messages])
         return come(ring.mean(parcel.vector))
 
     def settle(self, parcel: Parcel, average: Tensor, members: int) -> None:
-        self._copy.settle(parcel.vector, average, parcel.crossed)
-        count(self._line, parcel.vector, members, parcel.crossed)
+        self._copy.settle(parcel.vector, average, parcel.message, parcel.whole)
+        count(self._line, parcel.vector, members, None if parcel.whole else parcel.message)
 
     def missed(self, between: bool, ground: Ground) -> bool:
         return not ground.common

@@ -65,20 +65,22 @@ class PublicCopy:
             total.add_(self._decoded(frames))
         return total.div_(len(messages)).add_(self._last.average)
 
-    def settle(self, vector: Tensor, average: Tensor, crossed: Encoded | None) -> None:
+    def settle(self, vector: Tensor, average: Tensor, message: Encoded | None, whole: bool) -> None:
         """The average counts.
 
         Args:
             vector: `[P]`, the replica as it was encoded; it is kept, and not changed.
             average: `[P]`; likewise.
-            crossed: this member's message; None where vectors crossed whole.
+            message: what was encoded for it, if anything was; thresholds that let too much pass are to notice.
+            whole: vectors crossed in its place.
         """
-        if crossed is None:
-            state = None if self._standing is None else self._standing.state
+        before = None if self._standing is None else self._standing.state
+        state = before if message is None else message.state
+        if whole or message is None:
             self._standing = _Standing(average, vector, torch.zeros_like(vector), state)
-            return
-        known = self._last.known + self._decoded(crossed.frames)
-        self._standing = _Standing(average, known, vector - known, crossed.state)
+        else:
+            known = self._last.known + self._decoded(message.frames)
+            self._standing = _Standing(average, known, vector - known, state)
 
     def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
         """As `Group.approach`; once after each average."""

@@ -89,9 +89,6 @@ class Pieces(Codec):
     def of_differences(self) -> Codec:
         return replace(self, codec=self.codec.of_differences())
 
-    def whole(self) -> Codec:
-        return self.codec.whole()
-
     def restored(self, tensors: Mapping[str, Tensor]) -> PiecesState | None:
         if not tensors:
             return None

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from shadowsync.compression.codec import Encoded
+from shadowsync.compression.plain import Plain
 from shadowsync.runtime.averaging import Newest
 from shadowsync.runtime.differences import PublicCopy, count, longest
 from shadowsync.runtime.lines import Line
@@ -51,7 +52,7 @@ class LocalVectors:
     """
 
     def __init__(self, trainers: Sequence[int], line: Line) -> None:
-        self._line = line.whole
+        self._line = Line(line.kind, Plain(), line.counter) if line.codec.sparse else line
         self._round = 0
         self._last_seen = dict.fromkeys(trainers, 0)
         self._missed = dict.fromkeys(trainers, False)

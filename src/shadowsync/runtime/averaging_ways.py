@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, Encoded, naming
+from shadowsync.compression.plain import Plain
 from shadowsync.runtime.averaging import Ground
 from shadowsync.runtime.differences import PublicCopy, count, longest
 from shadowsync.runtime.lines import Counter, Line
@@ -158,4 +159,4 @@ def way_of(codec: Codec, counter: Counter, about: str) -> Way:
     """Under a sparse codec differences cross, else vectors."""
     if codec.sparse and not codec.everything:
         return Differences(codec, counter, about)
-    return Vectors(codec.whole() if codec.sparse else codec, counter, about)
+    return Vectors(Plain() if codec.sparse else codec, counter, about)

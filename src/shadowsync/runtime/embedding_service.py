@@ -25,8 +25,10 @@ from shadowsync.runtime.embedding_messages import (
     RowsFound,
     RowsGiven,
     ShardInfo,
+    Shapes,
     Shards,
     StepAsked,
+    check_shapes,
     pack_coded,
     row_numbers,
     unpack_coded,
@@ -44,9 +46,16 @@ from shadowsync.runtime.wire.service import Method, Reply, Request
 
 @dataclass(frozen=True)
 class _Asked:
-    """A look-up that waits for its push, and the mask under which it was answered, if it was under one."""
+    """A look-up that waits for its push.
+
+    Attributes:
+        lookup: as it was asked for.
+        shapes: of its answer, and of the gradients that are to come.
+        mask: under which it was answered; None if it was under none.
+    """
 
     lookup: Lookup | RowLookup
+    shapes: Shapes
     mask: Mask | None
 
 
@@ -64,7 +73,7 @@ class _Client:
             return Reply(*pack_coded(encoded, codec.name))
         mask = Mask(next(self._masks), tuple(each.kept for each in encoded)) if codec.sparse else None
         size = _bytes(lookup) + (0 if mask is None else mask.nbytes)
-        self._kept.keep((stream, lookup.number), _Asked(lookup, mask), size)
+        self._kept.keep((stream, lookup.number), _Asked(lookup, tuple(each.shape for each in encoded), mask), size)
         return Reply(*pack_coded(encoded, codec.name, None if mask is None else mask.number))
 
     def take(self, stream: int, number: int, mask: int | None) -> _Asked | None:
@@ -176,13 +185,12 @@ class EmbeddingService:
         found = self._client(request).take(asked.stream, asked.number, asked.gradient.mask)
         if asked.ids is not None:
             lookup = unpack_ids(asked.ids, request.tensors[:split], asked.number)
-            mask, split = _mask(asked.gradient, request.tensors, split)
-            found = _Asked(lookup, mask)
+            shapes = (self._server.pooled_shape(lookup),)
+            mask, split = _mask(asked.gradient, request.tensors, split, shapes)
+            found = _Asked(lookup, shapes, mask)
         if found is None or not isinstance(found.lookup, Lookup):
             return Reply(Pushed(False))
-        gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr, found.mask)
-        if len(gradients) != 1:
-            raise DataError(f"a push brings one gradient, not {len(gradients)}")
+        gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr, found)
         _check_held(asked.held)
         if asked.held is None:
             self._server.push(found.lookup, gradients[0], asked.lr)
@@ -205,11 +213,12 @@ class EmbeddingService:
         found = self._client(request).take(asked.stream, asked.number, asked.gradients.mask)
         if asked.shards is not None:
             lookup = RowLookup(asked.shards, row_numbers(request.tensors[:split]), asked.number)
-            mask, split = _mask(asked.gradients, request.tensors, split)
-            found = _Asked(lookup, mask)
+            shapes = self._server.row_shapes(lookup)
+            mask, split = _mask(asked.gradients, request.tensors, split, shapes)
+            found = _Asked(lookup, shapes, mask)
         if found is None or not isinstance(found.lookup, RowLookup):
             return Reply(Pushed(False))
-        gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr, found.mask)
+        gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr, found)
         _check_held(asked.held)
         if asked.held is None:
             self._server.step_rows(found.lookup, gradients, asked.lr)
@@ -237,9 +246,10 @@ class EmbeddingService:
         self._server.forget_held(asked.stepped)
         return Reply()
 
-    def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, mask: Mask | None) -> tuple[Tensor, ...]:
+    def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, asked: _Asked) -> tuple[Tensor, ...]:
         _check_finite(lr)
-        kept = None if mask is None or coded.mask is None else mask.kept
+        check_shapes(coded, asked.shapes)
+        kept = None if asked.mask is None or coded.mask is None else asked.mask.kept
         return tuple(found.tensor for found in unpack_coded(coded, frames, self._push_codec, kept))
 
     def _shards(self, _: Request) -> Reply:
@@ -289,12 +299,12 @@ def _stream(asked: PullAsked | ReadAsked) -> int | None:
     return None if asked.number is None else asked.stream
 
 
-def _mask(coded: Coded, tensors: Sequence[Tensor], start: int) -> tuple[Mask | None, int]:
+def _mask(coded: Coded, tensors: Sequence[Tensor], start: int, shapes: Shapes) -> tuple[Mask | None, int]:
     """The mask that comes with a look-up that comes again, from tensor `start` on, and where the frames begin."""
     if coded.mask is None:
         return None, start
-    split = start + len(coded.shapes)
-    return Mask(coded.mask, unpack_masks(tensors[start:split], coded.shapes)), split
+    split = start + len(shapes)
+    return Mask(coded.mask, unpack_masks(tensors[start:split], shapes)), split
 
 
 def _check_finite(*numbers: float) -> None:

@@ -194,7 +194,8 @@ def _choose_model(config: Config) -> ModelSpec:
 
 
 def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
-    codecs = {kind: _choose_codec(kind, given) for kind, given in config.compression}
+    defaults = {"dense": method.codec_options}
+    codecs = {kind: _choose_codec(kind, given, defaults.get(kind, {})) for kind, given in config.compression}
     if codecs["dense"].sparse and config.aggregation.method is None and not method.takes_differences:
         raise ConfigError(
             f"compression.dense={codecs['dense'].name} goes with aggregation.method, and with sync.method=ma, bmuf, or "
@@ -216,11 +217,12 @@ def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
     return codecs
 
 
-def _choose_codec(kind: str, given: CodecConfig) -> Codec:
+def _choose_codec(kind: str, given: CodecConfig, defaults: Mapping[str, Any]) -> Codec:
     key = f"compression.{kind}"
     member = choose(key, given.name, "shadowsync.compression", Codec)
     (own,) = split_options(key, given.options, {f"{key}={given.name}": member}, CodecConfig.model_fields)
-    return build(member, own, key).resolved(key)
+    usual = {name: value for name, value in defaults.items() if name in option_names(member)}
+    return build(member, usual | own, key).resolved(key)
 
 
 def _dense_optimizer(train: TrainConfig) -> DenseOptimizer:

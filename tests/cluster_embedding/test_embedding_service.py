@@ -214,7 +214,7 @@ def memory_of(call):
 def test_a_shape_that_is_only_claimed_takes_neither_memory_nor_time(codec, frames, shapes, known, monkeypatch):
     """Nothing is unpacked: the shape is that of the look-up, whatever the sender says of the gradient."""
     for where in ("compression.threshold.unpack", "runtime.embedding_messages.unpack_positions"):
-        monkeypatch.setattr(f"shadowsync.{where}", lambda *_: pytest.fail())
+        monkeypatch.setattr(f"shadowsync.{where}", lambda *_: pytest.fail("it is unpacked"))
     member = Threshold(feedback=False) if codec == "threshold" else Int8()
     server = EmbeddingServer(HELD, TorchStorage, ADAGRAD, seed=3)
     connection = DirectConnection(EmbeddingService(server, Plain(), member))

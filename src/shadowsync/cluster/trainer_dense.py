@@ -79,6 +79,9 @@ class TrainerDense(ABC):
     def syncs(self) -> int:
         """Synchronisations so far."""
 
+    def settle(self) -> None:  # noqa: B027 (matters only where a part of the replica has not crossed)
+        """Called when all workers stand still, before an image is taken."""
+
     @abstractmethod
     def image(self) -> TrainerImage:
         """A copy of what an image of the job holds of this trainer."""
@@ -114,6 +117,9 @@ class MergedReplica(TrainerDense):
     @property
     def syncs(self) -> int:
         return self._synchronisation.count
+
+    def settle(self) -> None:
+        self._synchronisation.catch_up()
 
     def image(self) -> TrainerImage:
         return TrainerImage.of(self.trainer.replica, self._synchronisation.state)

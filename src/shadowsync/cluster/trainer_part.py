@@ -1,5 +1,6 @@
 """A trainer in a process of its own: the same parts as in one process, behind connections."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ from shadowsync.runtime.reader_service import ReaderRemote
 from shadowsync.runtime.runtime import Home
 from shadowsync.runtime.wire.client import WireConnection
 from shadowsync.runtime.wire.connection import Connection
-from shadowsync.runtime.wire.errors import Fault
+from shadowsync.runtime.wire.errors import GONE, Fault
 from shadowsync.runtime.wire.service import Method, Reply, Request
 from shadowsync.training.gate import Gate
 from shadowsync.training.trainer import Trainer
@@ -183,12 +184,24 @@ class TrainerPart:
             if trainer.error is not None:
                 self._feed.close()  # first: its other workers may be waiting for these very rows
             trainer.finish()
+            self._catch_up()
             self._desk.settle(END_S)
             self._records.flush(END_S)
         except ShadowSyncError as error:
             trainer.error = trainer.error or error
         finally:
             self._ended = True
+
+    def _catch_up(self) -> None:
+        """Nobody trains any more: what has not crossed does so now, and the driver hears of the bytes."""
+        if self._trainer.error is not None:
+            return
+        self._gate.join()
+        try:
+            with contextlib.suppress(*GONE):  # a pause tries again
+                self._dense.settle()
+        finally:
+            self._gate.leave()
 
     def _end_feed(self) -> None:
         self._stopping = True
@@ -216,6 +229,10 @@ class TrainerPart:
         while not self._trainer.quiet:
             if self._pause.wait(SETTLE_S) or time.monotonic() > until:
                 return False
+        try:
+            self._dense.settle()
+        except GONE:
+            return False
         return self._desk.settle(patience_s) and self._records.flush(patience_s)
 
     def _release(self, request: Request) -> Reply:

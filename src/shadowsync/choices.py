@@ -221,8 +221,7 @@ def _choose_codec(kind: str, given: CodecConfig, defaults: Mapping[str, Any]) ->
     key = f"compression.{kind}"
     member = choose(key, given.name, "shadowsync.compression", Codec)
     (own,) = split_options(key, given.options, {f"{key}={given.name}": member}, CodecConfig.model_fields)
-    usual = {name: value for name, value in defaults.items() if name in option_names(member)}
-    return build(member, usual | own, key).resolved(key)
+    return build(member, {**(defaults if member.sparse else {}), **own}, key).resolved(key)
 
 
 def _dense_optimizer(train: TrainConfig) -> DenseOptimizer:

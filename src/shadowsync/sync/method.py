@@ -79,7 +79,7 @@ class SyncMethod(ABC):
         collective: all trainers of the group take part in a synchronisation at the same time.
         centralised: there is a central copy, held by the dense servers.
         active: there is something to do at all.
-        codec_options: of `compression.dense` where the user gives none and the codec has them.
+        codec_options: of a sparse `compression.dense`, where the user does not give them.
     """
 
     name: ClassVar[str]

@@ -36,7 +36,7 @@ from shadowsync.runtime.embedding_messages import (
 )
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
 from shadowsync.runtime.embedding_rows import RemoteRows
-from shadowsync.runtime.embedding_service import EmbeddingService
+from shadowsync.runtime.embedding_service import MOST_ROUTES, EmbeddingService
 from shadowsync.runtime.lines import Line
 from shadowsync.runtime.wire.connection import DirectConnection
 
@@ -240,6 +240,29 @@ def test_a_mask_is_unpacked_for_the_shape_of_its_look_up(shapes):
     step = partial(connection.call, "step", StepAsked(0, 2, 0.1, coded, (0, 1)), (NUMBERS, *masks, *values))
     for call in (push, step):
         assert memory_of(lambda call=call: call().result()) < 100_000
+
+
+def test_a_client_has_as_many_streams_as_a_trainer_has_workers():
+    service = EmbeddingService(EmbeddingServer(HELD, TorchStorage, ADAGRAD, seed=3), Plain(), Plain(), streams=2)
+    first, second = DirectConnection(service), DirectConnection(service)
+    for stream in (0, 7, 0):
+        first.call("pull", PullAsked(stream, 1, IDS), (VALUES, OFFSETS)).result()
+    with pytest.raises(DataError, match="a client names more than 2 streams, the most that this job has room for"):
+        first.call("pull", PullAsked(8, 1, IDS), (VALUES, OFFSETS)).result()
+    with pytest.raises(DataError, match="more than 2 streams"):
+        first.call("read", ReadAsked(-1, 2, (0, 1)), (NUMBERS,)).result()
+    second.call("pull", PullAsked(8, 1, IDS), (VALUES, OFFSETS)).result()
+    service.client_gone(first.client)
+    first.call("pull", PullAsked(8, 1, IDS), (VALUES, OFFSETS)).result()
+
+
+def test_a_stream_asks_for_few_combinations_of_features():
+    _, connection = serve()
+    for times in range(1, MOST_ROUTES + 1):
+        ids = Ids((0,) * times, 0, False, False)
+        connection.call("pull", PullAsked(0, None, ids), (VALUES[:0],)).result()
+    with pytest.raises(DataError, match="more than 256 combinations of features"):
+        connection.call("pull", PullAsked(0, None, Ids((1,), 0, False, False)), (VALUES[:0],)).result()
 
 
 def test_a_push_of_a_read_and_a_step_of_a_pull_are_unknown():

@@ -152,7 +152,9 @@ class GradientWorkers(TrainerDense):
 
     def _worker(self, material: TrainerMaterial, index: int, client: EmbeddingClient, replica: Replica) -> WorkerKit:
         spec = material.spec
-        dense = StepperRemote(self._dense, self._line, len(replica.flat), index, spec.generation)
+        dense = StepperRemote(
+            self._dense, self._line, len(replica.flat), index, spec.generation, spec.rank, replica.slots
+        )
         self._remotes.append(dense)
         update = GradientUpdate(
             (spec.rank, index),

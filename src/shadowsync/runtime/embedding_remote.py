@@ -1,6 +1,6 @@
 """The trainer's end of the wire to one embedding server."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from shadowsync.runtime.embedding_messages import (
 )
 from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
 from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
-from shadowsync.runtime.lines import Line, Stream, id_type, slot_widths
+from shadowsync.runtime.lines import About, Line, RowRoute, Stream, embedding_stream, id_type, slot_widths
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.service import Meta
@@ -169,7 +169,7 @@ class EmbeddingRemote:
         return _Delivery(self._call, message, self._pushes)
 
     def _step(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float, held: int | None) -> Pending[None]:
-        sent = self._encode(lookup, [(("rows", width), gradient) for width, gradient in enumerate(gradients)])
+        sent = self._encode(lookup, [(RowRoute(width), gradient) for width, gradient in enumerate(gradients)])
 
         def message(again: bool) -> _Message:
             tensors = (lookup.rows.to(self._number_type), *sent.positions()) if again else ()
@@ -192,7 +192,7 @@ class EmbeddingRemote:
     def _call(self, message: _Message) -> Future[Answer]:
         return self._remote.connection.call(message.method, message.meta, message.tensors, self._remote.timeout_s)
 
-    def _encode(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[Hashable, Tensor]]) -> _Sent:
+    def _encode(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[About, Tensor]]) -> _Sent:
         """In the codec of pushes now; under the mask of their pull, if it came under one, whatever pulls are in now."""
         line, mask = self._pushes.now, self._kept.take(lookup.number)
         if mask is None:
@@ -203,14 +203,14 @@ class EmbeddingRemote:
         if len(mask.kept) != len(gradients):
             raise DataError(f"{len(gradients)} gradients came for a pull of {len(mask.kept)} tensors")
         encoded = [
-            self._stream(line, ("masked", about)).encode_under(gradient.contiguous(), kept)
+            self._stream(line, about, masked=True).encode_under(gradient.contiguous(), kept)
             for (about, gradient), kept in zip(gradients, mask.kept, strict=True)
         ]
         coded, frames = pack_coded(encoded, line.codec.name, mask.number)
         return _Sent(coded, frames, lambda: pack_masks(mask.kept, coded.shapes))
 
-    def _stream(self, line: Line, about: Hashable) -> Stream:
-        return line.stream((self._remote.position, about))
+    def _stream(self, line: Line, about: About, masked: bool = False) -> Stream:
+        return embedding_stream(line, self.shards, self._remote.position, (about, "gradients", "for"), masked)
 
     def _decode(self, number: int, answer: Answer) -> tuple[Tensor, ...]:
         coded = answer.read(Coded)

@@ -2,8 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -37,11 +38,18 @@ from shadowsync.runtime.embedding_messages import (
 )
 from shadowsync.runtime.embedding_saves import SaveMethods, check_size
 from shadowsync.runtime.generation import FIRST, Generation
-from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
+from shadowsync.runtime.kept import MOST_STREAMS, USUAL, Bounded, Kept, KeptLimits, Mask
 from shadowsync.runtime.lines import Encoder, slot_widths
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.step_messages import Committed
 from shadowsync.runtime.wire.service import Method, Reply, Request
+from shadowsync.runtime.words import of_features, of_rows
+
+MOST_ROUTES = 256
+"""Combinations of features that one worker asks this server for, times the codecs it does so in. A job has a few: one
+for each set of features whose shards are on the same servers."""
+
+_Route = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,10 @@ class _Asked:
 class _Client:
     """What is kept for one connection."""
 
-    def __init__(self, limits: KeptLimits) -> None:
+    def __init__(self, limits: KeptLimits, streams: int) -> None:
         self._kept: Kept[tuple[int, int], _Asked] = Kept(limits)
         self._masks = itertools.count()
-        self.encoders: dict[tuple[object, ...], Encoder] = {}
+        self._streams: Bounded[int, Bounded[_Route, Encoder]] = Bounded(streams, "streams")
 
     def answer(self, stream: int | None, lookup: Lookup | RowLookup, encoded: Sequence[Encoded], codec: Codec) -> Reply:
         """The reply to a pull; its look-up and its mask are kept until its push comes, where one will (`stream`)."""
@@ -83,16 +91,14 @@ class _Client:
             return found
         return found if found.mask is not None and found.mask.number == mask else None
 
-    def encoder(self, codec: Codec, about: tuple[object, ...]) -> Encoder:
-        """The stream back to this client about that."""
-        key = (codec.name, *about)
-        found = self.encoders.get(key)
-        # setdefault is atomic: of several threads that ask first, all get one
-        return (
-            found
-            if found is not None
-            else self.encoders.setdefault(key, Encoder(codec, f"the pull answer of stream {about}"))
-        )
+    def encoder(self, codec: Codec, stream: int, route: tuple[object, ...], about: Callable[[], str]) -> Encoder:
+        """Of the answers to that stream about that.
+
+        Raises:
+            DataError: the client names more streams or asks for more combinations of features than a job has.
+        """
+        routes = self._streams.get(stream, lambda: Bounded(MOST_ROUTES, "combinations of features"))
+        return routes.get((codec.name, *route), lambda: Encoder(codec, f"what is pulled of {about()}"))
 
     @property
     def kept(self) -> int:
@@ -121,6 +127,7 @@ class EmbeddingService:
         push: codec of their gradients.
         limits: what is kept for a client.
         generation: whose pushes are applied.
+        streams: that one client may have: the workers of a trainer.
     """
 
     def __init__(
@@ -130,6 +137,7 @@ class EmbeddingService:
         push: Codec,
         limits: KeptLimits = USUAL,
         generation: Generation = FIRST,
+        streams: int = MOST_STREAMS,
     ) -> None:
         self.methods: Mapping[str, Method] = {
             "pull": Method(self._pull, once=False),
@@ -147,7 +155,7 @@ class EmbeddingService:
         self._plain = Plain()
         self._pull_codec = pull
         self._push_codec = push
-        self._limits = limits
+        self._limits, self._streams = limits, streams
         self._clients: dict[str, _Client] = {}
 
     def client_gone(self, client: str) -> None:
@@ -168,13 +176,19 @@ class EmbeddingService:
 
     def _client(self, request: Request) -> _Client:
         found = self._clients.get(request.client)
-        return found if found is not None else self._clients.setdefault(request.client, _Client(self._limits))
+        return (
+            found
+            if found is not None
+            else self._clients.setdefault(request.client, _Client(self._limits, self._streams))
+        )
 
     def _pull(self, request: Request) -> Reply:
         asked, client = request.read(PullAsked), self._client(request)
         lookup, codec = unpack_ids(asked.ids, request.tensors, asked.number or 0), self._codec(asked)
+        encoder = client.encoder(
+            codec, asked.stream, lookup.slots, partial(of_features, self._server.shards, lookup.slots)
+        )
         pooled = self._server.pull(lookup)
-        encoder = client.encoder(codec, (asked.stream, lookup.slots))
         encoded = encoder.encode(pooled, slot_widths(self._server.shards, lookup) if codec.sparse else ())
         return client.answer(_stream(asked), lookup, [encoded], codec)
 
@@ -202,7 +216,11 @@ class EmbeddingService:
         asked, client = request.read(ReadAsked), self._client(request)
         lookup, codec = RowLookup(asked.shards, row_numbers(request.tensors), asked.number or 0), self._codec(asked)
         rows = self._server.read_rows(lookup)
-        encoders = [client.encoder(codec, (asked.stream, "rows", width)) for width in range(len(rows))]
+        dims = [width.dim for width in self._server.numbers.widths]
+        encoders = [
+            client.encoder(codec, asked.stream, ("rows", dim), partial(of_rows, self._server.shards, dim))
+            for dim in dims
+        ]
         encoded = [encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]
         return client.answer(_stream(asked), lookup, encoded, codec)
 

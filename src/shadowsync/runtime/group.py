@@ -74,7 +74,8 @@ class DenseServers:
     def _each(self, exchange: _Exchange, rank: int, weights: Tensor, alpha: float) -> Tensor:
         replies = []
         for index, (server, (start, stop)) in enumerate(zip(self._servers, self._spans, strict=True)):
-            there, back = (self._line.stream((way, rank, index)) for way in ("there", "back"))
+            there = self._line.stream(("there", rank, index), f"the replica of trainer {rank} for dense server {index}")
+            back = self._line.stream(("back", rank, index), f"what dense server {index} has for trainer {rank}")
             replies.append(exchange(server, there.send(weights[start:stop]), alpha, back.send))
         return replies[0] if len(replies) == 1 else torch.cat(replies)
 

@@ -140,7 +140,10 @@ def test_what_cannot_be_sent_is_named(codec: Codec) -> None:
 
 
 BAD_SERVER = EmbeddingServer(
-    [Shard(Table(name, 4, 8, (name,)), 0, 4) for name in "abcd"], TorchStorage, RowOptimizer("sgd", 1e-8, 0.9, 0.999), seed=0
+    [Shard(Table(name, 4, 8, (name,)), 0, 4) for name in "abcd"],
+    TorchStorage,
+    RowOptimizer("sgd", 1e-8, 0.9, 0.999),
+    seed=0,
 )
 
 

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from shadowsync.assembly import TrainerKit, unique_rows
+from shadowsync.assembly import TrainerKit, codec_situation, unique_rows
 from shadowsync.choices import choose_all
 from shadowsync.cluster.dense_messages import image_reply, read_image
 from shadowsync.cluster.records import RecordSender
@@ -19,10 +19,10 @@ from shadowsync.cluster.trainer_messages import (
     Released,
     SliceAsked,
     SlicePlace,
+    StatusAsked,
     TrainerStatus,
 )
 from shadowsync.cluster.trainer_spec import TrainerSpec
-from shadowsync.codec_notes import situation
 from shadowsync.data.feed import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Shard
@@ -71,7 +71,7 @@ class TrainerPart:
             spec.total_samples,
             spec.failures,
         )
-        self._codecs = CodecChoice(self._kit.choices.codecs, situation(spec.config, self._kit.choices))
+        self._codecs = CodecChoice(self._kit.choices.codecs, codec_situation(spec.config, self._kit.choices))
         self._desk = DeskRemote(self._connect("driver", 0, spec.addresses.driver))
         parse = ReaderRemote(self._connect("reader", 0, spec.addresses.reader)).parse
         self._feed = Feed(spec.rank, self._desk, parse, spec.config.data.prefetch)
@@ -250,8 +250,8 @@ class TrainerPart:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def _status(self, _: Request) -> Reply:
-        trainer = self._trainer
+    def _status(self, request: Request) -> Reply:
+        trainer, heard = self._trainer, max(0, request.read(StatusAsked).heard)
         fault = Fault.of(_known(trainer.error)) if trainer.failed and trainer.error is not None else None
         flat = trainer.replica.flat
         sketch = flat[:: max(1, -(-len(flat) // SKETCH))].detach().cpu().clone()
@@ -263,7 +263,8 @@ class TrainerPart:
             self._counter.totals().by_name(),
             self._feed.depth,
             self._codecs.names,
-            self._codecs.decisions,
+            heard,
+            self._codecs.decisions[heard:],
         )
         return Reply(status, (sketch,))
 

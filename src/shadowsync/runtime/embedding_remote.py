@@ -1,5 +1,6 @@
 """The trainer's end of the wire to one embedding server."""
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -66,10 +67,13 @@ class Remote:
 
 @dataclass(frozen=True)
 class _Message:
+    """A request; `sent` and `raw` are what is counted when it goes, in bytes, beside what was counted before."""
+
     method: str
     meta: Meta
     tensors: tuple[Tensor, ...]
-    id_bytes: int = 0
+    sent: int = 0
+    raw: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,15 @@ class _Sent:
     coded: Coded
     frames: tuple[Tensor, ...]
     positions: Callable[[], tuple[Tensor, ...]]
+
+    def message(self, method: str, meta: Meta, ids: tuple[Tensor, ...], again: bool) -> _Message:
+        """With the ids; if it goes `again`, with the mask, and all of it is counted: in fp32 it would, without a mask,
+        have gone again too."""
+        if not again:
+            return _Message(method, meta, (*ids, *self.frames))
+        tensors = (*ids, *self.positions(), *self.frames)
+        gradients = sum(4 * math.prod(shape) for shape in self.coded.shapes)
+        return _Message(method, meta, tensors, _bytes(tensors), _bytes(ids) + gradients)
 
 
 class EmbeddingRemote:
@@ -162,9 +175,8 @@ class EmbeddingRemote:
 
         def message(again: bool) -> _Message:
             ids, tensors = pack_ids(lookup, self._id_type) if again else (None, ())
-            tensors += sent.positions() if again else ()
             meta = PushAsked(self._remote.stream, lookup.number, lr, sent.coded, ids, self._remote.generation, held)
-            return _Message("push", meta, (*tensors, *sent.frames), _bytes(tensors))
+            return sent.message("push", meta, tensors, again)
 
         return _Delivery(self._call, message, self._pushes)
 
@@ -172,10 +184,10 @@ class EmbeddingRemote:
         sent = self._encode(lookup, [(RowRoute(width), gradient) for width, gradient in enumerate(gradients)])
 
         def message(again: bool) -> _Message:
-            tensors = (lookup.rows.to(self._number_type), *sent.positions()) if again else ()
+            tensors = (lookup.rows.to(self._number_type),) if again else ()
             shards = lookup.shards if again else None
             meta = StepAsked(self._remote.stream, lookup.number, lr, sent.coded, shards, self._remote.generation, held)
-            return _Message("step", meta, (*tensors, *sent.frames), _bytes(tensors))
+            return sent.message("step", meta, tensors, again)
 
         return _Delivery(self._call, message, self._pushes)
 
@@ -247,7 +259,7 @@ class _Delivery(Promise[None]):
 
     def _send(self, again: bool) -> None:
         message = self._message(again)
-        self._line.count(message.id_bytes, message.id_bytes)
+        self._line.count(message.sent, message.raw)
         self._request(message).add_done_callback(lambda future: self._answered(future, again))
 
     def _answered(self, future: Future[Answer], again: bool) -> None:

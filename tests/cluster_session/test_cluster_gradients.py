@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from shadowsync.aggregation.conductor import StepRule
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.cluster import stepped, trainer_dense
+from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import DataError
 from shadowsync.job_state import job_state
 from shadowsync.runs import load_checkpoint
@@ -146,7 +148,9 @@ def in_process(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("steps_in_turn")
-def test_what_was_not_sent_of_gradients_goes_on_after_a_resume(tmp_path: Path) -> None:
+def test_what_was_not_sent_of_gradients_goes_on_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parameters that always come whole, as they do after a resume; what they leave out is not in checkpoints."""
+    monkeypatch.setattr(Threshold, "of_differences", lambda codec: replace(codec, keep=1.0, feedback=False))
     data, script = write_rows(tmp_path / "rows.parquet", 256), SignalInCluster(9)
     config = gradient_settings(data, "sync", **sparse_sections(0.1, 16))
     del config["compression"]["pull"], config["compression"]["push"]
@@ -156,6 +160,20 @@ def test_what_was_not_sent_of_gradients_goes_on_after_a_resume(tmp_path: Path) -
     assert any(bool(tensor.any()) for name, tensor in stopped.items() if name.endswith(".residual"))
     Job(config, out=tmp_path / "far", resume=tmp_path / "far").run()
     expected, found = weights(tmp_path / "near"), weights(tmp_path / "far")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.usefixtures("steps_in_turn")
+def test_what_a_codec_draws_is_in_checkpoints_as_it_is_in_process(tmp_path: Path) -> None:
+    """Of codecs that leave nothing out as well."""
+    data = write_rows(tmp_path / "rows.parquet", 256)
+    config = gradient_settings(data, "sync", **sparse_sections(1.0, 64))
+    config["compression"] = {"dense": {"name": "int8", "rounding": "stochastic"}}
+    Job(in_process(config), out=tmp_path / "near").run()
+    Job(config, out=tmp_path / "far").run()
+    expected, found = weights(tmp_path / "near"), weights(tmp_path / "far")
+    assert any(name.startswith("feedback.") for name in expected)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 

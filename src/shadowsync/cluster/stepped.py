@@ -212,9 +212,9 @@ class Stepped(DenseSide):
         return {f"{member.index}.{name}": tensor for member, image in pairs for name, tensor in image.method.items()}
 
     def _with_feedback(self) -> list[Member]:
-        """Trainers that keep something of their gradients."""
-        sparse = self._crew.blueprint.choices.codecs["dense"].sparse
-        return self._crew.statuses.at_work() if sparse else []
+        """Trainers that keep something of their gradients, if only what they rounded them with."""
+        whole = self._crew.blueprint.choices.codecs["dense"].everything
+        return [] if whole else self._crew.statuses.at_work()
 
     def restart(self, before: AggregationState) -> None:
         if self._now is None:

@@ -17,14 +17,18 @@ from shadowsync.compression.int8 import Int8
 from shadowsync.compression.low_bit import Block, Draws, Rounding, Seed
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.positions import Positions, pack, unpack
-from shadowsync.compression.selection import Bits, check_groups, exact_floors, reach
+from shadowsync.compression.selection import LEAST, Bits, check_groups, exact_floors, reach
 from shadowsync.errors import ConfigError
 
 SMALL = 256
 """Tensors of fewer elements cross whole."""
 SETTLING = 8
 """Messages over which the kept share is averaged, and that an early refresh waits for after the last refresh."""
-_NUMBERS = {"age", "share", "refreshes", "early"}
+FURTHEST = 3.0
+"""A share that is further above what was asked for, in multiples of it, corrects τ no more than this does."""
+_LARGEST = 0x7F7FFFFF
+"""The bits of the largest finite number."""
+_NUMBERS = {"age", "share", "reached", "pause", "refreshes", "early"}
 _VALUES = "values."
 
 Values = Literal["fp32", "bf16", "int8", "int4"]
@@ -40,6 +44,9 @@ class ThresholdState(CodecState):
         spare: memory of an earlier residual, to be overwritten.
         age: messages since the last selection.
         share: of the elements that cross, a running mean since the last selection.
+        reached: share that the last selection let pass: more than was asked for where magnitudes are equal, less where
+            there are zeros.
+        pause: messages before a selection that let too much pass is tried again.
         refreshes: selections so far.
         early: those of them that came early, because the share had left its band.
         draws: what the codec of the values remembers.
@@ -50,6 +57,8 @@ class ThresholdState(CodecState):
     spare: Tensor | None = None
     age: int = 0
     share: float = 0.0
+    reached: float = 0.0
+    pause: int = 0
     refreshes: int = 0
     early: int = 0
     draws: Draws | None = None
@@ -60,9 +69,10 @@ class ThresholdState(CodecState):
         return () if self.floors is None else tuple(self.floors.view(np.float32).tolist())
 
     def tensors(self) -> dict[str, Tensor]:
-        numbers = {"age": self.age, "refreshes": self.refreshes, "early": self.early}
+        numbers = {"age": self.age, "pause": self.pause, "refreshes": self.refreshes, "early": self.early}
         found = {name: torch.tensor(number) for name, number in numbers.items()}
-        found["share"] = torch.tensor(self.share, dtype=torch.float64)
+        for name, share in {"share": self.share, "reached": self.reached}.items():
+            found[name] = torch.tensor(share, dtype=torch.float64)
         if self.floors is not None:
             found["floors"] = torch.from_numpy(self.floors.copy())
         if self.residual is not None:
@@ -80,15 +90,18 @@ class Threshold(Codec):
     costs one comparison. Tensors of fewer than 256 elements cross whole. What was sent and what is left add up to what
     was given: bit for bit with fp32 values, and with fewer bits what they round off is left too.
 
-    Ours differs: between refreshes the real share drifts (with feedback what was not sent piles up, so that several
-    times the share may cross), so it is averaged over the messages, and τ is chosen anew once it leaves a band. Groups
-    of columns may have a τ each. A zero is not sent unless everything is. Equal magnitudes cross together or not at
-    all. How positions cross is `positions`' affair.
+    Ours differs: with a τ that stays, the real share drifts (with feedback what was not sent piles up, so that many
+    times the share may cross). So τ is corrected after each message, `τ *= exp(correction (s / keep − 1))` with s a
+    running mean of the share: on average that rests where s is `keep`. And τ is chosen anew early where s leaves a band
+    around `keep`, or before a single message would let far more pass; but not again and again where no τ can reach the
+    share, because most elements are zero or equal. Groups of columns may have a τ each, corrected together. A zero is
+    not sent unless everything is. Equal magnitudes cross together or not at all. How positions cross is `positions`'
+    affair.
     """
 
     name: ClassVar[str] = "threshold"
     sparse: ClassVar[bool] = True
-    selecting: ClassVar[frozenset[str]] = frozenset({"keep", "refresh", "band", "feedback", "scope"})
+    selecting: ClassVar[frozenset[str]] = frozenset({"keep", "refresh", "band", "correction", "feedback", "scope"})
 
     keep: Annotated[float, Field(gt=0, le=1, description="share of the elements that cross; more loses less")] = 0.01
     refresh: Annotated[
@@ -96,8 +109,22 @@ class Threshold(Codec):
         Field(ge=1, description="messages (L) from one exact selection to the next; more is quicker and drifts more"),
     ] = 1000
     band: Annotated[
-        float, Field(ge=1, description="factor by which the real share may leave keep before τ is chosen anew")
-    ] = 1.5
+        float,
+        Field(
+            ge=1,
+            description="factor by which the mean share may leave keep before τ is chosen anew, and its square that of "
+            "a single message; 1e9 with correction=0 leaves τ alone, as the paper does",
+        ),
+    ] = 2.0
+    correction: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="how strongly the share that crossed moves τ from message to message; more is back at keep "
+            "sooner and swings more, 0 leaves τ as it was chosen",
+        ),
+    ] = 0.05
     values: Annotated[Values, Field(description="how elements cross; fewer bits cost fewer bytes and round")] = "fp32"
     feedback: Annotated[
         bool | None,
@@ -180,6 +207,8 @@ class Threshold(Codec):
             residual=None if residual is None else residual.to(torch.float32, copy=True),
             age=int(tensors["age"]),
             share=float(tensors["share"]),
+            reached=float(tensors["reached"]),
+            pause=int(tensors["pause"]),
             refreshes=int(tensors["refreshes"]),
             early=int(tensors["early"]),
             draws=self.value_codec.restored(inner),
@@ -200,30 +229,53 @@ class Threshold(Codec):
         self, total: Tensor, before: ThresholdState, groups: tuple[int, ...]
     ) -> tuple[Positions | None, ThresholdState]:
         """The positions that cross, None for all of them; and the state with what the selection changes in it."""
-        if self.keep == 1 or len(total) < SMALL:
+        count, flat = len(total), total.numpy()
+        if self.keep == 1 or count < SMALL:
             return None, replace(before, age=before.age + 1)
+        asked = max(self.keep, 1 / count)
         due = self._due(before, groups)
-        fresh = due or self._drifted(before, len(total))
-        floors = exact_floors(total.numpy(), self.keep, groups) if fresh else before.floors
-        assert floors is not None, "a selection is due where there is none"
-        kept = reach(total.numpy(), floors, groups)
-        share = len(kept) / len(total)
-        after = replace(
-            before,
-            floors=floors,
-            age=1 if fresh else before.age + 1,
-            share=share if fresh else before.share + (share - before.share) / SETTLING,
-            refreshes=before.refreshes + fresh,
-            early=before.early + (fresh and not due),
-        )
-        return None if len(kept) == len(total) else kept, after
+        fresh = due or self._drifted(before, asked)
+        floors = exact_floors(flat, self.keep, groups) if fresh else self._corrected(before, asked)
+        kept = reach(flat, floors, groups)
+        if not fresh and self._bursts(len(kept), count, before, asked):
+            fresh, floors = True, exact_floors(flat, self.keep, groups)
+            kept = reach(flat, floors, groups)
+        share = len(kept) / count
+        if fresh:
+            after = self._fresh(before, share, asked)
+        else:
+            after = replace(before, age=before.age + 1, share=before.share + (share - before.share) / SETTLING)
+        early = before.early + (fresh and not due)
+        return None if len(kept) == count else kept, replace(after, floors=floors, early=early)
 
     def _due(self, before: ThresholdState, groups: tuple[int, ...]) -> bool:
         return before.floors is None or len(before.floors) != max(1, len(groups)) or before.age >= self.refresh
 
-    def _drifted(self, before: ThresholdState, count: int) -> bool:
-        asked = max(self.keep, 1 / count)
-        return before.age >= SETTLING and not asked / self.band <= before.share <= asked * self.band
+    def _drifted(self, before: ThresholdState, asked: float) -> bool:
+        """The mean share has left its band, and a selection can be expected to bring it back."""
+        if before.reached > asked * self.band:
+            return before.age >= before.pause
+        low = before.share * self.band < asked <= before.reached * self.band
+        return before.age >= SETTLING and (low or before.share > asked * self.band)
+
+    def _bursts(self, kept: int, count: int, before: ThresholdState, asked: float) -> bool:
+        """So much more than was asked for would cross now that it is no chance, nor magnitudes that are equal."""
+        return before.reached <= asked * self.band and kept > asked * count * self.band**2 + SETTLING
+
+    def _corrected(self, before: ThresholdState, asked: float) -> Bits:
+        """The thresholds after what the last message said; they stay where magnitudes are equal."""
+        assert before.floors is not None, "a selection is due where there is none"
+        if self.correction == 0 or before.reached > asked * self.band:
+            return before.floors
+        factor = math.exp(self.correction * min(FURTHEST, before.share / asked - 1))
+        with np.errstate(over="ignore"):
+            moved = (before.floors.view(np.float32) * np.float32(factor)).view(np.int32)
+        return np.clip(moved, LEAST, _LARGEST)
+
+    def _fresh(self, before: ThresholdState, share: float, asked: float) -> ThresholdState:
+        """The state after a selection that lets `share` pass."""
+        tried = min(max(1, 2 * before.pause), self.refresh) if share > asked * self.band else 0
+        return replace(before, age=1, share=share, reached=share, pause=tried, refreshes=before.refreshes + 1)
 
     def _left(
         self, after: ThresholdState, given: Tensor, total: Tensor, kept: Tensor | None, values: Encoded

@@ -77,7 +77,7 @@ class Auto(Codec):
     ] = None
     rounding: Rounding = "nearest"
     seed: Seed = 0
-    block: Block = 256
+    block: Block = None
 
     def __post_init__(self) -> None:
         if _ORDER.index(self.weakest) >= _ORDER.index(self.strongest):
@@ -90,6 +90,10 @@ class Auto(Codec):
     @property
     def ladder(self) -> tuple[Codec, ...]:
         return _ladder(self)
+
+    @property
+    def by_feature(self) -> bool:
+        return self.ladder[0].by_feature
 
     def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:
         return self.ladder[0].encode(tensor, state, groups)

@@ -166,6 +166,11 @@ class Codec(ABC):
         return tensor
 
     @property
+    def by_feature(self) -> bool:
+        """`encode` looks at groups of columns, so that they have to be given."""
+        return False
+
+    @property
     def ladder(self) -> "tuple[Codec, ...]":
         """The codecs that messages may be in, weakest first; but for `auto` it is the codec itself."""
         return (self,)

@@ -86,7 +86,7 @@ def _escape(width: int) -> int:
 def _pack_gaps(gaps: Gaps, times: Gaps, count: int, width: int) -> Bytes:
     """The form and its body; `times` are the escapes of each gap, `count` the symbols that they all make."""
     escape, room = _escape(width), np.uint8 if width <= _NARROW else np.uint32
-    symbols = np.full(-(-count // _EIGHT) * _EIGHT, escape, room)
+    symbols: NDArray[Any] = np.full(-(-count // _EIGHT) * _EIGHT, escape, room)
     rest = gaps - times * gaps.dtype.type(escape)
     if count == len(gaps):
         symbols[:count] = rest
@@ -102,13 +102,14 @@ def _pack_narrow(symbols: Bytes, width: int) -> Bytes:
     """Eight symbols of b bits are b bytes: neighbours are put together three times over."""
     if width == _NARROW:
         return symbols
-    pairs = symbols.reshape(-1, 2)
+    pairs: NDArray[Any] = symbols.reshape(-1, 2)
     twos = (pairs[:, 0].astype(np.uint16) << width) | pairs[:, 1]
     pairs = twos.reshape(-1, 2)
     fours = (pairs[:, 0].astype(np.uint32) << 2 * width) | pairs[:, 1]
     pairs = fours.reshape(-1, 2)
     eights = (pairs[:, 0].astype(np.uint64) << 4 * width) | pairs[:, 1]
-    return eights.astype(">u8").view(np.uint8).reshape(-1, 8)[:, -width:].reshape(-1)
+    octets: Bytes = eights.astype(">u8").view(np.uint8).reshape(-1, 8)[:, -width:]
+    return octets.reshape(-1)
 
 
 def _pack_wide(symbols: NDArray[np.uint32], width: int) -> Bytes:

@@ -135,7 +135,7 @@ class Threshold(Codec):
     ] = "tensor"
     rounding: Rounding = "nearest"
     seed: Seed = 0
-    block: Block = 256
+    block: Block = None
 
     def resolved(self, key: str) -> Self:
         if key == "compression.dense":
@@ -157,6 +157,10 @@ class Threshold(Codec):
         return replace(self, feedback=False)
 
     @property
+    def by_feature(self) -> bool:
+        return self.scope == "group" or self.value_codec.by_feature
+
+    @property
     def value_codec(self) -> Codec:
         """How the elements that were selected cross."""
         return _VALUE_CODECS[self.values](self)
@@ -172,7 +176,8 @@ class Threshold(Codec):
         if not bool(np.isfinite(sent.numpy()).all()):
             raise NotFinite(total.view(shape))
         positions = None if kept is None else torch.from_numpy(kept)
-        values = self.value_codec.encode(sent.view(shape) if kept is None else sent, before.draws)
+        whole = kept is None
+        values = self.value_codec.encode(sent.view(shape) if whole else sent, before.draws, groups if whole else ())
         frames = () if not len(sent) else (_frame(kept, len(total)), *values.frames)
         after = self._left(chosen, tensor, total, positions, values)
         refreshes, early = after.refreshes - before.refreshes, after.early - before.early

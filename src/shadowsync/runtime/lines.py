@@ -239,10 +239,10 @@ class EmbeddingLine:
     def _cross(self, lookup: Lookup | RowLookup, tensors: Sequence[tuple[Hashable, Tensor]]) -> tuple[Tensor, ...]:
         """What arrives of an answer."""
         streams = [(self._stream(self.pulls, about), tensor) for about, tensor in tensors]
-        if not self.pulls.codec.sparse:
-            return tuple(stream.send(tensor) for stream, tensor in streams)
-        groups = slot_widths(self.server.shards, lookup)
+        groups = slot_widths(self.server.shards, lookup) if self.pulls.codec.by_feature else ()
         decoded = [stream.cross(tensor, groups) for stream, tensor in streams]
+        if not self.pulls.codec.sparse:
+            return tuple(found.tensor for found in decoded)
         mask = Mask(0, tuple(found.kept for found in decoded))
         self._kept.keep(lookup.number, mask, mask.nbytes)
         return tuple(found.tensor for found in decoded)
@@ -256,7 +256,7 @@ class EmbeddingLine:
                 self._stream(self.pushes, ("masked", about)).send_under(gradient, kept)
                 for (about, gradient), kept in pairs
             )
-        groups = slot_widths(self.server.shards, lookup) if self.pushes.codec.sparse else ()
+        groups = slot_widths(self.server.shards, lookup) if self.pushes.codec.by_feature else ()
         return tuple(self._stream(self.pushes, about).cross(gradient, groups).tensor for about, gradient in gradients)
 
     def _stream(self, line: Line, about: Hashable) -> Stream:

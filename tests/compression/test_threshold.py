@@ -280,4 +280,50 @@ def test_a_stored_state_is_not_written_to():
     for message in range(3):
         books.send(numbers((1000,), message))
     assert all(torch.equal(stored[name], before[name]) for name in before)
-    assert set(stored) == {"age", "early", "floors", "pause", "reached", "refreshes", "residual", "share"}
+    assert set(stored) == {"age", "early", "floors", "keep", "pause", "reached", "refreshes", "residual", "share"}
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_what_was_not_sent_survives_a_change_of_the_values(values):
+    books = Books(Threshold(keep=0.05, values="int8", rounding="stochastic"))
+    for message in range(3):
+        books.send(numbers((1000,), message))
+    after = Threshold(keep=0.05, values=values).restored(books.state.tensors())
+    assert torch.equal(after.residual, books.state.residual)
+    assert (after.thresholds, after.age, after.share) == (books.state.thresholds, 3, books.state.share)
+    assert (after.draws is None) == (values in ("fp32", "bf16"))
+
+
+def test_another_share_is_selected_for_at_once():
+    books = Books(Threshold(keep=0.05))
+    for message in range(3):
+        books.send(numbers((1000,), message))
+    resumed = Threshold(keep=0.3)
+    encoded = resumed.encode(numbers((1000,), 3), resumed.restored(books.state.tensors()))
+    assert (encoded.kept_count, encoded.refreshes, encoded.early) == (300, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"floors": torch.ones((1, 2), dtype=torch.int32)},
+        {"floors": torch.ones(1)},
+        {"floors": torch.ones(0, dtype=torch.int32)},
+        {"residual": torch.zeros((10, 100))},
+        {"residual": torch.tensor(0.0)},
+        {"residual": torch.zeros(1000, dtype=torch.int64)},
+        {"age": torch.tensor(-1)},
+        {"age": torch.tensor([1, 2])},
+        {"age": torch.zeros(0)},
+        {"share": torch.tensor(float("nan"))},
+        {"reached": torch.tensor(float("inf"))},
+        {"pause": torch.tensor(-7)},
+        {"floor": torch.tensor(1)},
+    ],
+    ids=str,
+)
+def test_a_state_that_is_none_is_refused(wrong):
+    codec = Threshold(keep=0.05)
+    stored = codec.encode(numbers((1000,))).state.tensors()
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        codec.restored(stored | wrong)

@@ -70,7 +70,12 @@ class Auto(Codec):
         ),
     ] = None
     stay_s: Annotated[
-        float, Field(ge=0, description="least seconds between two changes; more follows later and flaps less")
+        float,
+        Field(
+            ge=0,
+            allow_inf_nan=False,
+            description="least seconds between two changes; more follows later and flaps less",
+        ),
     ] = 5.0
     keep: Annotated[
         float | None, Field(gt=0, le=1, description=f"of threshold, with values in int8; null is {_KEEP}")
@@ -84,8 +89,6 @@ class Auto(Codec):
             raise ValueError(
                 f"weakest={self.weakest} has to come before strongest={self.strongest} among {', '.join(_ORDER)}"
             )
-        if self.keep is not None and self.strongest != "threshold":
-            raise ValueError(f"keep={self.keep} has no effect without strongest=threshold")
 
     @property
     def ladder(self) -> tuple[Codec, ...]:

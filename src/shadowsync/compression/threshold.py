@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec, CodecState, Decoded, Encoded, NotFinite, as_numbers, nothing
 from shadowsync.compression.int4 import Int4
 from shadowsync.compression.int8 import Int8
-from shadowsync.compression.low_bit import Block, Draws, Rounding, Seed
+from shadowsync.compression.low_bit import Block, Draws, LowBit, Rounding, Seed
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.positions import Positions, pack, unpack
 from shadowsync.compression.selection import LEAST, Bits, check_groups, exact_floors, reach
@@ -28,7 +28,9 @@ FURTHEST = 3.0
 """A share that is further above what was asked for, in multiples of it, corrects τ no more than this does."""
 _LARGEST = 0x7F7FFFFF
 """The bits of the largest finite number."""
-_NUMBERS = {"age", "share", "reached", "pause", "refreshes", "early"}
+_COUNTS, _SHARES = ("age", "pause", "refreshes", "early"), ("share", "reached", "keep")
+_NEEDED = {"age", "share", "refreshes", "early"}
+_ALLOWED = {*_COUNTS, *_SHARES, "floors", "residual"}
 _VALUES = "values."
 
 Values = Literal["fp32", "bf16", "int8", "int4"]
@@ -47,6 +49,7 @@ class ThresholdState(CodecState):
         reached: share that the last selection let pass: more than was asked for where magnitudes are equal, less where
             there are zeros.
         pause: messages before a selection that let too much pass is tried again.
+        keep: share that the last selection was asked for.
         refreshes: selections so far.
         early: those of them that came early, because the share had left its band.
         draws: what the codec of the values remembers.
@@ -59,6 +62,7 @@ class ThresholdState(CodecState):
     share: float = 0.0
     reached: float = 0.0
     pause: int = 0
+    keep: float = 0.0
     refreshes: int = 0
     early: int = 0
     draws: Draws | None = None
@@ -69,10 +73,8 @@ class ThresholdState(CodecState):
         return () if self.floors is None else tuple(self.floors.view(np.float32).tolist())
 
     def tensors(self) -> dict[str, Tensor]:
-        numbers = {"age": self.age, "pause": self.pause, "refreshes": self.refreshes, "early": self.early}
-        found = {name: torch.tensor(number) for name, number in numbers.items()}
-        for name, share in {"share": self.share, "reached": self.reached}.items():
-            found[name] = torch.tensor(share, dtype=torch.float64)
+        found = {name: torch.tensor(getattr(self, name)) for name in _COUNTS}
+        found |= {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in _SHARES}
         if self.floors is not None:
             found["floors"] = torch.from_numpy(self.floors.copy())
         if self.residual is not None:
@@ -112,6 +114,7 @@ class Threshold(Codec):
         float,
         Field(
             ge=1,
+            allow_inf_nan=False,
             description="factor by which the mean share may leave keep before τ is chosen anew, and its square that of "
             "a single message; 1e9 with correction=0 leaves τ alone, as the paper does",
         ),
@@ -158,7 +161,7 @@ class Threshold(Codec):
 
     @property
     def by_feature(self) -> bool:
-        return self.scope == "group" or self.value_codec.by_feature
+        return self.scope == "group"
 
     @property
     def value_codec(self) -> Codec:
@@ -194,7 +197,10 @@ class Threshold(Codec):
         return Decoded(self.value_codec.decode_under(frames[1:], shape, positions), positions)
 
     def encode_under(self, tensor: Tensor, kept: Tensor | None, state: Draws | None = None) -> Encoded:
-        return self.value_codec.encode_under(tensor, kept, state)
+        encoded = self.value_codec.encode_under(tensor, kept, state)
+        if kept is None and not bool(tensor.isfinite().all()):
+            raise NotFinite(tensor)
+        return encoded
 
     def decode_under(self, frames: Sequence[Tensor], shape: tuple[int, ...], kept: Tensor | None) -> Tensor:
         return self.value_codec.decode_under(frames, shape, kept)
@@ -203,21 +209,14 @@ class Threshold(Codec):
         if not tensors:
             return None
         inner = {name.removeprefix(_VALUES): tensors[name] for name in tensors if name.startswith(_VALUES)}
-        own = {name for name in tensors if not name.startswith(_VALUES)}
-        if not _NUMBERS <= own <= _NUMBERS | {"floors", "residual"}:
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_VALUES)}
+        if not _NEEDED <= own.keys() <= _ALLOWED:
             raise ValueError(f"threshold remembers floors, a residual and counts, but got {', '.join(sorted(tensors))}")
-        floors, residual = tensors.get("floors"), tensors.get("residual")
-        return ThresholdState(
-            floors=None if floors is None else floors.to(torch.int32).numpy().copy(),
-            residual=None if residual is None else residual.to(torch.float32, copy=True),
-            age=int(tensors["age"]),
-            share=float(tensors["share"]),
-            reached=float(tensors["reached"]),
-            pause=int(tensors["pause"]),
-            refreshes=int(tensors["refreshes"]),
-            early=int(tensors["early"]),
-            draws=self.value_codec.restored(inner),
-        )
+        draws = self.value_codec.restored(inner) if isinstance(self.value_codec, LowBit) else None
+        floors, residual = _row(own, "floors", torch.int32), _row(own, "residual", torch.float32)
+        counts: Any = {name: int(_number(own[name], name)) for name in _COUNTS if name in own}
+        shares: Any = {name: _number(own[name], name) for name in _SHARES if name in own}
+        return ThresholdState(None if floors is None else floors.numpy(), residual, draws=draws, **counts, **shares)
 
     def _total(self, flat: Tensor, before: ThresholdState) -> Tensor:
         """`g + e`, in the spare memory; `g` itself where nothing is left from before."""
@@ -254,7 +253,9 @@ class Threshold(Codec):
         return None if len(kept) == count else kept, replace(after, floors=floors, early=early)
 
     def _due(self, before: ThresholdState, groups: tuple[int, ...]) -> bool:
-        return before.floors is None or len(before.floors) != max(1, len(groups)) or before.age >= self.refresh
+        """Nothing was selected yet, or long ago, or for another share."""
+        other = before.keep != self.keep or before.floors is None or len(before.floors) != max(1, len(groups))
+        return other or before.age >= self.refresh
 
     def _drifted(self, before: ThresholdState, asked: float) -> bool:
         """The mean share has left its band, and a selection can be expected to bring it back."""
@@ -280,7 +281,8 @@ class Threshold(Codec):
     def _fresh(self, before: ThresholdState, share: float, asked: float) -> ThresholdState:
         """The state after a selection that lets `share` pass."""
         tried = min(max(1, 2 * before.pause), self.refresh) if share > asked * self.band else 0
-        return replace(before, age=1, share=share, reached=share, pause=tried, refreshes=before.refreshes + 1)
+        known = replace(before, age=1, share=share, reached=share, pause=tried, keep=self.keep)
+        return replace(known, refreshes=before.refreshes + 1)
 
     def _left(
         self, after: ThresholdState, given: Tensor, total: Tensor, kept: Tensor | None, values: Encoded
@@ -307,6 +309,23 @@ _VALUE_CODECS: Mapping[str, Callable[[Threshold], Codec]] = {
     "int8": lambda options: Int8(options.rounding, options.seed, options.block),
     "int4": lambda options: Int4(options.rounding, options.seed, options.block),
 }
+
+
+def _number(tensor: Tensor, name: str) -> float:
+    number = float(tensor) if tensor.numel() == 1 else math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} is {tensor.tolist() if tensor.numel() < SETTLING else list(tensor.shape)}")
+    return number
+
+
+def _row(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor | None:
+    """A copy of a tensor of one dimension."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        return None
+    if tensor.dim() != 1 or not len(tensor) or tensor.dtype != dtype:
+        raise ValueError(f"{name} are {tensor.dtype} {list(tensor.shape)}, not a row of {dtype}")
+    return tensor.clone()
 
 
 def _frame(kept: Positions | None, count: int) -> Tensor:

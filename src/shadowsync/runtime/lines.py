@@ -1,7 +1,8 @@
 """What crosses between two roles: tensors pass a codec and are counted, also where nothing is really sent."""
 
+import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Shard, slots_of
 from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
 
+_LOG = logging.getLogger(__name__)
 _INT32_ROWS = 1 << 31
 
 
@@ -78,6 +80,18 @@ class Encoder:
             encoded = encode(self._state)
             self._state = encoded.state
         return encoded
+
+
+def restore_all(encoders: Iterable[tuple[Encoder, Mapping[str, Tensor]]]) -> None:
+    """`Encoder.restore` of each; a word in the log where a residual is lost."""
+    refused = [tensors for encoder, tensors in encoders if not encoder.restore(tensors)]
+    lost = sum(any(name.endswith("residual") for name in tensors) for tensors in refused)
+    if lost:
+        _LOG.warning(
+            "what %d workers had not sent of their gradients is not of this codec: it is lost, and they start from "
+            "nothing",
+            lost,
+        )
 
 
 class Stream:

@@ -522,7 +522,7 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -
         )
     changed = merge({}, read_yaml(path) if path else {}, overrides)
     before = _with_global_batch(saved.config)
-    return parse(merge(without_foreign_options(merge(before, changed, [])), changed, []))
+    return parse(merge(without_foreign_options(merge(before, changed, []), changed), changed, []))
 
 
 def _with_global_batch(saved: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from shadowsync.errors import ConfigError
 
 SMALL = 256
 """Tensors of fewer elements cross whole."""
+KEEP_FED_BACK, KEEP_AT_THE_CUT = 0.01, 0.2
+"""`keep` where nothing is given, for the dense part, and for pulls and pushes."""
 SETTLING = 8
 """Messages over which the kept share is averaged, and that an early refresh waits for after the last refresh."""
 FURTHEST = 3.0
@@ -105,7 +107,16 @@ class Threshold(Codec):
     sparse: ClassVar[bool] = True
     selecting: ClassVar[frozenset[str]] = frozenset({"keep", "refresh", "band", "correction", "feedback", "scope"})
 
-    keep: Annotated[float, Field(gt=0, le=1, description="share of the elements that cross; more loses less")] = 0.01
+    keep: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="share of the elements that cross; more loses less. null: "
+            f"{KEEP_FED_BACK} for dense, where the rest is sent later; {KEEP_AT_THE_CUT} for pull and push, where it "
+            "is lost",
+        ),
+    ] = None
     refresh: Annotated[
         int,
         Field(ge=1, description="messages (L) from one exact selection to the next; more is quicker and drifts more"),
@@ -144,13 +155,18 @@ class Threshold(Codec):
         if key == "compression.dense":
             if self.scope == "group":
                 raise ConfigError(f"{key}.scope=group has no meaning: every parameter has a threshold; leave it out")
-            return replace(self, feedback=self.feedback is not False)
+            return replace(self, keep=self.asked, feedback=self.feedback is not False)
         if self.feedback:
             raise ConfigError(
                 f"{key}.feedback=true has no meaning: a position stands for another sample in each "
                 "message; leave it out"
             )
-        return replace(self, feedback=False)
+        return replace(self, keep=KEEP_AT_THE_CUT if self.keep is None else self.keep, feedback=False)
+
+    @property
+    def asked(self) -> float:
+        """`keep`, or what it is by itself."""
+        return KEEP_FED_BACK if self.keep is None else self.keep
 
     @property
     def everything(self) -> bool:
@@ -236,13 +252,13 @@ class Threshold(Codec):
         count, flat = len(total), total.numpy()
         if self.keep == 1 or count < SMALL:
             return None, replace(before, age=before.age + 1)
-        asked = max(self.keep, 1 / count)
+        asked = max(self.asked, 1 / count)
         due = self._due(before, groups)
         fresh = due or self._drifted(before, asked)
-        floors = exact_floors(flat, self.keep, groups) if fresh else self._corrected(before, asked)
+        floors = exact_floors(flat, self.asked, groups) if fresh else self._corrected(before, asked)
         kept = reach(flat, floors, groups)
         if not fresh and self._bursts(len(kept), count, before, asked):
-            fresh, floors = True, exact_floors(flat, self.keep, groups)
+            fresh, floors = True, exact_floors(flat, self.asked, groups)
             kept = reach(flat, floors, groups)
         share = len(kept) / count
         if fresh:
@@ -254,7 +270,7 @@ class Threshold(Codec):
 
     def _due(self, before: ThresholdState, groups: tuple[int, ...]) -> bool:
         """Nothing was selected yet, or long ago, or for another share."""
-        other = before.keep != self.keep or before.floors is None or len(before.floors) != max(1, len(groups))
+        other = before.keep != self.asked or before.floors is None or len(before.floors) != max(1, len(groups))
         return other or before.age >= self.refresh
 
     def _drifted(self, before: ThresholdState, asked: float) -> bool:
@@ -281,7 +297,7 @@ class Threshold(Codec):
     def _fresh(self, before: ThresholdState, share: float, asked: float) -> ThresholdState:
         """The state after a selection that lets `share` pass."""
         tried = min(max(1, 2 * before.pause), self.refresh) if share > asked * self.band else 0
-        known = replace(before, age=1, share=share, reached=share, pause=tried, keep=self.keep)
+        known = replace(before, age=1, share=share, reached=share, pause=tried, keep=self.asked)
         return replace(known, refreshes=before.refreshes + 1)
 
     def _left(

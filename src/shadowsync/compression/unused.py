@@ -1,6 +1,6 @@
 """Options of codecs that were given and would do nothing: one table of options and conditions."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -62,21 +62,31 @@ RULES = (
 )
 
 
-def unused(codec: Codec, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Those of the given options that have no effect, and why; an option at its default does no harm.
-
-    Args:
-        codec: as it was built.
-        given: options by name.
-    """
-    defaults = {field.name: field.default for field in fields(codec)}  # type: ignore[arg-type]
+def unused(codec: Codec) -> Iterator[tuple[str, str]]:
+    """Options that have no effect beside the others of the codec, and why."""
     for rule in RULES:
         if codec.name in rule.codecs and rule.when(codec):
-            idle = (option for option in rule.options if option in given and given[option] != defaults[option])
-            yield from ((option, rule.why(codec)) for option in idle)
+            yield from ((option, rule.why(codec)) for option in rule.options)
+
+
+def in_vain(
+    key: str, codec: Codec, given: Mapping[str, Any], found: Iterable[tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Those of the options found without effect that were given, each with a sentence; at its default one does no harm.
+
+    Args:
+        key: where the codec was chosen.
+        codec: as it was built.
+        given: its options by name.
+        found: as `unused` has them.
+    """
+    defaults = {field.name: field.default for field in fields(codec)}  # type: ignore[arg-type]
+    for option, why in found:
+        if option in given and given[option] != defaults.get(option):
+            yield option, f"{key}.{option}={given[option]} has no effect {why}, or leave it out"
 
 
 def check_used(key: str, codec: Codec, given: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for the first option without an effect; `key` is where the codec was chosen."""
-    for option, why in unused(codec, given):
-        raise ConfigError(f"{key}.{option}={given[option]} has no effect {why}, or leave it out")
+    """Raises `ConfigError` for the first option that was given in vain."""
+    for _, told in in_vain(key, codec, given, unused(codec)):
+        raise ConfigError(told)

@@ -102,7 +102,7 @@ def test_a_slow_link_leads_to_a_stronger_codec_and_is_told(tmp_path: Path, monke
 
 @pytest.mark.usefixtures("cluster", "quick_looks")
 def test_a_quick_link_stays_plain_and_nothing_is_told(tmp_path: Path) -> None:
-    result = run(tmp_path, rows=160, step_ms=20.0, compression={"pull": AUTO, "push": AUTO, "dense": AUTO})
+    result = run(tmp_path, rows=160, step_ms=20.0, compression={"pull": AUTO, "push": AUTO})
     assert result.wire is not None
     assert result.wire.codecs == dict.fromkeys(("pull", "push", "dense"), "plain")
     assert result.wire.bytes == result.wire.raw_bytes

@@ -291,7 +291,8 @@ def test_what_belongs_to_the_other_family_is_refused(tmp_path: Path, extra: dict
 
 
 BUSY = {"trainers": 2, "workers": 2, "emulate_step_ms": 2.0, "stragglers": "index=0,slow=20"}
-HASTY = {"global_batch": 8, "steady_commits": 1, "steady_s": 0.0}
+HASTY = {"global_batch": 8, "steady_commits": 4, "steady_s": 0.0, "even": 0.001}
+"""Goes to GBA soon, and does not come back in the few steps between the end of the slow worker and that of the last."""
 
 
 @pytest.mark.parametrize("trainers", [2, 3])

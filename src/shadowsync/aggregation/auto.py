@@ -109,18 +109,20 @@ class _Switching(Aggregator):
 
     def arrived(self, number: int, now: float) -> Sequence[Commit]:
         self._times.arrived(number, now)
-        return self._after(self._at_work.arrived(number, now), now)
+        if commits := self._stepped(self._at_work.arrived(number, now)):
+            self._judge(now)
+        return commits
 
     def retired(self, number: int, now: float) -> Sequence[Commit]:
         self._times.retired(number)
-        return self._after(self._at_work.retired(number, now), now)
+        return self._stepped(self._at_work.retired(number, now))
 
     def left(self, worker: Worker, now: float) -> Sequence[Commit]:
         self._times.left(worker)
-        return self._after(self._at_work.left(worker, now), now)
+        return self._stepped(self._at_work.left(worker, now))
 
     def flush(self, now: float) -> Sequence[Commit]:
-        return self._after(self._at_work.flush(now), now)
+        return self._stepped(self._at_work.flush(now))
 
     def look(self, now: float) -> bool:
         usual, longest = self._times.usual_s, self._times.longest_s(now)
@@ -139,14 +141,15 @@ class _Switching(Aggregator):
         for batch in taken:
             self._times.began(batch, now)
 
-    def _after(self, commits: Sequence[Commit], now: float) -> Sequence[Commit]:
+    def _stepped(self, commits: Sequence[Commit]) -> Sequence[Commit]:
         self.step = self._at_work.step
-        if commits:
-            self._judge(now)
         return commits
 
     def _judge(self, now: float) -> None:
-        """Looks at the step times, and switches if they have called for it long enough."""
+        """Looks at the step times, and switches if they have called for it long enough.
+
+        Only when gradients complete a step: workers that end say nothing about those that stay.
+        """
         if not (rounds := self._times.rounds(now)):
             return
         lost = lost_share(rounds, self._size)

@@ -108,13 +108,14 @@ def test_what_was_sent_and_what_is_left_are_the_replicas(
         before = total([trainers.weights[rank] for rank in ranks])
         average = trainers.average(ranks)
         for rank in ranks:
-            standing = trainers.standing(rank)
-            torch.testing.assert_close(standing.known + standing.left, trainers.weights[rank], atol=2e-6, rtol=0)
-            assert standing.average is average
+            assert trainers.standing(rank).average is average
         known = total([trainers.standing(rank).known for rank in ranks]) / len(ranks)
         torch.testing.assert_close(known, average.double(), atol=1e-5, rtol=0)
+        left = {rank: trainers.weights[rank] - trainers.standing(rank).known for rank in ranks}
         for rank in ranks:
             trainers.averages.approach(rank, trainers.weights[rank], average, alpha)
+            now = trainers.weights[rank] - trainers.standing(rank).known
+            torch.testing.assert_close(now, left[rank], atol=2e-6, rtol=0)
         after = total([trainers.weights[rank] for rank in ranks])
         torch.testing.assert_close(after, before, atol=2e-5, rtol=0)
 
@@ -152,6 +153,17 @@ def test_keeping_everything_is_plain_averaging_bit_for_bit(codec: Codec) -> None
     totals = counter.totals()
     assert totals.bytes == totals.raw_bytes == {"dense": 2 * 3 * SIZE * 4}
     assert not totals.elements
+
+
+def test_what_workers_do_while_an_average_is_under_way_stays() -> None:
+    trainers = Trainers(2, pieces(keep=0.05), alpha=1.0)
+    trainers.round(range(2))
+    average, meanwhile = trainers.average(range(2)), drawn(99)
+    at_rest = trainers.weights[0].clone()
+    trainers.weights[0].add_(meanwhile)
+    step = average - trainers.standing(0).known
+    trainers.averages.approach(0, trainers.weights[0], average, 1.0)
+    torch.testing.assert_close(trainers.weights[0], at_rest + step + meanwhile, atol=1e-6, rtol=0)
 
 
 def test_replicas_that_rest_come_together_although_little_crosses() -> None:

@@ -197,9 +197,9 @@ def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
     codecs = {kind: _choose_codec(kind, given) for kind, given in config.compression}
     if codecs["dense"].sparse and config.aggregation.method is None and not method.takes_differences:
         raise ConfigError(
-            f"compression.dense={codecs['dense'].name} goes with aggregation.method, or with sync.method=easgd and "
-            "sync.form=elastic: all else sends parameters, most of which would read as zero; set one of them, or "
-            "compression.dense=int8"
+            f"compression.dense={codecs['dense'].name} goes with aggregation.method, and with sync.method=ma, bmuf, or "
+            "easgd in sync.form=elastic: all else sends parameters, most of which would read as zero; set one of them, "
+            "or compression.dense=int8"
         )
     push = config.compression.push
     if codecs["pull"].sparse and (idle := sorted(codecs["push"].selecting & push.options.keys())):

@@ -54,16 +54,17 @@ def kill(out: Path, role: str) -> None:
 
 
 def test_processes_that_are_killed_are_replaced_and_every_row_is_trained(tmp_path: Path) -> None:
-    """A trainer, and once it is back and there is a checkpoint an embedding server."""
+    """A trainer, and once it is back and there is a checkpoint an embedding server; averages cross as differences."""
     data, out = write_rows(tmp_path / "rows.parquet", ROWS), tmp_path / "out"
     config = cluster_settings(
         data,
         data,
         data={"slice_rows": 16, "epochs": 4},
-        model=SMALL_DLRM,
+        model={"name": "dlrm", "bottom": [64], "top": [64]},
         train={"trainers": 2, "batch_size": 4, "emulate_step_ms": 15.0, "save_every_s": 0.5},
         embedding={"servers": 2},
-        sync={"method": "easgd"},
+        sync={"method": "ma", "max_share": 1.0},
+        compression={"dense": {"name": "threshold", "keep": 0.05, "values": "int8"}},
         cluster={"trainer_cpus": 0.1},
     )
     said: list[BaseException] = []
@@ -90,6 +91,9 @@ def test_processes_that_are_killed_are_replaced_and_every_row_is_trained(tmp_pat
     assert events["embedding-0"][:4] == ["alive", "dead", "restarted", "restored"]
     places = places_of(out)
     assert {role for role, place in places.items() if place["incarnation"]} == {"trainer-1", "embedding-0"}
+    assert result.wire is not None
+    assert 0 < result.wire.kept_share["dense"] < 1
+    assert result.wire.bytes["dense"] < result.wire.raw_bytes["dense"]
     assert len({place["pid"] for place in places.values()}) == len(places)
     assert result.test is not None
     assert result.test.auc is not None

@@ -14,6 +14,8 @@ from rings import PATIENCE_S, Hall
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.int4 import Int4
+from shadowsync.compression.int8 import Int8
 from shadowsync.compression.pieces import Pieces
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
@@ -192,6 +194,24 @@ def test_bytes_are_those_of_a_message_to_each_other_member() -> None:
     assert first.elements == {"dense": 3 * SIZE}
     assert first.kept == {"dense": 3 * (14 + 30 + 6)}
     assert first.refreshes == {"dense": 3 * 2}
+
+
+@pytest.mark.parametrize(("codec", "fewer"), [(Int8(), 3.9), (Int4(), 7.7)], ids=["int8", "int4"])
+def test_low_bits_round_differences_and_not_replicas(codec: Codec, fewer: float) -> None:
+    """What is rounded off is in the next difference, so that the average comes ever closer to that of the replicas."""
+    trainers = Trainers(2, codec)
+    trainers.round(range(2))
+    whole = trainers.counter.totals().bytes["dense"]
+    apart = []
+    for _ in range(4):
+        average = trainers.average(range(2))
+        apart.append(float((average - mean_of(trainers.weights)).abs().max()))
+        for rank in range(2):
+            trainers.averages.approach(rank, trainers.weights[rank], average, 1.0)
+    assert apart[-1] < apart[0] / 50 < 0.01
+    sent = trainers.counter.totals().bytes["dense"] - whole
+    assert 4 * 2 * SIZE * 4 / sent > fewer
+    assert not trainers.counter.totals().elements
 
 
 def test_vectors_cross_where_differences_would_be_longer() -> None:
@@ -402,6 +422,17 @@ def test_among_processes_it_is_as_in_one_whoever_dies_or_comes_back(
         assert far.counter.totals() == far.near.counter.totals()
         for rank in far.present:
             far.ends[rank].leave()
+
+
+@pytest.mark.parametrize("codec", [Int8(), Int4("stochastic")], ids=["int8", "int4"])
+def test_low_bits_among_processes_are_as_in_one(codec: Codec, threads: ThreadPoolExecutor) -> None:
+    far = Far(2, codec, Hall().ring, threads)
+    for _ in range(4):
+        far.check_round([0, 1])
+    assert far.counter.totals() == far.near.counter.totals()
+    assert far.counter.totals().bytes["dense"] < far.counter.totals().raw_bytes["dense"] / 2
+    for end in far.ends:
+        end.leave()
 
 
 def test_over_gloo_it_is_as_in_one_process_while_members_come_and_go(threads: ThreadPoolExecutor) -> None:

@@ -15,6 +15,7 @@ class Bf16(Codec):
     """bfloat16, rounded to nearest even: 8 bits of precision, the range of float32."""
 
     name: ClassVar[str] = "bf16"
+    elementwise: ClassVar[bool] = True
 
     def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:
         return Encoded((tensor.to(torch.bfloat16),), tuple(tensor.shape))

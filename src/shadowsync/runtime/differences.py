@@ -1,4 +1,4 @@
-"""Averages that cross as differences: of each replica what its receivers do not have, as a sparse codec lets it pass.
+"""Averages that cross as differences: of each replica what its receivers do not have, as the codec lets it pass.
 
 `P` dense parameters, `n` members; `w_i` the replica of member i, `v_i` what the others have of it, `r` the mean of all
 `v_i`.
@@ -133,4 +133,5 @@ def count(line: Line, vector: Tensor, members: int, crossed: Encoded | None) -> 
         line.count(raw, raw)
         return
     line.count(crossed.byte_count * (members - 1), raw)
-    line.count_kept(vector.numel(), crossed.kept_count, crossed.refreshes, crossed.early)
+    if line.codec.sparse:
+        line.count_kept(vector.numel(), crossed.kept_count, crossed.refreshes, crossed.early)

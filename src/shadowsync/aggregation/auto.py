@@ -123,11 +123,16 @@ class _Switching(Aggregator):
         return self._after(self._at_work.flush(now), now)
 
     def look(self, now: float) -> bool:
-        usual, longest = self._times.usual_s, self._times.longest_s(now)
-        if not self.waits or not usual:
+        if not self.waits:
             return False
-        options, times, lost = self._options, longest / usual, lost_share(self._times.rounds(now), self._size)
-        if lost <= options.share or times < options.steady_commits or longest < options.steady_s:
+        options, longest = self._options, self._times.longest_s(now)
+        if longest < options.steady_s or not (usual := self._times.usual_s):
+            return False
+        times = longest / usual
+        if times < options.steady_commits:
+            return False
+        lost = lost_share(self._times.rounds(now), self._size)  # last: this is called often and seldom gets here
+        if lost <= options.share:
             return False
         why = f"stragglers cost synchronous rounds {lost:.0%}, above share={options.share:.0%}"
         self._switch(f"{why}, and a batch has taken {longest:.3g} s so far, {times:.0f} times the usual", now)

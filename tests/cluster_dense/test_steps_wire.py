@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from step_models import TwoParameters
 from torch import Tensor, nn
 
 from shadowsync.aggregation.aggregator import Aggregation
@@ -52,19 +53,8 @@ Connect = Callable[[Service, int], list[Connection]]
 PATIENCE_S = 20.0
 
 
-class Model(nn.Module):
-    """Two parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
-
-    def forward(self, dense: Tensor, _: object) -> Tensor:
-        return dense.sum(1) * self.first.sum() * self.second.sum()
-
-
 def stepper() -> DenseStepper:
-    return DenseStepper(Replica(Model(), Adagrad(), {}), None)
+    return DenseStepper(Replica(TwoParameters(), Adagrad(), {}), None)
 
 
 def gradient(made: DenseStepper, seed: int) -> DenseGradient:

@@ -14,15 +14,15 @@ from job_helpers import (
     Ledger,
     Witness,
     beside_own_model,
-    checkpoints,
+    by_gradients,
     error_of,
     result_of,
     settings,
     train_counted,
+    weights,
     write_rows,
 )
 from rich.console import Console
-from safetensors.torch import load_file
 from test_resume import interrupt
 
 from shadowsync import Job
@@ -41,18 +41,7 @@ METHODS = sorted(members("shadowsync.aggregation", Aggregation))
 
 
 def gradient_settings(path: Path, method: str, **sections: Any) -> dict[str, Any]:
-    config = settings(path, path, **sections)
-    del config["sync"]
-    config["aggregation"] = {"method": method, **dict(sections.get("aggregation", {}))}
-    return config
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    """Everything that was trained, from the newest checkpoint."""
-    found = {}
-    for file in sorted(checkpoints(out)[-1].glob("*.safetensors")):
-        found |= {name: tensor for name, tensor in load_file(file).items() if "random" not in file.name}
-    return found
+    return by_gradients(settings(path, path, **sections), method)
 
 
 @pytest.mark.parametrize("method", METHODS)

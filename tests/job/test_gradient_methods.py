@@ -157,6 +157,25 @@ def test_the_global_batch_stays_with_another_number_of_workers(tmp_path: Path) -
     assert result_of(here)["config"]["aggregation"]["global_batch"] == 4
 
 
+def test_another_batch_size_has_to_fit_the_global_batch_of_the_checkpoint(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 21)
+    there, here = tmp_path / "there", tmp_path / "here"
+    Job(gradient_settings(data, "gba", model=SMALL_DLRM, train={"workers": 2}), out=there).run()
+
+    def resumed(*overrides: str) -> str:
+        return str(error_of(lambda: train_from_command_line(None, overrides, here, there)))
+
+    assert resumed("train.batch_size=3") == (
+        "train.batch_size=3: a global step was made of 4 samples so far, which are not whole batches of that size: "
+        "take one that divides them, or set aggregation.global_batch to a multiple of it"
+    )
+    assert resumed("train.batch_size=8").startswith("train.batch_size=8: a global step was made of 4 samples so far")
+    own = resumed("train.batch_size=3", "aggregation.global_batch=7")
+    assert own.startswith("aggregation.global_batch=7 is not a multiple of train.batch_size=3")
+    train_from_command_line(None, ["train.batch_size=3", "aggregation.global_batch=6", "data.epochs=2"], here, there)
+    assert result_of(here)["data"]["trained_samples"] == 42
+
+
 def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:
     """Half under one method, half under the other, with nothing stale, is the whole under one."""
     data = write_rows(tmp_path / "rows.parquet", 64)

@@ -12,6 +12,7 @@ from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Co
 from shadowsync.aggregation.gba import DivideBy, Gba, Tolerance
 from shadowsync.aggregation.step_times import Round, StepTimes, lost_share
 from shadowsync.aggregation.synchronous import Sync
+from shadowsync.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ class Auto(Aggregation):
 
     def __post_init__(self) -> None:
         if self.even >= self.share:
-            raise ValueError(f"even={self.even} has to be below share={self.share}, or the modes would alternate")
+            raise ConfigError(
+                f"aggregation.even={self.even} has to be below aggregation.share={self.share}, or the modes would "
+                "alternate: lower even, or raise share"
+            )
 
     def start(self, size: int, step: int = 0) -> Aggregator:
         return _Switching(self, size, step)

@@ -12,6 +12,7 @@ from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Co
 from shadowsync.aggregation.gba import DivideBy, Gba, Tolerance
 from shadowsync.aggregation.step_times import Round, StepTimes, lost_share
 from shadowsync.aggregation.synchronous import Sync
+from shadowsync.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ class Auto(Aggregation):
 
     def __post_init__(self) -> None:
         if self.even >= self.share:
-            raise ValueError(f"even={self.even} has to be below share={self.share}, or the modes would alternate")
+            raise ConfigError(
+                f"aggregation.even={self.even} has to be below aggregation.share={self.share}, or the modes would "
+                "alternate: lower even, or raise share"
+            )
 
     def start(self, size: int, step: int = 0) -> Aggregator:
         return _Switching(self, size, step)
@@ -125,11 +129,16 @@ class _Switching(Aggregator):
         return self._stepped(self._at_work.flush(now))
 
     def look(self, now: float) -> bool:
-        usual, longest = self._times.usual_s, self._times.longest_s(now)
-        if not self.waits or not usual:
+        if not self.waits:
             return False
-        options, times, lost = self._options, longest / usual, lost_share(self._times.rounds(now), self._size)
-        if lost <= options.share or times < options.steady_commits or longest < options.steady_s:
+        options, longest = self._options, self._times.longest_s(now)
+        if longest < options.steady_s or not (usual := self._times.usual_s):
+            return False
+        times = longest / usual
+        if times < options.steady_commits:
+            return False
+        lost = lost_share(self._times.rounds(now), self._size)  # last: this is called often and seldom gets here
+        if lost <= options.share:
             return False
         why = f"stragglers cost synchronous rounds {lost:.0%}, above share={options.share:.0%}"
         self._switch(f"{why}, and a batch has taken {longest:.3g} s so far, {times:.0f} times the usual", now)

@@ -522,7 +522,7 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -
         )
     changed = merge({}, read_yaml(path) if path else {}, overrides)
     before = _with_global_batch(saved.config)
-    config = parse(merge(without_foreign_options(merge(before, changed, [])), changed, []))
+    config = parse(merge(without_foreign_options(merge(before, changed, []), changed), changed, []))
     if not (changed.get("aggregation") or {}).get("global_batch"):
         _check_global_batch(config)
     return config

@@ -150,10 +150,16 @@ class Codec(ABC):
             tensor: float32 of the shape that the mask was made for.
             kept: positions as `Encoded.kept`.
             state: as in `encode`, of the way back.
+
+        Raises:
+            NotFinite: one of those elements is NaN or infinite, whatever else the codec can carry; and as `encode`.
         """
         if kept is None:
             return self.encode(tensor, state)
-        encoded = self.encode(tensor.detach().reshape(-1)[kept], state)
+        values = tensor.detach().reshape(-1)[kept]
+        if not bool(values.isfinite().all()):
+            raise NotFinite(tensor)
+        encoded = self.encode(values, state)
         return Encoded(encoded.frames, tuple(tensor.shape), encoded.state, kept)
 
     def decode_under(self, frames: Sequence[Tensor], shape: tuple[int, ...], kept: Tensor | None) -> Tensor:
@@ -166,6 +172,11 @@ class Codec(ABC):
         tensor = nothing(shape)
         tensor.view(-1)[kept] = values
         return tensor
+
+    @property
+    def by_feature(self) -> bool:
+        """`encode` looks at groups of columns, so that they have to be given."""
+        return False
 
     @property
     def ladder(self) -> "tuple[Codec, ...]":

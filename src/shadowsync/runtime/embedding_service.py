@@ -166,7 +166,7 @@ class EmbeddingService:
         lookup, codec = unpack_ids(asked.ids, request.tensors, asked.number or 0), self._codec(asked)
         pooled = self._server.pull(lookup)
         encoder = client.encoder(codec, (asked.stream, lookup.slots))
-        encoded = encoder.encode(pooled, slot_widths(self._server.shards, lookup) if codec.sparse else ())
+        encoded = encoder.encode(pooled, slot_widths(self._server.shards, lookup) if codec.by_feature else ())
         return client.answer(_stream(asked), lookup, [encoded], codec)
 
     def _push(self, request: Request) -> Reply:

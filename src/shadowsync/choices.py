@@ -227,9 +227,9 @@ def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
         )
     if codecs["dense"].sparse and merged and not method.takes_differences:
         raise ConfigError(
-            f"compression.dense={codecs['dense'].name} goes with aggregation.method, or with sync.method=easgd and "
-            "sync.form=elastic: all else sends parameters, most of which would read as zero; set one of them, or "
-            "compression.dense=int8"
+            f"compression.dense={codecs['dense'].name} goes with aggregation.method, and with sync.method=ma, bmuf, or "
+            "easgd in sync.form=elastic: all else sends parameters, most of which would read as zero; set one of them, "
+            "or compression.dense=int8"
         )
     for _, _, told in _idle(config, codecs, method):
         raise ConfigError(told)

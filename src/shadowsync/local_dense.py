@@ -59,7 +59,7 @@ class DenseMaterial:
         return Line("dense", self.choices.codecs["dense"], self.wire)
 
     def line_of(self, replica: Replica) -> Line:
-        """The way of gradients of that replica."""
+        """The way of gradients and averages of that replica, and of others like it."""
         codec = by_parameter(self.choices.codecs["dense"], replica.slots, len(replica.flat))
         return Line("dense", codec, self.wire)
 
@@ -137,12 +137,13 @@ class LocalReplicas(LocalDense):
         config, choices, line = material.config, material.choices, material.line
         self.replicas = [material.replica() for _ in range(config.train.trainers)]
         self.servers = DenseServers(material.template.flat.detach(), config.cluster.dense_servers, line)
-        averaging = Averaging(range(len(self.replicas)), line, material.gate.waiting)
+        averaged = material.line_of(self.replicas[0]) if choices.method.collective else line
+        self._averaging = Averaging(range(len(self.replicas)), averaged, material.gate.waiting)
         self.synchronisations = [
             Synchronisation(
                 choices.method,
                 replica.flat,
-                InProcessGroup(rank, averaging, self.servers),
+                InProcessGroup(rank, self._averaging, self.servers),
                 config.train.workers,
                 material.gate,
                 choices.method.init(replica.flat),
@@ -166,6 +167,7 @@ class LocalReplicas(LocalDense):
         for rank, trainer in enumerate(image.trainers):
             trainer.put_into(self.replicas[rank])
             self.synchronisations[rank].state = trainer.method
+        self._averaging.forget()
         if image.center is not None:
             self.servers.write(image.center)
 

@@ -82,6 +82,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sync": {"method": "easgd", "schedule": "every_k", "k": 1},
         "train": {"trainers": 2, "workers": 2},
     },
+    "averages of differences": {
+        "compression": {"dense": {"name": "threshold", "keep": 0.1, "values": "int8"}},
+        "sync": {"method": "ma", "schedule": "every_k", "k": 1},
+        "train": {"trainers": 3},
+    },
     "bf16 averages": {"compression": {"dense": "bf16"}, "sync": {"method": "ma", "schedule": "every_k", "k": 2}},
     "bf16 steps": {"train": {"precision": "bf16"}},
     "threads of readers": {"data": {"readers": 3}},

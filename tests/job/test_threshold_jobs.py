@@ -153,11 +153,13 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pyt
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("sync", [{"method": "ma"}, {"method": "bmuf"}, {"method": "easgd", "form": "sequential"}])
+@pytest.mark.parametrize("sync", [{"method": "none"}, {"method": "easgd", "form": "sequential"}])
 def test_parameters_do_not_cross_through_a_threshold(tmp_path: Path, sync: dict[str, Any]) -> None:
     data = write_rows(tmp_path / "rows.parquet", 20)
     config = settings(data, data, model=SMALL_DLRM, compression={"dense": "threshold"}, sync=sync)
-    with pytest.raises(ConfigError, match=r"compression\.dense=threshold goes with aggregation\.method, or with sync"):
+    with pytest.raises(
+        ConfigError, match=r"dense=threshold goes with aggregation\.method, and with sync\.method=ma, bmuf"
+    ):
         Job(config, out=tmp_path / "out")
 
 
@@ -182,3 +184,63 @@ def test_elastic_differences_cross_through_a_threshold(tmp_path: Path) -> None:
     assert wires["few"]["bytes"]["dense"] < wires["few"]["raw_bytes"]["dense"] / 3
     apart = (found["few"]["replica.0.weight"] - found["few"]["center"]).norm() / found["few"]["center"].norm()
     assert float(apart) < 0.2
+
+
+AVERAGES = [
+    {"method": "ma", "schedule": "every_k", "k": 1},
+    {"method": "bmuf", "schedule": "every_k", "k": 2, "nesterov": True},
+    {"method": "ma", "schedule": "background", "max_share": 1.0},
+    {"method": "bmuf", "schedule": "background", "max_share": 1.0},
+]
+
+
+@pytest.mark.parametrize("sync", AVERAGES, ids=lambda sync: f"{sync['method']} {sync['schedule']}")
+def test_averages_cross_as_differences(tmp_path: Path, sync: dict[str, Any]) -> None:
+    """In the foreground trainers stay as near to each other as their last steps and what was left out are small."""
+    data = write_rows(tmp_path / "rows.parquet", 1280)
+    codec = {"name": "threshold", "keep": 0.05, "refresh": 50, "band": 1.2, "values": "int8"}
+    train = {"trainers": 3, "batch_size": 8, "emulate_step_ms": 1.0}
+    sections = {"model": WIDE_DLRM, "train": train, "compression": {"dense": codec}}
+    config = {**settings(data, data, **sections), "sync": sync}
+    found = trained(config, tmp_path / "out")
+    result = result_of(tmp_path / "out")
+    wire = result["wire"]
+    assert result["data"]["trained_samples"] == 1280
+    assert result["sync"]["count"] > 3
+    assert 0.02 < wire["kept_share"]["dense"] < 0.5
+    assert wire["refreshes"]["dense"] >= 1
+    assert wire["bytes"]["dense"] < wire["raw_bytes"]["dense"]
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in found.values())
+    if sync["schedule"] == "every_k":
+        apart = (found["replica.0.weight"] - found["replica.1.weight"]).norm() / found["replica.0.weight"].norm()
+        assert float(apart) < 0.2
+
+
+@pytest.mark.parametrize("method", ["ma", "bmuf"])
+def test_a_job_with_averages_of_differences_goes_on_after_a_stop(tmp_path: Path, method: str) -> None:
+    """What was left out is in the replicas, so that nothing else is stored."""
+    data = write_rows(tmp_path / "rows.parquet", 96)
+    config = settings(
+        data,
+        data,
+        model=WIDE_DLRM,
+        data={"epochs": 3, "slice_rows": 16},
+        train={"batch_size": 8, "trainers": 2},
+        compression={"dense": {"name": "threshold", "keep": 0.02}},
+    )
+    config["sync"] = {"method": method, "schedule": "every_k", "k": 1}
+    interrupt(config, tmp_path / "out", 5)
+    stored = load_file(checkpoints(tmp_path / "out")[-1] / "dense.safetensors")
+    assert not [name for name in stored if "residual" in name or "floors" in name]
+    Job(config, out=tmp_path / "out", resume=tmp_path / "out").run()
+    assert result_of(tmp_path / "out")["data"]["trained_samples"] == 288
+
+
+def test_a_model_of_too_many_parameters_is_averaged_otherwise(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 20)
+    deep = {"name": "dlrm", "bottom": [2] * 160, "top": [2]}
+    config = settings(data, data, model=deep, compression={"dense": "threshold"})
+    config["sync"] = {"method": "ma"}
+    error = error_of(Job(config, out=tmp_path / "out").run)
+    assert isinstance(error, ConfigError)
+    assert "at most 300 parameters" in str(error)

@@ -101,7 +101,7 @@ class MergedReplica(TrainerDense):
         self._synchronisation = Synchronisation(
             choices.method,
             replica.flat,
-            _group(material, len(replica.flat)),
+            _group(material, replica),
             config.train.workers,
             material.gate,
             choices.method.init(replica.flat),
@@ -176,8 +176,11 @@ class GradientWorkers(TrainerDense):
         restore_all((remote.gradients.encoder, below(image.method, str(index))) for index, remote in remotes)
 
 
-def _group(material: TrainerMaterial, length: int) -> RemoteGroup:
-    spec, codec = material.spec, material.kit.choices.codecs["dense"]
+def _group(material: TrainerMaterial, replica: Replica) -> RemoteGroup:
+    spec, length = material.spec, len(replica.flat)
+    codec = material.kit.choices.codecs["dense"]
+    if material.kit.choices.method.collective:
+        codec = by_parameter(codec, replica.slots, length)
     options = GlooOptions(material.host)
     averaging = RemoteAveraging(
         spec.rank,

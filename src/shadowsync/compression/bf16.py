@@ -18,6 +18,7 @@ class Bf16(Codec):
     """bfloat16, rounded to nearest even: 8 bits of precision, the range of float32; what is finite stays so."""
 
     name: ClassVar[str] = "bf16"
+    elementwise: ClassVar[bool] = True
 
     def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:
         low, high = tensor.aminmax() if tensor.numel() else (0.0, 0.0)

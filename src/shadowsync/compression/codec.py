@@ -116,6 +116,8 @@ class Codec(ABC):
     """Every bit is kept."""
     sparse: ClassVar[bool] = False
     """What does not cross reads as zero, so that only gradients, differences and activations can be sent."""
+    elementwise: ClassVar[bool] = False
+    """A message is one tensor with a floating-point number for each element, so that sums can be taken of it."""
     selecting: ClassVar[frozenset[str]] = frozenset()
     """Options that say which elements cross; `encode_under` has no use for them."""
 

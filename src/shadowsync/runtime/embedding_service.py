@@ -38,7 +38,7 @@ from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
 from shadowsync.runtime.lines import Encoder, slot_widths
 from shadowsync.runtime.rungs import rung
-from shadowsync.runtime.step_messages import Committed
+from shadowsync.runtime.step_messages import Committed, check_batch, checked_weights
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
 
@@ -183,10 +183,10 @@ class EmbeddingService:
         gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr, found.mask)
         if len(gradients) != 1:
             raise DataError(f"a push brings one gradient, not {len(gradients)}")
-        _check_held(asked.held)
         if asked.held is None:
             self._server.push(found.lookup, gradients[0], asked.lr)
         else:
+            check_batch(asked.held)
             self._server.hold(asked.held, found.lookup, gradients[0])
         return Reply(Pushed(True))
 
@@ -210,23 +210,17 @@ class EmbeddingService:
         if found is None or not isinstance(found.lookup, RowLookup):
             return Reply(Pushed(False))
         gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr, found.mask)
-        _check_held(asked.held)
         if asked.held is None:
             self._server.step_rows(found.lookup, gradients, asked.lr)
         else:
+            check_batch(asked.held)
             self._server.hold_rows(asked.held, found.lookup, gradients)
         return Reply(Pushed(True))
 
     def _commit(self, request: Request) -> Reply:
         asked = request.read(CommitAsked)
         self._generation.check(asked.generation)
-        _check_finite(asked.lr, *asked.weights, 1.0 if asked.divisor is None else asked.divisor)
-        if len(asked.batches) != len(asked.weights) or (asked.divisor is not None and not asked.divisor > 0):
-            raise DataError(
-                f"{len(asked.batches)} batches with {len(asked.weights)} weights and divisor {asked.divisor} make no "
-                "global step"
-            )
-        weights = dict(zip(asked.batches, asked.weights, strict=True))
+        weights = checked_weights(asked.batches, asked.weights, asked.divisor, asked.lr)
         held_bytes = self._server.held_bytes
         self._server.commit(RowStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
         return Reply(Committed(held_bytes))
@@ -238,7 +232,8 @@ class EmbeddingService:
         return Reply()
 
     def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, mask: Mask | None) -> tuple[Tensor, ...]:
-        _check_finite(lr)
+        if not math.isfinite(lr):
+            raise DataError(f"a learning rate of {lr} is not finite")
         kept = None if mask is None or coded.mask is None else mask.kept
         return tuple(found.tensor for found in unpack_coded(coded, frames, self._push_codec, kept))
 
@@ -295,17 +290,6 @@ def _mask(coded: Coded, tensors: Sequence[Tensor], start: int) -> tuple[Mask | N
         return None, start
     split = start + len(coded.shapes)
     return Mask(coded.mask, unpack_masks(tensors[start:split], coded.shapes)), split
-
-
-def _check_finite(*numbers: float) -> None:
-    for number in numbers:
-        if not math.isfinite(number):
-            raise DataError(f"a learning rate or weight of {number} is not finite")
-
-
-def _check_held(number: int | None) -> None:
-    if number is not None and number < 0:
-        raise DataError(f"a gradient came for batch {number}: they count from 0")
 
 
 def _described(tensors: Mapping[str, Tensor]) -> str:

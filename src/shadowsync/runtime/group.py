@@ -3,13 +3,14 @@
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from shadowsync.runtime.averaging_local import meeting
 from shadowsync.runtime.lines import Line
 from shadowsync.runtime.mirror import Mirror
 from shadowsync.sync.dense import DenseServer, Sent
@@ -86,32 +87,30 @@ class DenseServers:
 
 
 class Averaging:
-    """The all-reduce of the trainers in one process.
-
-    Traffic is counted as a ring all-reduce would cause it: each of n trainers sends 2 (n − 1) / n of its vector.
-    """
+    """The all-reduce of the trainers in one process."""
 
     def __init__(
         self, trainers: Sequence[int], line: Line, waiting: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._line = line
-        self._rendezvous: Rendezvous[Tensor, tuple[int, Tensor]] = Rendezvous(trainers, self._average, waiting)
-        self._round = 0
-        self._last_seen = dict.fromkeys(trainers, 0)
-        self._missed = dict.fromkeys(trainers, False)
+        self._meeting = meeting(trainers, line)
+        self._rendezvous: Rendezvous[Tensor, Tensor] = Rendezvous(trainers, self._meeting.mean, waiting)
 
     def mean(self, rank: int, weights: Tensor) -> Tensor:
         """As `Group.mean` of trainer `rank`: one tensor for all of them."""
         members = max(1, self._rendezvous.size)
-        sent = self._line.stream(("average", rank)).send(weights, 2 * (members - 1) / members)
-        number, average = self._rendezvous.arrive(rank, sent)
-        self._missed[rank] = number > self._last_seen[rank] + 1
-        self._last_seen[rank] = number
-        return average
+        return self._rendezvous.arrive(rank, self._meeting.given(rank, weights, members))
 
     def missed(self, rank: int) -> bool:
         """As `Group.missed` of trainer `rank`."""
-        return self._missed[rank]
+        return self._meeting.missed(rank)
+
+    def approach(self, rank: int, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach` of trainer `rank`."""
+        self._meeting.approach(rank, weights, target, alpha)
+
+    def forget(self) -> None:
+        """Replicas are about to become others; while nobody averages."""
+        self._meeting.forget()
 
     def join(self, rank: int) -> None:
         """Trainer `rank` is waited for again."""
@@ -120,15 +119,6 @@ class Averaging:
     def leave(self, rank: int) -> None:
         """Trainer `rank` is no longer waited for."""
         self._rendezvous.leave(rank)
-
-    def _average(self, vectors: Mapping[int, Tensor]) -> tuple[int, Tensor]:
-        # The vectors may be live replicas; a running sum in a fixed order gives every trainer the same result.
-        ordered = list(vectors.values())
-        total = ordered[0].clone()
-        for vector in ordered[1:]:
-            total.add_(vector)
-        self._round += 1
-        return self._round, total.div_(len(ordered))
 
 
 @dataclass(frozen=True)
@@ -146,6 +136,10 @@ class InProcessGroup:
     def missed(self) -> bool:
         """As `Group.missed`."""
         return self.averaging.missed(self.rank)
+
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach`."""
+        self.averaging.approach(self.rank, weights, target, alpha)
 
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.elastic`."""

@@ -35,6 +35,10 @@ class RemoteGroup:
         """As `Group.missed`."""
         return self.averaging.missed()
 
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach`."""
+        self.averaging.approach(weights, target, alpha)
+
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.elastic`."""
         return self.servers.elastic(self.rank, weights, alpha)

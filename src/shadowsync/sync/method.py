@@ -28,7 +28,24 @@ class Group(Protocol):
         ...
 
     def missed(self) -> bool:
-        """Others averaged without this trainer right before its last `mean`: what it kept since then is not theirs."""
+        """Others averaged without this trainer right before its last `mean`: what it kept since then is not theirs.
+
+        Where averages cross in part, it says so to all trainers if any of them had not the average before, since
+        `approach` takes them to one point.
+        """
+        ...
+
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """`w_i ← (1−α) w_i + α target`, in place, after a `mean`.
+
+        Where averages cross in part, it is `w_i += α (target − v_i)`, v_i being what the last one has of this replica:
+        what it has not stays in full.
+
+        Args:
+            weights: `[P]`, the replica.
+            target: `[P]`, made of nothing but averages, so that all trainers know it; it is not changed.
+            alpha: in (0, 1].
+        """
         ...
 
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:

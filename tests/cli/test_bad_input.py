@@ -88,8 +88,8 @@ CONFIGURATION: dict[str, Mistake] = {
     "feedback between samples": Mistake(
         train("compression.push.name=threshold", "compression.push.feedback=true"), ["compression.push.feedback=true"]
     ),
-    "thresholded averages": Mistake(
-        train("compression.dense=threshold", "sync.method=ma"), ["compression.dense=threshold", "int8"]
+    "thresholded parameters": Mistake(
+        train("compression.dense=threshold", "sync.form=sequential"), ["compression.dense=threshold", "int8"]
     ),
     "a codec without an effect": Mistake(
         train("compression.dense=int8", "sync.method=none"), ["compression.dense=int8", "sync.method=none"]

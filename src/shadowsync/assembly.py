@@ -1,6 +1,6 @@
 """Builds the parts that a job, an evaluation and an export share, from a configuration."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +35,7 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
+from shadowsync.runtime.codec_choice import Situation, unmeasured
 from shadowsync.runtime.lines import EmbeddingLine, Line, float_bytes
 from shadowsync.sync.schedule import Driver
 from shadowsync.training.rates import Rates
@@ -308,3 +309,26 @@ def _first_ids(source: OpenSource) -> Jagged | None:
     """Ids of the first rows that can be used; None if there are none among the first few thousand."""
     batches = (source.read(part) for part in source.slices(PROFILED_ROWS)[:PROFILED_SLICES])
     return next((batch.ids for batch in batches if len(batch)), None)
+
+
+def codec_situation(config: Config, choices: Choices) -> Situation:
+    """What a trainer has to know of the job to choose."""
+    merged = choices.aggregation is None
+    return Situation(
+        workers=config.train.workers,
+        overlapped=prefetch(config, choices) > 0,
+        elastic=merged and not choices.schedule.foreground,
+        collective=merged and choices.method.collective,
+    )
+
+
+def codec_remarks(config: Config, choices: Choices) -> Iterator[str]:
+    """Of each kind of traffic with `auto` for which nothing can be chosen: what it is then, and why."""
+    for kind, codec in choices.codecs.items():
+        if len(codec.ladder) == 1:
+            continue
+        if config.cluster.runtime == "inprocess":
+            yield unmeasured(kind, codec, "in one process nothing is sent")
+        elif kind == "dense" and codec_situation(config, choices).collective:
+            why = f"all trainers have to send alike to be averaged by sync.method={choices.method.name}"
+            yield unmeasured(kind, codec, why)

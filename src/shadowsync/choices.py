@@ -150,7 +150,7 @@ def _without_idle_codecs(values: dict[str, Any], changed: Any) -> dict[str, Any]
     method, _ = _choose_sync(config)
     if config.aggregation.method is None and not method.active and not _given(changed, "dense", "name"):
         stored.pop("dense", None)
-    codecs = {kind: _choose_codec(kind, given) for kind, given in config.compression}
+    codecs = _codecs(config, method)
     for kind, option, _ in list(_idle(config, codecs, method)):
         if not _given(changed, kind, option) and kind in stored:
             stored[kind].pop(option, None)
@@ -218,8 +218,8 @@ def _choose_model(config: Config) -> ModelSpec:
 
 
 def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
-    codecs = {kind: _choose_codec(kind, given) for kind, given in config.compression}
     merged = config.aggregation.method is None
+    codecs = _codecs(config, method)
     if merged and not method.active and config.compression.dense.name != "plain":
         raise ConfigError(
             f"compression.dense={config.compression.dense.name} has no effect with sync.method={method.name}, which "
@@ -261,11 +261,17 @@ def _unused_here(kind: str, codec: Codec, config: Config, pull: Codec, method: S
         )
 
 
-def _choose_codec(kind: str, given: CodecConfig) -> Codec:
+def _codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
+    """By kind; a method that merges replicas has defaults of its own for them."""
+    own = {"dense": method.codec_options} if config.aggregation.method is None else {}
+    return {kind: _choose_codec(kind, given, own.get(kind, {})) for kind, given in config.compression}
+
+
+def _choose_codec(kind: str, given: CodecConfig, defaults: Mapping[str, Any]) -> Codec:
     key = f"compression.{kind}"
     member = choose(key, given.name, "shadowsync.compression", Codec)
     (own,) = split_options(key, given.options, {f"{key}={given.name}": member}, CodecConfig.model_fields)
-    return build(member, own, key).resolved(key)
+    return build(member, {**(defaults if member.sparse else {}), **own}, key).resolved(key)
 
 
 def _dense_optimizer(train: TrainConfig) -> DenseOptimizer:

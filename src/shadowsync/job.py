@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from shadowsync import sections
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import untold
-from shadowsync.assembly import prefetch
+from shadowsync.assembly import codec_remarks, prefetch
 from shadowsync.choices import Choices, choose_all, global_batch, server_count, without_foreign_options
-from shadowsync.codec_notes import remarks
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory
@@ -30,7 +29,7 @@ from shadowsync.imaging import column_difference, put_back
 from shadowsync.job_state import job_state
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
-from shadowsync.metrics.roles import RoleEvent
+from shadowsync.metrics.roles import About, RoleEvent
 from shadowsync.metrics.toll import Toll
 from shadowsync.prediction import Predictor, score
 from shadowsync.recovery.checkpoints import CheckpointStore
@@ -276,8 +275,8 @@ class _Run:
         self.keeping.begin()
         if self.keeping.why:
             self._tell(self.keeping.why)
-        for remark in remarks(self.config, self.choices):
-            self._tell(remark)
+        for remark in codec_remarks(self.config, self.choices):
+            self._tell(remark, "codec")
         self.session.start()
         try:
             while not self._ended():
@@ -316,9 +315,9 @@ class _Run:
     def _print(self, sentence: str) -> None:
         self.console.print(sentence, highlight=False)
 
-    def _tell(self, decision: str) -> None:
+    def _tell(self, decision: str, about: About = "") -> None:
         self._print(decision)
-        self.session.happenings.add("driver", "decided", decision)
+        self.session.happenings.add("driver", "decided", decision, about)
 
     def _ended(self) -> bool:
         """Nobody trains any more and the last image is taken; a server that dies before that is a reason to go on."""
@@ -427,7 +426,9 @@ class _Roles:
             if happened.event == "decided" and happened.role != "driver":
                 self.say(f"{happened.role}: {happened.detail}")
             self.reporter.note(
-                RoleEvent(max(0.0, happened.at - self.began), happened.role, happened.event, happened.detail)
+                RoleEvent(
+                    max(0.0, happened.at - self.began), happened.role, happened.event, happened.detail, happened.about
+                )
             )
         places = session.places()
         if places != self.places:

@@ -119,8 +119,9 @@ class LocalDense(ABC):
     def abandoned(self, rank: int) -> None:  # noqa: B027 (matters to gradient methods only)
         """A trainer died, and what it had not begun goes to others."""
 
-    def settle(self) -> None:  # noqa: B027 (matters to gradient methods only)
-        """Called when everybody stands still, before an image is taken."""
+    @abstractmethod
+    def settle(self, living: Iterable[int]) -> None:
+        """Called when everybody stands still, before an image is taken of the living trainers."""
 
     def look(self) -> None:  # noqa: B027 (matters to gradient methods only)
         """Called several times a second while trainers are at work."""
@@ -158,6 +159,10 @@ class LocalReplicas(LocalDense):
         trainer = Trainer(rank, self.replicas[rank], driver, self._material.gate)
         workers = hogwild_workers(self._material.kit, trainer.replica, clients, feed)
         return make_trainer(self._material.kit, trainer, driver, workers, feed, hooks(trainer))
+
+    def settle(self, living: Iterable[int]) -> None:
+        for rank in living:
+            self.synchronisations[rank].catch_up()
 
     def image(self, living: Iterable[int]) -> DenseImage:
         images = (TrainerImage.of(self.replicas[rank], self.synchronisations[rank].state) for rank in living)
@@ -263,7 +268,7 @@ class LocalGradients(LocalDense):
     def abandoned(self, rank: int) -> None:
         self.conductor.abandoned(rank)
 
-    def settle(self) -> None:
+    def settle(self, living: Iterable[int]) -> None:
         self.conductor.settle(0.0)
 
     def look(self) -> None:

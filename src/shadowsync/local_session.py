@@ -165,7 +165,7 @@ class LocalSession(Session):
     @contextmanager
     def standing_still(self) -> Iterator[None]:
         with self.gate.pause():
-            self.dense.settle()
+            self.dense.settle(self._living())
             yield
 
     def rows(self) -> tuple[Rows, ...]:

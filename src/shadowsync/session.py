@@ -3,7 +3,7 @@
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +15,7 @@ from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import make_module, make_replica, make_tables
 from shadowsync.choices import Choices
-from shadowsync.codec_notes import in_order
+from shadowsync.compression.codec import Codec
 from shadowsync.config import Config
 from shadowsync.data.reader import Reader, ReaderOptions
 from shadowsync.data.source import OpenSource, Schema
@@ -24,7 +24,7 @@ from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.metrics.recorder import JobCounts, Recorder
-from shadowsync.metrics.roles import Happening, RoleState
+from shadowsync.metrics.roles import About, Happening, RoleState
 from shadowsync.metrics.steps import GlobalSteps
 from shadowsync.metrics.toll import Toll
 from shadowsync.metrics.wire import WireTotals
@@ -104,6 +104,7 @@ class Happened(NamedTuple):
     role: str
     event: Happening
     detail: str = ""
+    about: About = ""
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,10 @@ class Happenings:
     _waiting: list[Happened] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(self, role: str, event: Happening, detail: str = "") -> None:
+    def add(self, role: str, event: Happening, detail: str = "", about: About = "") -> None:
         """Notes that it happens now."""
         with self._lock:
-            self._waiting.append(Happened(time.monotonic(), role, event, detail))
+            self._waiting.append(Happened(time.monotonic(), role, event, detail, about))
 
     def take(self) -> list[Happened]:
         """All of them, in order; they are not given again."""
@@ -432,7 +433,7 @@ class Session(ABC):
         """By kind of traffic, the codec in use; where trainers have chosen several, all of them."""
         given, now = self.choices.codecs, self._codecs_now()
         kinds = [kind for kind, codec in given.items() if not only_chosen or len(codec.ladder) > 1]
-        return {kind: in_order(given[kind], now.get(kind, ())) for kind in kinds}
+        return {kind: _in_order(given[kind], now.get(kind, ())) for kind in kinds}
 
     def counts(self, saves: int, toll: Toll) -> JobCounts:
         """What the recorder does not know by itself, beside checkpoints and what failures have cost."""
@@ -505,3 +506,9 @@ def distance(replicas: Sequence[Tensor]) -> float | None:
     stacked = torch.stack(list(replicas))
     mean = stacked.mean(0)
     return float((stacked - mean).norm(dim=1).mean() / mean.norm().clamp_min(1e-12))
+
+
+def _in_order(codec: Codec, names: Collection[str]) -> str:
+    """These codecs of the ladder, the weakest first; its first one where there are none."""
+    chosen = [rung.name for rung in codec.ladder if rung.name in names]
+    return ", ".join(chosen) or codec.ladder[0].name

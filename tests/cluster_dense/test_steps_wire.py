@@ -19,6 +19,7 @@ from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepp
 from shadowsync.aggregation.synchronous import Sync
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.int8 import Int8
 from shadowsync.compression.pieces import by_parameter
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
@@ -101,6 +102,17 @@ class Wide(nn.Module):
 
     def forward(self, dense: Tensor, _: object) -> Tensor:
         return dense.sum(1) * self.large.sum() * self.small.sum()
+
+
+def test_a_client_has_as_many_streams_as_a_trainer_has_workers() -> None:
+    service = StepperService(stepper(), Int8(), streams=2)
+    connection = DirectConnection(service)
+    for stream in (0, 1, 0):
+        connection.call("newer", NewerAsked(-1, stream)).result()
+    with pytest.raises(DataError, match="a client names more than 2 streams"):
+        connection.call("newer", NewerAsked(-1, 2)).result()
+    service.client_gone(connection.client)
+    connection.call("newer", NewerAsked(-1, 2)).result()
 
 
 @pytest.mark.parametrize("values", ["fp32", "int8"])

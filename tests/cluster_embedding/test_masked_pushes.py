@@ -19,6 +19,7 @@ from shadowsync.errors import DataError
 from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.runtime.codec_choice import ChangingLine
 from shadowsync.runtime.embedding_messages import Coded, Ids, PullAsked, PushAsked, Pushed, StepAsked
+from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
 from shadowsync.runtime.embedding_service import EmbeddingService
 from shadowsync.runtime.kept import Kept, KeptLimits
 from shadowsync.runtime.lines import EmbeddingLine, Line
@@ -247,6 +248,29 @@ def test_a_push_under_the_mask_of_another_shape_is_refused():
         with pytest.raises(DataError):
             connection.call("push", push, (torch.ones(153),)).result()
         mask = asked(connection).mask
+
+
+def test_a_push_that_goes_again_is_counted_again_and_its_mask_only_as_sent():
+    _, connection = served()
+    counter = WireCounter()
+    lines = (Line(kind, codec, counter) for kind, codec in (("pull", THIRD), ("push", Plain())))
+    remote = EmbeddingRemote(Remote(connection, whole([table("a", 64, 8)]), 0), *lines)
+    lookup = Lookup((0,), Jagged(torch.arange(64), None, None, 1, 64), 1)
+    counted = []
+    for forgets in (False, True):
+        remote.pull(lookup).result()
+        if forgets:
+            connection._service.client_gone(connection.client)
+        before = counter.totals()
+        remote.push(lookup, torch.ones(SHAPE), 0.0).result()
+        after = counter.totals()
+        sent, raw = (after.bytes["push"], after.raw_bytes["push"])
+        counted.append((sent - before.bytes.get("push", 0), raw - before.raw_bytes.get("push", 0)))
+    (once, raw), (twice, raw_twice) = counted
+    ids, mask = 64 * 4, 65
+    assert once == pytest.approx(0.3 * 512 * 4, abs=8)
+    assert (raw, raw_twice) == (512 * 4, 2 * 512 * 4 + ids)
+    assert 2 * once + ids < twice <= 2 * once + ids + mask
 
 
 def test_rows_have_one_threshold_for_each_width():

@@ -30,6 +30,19 @@ def test_all_notations_mean_the_same(overrides):
     assert codecs(*overrides) == {"pull": Plain(), "push": SPARSE, "dense": Plain()}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "keep"),
+    [
+        (["sync.method=easgd"], 0.1),
+        (["sync.method=easgd", "compression.dense.keep=0.01"], 0.01),
+        (["sync.method=ma"], 0.01),
+        (["aggregation.method=gba"], 0.01),
+    ],
+)
+def test_more_of_elastic_differences_crosses_unless_somebody_says_how_much(overrides, keep):
+    assert codecs("compression.dense=threshold", *overrides)["dense"].keep == keep
+
+
 def test_a_name_alone_takes_options_from_the_command_line(tmp_path):
     (tmp_path / "job.yaml").write_text("compression: {push: threshold, pull: int8}")
     config = load(tmp_path / "job.yaml", ["compression.push.keep=0.02", "compression.pull.block=64"])

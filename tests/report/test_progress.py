@@ -34,9 +34,16 @@ def test_the_line_holds_what_a_person_watches() -> None:
     assert progress_line(frame, 75, columns=80) == told
 
 
-def test_the_line_says_how_much_a_threshold_lets_pass() -> None:
-    frame = msgspec.structs.replace(make_frames(4, trainers=1)[1], wire_kept_share={"push": 0.01234, "dense": 1.0})
-    assert "  kept push 1.23 %, dense 100 %  " in progress_line(frame, 75, columns=None)
+def test_the_line_says_how_many_times_fewer_bytes_cross() -> None:
+    """Of every codec, for bytes are counted; not of what crosses as it is."""
+    frame = msgspec.structs.replace(
+        make_frames(4, trainers=1)[1],
+        wire_raw_bytes={"pull": 790, "push": 15_000, "dense": 7, "other": 5},
+        wire_bytes={"pull": 100, "push": 1000, "dense": 7, "other": 0},
+    )
+    assert "  wire pull 7.9x push 15x  " in progress_line(frame, 75, columns=None)
+    plain = msgspec.structs.replace(frame, wire_raw_bytes=frame.wire_bytes)
+    assert "wire" not in progress_line(plain, 75, columns=None)
 
 
 def test_the_line_of_a_cluster_says_who_is_missing() -> None:

@@ -159,7 +159,7 @@ def test_a_decision_is_marked_on_the_timeline_and_changes_no_state() -> None:
 
 
 def test_what_was_decided_about_codecs_is_on_the_timeline_and_not_here() -> None:
-    codec = RoleEvent(7.0, "trainer-1", "decided", "compression.pull: int8 instead of plain, because it is slow")
+    codec = RoleEvent(7.0, "trainer-1", "decided", "int8 instead of plain, because it is slow", "codec")
     job = make_recovery_result(emulated_job_s=3600.0)
     made = make_recovery(make_result(3, recovery=job), make_failing_frames(), [*make_decisions(), codec])
     assert made is not None

@@ -253,7 +253,7 @@ class ClusterSession(Session):
         quick = self.reader.finished or self._stopping
         for member, status in self._crew.statuses.ask(QUICK_STATUS_S if quick else STATUS_S):
             for decision in self._crew.statuses.untold(member):
-                self.happenings.add(member.role, "decided", decision)
+                self.happenings.add(member.role, "decided", decision, "codec")
             if status.lost:
                 self._scripted.add(member.role)
                 self._crew.staff.give_up(member, "it died by script")

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shadowsync.cluster.staff import Member
-from shadowsync.cluster.trainer_messages import TrainerStatus
+from shadowsync.cluster.trainer_messages import StatusAsked, TrainerStatus
 from shadowsync.metrics.wire import WireTotals
 from shadowsync.runtime.wire.connection import Answer
 from shadowsync.session import added
 
-NOTHING_YET = TrainerStatus(0, False, False, None, {}, 0, {}, ())
+NOTHING_YET = TrainerStatus(0, False, False, None, {}, 0, {}, 0, ())
 
 
 @dataclass
@@ -23,8 +23,14 @@ class _Seen:
     asked_at: float = 0.0
     asked: Future[Answer] | None = None
     status: TrainerStatus = NOTHING_YET
-    told: int = 0
+    heard: int = 0
+    untold: list[str] = field(default_factory=list)
     sketch: Tensor | None = None
+
+    def hear(self) -> None:
+        """Takes note of the sentences of the last status, which was asked for what was not heard."""
+        self.untold += self.status.decisions
+        self.heard = self.status.first + len(self.status.decisions)
 
 
 @dataclass
@@ -73,9 +79,10 @@ class Statuses:
                 answered, seen.asked = seen.asked, None
                 if answered.exception() is None:  # else the staff finds out why
                     seen.status, seen.sketch = answered.result().read(TrainerStatus), answered.result().tensors[0]
+                    seen.hear()
                     heard.append((member, seen.status))
             if seen.asked is None and member.living and now - seen.asked_at >= every_s:
-                seen.asked_at, seen.asked = now, member.connection.call("status")
+                seen.asked_at, seen.asked = now, member.connection.call("status", StatusAsked(seen.heard))
                 seen.asked.add_done_callback(lambda _: self.wake())
         return heard
 
@@ -95,7 +102,7 @@ class Statuses:
         seen = self._seen.get(member)
         if seen is None:
             return ()
-        decisions, seen.told = seen.status.decisions[seen.told :], len(seen.status.decisions)
+        decisions, seen.untold = seen.untold, []
         return decisions
 
     def codecs(self) -> dict[str, tuple[str, ...]]:

@@ -40,7 +40,8 @@ def build_stepper(spec: StepperSpec, _: Home) -> "StepperPart":
     replica = make_replica(spec.config, choices, module, widths(spec.tables))
     stepper = DenseStepper(replica, spec.config.train.clip_norm)
     codec = by_parameter(choices.codecs["dense"], replica.slots, len(replica.flat))
-    return StepperPart(stepper, StepperService(stepper, codec, Generation(spec.generation)))
+    workers = spec.config.train.workers
+    return StepperPart(stepper, StepperService(stepper, codec, Generation(spec.generation), workers))
 
 
 class StepperPart:

@@ -79,6 +79,9 @@ class TrainerDense(ABC):
     def syncs(self) -> int:
         """Synchronisations so far."""
 
+    def settle(self) -> None:  # noqa: B027 (matters only where a part of the replica has not crossed)
+        """Called when all workers stand still, before an image is taken."""
+
     @abstractmethod
     def image(self) -> TrainerImage:
         """A copy of what an image of the job holds of this trainer."""
@@ -115,6 +118,9 @@ class MergedReplica(TrainerDense):
     def syncs(self) -> int:
         return self._synchronisation.count
 
+    def settle(self) -> None:
+        self._synchronisation.catch_up()
+
     def image(self) -> TrainerImage:
         return TrainerImage.of(self.trainer.replica, self._synchronisation.state)
 
@@ -146,7 +152,9 @@ class GradientWorkers(TrainerDense):
 
     def _worker(self, material: TrainerMaterial, index: int, client: EmbeddingClient, replica: Replica) -> WorkerKit:
         spec = material.spec
-        dense = StepperRemote(self._dense, self._line, len(replica.flat), index, spec.generation)
+        dense = StepperRemote(
+            self._dense, self._line, len(replica.flat), index, spec.generation, spec.rank, replica.slots
+        )
         self._remotes.append(dense)
         update = GradientUpdate(
             (spec.rank, index),

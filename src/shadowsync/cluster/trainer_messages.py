@@ -18,7 +18,7 @@ class TrainerStatus(Meta, frozen=True):
         wire: what crossed so far, as `metrics.wire.WireTotals.by_name`.
         waiting: batches parsed and not begun.
         codecs: by kind of traffic, the codec in use where the trainer chooses it.
-        decisions: how it came to them, all sentences so far.
+        first, decisions: how it came to them, in sentences, from number `first` on.
     """
 
     syncs: int
@@ -28,7 +28,14 @@ class TrainerStatus(Meta, frozen=True):
     wire: dict[str, dict[str, int]]
     waiting: int
     codecs: dict[str, str]
+    first: int
     decisions: tuple[str, ...]
+
+
+class StatusAsked(Meta, frozen=True):
+    """Asks for a `TrainerStatus`; `heard` sentences are known already."""
+
+    heard: int
 
 
 class HoldAsked(Meta, frozen=True):

@@ -1,10 +1,11 @@
 """A trainer in a process of its own: the same parts as in one process, behind connections."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from shadowsync.assembly import TrainerKit, unique_rows
+from shadowsync.assembly import TrainerKit, codec_situation, unique_rows
 from shadowsync.choices import choose_all
 from shadowsync.cluster.dense_messages import image_reply, read_image
 from shadowsync.cluster.records import RecordSender
@@ -18,10 +19,10 @@ from shadowsync.cluster.trainer_messages import (
     Released,
     SliceAsked,
     SlicePlace,
+    StatusAsked,
     TrainerStatus,
 )
 from shadowsync.cluster.trainer_spec import TrainerSpec
-from shadowsync.codec_notes import situation
 from shadowsync.data.feed import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Shard
@@ -34,7 +35,7 @@ from shadowsync.runtime.reader_service import ReaderRemote
 from shadowsync.runtime.runtime import Home
 from shadowsync.runtime.wire.client import WireConnection
 from shadowsync.runtime.wire.connection import Connection
-from shadowsync.runtime.wire.errors import Fault
+from shadowsync.runtime.wire.errors import GONE, Fault
 from shadowsync.runtime.wire.service import Method, Reply, Request
 from shadowsync.training.gate import Gate
 from shadowsync.training.trainer import Trainer
@@ -70,7 +71,7 @@ class TrainerPart:
             spec.total_samples,
             spec.failures,
         )
-        self._codecs = CodecChoice(self._kit.choices.codecs, situation(spec.config, self._kit.choices))
+        self._codecs = CodecChoice(self._kit.choices.codecs, codec_situation(spec.config, self._kit.choices))
         self._desk = DeskRemote(self._connect("driver", 0, spec.addresses.driver))
         parse = ReaderRemote(self._connect("reader", 0, spec.addresses.reader)).parse
         self._feed = Feed(spec.rank, self._desk, parse, spec.config.data.prefetch)
@@ -183,12 +184,24 @@ class TrainerPart:
             if trainer.error is not None:
                 self._feed.close()  # first: its other workers may be waiting for these very rows
             trainer.finish()
+            self._catch_up()
             self._desk.settle(END_S)
             self._records.flush(END_S)
         except ShadowSyncError as error:
             trainer.error = trainer.error or error
         finally:
             self._ended = True
+
+    def _catch_up(self) -> None:
+        """Nobody trains any more: what has not crossed does so now, and the driver hears of the bytes."""
+        if self._trainer.error is not None:
+            return
+        self._gate.join()
+        try:
+            with contextlib.suppress(*GONE):  # a pause tries again
+                self._dense.settle()
+        finally:
+            self._gate.leave()
 
     def _end_feed(self) -> None:
         self._stopping = True
@@ -216,6 +229,10 @@ class TrainerPart:
         while not self._trainer.quiet:
             if self._pause.wait(SETTLE_S) or time.monotonic() > until:
                 return False
+        try:
+            self._dense.settle()
+        except GONE:
+            return False
         return self._desk.settle(patience_s) and self._records.flush(patience_s)
 
     def _release(self, request: Request) -> Reply:
@@ -233,8 +250,8 @@ class TrainerPart:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def _status(self, _: Request) -> Reply:
-        trainer = self._trainer
+    def _status(self, request: Request) -> Reply:
+        trainer, heard = self._trainer, max(0, request.read(StatusAsked).heard)
         fault = Fault.of(_known(trainer.error)) if trainer.failed and trainer.error is not None else None
         flat = trainer.replica.flat
         sketch = flat[:: max(1, -(-len(flat) // SKETCH))].detach().cpu().clone()
@@ -246,7 +263,8 @@ class TrainerPart:
             self._counter.totals().by_name(),
             self._feed.depth,
             self._codecs.names,
-            self._codecs.decisions,
+            heard,
+            self._codecs.decisions[heard:],
         )
         return Reply(status, (sketch,))
 

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -22,18 +22,29 @@ class NotFinite(ValueError):
 
     Attributes:
         tensor: which holds them.
+        named: the codec has said to which part of its input the tensor belongs.
+        first: position of the first of them in the flattened tensor.
     """
 
     def __init__(self, tensor: Tensor, of: str = "") -> None:
-        self.tensor = tensor
+        self.tensor, self.named = tensor, bool(of)
         bad = (~torch.isfinite(tensor)).nonzero()
+        self.first = int((~torch.isfinite(tensor)).flatten().nonzero()[0]) if len(bad) else 0
         where = f", the first at {bad[0].tolist()}" if len(bad) and tensor.dim() else ""
         super().__init__(f"{len(bad):,} of {tensor.numel():,} elements{of} are NaN or infinite{where}")
 
 
+PartOf = Callable[[int], str]
+"""What the element at a position of the flattened tensor belongs to (a parameter)."""
+
+
 @contextmanager
-def naming(tensor: str) -> Iterator[None]:
+def naming(tensor: str, part_of: PartOf | None = None) -> Iterator[None]:
     """Gives the tensor that is encoded inside its name, where that fails.
+
+    Args:
+        tensor: its name.
+        part_of: names the part of it where the first bad element lies, unless the codec has done so.
 
     Raises:
         NonFiniteTensor: in place of `NotFinite`.
@@ -41,7 +52,10 @@ def naming(tensor: str) -> Iterator[None]:
     try:
         yield
     except NotFinite as error:
-        raise NonFiniteTensor(f"{tensor} cannot be sent: {error}; a lower learning rate may keep it finite") from error
+        inside = "" if part_of is None or error.named else f", in {part_of(error.first)}"
+        raise NonFiniteTensor(
+            f"{tensor} cannot be sent: {error}{inside}; a lower learning rate may keep it finite"
+        ) from error
 
 
 class CodecState(ABC):

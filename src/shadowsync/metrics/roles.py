@@ -11,6 +11,8 @@ Happening = Literal[
     "alive", "dead", "restarted", "unreachable", "reachable", "saving", "saved", "restored", "left", "decided"
 ]
 
+About = Literal["", "codec"]
+
 _ENTERED: dict[Happening, RoleState] = {
     "alive": "alive",
     "dead": "dead",
@@ -35,12 +37,14 @@ class RoleEvent(msgspec.Struct, frozen=True, omit_defaults=True):
             happens after failures, or another gradient method, or that a trainer chose another codec, which changes
             nobody's state.
         detail: a few words on why or where, for a person.
+        about: of what is `decided`, `codec` where it is a codec; everything else is about recovery or methods.
     """
 
     seconds: float
     role: str
     event: Happening
     detail: str = ""
+    about: About = ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from shadowsync.report.charts import Card, quality_cards, speed_cards
 from shadowsync.report.files import write_atomically
 from shadowsync.report.recovery_section import PLS_TERM, make_recovery
 from shadowsync.report.result import Result
-from shadowsync.report.summary import about_codecs, key_numbers, switch_sentences
+from shadowsync.report.summary import key_numbers, switch_sentences
 from shadowsync.report.timeline import make_timeline
 
 FILE_NAME = "report.html"
@@ -72,7 +72,7 @@ def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEv
     aggregation = make_aggregation(result, frames)
     recovery = make_recovery(result, frames, events)
     emulated = recovery is not None and recovery.emulated
-    real = {*switch_sentences(result), *(event.detail for event in events if about_codecs(event.detail))}
+    real = {*switch_sentences(result), *(event.detail for event in events if event.about == "codec")}
     timeline = make_timeline(events, frames, real, emulated=emulated)
     return render(
         "page.html.j2",

@@ -13,7 +13,7 @@ from shadowsync.report.charts import SAMPLES, Card
 from shadowsync.report.plots import Bar, Chart, Line, Marks, Reference, bar_chart, line_chart
 from shadowsync.report.result import Recovery, Result
 from shadowsync.report.series import curve, kept
-from shadowsync.report.summary import KeyNumber, about_codecs, switch_sentences
+from shadowsync.report.summary import KeyNumber, switch_sentences
 
 PLS_TERM = (
     "PLS",
@@ -69,7 +69,7 @@ def make_recovery(result: Result, frames: Sequence[Frame], events: Sequence[Role
     if recovery is None:
         return None
     switches = switch_sentences(result)
-    decided_at_all = [event for event in events if event.event == "decided" and not about_codecs(event.detail)]
+    decided_at_all = [event for event in events if event.event == "decided" and event.about != "codec"]
     decisions = [event for event in decided_at_all if event.detail not in switches]
     decided = [(words.clock(event.seconds), event.detail) for event in decisions]
     return RecoverySection(

@@ -77,11 +77,6 @@ def switch_sentences(result: Result) -> frozenset[str]:
     return frozenset(switch.sentence for switch in switches)
 
 
-def about_codecs(sentence: str) -> bool:
-    """It was decided about a codec, not about recovery."""
-    return sentence.startswith("compression.")
-
-
 def _by(aggregation: Aggregation) -> str:
     """Who made the global steps."""
     if aggregation.method is None:

@@ -60,7 +60,9 @@ class LocalVectors:
 
     def given(self, rank: int, weights: Tensor, members: int) -> Tensor:
         """As `Meeting.given`: the vector as it arrives."""
-        return self._line.stream(("average", rank)).send(weights, 2 * (members - 1) / members)
+        return self._line.stream(("average", rank), f"the replica of trainer {rank}").send(
+            weights, 2 * (members - 1) / members
+        )
 
     def mean(self, vectors: Mapping[int, Tensor]) -> Tensor:
         """As `Meeting.mean`."""

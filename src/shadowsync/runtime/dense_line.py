@@ -3,7 +3,8 @@
 `P` elements of the flat tensor.
 """
 
-from collections.abc import Callable, Hashable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -11,6 +12,7 @@ from shadowsync.aggregation.stepping import DenseGradient, DenseStepper, Version
 from shadowsync.embedding.pending import DONE, Callback, Pending
 from shadowsync.runtime.lines import Line, Stream
 from shadowsync.runtime.parameters import ParameterReceiver, ParameterSender
+from shadowsync.training.replica import Slot
 
 T = TypeVar("T")
 
@@ -34,6 +36,14 @@ class _Later(Pending[T], Generic[T]):
         callback(None)
 
 
+def gradients(line: Line, worker: tuple[int, int], slots: Sequence[Slot]) -> Stream:
+    """The stream of a worker's gradients; `slots` of its replica name the parameters in errors, as far as known."""
+    (rank, index), starts = worker, [slot.start for slot in slots]
+    named = f"the dense gradient of worker {index} of trainer {rank}"
+    part_of = (lambda at: slots[bisect_right(starts, at) - 1].name) if slots else None
+    return line.stream(("gradients", worker), named, part_of)
+
+
 @dataclass(frozen=True)
 class DenseLine:
     """Codecs are applied, and what would cross is counted (an `aggregation.update.DenseParameters`).
@@ -41,17 +51,19 @@ class DenseLine:
     Attributes:
         stepper: the other end.
         line: of the dense part.
-        worker: whose streams these are.
+        worker: whose streams these are: rank of the trainer, index there.
     """
 
     stepper: DenseStepper
     line: Line
-    worker: Hashable
+    worker: tuple[int, int]
     _sender: ParameterSender = field(init=False, repr=False, compare=False)
     _receiver: ParameterReceiver = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        sender = ParameterSender(self.line.codec, f"the dense parameters for worker {self.worker}")
+        sender = ParameterSender(
+            self.line.codec, "the dense parameters for worker {1} of trainer {0}".format(*self.worker)
+        )
         object.__setattr__(self, "_sender", sender)
         object.__setattr__(self, "_receiver", ParameterReceiver(self.line, len(self.stepper.replica.flat)))
 
@@ -67,7 +79,7 @@ class DenseLine:
     @property
     def gradients(self) -> Stream:
         """What is sent of gradients, and kept of them."""
-        return self.line.stream(("gradients", self.worker))
+        return gradients(self.line, self.worker, self.stepper.replica.slots)
 
     def _newer(self, than: int) -> Version | None:
         found = self.stepper.newer(than)

@@ -3,9 +3,7 @@
 `P` dense parameters, of which server j holds those of span j.
 """
 
-import threading
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -13,14 +11,10 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec
-from shadowsync.errors import DataError
 from shadowsync.runtime.dense_service import Exchange, Exchanged
+from shadowsync.runtime.elastic import Crossing, ElasticExchanges, Span
 from shadowsync.runtime.lines import Encoder, Line
-from shadowsync.runtime.mirror import Mirror
 from shadowsync.runtime.wire.connection import Answer, Connection
-
-Span = tuple[int, int]
-"""First parameter of a part and the one after its last."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +35,12 @@ class DenseRemote:
     timeout_s: float | None = None
     generation: int = 0
     _exchanged: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
-    _mirrors: defaultdict[int, list[Mirror]] = field(init=False, repr=False, compare=False)
-    _turns: defaultdict[int, threading.Lock] = field(
-        default_factory=lambda: defaultdict(threading.Lock), init=False, repr=False, compare=False
-    )
+    _differences: ElasticExchanges = field(init=False, repr=False, compare=False)
     _there: dict[tuple[int, int, str], Encoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_mirrors", defaultdict(self._make_mirrors))
+        differences = ElasticExchanges(self.spans, self.line, self._carry, self._count)
+        object.__setattr__(self, "_differences", differences)
 
     @property
     def exchanged_bytes(self) -> int:
@@ -63,15 +55,11 @@ class DenseRemote:
         """
         if not self.line.now.codec.sparse:
             return self._exchange("elastic", rank, weights, alpha)
-        with self._turns[rank]:  # both ends have to see the differences in one order
-            mirrors = self._mirrors[rank]
-            try:
-                parts = self._differences(rank, weights, alpha)
-            except BaseException:
-                for mirror in mirrors:
-                    mirror.forget()
-                raise
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._differences.exchange(rank, weights, alpha)
+
+    def catch_up(self, rank: int) -> bool:
+        """As `Group.catch_up` of trainer `rank`."""
+        return self._differences.catch_up(rank)
 
     def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential` of trainer `rank`; raises as `elastic`."""
@@ -92,40 +80,15 @@ class DenseRemote:
             ]
         )
 
-    def _make_mirrors(self) -> list[Mirror]:
-        codec = self.line.codec.of_differences()
-        return [Mirror(codec, f"the replica of a trainer for dense server {at}") for at in range(len(self.spans))]
-
-    def _differences(self, rank: int, weights: Tensor, alpha: float) -> list[Tensor]:
-        """Elastic differences; a server that has nothing of the replica gets it whole."""
-        mirrors = self._mirrors[rank]
-        answers = _answers([self._send_difference(rank, at, weights, alpha) for at in range(len(mirrors))])
-        unknown = [at for at, answer in enumerate(answers) if not answer.read(Exchanged).known]
-        for at in unknown:
-            mirrors[at].forget()
-        again = _answers([self._send_difference(rank, at, weights, alpha) for at in unknown])
-        for at, answer in zip(unknown, again, strict=True):
-            answers[at] = answer
-        return [self._apply(mirror, answer) for mirror, answer in zip(mirrors, answers, strict=True)]
-
-    def _send_difference(self, rank: int, at: int, weights: Tensor, alpha: float) -> Future[Answer]:
-        part = weights[slice(*self.spans[at])]
-        encoded, whole = self._mirrors[rank][at].encode(part)
-        self._count(encoded.byte_count, part.nbytes)
-        if not whole:
-            self.line.count_kept(part.numel(), encoded.kept_count, encoded.refreshes, encoded.early)
-        asked = Exchange(rank, alpha, self.generation, self.line.codec.name, whole)
-        return self.connections[at].call("elastic", asked, encoded.frames, self.timeout_s)
-
-    def _apply(self, mirror: Mirror, answer: Answer) -> Tensor:
-        told = answer.read(Exchanged)
-        if mirror.known is None or not told.known:
-            raise DataError("a dense server does not accept a replica that comes whole")
-        moved = self.line.codec.of_differences().decode_kept(answer.tensors, tuple(mirror.known.shape))
-        self._count(sum(frame.nbytes for frame in answer.tensors), moved.tensor.nbytes)
-        self.line.count_kept(moved.tensor.numel(), moved.kept_count, told.refreshes, told.early)
-        mirror.moved(moved.tensor)
-        return moved.tensor
+    def _carry(self, sent: Mapping[int, Crossing], rank: int, alpha: float) -> Mapping[int, Crossing | None]:
+        codec = self.line.codec.name
+        calls = [
+            self.connections[at].call(
+                "elastic", Exchange(rank, alpha, self.generation, codec, part.whole), part.frames, self.timeout_s
+            )
+            for at, part in sent.items()
+        ]
+        return {at: _crossing(answer, sent[at].whole) for at, answer in zip(sent, _answers(calls), strict=True)}
 
     def _exchange(self, method: str, rank: int, weights: Tensor, alpha: float) -> Tensor:
         codec = self.line.now.codec
@@ -157,6 +120,11 @@ class DenseRemote:
         part = codec.decode(frames, (length,))
         self._count(sum(frame.nbytes for frame in frames), part.nbytes)
         return part
+
+
+def _crossing(answer: Answer, whole: bool) -> Crossing | None:
+    told = answer.read(Exchanged)
+    return Crossing(answer.tensors, whole, told.refreshes, told.early) if told.known else None
 
 
 def _answers(calls: Sequence[Future[Answer]]) -> list[Answer]:

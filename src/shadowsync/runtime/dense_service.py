@@ -5,17 +5,17 @@ belongs to one trainer of one client, what it remembers of the way there is kept
 """
 
 import math
-import threading
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
+from shadowsync.runtime.elastic import CenterEnd, Crossing
 from shadowsync.runtime.generation import FIRST, Generation
+from shadowsync.runtime.kept import Bounded
 from shadowsync.runtime.lines import Encoder
-from shadowsync.runtime.mirror import Mirror
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
 from shadowsync.sync.dense import DenseServer, Sent
@@ -52,22 +52,49 @@ class Exchanged(Meta, frozen=True):
     early: int = 0
 
 
+MOST_TRAINERS = 16
+"""Trainers that one connection may speak for, each with two vectors here; in a job it is one."""
+
+
+class _Trainer:
+    """What is remembered of exchanges with one trainer, for each codec that they may be in."""
+
+    def __init__(self, trainer_rank: int, length: int) -> None:
+        self._rank, self._length = trainer_rank, length
+        self._back: dict[str, Encoder] = {}
+        self._ends: dict[str, CenterEnd] = {}
+
+    def encoder(self, codec: Codec) -> Encoder:
+        """Of the way back."""
+        # setdefault is atomic: of several threads that ask first, all get one
+        return self._back.setdefault(codec.name, Encoder(codec, f"the central copy for trainer {self._rank}"))
+
+    def forget(self) -> None:
+        """Differences begin anew."""
+        self._ends.clear()
+
+    def end(self, codec: Codec) -> CenterEnd:
+        """Of differences, under a sparse codec."""
+        found = self._ends.get(codec.name)
+        about = f"what the dense server has for trainer {self._rank}"
+        return found or self._ends.setdefault(codec.name, CenterEnd(codec, self._length, about))
+
+
 _Mix = Callable[[DenseServer, Tensor, float, Sent], Tensor]
 
 
 class DenseService:
     """What a `DenseServer` offers: `elastic`, `sequential`, `read`, `write`.
 
-    `read` and `write` carry float32 as it stands: they serve checkpoints and new trainers.
+    `read` and `write` carry float32 as it stands: they serve checkpoints and new trainers. After a `write` differences
+    begin anew.
     """
 
     def __init__(self, server: DenseServer, codec: Codec, generation: Generation = FIRST) -> None:
         self._server = server
         self._generation = generation
         self._codec = codec
-        self._back: dict[str, dict[tuple[int, str], Encoder]] = {}
-        self._mirrors: dict[str, dict[tuple[int, str], Mirror]] = {}
-        self._lock = threading.Lock()
+        self._clients: dict[str, Bounded[int, _Trainer]] = {}
         self.methods: Mapping[str, Method] = {
             "elastic": Method(self._elastic),
             "sequential": Method(lambda request: self._exchange(DenseServer.sequential, request)),
@@ -77,9 +104,7 @@ class DenseService:
 
     def client_gone(self, client: str) -> None:
         """Forgets what the codec remembers of that connection."""
-        with self._lock:
-            self._back.pop(client, None)
-            self._mirrors.pop(client, None)
+        self._clients.pop(client, None)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -89,25 +114,11 @@ class DenseService:
         codec = rung(self._codec, asked.codec)
         if not codec.sparse:
             return self._exchange(DenseServer.elastic, request)
-        differences = codec.of_differences()
-        with self._lock:
-            mirrors = self._mirrors.setdefault(request.client, {})
-            mirror = mirrors.setdefault((asked.trainer_rank, codec.name), Mirror(differences, "a replica"))
-        try:
-            local = mirror.take(request.tensors, (self._server.length,), asked.whole)
-        except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of an exchange are none of codec {codec.name}") from error
-        if local is None:
+        end = self._trainer(request.client, asked.trainer_rank).end(codec)
+        answer = end.answer(self._server, Crossing(request.tensors, asked.whole), asked.alpha)
+        if answer is None:
             return Reply(Exchanged(False))
-        encoder = self._encoder(codec, request.client, asked.trainer_rank)
-        sent: list[Encoded] = []
-
-        def send(tensor: Tensor) -> Tensor:
-            sent.append(encoder.encode(tensor))
-            return differences.decode(sent[0].frames, sent[0].shape)
-
-        mirror.moved(self._server.elastic(self._checked(local), asked.alpha, send))
-        return Reply(Exchanged(True, sent[0].refreshes, sent[0].early), sent[0].frames)
+        return Reply(Exchanged(True, answer.refreshes, answer.early), answer.frames)
 
     def _asked(self, request: Request) -> Exchange:
         asked = request.read(Exchange)
@@ -120,7 +131,7 @@ class DenseService:
         asked = self._asked(request)
         codec = rung(self._codec, asked.codec)
         local = self._decoded(codec, request.tensors)
-        encoder = self._encoder(codec, request.client, asked.trainer_rank)
+        encoder = self._trainer(request.client, asked.trainer_rank).encoder(codec)
         frames: list[tuple[Tensor, ...]] = []
 
         def sent(tensor: Tensor) -> Tensor:
@@ -134,6 +145,9 @@ class DenseService:
     def _write(self, request: Request) -> Reply:
         (values,) = request.tensors if len(request.tensors) == 1 else (None,)
         self._server.write(self._checked(values))
+        for client in list(self._clients.values()):
+            for trainer in client.values():
+                trainer.forget()
         return Reply()
 
     def _decoded(self, codec: Codec, frames: tuple[Tensor, ...]) -> Tensor:
@@ -149,8 +163,8 @@ class DenseService:
             raise DataError(f"a dense server of {self._server.length} float32 parameters got {came}")
         return values
 
-    def _encoder(self, codec: Codec, client: str, trainer_rank: int) -> Encoder:
-        with self._lock:
-            back = self._back.setdefault(client, {})
-            about = f"the central copy for trainer {trainer_rank}"
-            return back.setdefault((trainer_rank, codec.name), Encoder(codec.of_differences(), about))
+    def _trainer(self, client: str, trainer_rank: int) -> _Trainer:
+        found = self._clients.get(client)
+        if found is None:
+            found = self._clients.setdefault(client, Bounded(MOST_TRAINERS, "trainers"))
+        return found.get(trainer_rank, lambda: _Trainer(trainer_rank, self._server.length))

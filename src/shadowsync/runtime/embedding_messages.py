@@ -21,6 +21,8 @@ from shadowsync.errors import DataError
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.wire.service import Meta
 
+Shapes = tuple[tuple[int, ...], ...]
+
 _IDS = (torch.int32, torch.int64)
 
 
@@ -342,6 +344,21 @@ def pack_coded(encoded: Sequence[Encoded], codec: str, mask: int | None = None) 
     refreshes, early = sum(each.refreshes for each in encoded), sum(each.early for each in encoded)
     shapes, counts = tuple(each.shape for each in encoded), tuple(len(each.frames) for each in encoded)
     return Coded(shapes, counts, codec, mask, refreshes, early), frames
+
+
+def check_shapes(coded: Coded, shapes: Shapes) -> None:
+    """Before anything is decoded: memory is taken for the shapes of a look-up, not for what its sender claims.
+
+    Raises:
+        DataError: the tensors are claimed to have other shapes.
+    """
+    if coded.shapes != shapes:
+        raise DataError(f"gradients of {_shown(coded.shapes)} do not fit a look-up whose answer is {_shown(shapes)}")
+
+
+def _shown(shapes: Shapes) -> str:
+    first = ", ".join(str(list(shape[:4])) for shape in shapes[:4]) or "nothing"
+    return first if len(shapes) <= 4 else f"{first} and {len(shapes) - 4} more"
 
 
 def unpack_coded(

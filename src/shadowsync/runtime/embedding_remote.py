@@ -1,6 +1,7 @@
 """The trainer's end of the wire to one embedding server."""
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from shadowsync.runtime.embedding_messages import (
 )
 from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
 from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
-from shadowsync.runtime.lines import Line, Stream, id_type, slot_widths
+from shadowsync.runtime.lines import About, Line, RowRoute, Stream, embedding_stream, id_type, slot_widths
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.service import Meta
@@ -66,10 +67,13 @@ class Remote:
 
 @dataclass(frozen=True)
 class _Message:
+    """A request; `sent` and `raw` are what is counted when it goes, in bytes, beside what was counted before."""
+
     method: str
     meta: Meta
     tensors: tuple[Tensor, ...]
-    id_bytes: int = 0
+    sent: int = 0
+    raw: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,15 @@ class _Sent:
     coded: Coded
     frames: tuple[Tensor, ...]
     positions: Callable[[], tuple[Tensor, ...]]
+
+    def message(self, method: str, meta: Meta, ids: tuple[Tensor, ...], again: bool) -> _Message:
+        """With the ids; if it goes `again`, with the mask, and all of it is counted: in fp32 it would, without a mask,
+        have gone again too."""
+        if not again:
+            return _Message(method, meta, (*ids, *self.frames))
+        tensors = (*ids, *self.positions(), *self.frames)
+        gradients = sum(4 * math.prod(shape) for shape in self.coded.shapes)
+        return _Message(method, meta, tensors, _bytes(tensors), _bytes(ids) + gradients)
 
 
 class EmbeddingRemote:
@@ -162,20 +175,19 @@ class EmbeddingRemote:
 
         def message(again: bool) -> _Message:
             ids, tensors = pack_ids(lookup, self._id_type) if again else (None, ())
-            tensors += sent.positions() if again else ()
             meta = PushAsked(self._remote.stream, lookup.number, lr, sent.coded, ids, self._remote.generation, held)
-            return _Message("push", meta, (*tensors, *sent.frames), _bytes(tensors))
+            return sent.message("push", meta, tensors, again)
 
         return _Delivery(self._call, message, self._pushes)
 
     def _step(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float, held: int | None) -> Pending[None]:
-        sent = self._encode(lookup, [(("rows", width), gradient) for width, gradient in enumerate(gradients)])
+        sent = self._encode(lookup, [(RowRoute(width), gradient) for width, gradient in enumerate(gradients)])
 
         def message(again: bool) -> _Message:
-            tensors = (lookup.rows.to(self._number_type), *sent.positions()) if again else ()
+            tensors = (lookup.rows.to(self._number_type),) if again else ()
             shards = lookup.shards if again else None
             meta = StepAsked(self._remote.stream, lookup.number, lr, sent.coded, shards, self._remote.generation, held)
-            return _Message("step", meta, (*tensors, *sent.frames), _bytes(tensors))
+            return sent.message("step", meta, tensors, again)
 
         return _Delivery(self._call, message, self._pushes)
 
@@ -192,7 +204,7 @@ class EmbeddingRemote:
     def _call(self, message: _Message) -> Future[Answer]:
         return self._remote.connection.call(message.method, message.meta, message.tensors, self._remote.timeout_s)
 
-    def _encode(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[Hashable, Tensor]]) -> _Sent:
+    def _encode(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[About, Tensor]]) -> _Sent:
         """In the codec of pushes now; under the mask of their pull, if it came under one, whatever pulls are in now."""
         line, mask = self._pushes.now, self._kept.take(lookup.number)
         if mask is None:
@@ -203,14 +215,14 @@ class EmbeddingRemote:
         if len(mask.kept) != len(gradients):
             raise DataError(f"{len(gradients)} gradients came for a pull of {len(mask.kept)} tensors")
         encoded = [
-            self._stream(line, ("masked", about)).encode_under(gradient.contiguous(), kept)
+            self._stream(line, about, masked=True).encode_under(gradient.contiguous(), kept)
             for (about, gradient), kept in zip(gradients, mask.kept, strict=True)
         ]
         coded, frames = pack_coded(encoded, line.codec.name, mask.number)
         return _Sent(coded, frames, lambda: pack_masks(mask.kept, coded.shapes))
 
-    def _stream(self, line: Line, about: Hashable) -> Stream:
-        return line.stream((self._remote.position, about))
+    def _stream(self, line: Line, about: About, masked: bool = False) -> Stream:
+        return embedding_stream(line, self.shards, self._remote.position, (about, "gradients", "for"), masked)
 
     def _decode(self, number: int, answer: Answer) -> tuple[Tensor, ...]:
         coded = answer.read(Coded)
@@ -247,7 +259,7 @@ class _Delivery(Promise[None]):
 
     def _send(self, again: bool) -> None:
         message = self._message(again)
-        self._line.count(message.id_bytes, message.id_bytes)
+        self._line.count(message.sent, message.raw)
         self._request(message).add_done_callback(lambda future: self._answered(future, again))
 
     def _answered(self, future: Future[Answer], again: bool) -> None:

@@ -2,8 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -24,9 +25,11 @@ from shadowsync.runtime.embedding_messages import (
     RowsAsked,
     RowsFound,
     RowsGiven,
+    Shapes,
     ShardInfo,
     Shards,
     StepAsked,
+    check_shapes,
     pack_coded,
     row_numbers,
     unpack_coded,
@@ -35,28 +38,42 @@ from shadowsync.runtime.embedding_messages import (
 )
 from shadowsync.runtime.embedding_saves import SaveMethods, check_size
 from shadowsync.runtime.generation import FIRST, Generation
-from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
+from shadowsync.runtime.kept import MOST_STREAMS, USUAL, Bounded, Kept, KeptLimits, Mask
 from shadowsync.runtime.lines import Encoder, slot_widths
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.step_messages import Committed, check_batch, checked_weights
 from shadowsync.runtime.wire.service import Method, Reply, Request
+from shadowsync.runtime.words import of_features, of_rows
+
+MOST_ROUTES = 256
+"""Combinations of features that one worker asks this server for, times the codecs it does so in. A job has a few: one
+for each set of features whose shards are on the same servers."""
+
+_Route = tuple[object, ...]
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A look-up that waits for its push, and the mask under which it was answered, if it was under one."""
+    """A look-up that waits for its push.
+
+    Attributes:
+        lookup: as it was asked for.
+        shapes: of its answer, and of the gradients that are to come.
+        mask: under which it was answered; None if it was under none.
+    """
 
     lookup: Lookup | RowLookup
+    shapes: Shapes
     mask: Mask | None
 
 
 class _Client:
     """What is kept for one connection."""
 
-    def __init__(self, limits: KeptLimits) -> None:
+    def __init__(self, limits: KeptLimits, streams: int) -> None:
         self._kept: Kept[tuple[int, int], _Asked] = Kept(limits)
         self._masks = itertools.count()
-        self.encoders: dict[tuple[object, ...], Encoder] = {}
+        self._streams: Bounded[int, Bounded[_Route, Encoder]] = Bounded(streams, "streams")
 
     def answer(self, stream: int | None, lookup: Lookup | RowLookup, encoded: Sequence[Encoded], codec: Codec) -> Reply:
         """The reply to a pull; its look-up and its mask are kept until its push comes, where one will (`stream`)."""
@@ -64,7 +81,7 @@ class _Client:
             return Reply(*pack_coded(encoded, codec.name))
         mask = Mask(next(self._masks), tuple(each.kept for each in encoded)) if codec.sparse else None
         size = _bytes(lookup) + (0 if mask is None else mask.nbytes)
-        self._kept.keep((stream, lookup.number), _Asked(lookup, mask), size)
+        self._kept.keep((stream, lookup.number), _Asked(lookup, tuple(each.shape for each in encoded), mask), size)
         return Reply(*pack_coded(encoded, codec.name, None if mask is None else mask.number))
 
     def take(self, stream: int, number: int, mask: int | None) -> _Asked | None:
@@ -74,16 +91,14 @@ class _Client:
             return found
         return found if found.mask is not None and found.mask.number == mask else None
 
-    def encoder(self, codec: Codec, about: tuple[object, ...]) -> Encoder:
-        """The stream back to this client about that."""
-        key = (codec.name, *about)
-        found = self.encoders.get(key)
-        # setdefault is atomic: of several threads that ask first, all get one
-        return (
-            found
-            if found is not None
-            else self.encoders.setdefault(key, Encoder(codec, f"the pull answer of stream {about}"))
-        )
+    def encoder(self, codec: Codec, stream: int, route: tuple[object, ...], about: Callable[[], str]) -> Encoder:
+        """Of the answers to that stream about that.
+
+        Raises:
+            DataError: the client names more streams or asks for more combinations of features than a job has.
+        """
+        routes = self._streams.get(stream, lambda: Bounded(MOST_ROUTES, "combinations of features"))
+        return routes.get((codec.name, *route), lambda: Encoder(codec, f"what is pulled of {about()}"))
 
     @property
     def kept(self) -> int:
@@ -112,6 +127,7 @@ class EmbeddingService:
         push: codec of their gradients.
         limits: what is kept for a client.
         generation: whose pushes are applied.
+        streams: that one client may have: the workers of a trainer.
     """
 
     def __init__(
@@ -121,6 +137,7 @@ class EmbeddingService:
         push: Codec,
         limits: KeptLimits = USUAL,
         generation: Generation = FIRST,
+        streams: int = MOST_STREAMS,
     ) -> None:
         self.methods: Mapping[str, Method] = {
             "pull": Method(self._pull, once=False),
@@ -138,7 +155,7 @@ class EmbeddingService:
         self._plain = Plain()
         self._pull_codec = pull
         self._push_codec = push
-        self._limits = limits
+        self._limits, self._streams = limits, streams
         self._clients: dict[str, _Client] = {}
 
     def client_gone(self, client: str) -> None:
@@ -159,13 +176,19 @@ class EmbeddingService:
 
     def _client(self, request: Request) -> _Client:
         found = self._clients.get(request.client)
-        return found if found is not None else self._clients.setdefault(request.client, _Client(self._limits))
+        return (
+            found
+            if found is not None
+            else self._clients.setdefault(request.client, _Client(self._limits, self._streams))
+        )
 
     def _pull(self, request: Request) -> Reply:
         asked, client = request.read(PullAsked), self._client(request)
         lookup, codec = unpack_ids(asked.ids, request.tensors, asked.number or 0), self._codec(asked)
+        encoder = client.encoder(
+            codec, asked.stream, lookup.slots, partial(of_features, self._server.shards, lookup.slots)
+        )
         pooled = self._server.pull(lookup)
-        encoder = client.encoder(codec, (asked.stream, lookup.slots))
         encoded = encoder.encode(pooled, slot_widths(self._server.shards, lookup) if codec.by_feature else ())
         return client.answer(_stream(asked), lookup, [encoded], codec)
 
@@ -176,13 +199,12 @@ class EmbeddingService:
         found = self._client(request).take(asked.stream, asked.number, asked.gradient.mask)
         if asked.ids is not None:
             lookup = unpack_ids(asked.ids, request.tensors[:split], asked.number)
-            mask, split = _mask(asked.gradient, request.tensors, split)
-            found = _Asked(lookup, mask)
+            shapes = (self._server.pooled_shape(lookup),)
+            mask, split = _mask(asked.gradient, request.tensors, split, shapes)
+            found = _Asked(lookup, shapes, mask)
         if found is None or not isinstance(found.lookup, Lookup):
             return Reply(Pushed(False))
-        gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr, found.mask)
-        if len(gradients) != 1:
-            raise DataError(f"a push brings one gradient, not {len(gradients)}")
+        gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr, found)
         if asked.held is None:
             self._server.push(found.lookup, gradients[0], asked.lr)
         else:
@@ -194,7 +216,11 @@ class EmbeddingService:
         asked, client = request.read(ReadAsked), self._client(request)
         lookup, codec = RowLookup(asked.shards, row_numbers(request.tensors), asked.number or 0), self._codec(asked)
         rows = self._server.read_rows(lookup)
-        encoders = [client.encoder(codec, (asked.stream, "rows", width)) for width in range(len(rows))]
+        dims = [width.dim for width in self._server.numbers.widths]
+        encoders = [
+            client.encoder(codec, asked.stream, ("rows", dim), partial(of_rows, self._server.shards, dim))
+            for dim in dims
+        ]
         encoded = [encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]
         return client.answer(_stream(asked), lookup, encoded, codec)
 
@@ -205,11 +231,12 @@ class EmbeddingService:
         found = self._client(request).take(asked.stream, asked.number, asked.gradients.mask)
         if asked.shards is not None:
             lookup = RowLookup(asked.shards, row_numbers(request.tensors[:split]), asked.number)
-            mask, split = _mask(asked.gradients, request.tensors, split)
-            found = _Asked(lookup, mask)
+            shapes = self._server.row_shapes(lookup)
+            mask, split = _mask(asked.gradients, request.tensors, split, shapes)
+            found = _Asked(lookup, shapes, mask)
         if found is None or not isinstance(found.lookup, RowLookup):
             return Reply(Pushed(False))
-        gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr, found.mask)
+        gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr, found)
         if asked.held is None:
             self._server.step_rows(found.lookup, gradients, asked.lr)
         else:
@@ -231,10 +258,11 @@ class EmbeddingService:
         self._server.forget_held(asked.stepped)
         return Reply()
 
-    def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, mask: Mask | None) -> tuple[Tensor, ...]:
+    def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, asked: _Asked) -> tuple[Tensor, ...]:
         if not math.isfinite(lr):
             raise DataError(f"a learning rate of {lr} is not finite")
-        kept = None if mask is None or coded.mask is None else mask.kept
+        check_shapes(coded, asked.shapes)
+        kept = None if asked.mask is None or coded.mask is None else asked.mask.kept
         return tuple(found.tensor for found in unpack_coded(coded, frames, self._push_codec, kept))
 
     def _shards(self, _: Request) -> Reply:
@@ -284,12 +312,12 @@ def _stream(asked: PullAsked | ReadAsked) -> int | None:
     return None if asked.number is None else asked.stream
 
 
-def _mask(coded: Coded, tensors: Sequence[Tensor], start: int) -> tuple[Mask | None, int]:
+def _mask(coded: Coded, tensors: Sequence[Tensor], start: int, shapes: Shapes) -> tuple[Mask | None, int]:
     """The mask that comes with a look-up that comes again, from tensor `start` on, and where the frames begin."""
     if coded.mask is None:
         return None, start
-    split = start + len(coded.shapes)
-    return Mask(coded.mask, unpack_masks(tensors[start:split], coded.shapes)), split
+    split = start + len(shapes)
+    return Mask(coded.mask, unpack_masks(tensors[start:split], shapes)), split
 
 
 def _described(tensors: Mapping[str, Tensor]) -> str:

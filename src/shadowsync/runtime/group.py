@@ -1,9 +1,7 @@
 """How trainers in one process reach each other and the dense servers."""
 
 import itertools
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -11,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shadowsync.runtime.averaging_local import meeting
+from shadowsync.runtime.elastic import CenterEnd, Crossing, ElasticExchanges
 from shadowsync.runtime.lines import Line
-from shadowsync.runtime.mirror import Mirror
 from shadowsync.sync.dense import DenseServer, Sent
 from shadowsync.sync.rendezvous import Rendezvous
 
@@ -33,22 +31,21 @@ class DenseServers:
         self._line = line
         self._spans = split_evenly(len(center), count)
         self._servers = [DenseServer(center[start:stop].clone()) for start, stop in self._spans]
-        self._differences = Line(line.kind, line.codec.of_differences(), line.counter)
-        self._mirrors: defaultdict[int, list[Mirror]] = defaultdict(self._make_mirrors)
-        self._turns: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._differences = ElasticExchanges(self._spans, line, self._carry)
+        self._ends: dict[tuple[int, int], CenterEnd] = {}
 
     def elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.elastic` of trainer `rank`, server by server.
 
-        Under a sparse codec the replica crosses as the difference from what the server has of it (`Mirror`), and the
-        elastic difference as the codec lets it pass. Workers of one trainer then take turns.
+        Under a sparse codec differences cross in part (`ElasticExchanges`), and workers of one trainer take turns.
         """
-        if not self._line.codec.sparse:
-            return self._each(DenseServer.elastic, rank, weights, alpha)
-        with self._turns[rank]:
-            pairs = enumerate(zip(self._servers, self._spans, strict=True))
-            parts = [self._elastic(rank, at, server, weights[slice(*span)], alpha) for at, (server, span) in pairs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._line.codec.sparse:
+            return self._differences.exchange(rank, weights, alpha)
+        return self._each(DenseServer.elastic, rank, weights, alpha)
+
+    def catch_up(self, rank: int) -> bool:
+        """As `Group.catch_up` of trainer `rank`."""
+        return self._differences.catch_up(rank)
 
     def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential` of trainer `rank`, server by server."""
@@ -59,29 +56,26 @@ class DenseServers:
         return torch.cat([server.read() for server in self._servers])
 
     def write(self, center: Tensor) -> None:
-        """Replaces the whole, `[P]`."""
+        """Replaces the whole, `[P]`; trainers begin anew."""
+        self._ends.clear()
         for server, (start, stop) in zip(self._servers, self._spans, strict=True):
             server.write(center[start:stop])
 
-    def _make_mirrors(self) -> list[Mirror]:
-        codec = self._differences.codec
-        return [Mirror(codec, f"the replica of a trainer for dense server {at}") for at in range(len(self._servers))]
+    def _carry(self, sent: Mapping[int, Crossing], rank: int, alpha: float) -> Mapping[int, Crossing | None]:
+        return {at: self._end(rank, at).answer(self._servers[at], part, alpha) for at, part in sent.items()}
 
-    def _elastic(self, rank: int, at: int, server: DenseServer, part: Tensor, alpha: float) -> Tensor:
-        mirror = self._mirrors[rank][at]
-        encoded, whole = mirror.encode(part)
-        self._differences.count(encoded.byte_count, part.nbytes)
-        if not whole:
-            self._differences.count_kept(part.numel(), encoded.kept_count, encoded.refreshes, encoded.early)
-        assert mirror.known is not None, "a message has crossed"
-        moved = server.elastic(mirror.known, alpha, self._differences.stream(("back", rank, at)).send)
-        mirror.moved(moved)
-        return moved
+    def _end(self, rank: int, at: int) -> CenterEnd:
+        found = self._ends.get((rank, at))
+        if found is None:
+            about = f"what dense server {at} has for trainer {rank}"
+            found = self._ends[rank, at] = CenterEnd(self._line.codec, self._servers[at].length, about)
+        return found
 
     def _each(self, exchange: _Exchange, rank: int, weights: Tensor, alpha: float) -> Tensor:
         replies = []
         for index, (server, (start, stop)) in enumerate(zip(self._servers, self._spans, strict=True)):
-            there, back = (self._line.stream((way, rank, index)) for way in ("there", "back"))
+            there = self._line.stream(("there", rank, index), f"the replica of trainer {rank} for dense server {index}")
+            back = self._line.stream(("back", rank, index), f"what dense server {index} has for trainer {rank}")
             replies.append(exchange(server, there.send(weights[start:stop]), alpha, back.send))
         return replies[0] if len(replies) == 1 else torch.cat(replies)
 
@@ -144,6 +138,10 @@ class InProcessGroup:
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.elastic`."""
         return self.servers.elastic(self.rank, weights, alpha)
+
+    def catch_up(self) -> bool:
+        """As `Group.catch_up`."""
+        return self.servers.catch_up(self.rank)
 
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential`."""

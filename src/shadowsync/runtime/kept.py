@@ -2,11 +2,13 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torch import Tensor
+
+from shadowsync.errors import DataError
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -26,6 +28,46 @@ class KeptLimits:
 
 
 USUAL = KeptLimits()
+
+
+MOST_STREAMS = 256
+"""Streams of one client where a job does not say how many there are: the most workers that a trainer may have."""
+
+
+class Bounded(Generic[K, V]):
+    """What is remembered for each name that a client gives (its streams, say), made when it is first given.
+
+    Whoever sends names and numbers makes up as many as it likes, so there is a bound.
+
+    Args:
+        most: names.
+        called: what they name, for errors.
+    """
+
+    def __init__(self, most: int, called: str) -> None:
+        self._most, self._called = most, called
+        self._found: dict[K, V] = {}
+        self._lock = threading.Lock()
+
+    def get(self, name: K, make: Callable[[], V]) -> V:
+        """What belongs to the name.
+
+        Raises:
+            DataError: it is one name too many.
+        """
+        with self._lock:
+            if name not in self._found:
+                if len(self._found) >= self._most:
+                    raise DataError(
+                        f"a client names more than {self._most} {self._called}, the most that this job has room for"
+                    )
+                self._found[name] = make()
+            return self._found[name]
+
+    def values(self) -> list[V]:
+        """All that is remembered."""
+        with self._lock:
+            return list(self._found.values())
 
 
 class Kept(Generic[K, V]):

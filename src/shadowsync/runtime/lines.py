@@ -9,12 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shadowsync.compression.codec import Codec, Decoded, Encoded, naming
+from shadowsync.compression.codec import Codec, Decoded, Encoded, PartOf, naming
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.pending import DONE, Done, Pending
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Shard, slots_of
 from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
+from shadowsync.runtime.words import of_features, of_rows
 
 _LOG = logging.getLogger(__name__)
 _INT32_ROWS = 1 << 31
@@ -32,16 +33,28 @@ class Counter(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RowRoute:
+    """Distinct rows of one width; the first one is 0."""
+
+    width: int
+
+
+About = RowRoute | tuple[int, ...]
+"""Which route a message takes: rows, or the slots that are asked for together."""
+
+
 class Encoder:
     """A codec with what it remembers of the messages of one sender to one receiver about one thing.
 
     Args:
         codec: the codec.
         about: what the messages are called in errors.
+        part_of: what the element at a position belongs to, for errors.
     """
 
-    def __init__(self, codec: Codec, about: str = "a tensor") -> None:
-        self._codec, self._about = codec, about
+    def __init__(self, codec: Codec, about: str = "a tensor", part_of: PartOf | None = None) -> None:
+        self._codec, self._about, self._part_of = codec, about, part_of
         self._state: Any = None
         self._lock = threading.Lock()
 
@@ -75,7 +88,7 @@ class Encoder:
     def _next(self, encode: Callable[[Any], Encoded]) -> Encoded:
         with (
             self._lock,
-            naming(self._about),
+            naming(self._about, self._part_of),
         ):  # workers of one trainer may share a stream; each message starts from the state of the last
             encoded = encode(self._state)
             self._state = encoded.state
@@ -97,9 +110,9 @@ def restore_all(encoders: Iterable[tuple[Encoder, Mapping[str, Tensor]]]) -> Non
 class Stream:
     """The messages of one sender to one receiver about one thing: what the codec remembers belongs to them alone."""
 
-    def __init__(self, line: "Line", key: Hashable) -> None:
+    def __init__(self, line: "Line", about: str, part_of: PartOf | None = None) -> None:
         self._line = line
-        self.encoder = Encoder(line.codec, f"the {line.kind} message of stream {key}")
+        self.encoder = Encoder(line.codec, about, part_of)
 
     def send(self, tensor: Tensor, times: float = 1.0) -> Tensor:
         """The float32 tensor as the receiver sees it; `times` messages of its size are counted."""
@@ -141,11 +154,16 @@ class Line:
     counter: Counter
     _streams: dict[Hashable, Stream] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def stream(self, key: Hashable) -> Stream:
-        """The stream of that key, the same one each time."""
+    def stream(
+        self, key: Hashable, about: Callable[[], str] | str = "a tensor", part_of: PartOf | None = None
+    ) -> Stream:
+        """The stream of that key, the same one each time; `about` and `part_of` as in `Encoder`, when it is made."""
         found = self._streams.get(key)
+        if found is not None:
+            return found
+        named = about if isinstance(about, str) else about()
         # setdefault is atomic: of several threads that ask first, all get one stream
-        return found if found is not None else self._streams.setdefault(key, Stream(self, key))
+        return self._streams.setdefault(key, Stream(self, named, part_of))
 
     def count(self, sent: int, raw: int) -> None:
         """Counts one message, in bytes."""
@@ -250,9 +268,9 @@ class EmbeddingLine:
         self.server.hold_rows(number, lookup, self._back(lookup, _by_width(gradients)))
         return DONE
 
-    def _cross(self, lookup: Lookup | RowLookup, tensors: Sequence[tuple[Hashable, Tensor]]) -> tuple[Tensor, ...]:
+    def _cross(self, lookup: Lookup | RowLookup, tensors: Sequence[tuple[About, Tensor]]) -> tuple[Tensor, ...]:
         """What arrives of an answer."""
-        streams = [(self._stream(self.pulls, about), tensor) for about, tensor in tensors]
+        streams = [(self._stream(self.pulls, about, "vectors", "from"), tensor) for about, tensor in tensors]
         groups = slot_widths(self.server.shards, lookup) if self.pulls.codec.by_feature else ()
         decoded = [stream.cross(tensor, groups) for stream, tensor in streams]
         if not self.pulls.codec.sparse:
@@ -261,24 +279,50 @@ class EmbeddingLine:
         self._kept.keep(lookup.number, mask, mask.nbytes)
         return tuple(found.tensor for found in decoded)
 
-    def _back(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[Hashable, Tensor]]) -> tuple[Tensor, ...]:
+    def _back(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[About, Tensor]]) -> tuple[Tensor, ...]:
         """What arrives of gradients."""
         mask = self._kept.take(lookup.number) if self.pulls.codec.sparse else None
         if mask is not None:
             pairs = zip(gradients, mask.kept, strict=True)
             return tuple(
-                self._stream(self.pushes, ("masked", about)).send_under(gradient, kept)
+                self._stream(self.pushes, about, "gradients", "for", masked=True).send_under(gradient, kept)
                 for (about, gradient), kept in pairs
             )
         groups = slot_widths(self.server.shards, lookup) if self.pushes.codec.by_feature else ()
-        return tuple(self._stream(self.pushes, about).cross(gradient, groups).tensor for about, gradient in gradients)
+        streams = [(self._stream(self.pushes, about, "gradients", "for"), gradient) for about, gradient in gradients]
+        return tuple(stream.cross(gradient, groups).tensor for stream, gradient in streams)
 
-    def _stream(self, line: Line, about: Hashable) -> Stream:
-        return line.stream((self.position, about))
+    def _stream(self, line: Line, about: About, what: str, way: str, masked: bool = False) -> Stream:
+        return embedding_stream(line, self.server.shards, self.position, (about, what, way), masked)
 
 
-def _by_width(tensors: Sequence[Tensor]) -> list[tuple[Hashable, Tensor]]:
-    return [(("rows", width), tensor) for width, tensor in enumerate(tensors)]
+def embedding_stream(
+    line: Line, shards: Sequence[Shard], position: int, about: tuple[About, str, str], masked: bool = False
+) -> Stream:
+    """The stream of one route to one embedding server or back, named by its features or tables.
+
+    Args:
+        line: of pulls or pushes.
+        shards: what the server holds.
+        position: of the server.
+        about: the route, what crosses (`vectors` or `gradients`), and `from` or `for`.
+        masked: gradients under the mask of their pull: a stream of its own.
+    """
+    route, what, way = about
+
+    def named() -> str:
+        of = of_rows(shards, _dim(shards, route.width)) if isinstance(route, RowRoute) else of_features(shards, route)
+        return f"the {what} of {of} {way} embedding server {position}"
+
+    return line.stream((position, route, masked), named)
+
+
+def _dim(shards: Sequence[Shard], width: int) -> int:
+    return sorted({shard.table.dim for shard in shards})[width]
+
+
+def _by_width(tensors: Sequence[Tensor]) -> list[tuple[About, Tensor]]:
+    return [(RowRoute(width), tensor) for width, tensor in enumerate(tensors)]
 
 
 def slot_widths(shards: Sequence[Shard], lookup: Lookup | RowLookup) -> tuple[int, ...]:

@@ -43,6 +43,10 @@ class RemoteGroup:
         """As `Group.elastic`."""
         return self.servers.elastic(self.rank, weights, alpha)
 
+    def catch_up(self) -> bool:
+        """As `Group.catch_up`."""
+        return self.servers.catch_up(self.rank)
+
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential`."""
         return self.servers.sequential(self.rank, weights, alpha)

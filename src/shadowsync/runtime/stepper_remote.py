@@ -3,16 +3,19 @@
 `P` elements of the flat tensor.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, Version
 from shadowsync.compression.codec import Codec
 from shadowsync.embedding.pending import Pending
+from shadowsync.runtime.dense_line import gradients
 from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
 from shadowsync.runtime.lines import Line, Stream
 from shadowsync.runtime.parameters import ParameterReceiver
 from shadowsync.runtime.step_messages import GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
 from shadowsync.runtime.wire.connection import Answer, Connection
+from shadowsync.training.replica import Slot
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class StepperRemote:
         length: `P`.
         stream: of this worker among those that share the connection.
         generation: of the parts that the caller belongs to.
+        trainer, slots: its rank, and the parameters of its replica, for errors.
     """
 
     connection: Connection
@@ -32,6 +36,8 @@ class StepperRemote:
     length: int
     stream: int = 0
     generation: int = 0
+    trainer: int = 0
+    slots: Sequence[Slot] = ()
     _receiver: ParameterReceiver = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +79,7 @@ class StepperRemote:
         return Fetched(self.connection.call("restart", RestartAsked(version, self.generation)), nothing)
 
     def _gradients(self, line: Line) -> Stream:
-        return line.stream(("gradients", self.stream))
+        return gradients(line, (self.trainer, self.stream), self.slots)
 
     def _version(self, codec: Codec, answer: Answer) -> Version | None:
         return self._receiver.take(codec, answer.read(NewerGiven), answer.tensors)

@@ -12,6 +12,7 @@ from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepp
 from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
 from shadowsync.runtime.generation import FIRST, Generation
+from shadowsync.runtime.kept import MOST_STREAMS, Bounded
 from shadowsync.runtime.parameters import ParameterSender
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.step_messages import (
@@ -27,13 +28,38 @@ from shadowsync.runtime.step_messages import (
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
 
-class StepperService:
-    """What a `DenseStepper` offers: `hold` and `newer` to workers, `commit` and `restart` to the driver."""
+class _Senders:
+    """The sender of one stream, another one when the codec changes."""
 
-    def __init__(self, stepper: DenseStepper, codec: Codec, generation: Generation = FIRST) -> None:
-        self._stepper, self._codec, self._generation = stepper, codec, generation
-        self._senders: dict[str, dict[int, ParameterSender]] = {}
+    def __init__(self, about: str) -> None:
+        self._about = about
+        self._now: ParameterSender | None = None
         self._lock = threading.Lock()
+
+    def of(self, codec: Codec) -> ParameterSender:
+        """The one in that codec."""
+        with self._lock:
+            if self._now is None or self._now.codec.name != codec.name:
+                self._now = ParameterSender(codec, self._about)
+            return self._now
+
+
+class StepperService:
+    """What a `DenseStepper` offers: `hold` and `newer` to workers, `commit` and `restart` to the driver.
+
+    Args:
+        stepper: what is served.
+        codec: of the dense part.
+        generation: whose gradients are taken.
+        streams: that one client may have, each with up to one vector here: the workers of a trainer.
+    """
+
+    def __init__(
+        self, stepper: DenseStepper, codec: Codec, generation: Generation = FIRST, streams: int = MOST_STREAMS
+    ) -> None:
+        self._stepper, self._codec, self._generation = stepper, codec, generation
+        self._senders: dict[str, Bounded[int, _Senders]] = {}
+        self._streams = streams
         self.methods: Mapping[str, Method] = {
             "hold": Method(self._hold),
             "newer": Method(self._newer, once=False),
@@ -43,8 +69,7 @@ class StepperService:
 
     def client_gone(self, client: str) -> None:
         """Forgets what it was sent."""
-        with self._lock:
-            self._senders.pop(client, None)
+        self._senders.pop(client, None)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -90,8 +115,7 @@ class StepperService:
         return decoded.to(flat.device)
 
     def _sender(self, codec: Codec, client: str, stream: int) -> ParameterSender:
-        with self._lock:
-            senders = self._senders.setdefault(client, {})
-            if stream not in senders or senders[stream].codec.name != codec.name:
-                senders[stream] = ParameterSender(codec, f"the dense parameters for stream {stream}")
-            return senders[stream]
+        found = self._senders.get(client)
+        if found is None:
+            found = self._senders.setdefault(client, Bounded(self._streams, "streams"))
+        return found.get(stream, lambda: _Senders(f"the dense parameters for worker {stream} of a trainer")).of(codec)

@@ -5,7 +5,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class Group(Protocol):
         """`d = α (w_i − w_PS)` `[P]`, already added to `w_PS`; the caller takes it off `w_i`."""
         ...
 
+    def catch_up(self) -> bool:
+        """The next `elastic` leaves out nothing of what a sparse codec has held back; False if nothing is held back."""
+        ...
+
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
         """The new central copy `[P]`, after `w_PS ← (1−α) w_PS + α w_i`."""
         ...
@@ -76,12 +80,14 @@ class SyncMethod(ABC):
         collective: all trainers of the group take part in a synchronisation at the same time.
         centralised: there is a central copy, held by the dense servers.
         active: there is something to do at all.
+        codec_options: of a sparse `compression.dense`, where the user does not give them.
     """
 
     name: ClassVar[str]
     active: ClassVar[bool] = True
     collective: ClassVar[bool] = False
     centralised: ClassVar[bool] = False
+    codec_options: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def takes_differences(self) -> bool:

@@ -10,7 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from shadowsync import CompressedCut
+from shadowsync.choices import choose_all
+from shadowsync.config import Config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, load_average
@@ -29,7 +36,9 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 JOB = ("aggregation.method=gba", "aggregation.global_batch=1024", "train.workers=2", "train.batch_size=512")
-KINDS: Mapping[str, tuple[str, ...]] = {"dense": ("dense",), "cut": ("pull", "push")}
+WIDE = 512
+"""Units of the layer behind which the wide cut is."""
+KINDS: Mapping[str, tuple[str, ...]] = {"dense": ("dense",), "cut": ("pull", "push"), "wide": ("wide",)}
 """What crosses by the part that a setting changes."""
 KEPT = (0.25, 0.04, 0.018, 0.009)
 """Shares whose messages, with int8 values, are about 10, 50, 100 and 200 times shorter."""
@@ -47,9 +56,55 @@ def both(name: str, **options: object) -> tuple[str, ...]:
     return (*codec("pull", name, **options), *codec("push", name, **options))
 
 
+class Tally:
+    """What crosses the cuts of a job, whose workers train copies of the module; of two at once one may be missed."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def __deepcopy__(self, _: object) -> "Tally":
+        return self
+
+
+class WideModel(nn.Module):
+    """A wide ReLU layer over everything, the cut, and a tower."""
+
+    def __init__(self, dense: int, features: Mapping[str, int], tally: Tally, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.features, self.tally, self.counted = tuple(features), tally, 0
+        self.bottom = nn.Sequential(nn.Linear(dense + sum(features.values()), WIDE), nn.ReLU())
+        self.cut = CompressedCut(**{"codec": "plain", **options})
+        self.top = nn.Sequential(nn.Linear(WIDE, 256), nn.ReLU(), nn.Linear(256, 1))
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        """Logits `[B]`."""
+        vectors = torch.cat([dense, *(embeddings[name] for name in self.features)], dim=1)
+        sent = self.cut.forward_bytes + self.cut.backward_bytes  # both ways of all batches before this one
+        self.tally.sent, self.counted = self.tally.sent + sent - self.counted, sent
+        logits: Tensor = self.top(self.cut(self.bottom(vectors))).squeeze(1)
+        return logits
+
+
+def wide_model(config: Config, tally: Tally, options: Sequence[str]) -> WideModel:
+    """The model for the job's data."""
+    source = choose_all(config, own_model=True).source.open("train", "error")
+    assert source is not None
+    schema = source.schema
+    dims = {feature.name: config.model.embedding_dim for feature in schema.features}
+    given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(options)))
+    return WideModel(len(schema.dense), dims, tally, given)
+
+
 def settings() -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """What is changed, the name of the setting, and its overrides."""
+    """What is changed, the name of the setting, and its overrides; for the wide cut the options of `CompressedCut`."""
     yield "both", "plain", ()
+    yield "wide", "plain", ()
+    for name in ("bf16", "int8", "int4"):
+        yield "wide", name, (f"codec={name}",)
+    for keep in (0.2, 0.1, 0.05, 0.025):
+        kept = ("codec=threshold", f"keep={keep}", "values=int8")
+        yield "wide", f"threshold {keep:g}", kept
+        yield "wide", f"top-k {keep:g}", (*kept, "refresh=1")
     for name in ("bf16", "int8", "int4"):
         yield "dense", name, codec("dense", name)
         yield "cut", name, both(name)
@@ -94,15 +149,20 @@ class Cell:
 
 def run(cell: Cell) -> dict[str, Any]:
     """Trains one."""
-    overrides = [*TASKS[cell.task], *JOB, *cell.overrides, f"train.seed={cell.seed}"]
+    tally, base = Tally(), [*TASKS[cell.task], *JOB, f"train.seed={cell.seed}"]
     with tempfile.TemporaryDirectory() as folder:
-        result = train(overrides, Path(folder) / "run")
+        out = Path(folder) / "run"
+        if cell.part == "wide":
+            result = train(base, out, model=lambda config: wide_model(config, tally, cell.overrides))
+        else:
+            result = train([*base, *cell.overrides], out)
     assert result.test is not None
+    assert result.wire is not None
     return {
         **asdict(cell),
         "auc": result.test.auc,
         "ne": result.test.ne,
-        "bytes": result.wire.bytes,
+        "bytes": {**result.wire.bytes, "wide": tally.sent},
         "eps": result.throughput.eps,
         "load": load_average(),
     }
@@ -110,10 +170,11 @@ def run(cell: Cell) -> dict[str, Any]:
 
 def against_plain(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows with how many times fewer bytes they sent than the plain run, and what they gained over it."""
-    plain = {(row["task"], row["seed"]): row for row in rows if row["setting"] == "plain"}
+    plain = {(row["task"], row["seed"], row["part"]): row for row in rows if row["setting"] == "plain"}
     found = []
     for row in rows:
-        if (base := plain.get((row["task"], row["seed"]))) is None or row is base:
+        part = "wide" if row["part"] == "wide" else "both"
+        if (base := plain.get((row["task"], row["seed"], part))) is None or row["setting"] == "plain":
             continue
         sent = [sum(one["bytes"][kind] for kind in KINDS[row["part"]]) for one in (base, row)]
         found.append({**row, "fewer": sent[0] / sent[1], "gain": row["auc"] - base["auc"]})

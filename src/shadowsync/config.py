@@ -361,7 +361,10 @@ def load(path: Path | None, overrides: Sequence[str], base: dict[str, Any] | Non
 
 
 def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Nested dicts and then a dot-list of overrides laid over `base`."""
+    """Nested dicts and then a dot-list of overrides laid over `base`.
+
+    Another codec comes with its own defaults: the options that the one before it had are dropped.
+    """
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"{override!r} is not an override: write key.path=value, for instance train.lr=0.01")
@@ -370,8 +373,10 @@ def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]
             raise ConfigError(f"{name}={section}: it holds keys, not a list")
     try:
         dotted = OmegaConf.from_dotlist([_codec_spelled_out(override) for override in overrides])
-        merged = OmegaConf.merge(*(OmegaConf.create(_codecs_spelled_out(part)) for part in (base, values)), dotted)
-        plain = OmegaConf.to_container(merged, resolve=True)
+        below: Any = _codecs_spelled_out(base)
+        for part in (_codecs_spelled_out(values), OmegaConf.to_container(dotted)):
+            below = OmegaConf.to_container(OmegaConf.merge(_without_replaced_codecs(below, part), part))
+        plain = OmegaConf.to_container(OmegaConf.create(below), resolve=True)
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError) as error:
         given = textwrap.shorten(" ".join(overrides), 120) if overrides else ""
         where = f" (with the overrides {given})" if given else ""
@@ -386,6 +391,20 @@ def _codecs_spelled_out(values: dict[str, Any]) -> dict[str, Any]:
         return values
     spelled = {kind: {"name": codec} if isinstance(codec, str) else codec for kind, codec in section.items()}
     return {**values, "compression": spelled}
+
+
+def _without_replaced_codecs(values: Any, part: Any) -> Any:
+    """The values without the codecs in place of which `part` names others."""
+    below, above = (given.get("compression") for given in (values, part))
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return values
+    replaced = {kind for kind, codec in above.items() if _names_another(codec, below.get(kind))}
+    return {**values, "compression": {kind: codec for kind, codec in below.items() if kind not in replaced}}
+
+
+def _names_another(codec: Any, before: Any) -> bool:
+    both = isinstance(codec, dict) and isinstance(before, dict)
+    return both and "name" in codec and codec["name"] != before.get("name", "plain")
 
 
 def _codec_spelled_out(override: str) -> str:

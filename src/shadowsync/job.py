@@ -523,7 +523,10 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -
         )
     changed = merge({}, read_yaml(path) if path else {}, overrides)
     before = _with_global_batch(saved.config)
-    return parse(merge(without_foreign_options(merge(before, changed, [])), changed, []))
+    config = parse(merge(without_foreign_options(merge(before, changed, []), changed), changed, []))
+    if not (changed.get("aggregation") or {}).get("global_batch"):
+        _check_global_batch(config)
+    return config
 
 
 def _with_global_batch(saved: dict[str, Any]) -> dict[str, Any]:
@@ -532,6 +535,16 @@ def _with_global_batch(saved: dict[str, Any]) -> dict[str, Any]:
     if config.aggregation.method is None:
         return saved
     return merge(saved, {"aggregation": {"global_batch": global_batch(config)}}, [])
+
+
+def _check_global_batch(config: Config) -> None:
+    """Raises `ConfigError` if the samples of a step, which are the checkpoint's, are not whole batches any more."""
+    if config.aggregation.method is not None and global_batch(config) % config.train.batch_size:
+        raise ConfigError(
+            f"train.batch_size={config.train.batch_size}: a global step was made of {global_batch(config)} samples so "
+            "far, which are not whole batches of that size: take one that divides them, or set "
+            "aggregation.global_batch to a multiple of it"
+        )
 
 
 def _headline(job: Job) -> str:

@@ -21,7 +21,7 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.dense_line import DenseLine
 from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.runtime.lines import Line, Stream
+from shadowsync.runtime.lines import Line, Stream, restore_all
 from shadowsync.session import distance
 from shadowsync.sync.schedule import Synchronisation, Unsynchronised
 from shadowsync.training.gate import Gate
@@ -232,8 +232,7 @@ class LocalGradients(LocalDense):
 
     def load(self, image: DenseImage) -> None:
         image.trainers[0].put_into(self._stepper.replica)
-        for worker, stream in self._gradients.items():
-            stream.encoder.restore(image.feedback_of(*worker))
+        restore_all((stream.encoder, image.feedback_of(*worker)) for worker, stream in self._gradients.items())
 
     @property
     def copies(self) -> int:

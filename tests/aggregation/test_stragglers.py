@@ -92,6 +92,8 @@ def test_of_several_the_slowest_counts() -> None:
         ("index=1+x", "train.slow.index.1=x: input should be a valid integer"),
         ("share=0.1,slow=10-3", "slow=10-3: give the smaller factor first"),
         ("share=0.1,slow=0.5", "train.slow.slow.0=0.5: input should be greater than or equal to 1"),
+        ("index=0,slow=1e6", "train.slow=index=0,slow=1e6: slow=1e+06 is more than 100 times, which looks like a job"),
+        ("share=0.1,slow=3-101", "slow=101 is more than 100 times"),
         ("share=0.1,for_s=0", "train.slow.for_s=0: input should be greater than or equal to 0.1"),
         (
             "until_s=3,share=0.1,from_s=4",

@@ -88,7 +88,15 @@ CONFIGURATION: dict[str, Mistake] = {
     "feedback between samples": Mistake(
         train("compression.push.name=threshold", "compression.push.feedback=true"), ["compression.push.feedback=true"]
     ),
-    "thresholded parameters": Mistake(train("compression.dense=threshold"), ["compression.dense=threshold", "int8"]),
+    "thresholded parameters": Mistake(
+        train("compression.dense=threshold", "sync.form=sequential"), ["compression.dense=threshold", "int8"]
+    ),
+    "a codec without an effect": Mistake(
+        train("compression.dense=int8", "sync.method=none"), ["compression.dense=int8", "sync.method=none"]
+    ),
+    "an option without an effect": Mistake(
+        train("compression.push=int8", "compression.push.seed=3"), ["compression.push.seed=3", "rounding=stochastic"]
+    ),
     "option of another model": Mistake(train("model.cross_layers=2"), ["model.cross_layers", "model.name=dlrm"]),
     "optimizer's option": Mistake(
         train("train.optimizer=sgd", "train.beta1=0.5"), ["train.beta1", "train.optimizer=sgd"]

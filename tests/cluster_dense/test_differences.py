@@ -14,6 +14,8 @@ from rings import PATIENCE_S, Hall
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.int4 import Int4
+from shadowsync.compression.int8 import Int8
 from shadowsync.compression.pieces import Pieces
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
@@ -108,13 +110,14 @@ def test_what_was_sent_and_what_is_left_are_the_replicas(
         before = total([trainers.weights[rank] for rank in ranks])
         average = trainers.average(ranks)
         for rank in ranks:
-            standing = trainers.standing(rank)
-            torch.testing.assert_close(standing.known + standing.left, trainers.weights[rank], atol=2e-6, rtol=0)
-            assert standing.average is average
+            assert trainers.standing(rank).average is average
         known = total([trainers.standing(rank).known for rank in ranks]) / len(ranks)
         torch.testing.assert_close(known, average.double(), atol=1e-5, rtol=0)
+        left = {rank: trainers.weights[rank] - trainers.standing(rank).known for rank in ranks}
         for rank in ranks:
             trainers.averages.approach(rank, trainers.weights[rank], average, alpha)
+            now = trainers.weights[rank] - trainers.standing(rank).known
+            torch.testing.assert_close(now, left[rank], atol=2e-6, rtol=0)
         after = total([trainers.weights[rank] for rank in ranks])
         torch.testing.assert_close(after, before, atol=2e-5, rtol=0)
 
@@ -154,6 +157,17 @@ def test_keeping_everything_is_plain_averaging_bit_for_bit(codec: Codec) -> None
     assert not totals.elements
 
 
+def test_what_workers_do_while_an_average_is_under_way_stays() -> None:
+    trainers = Trainers(2, pieces(keep=0.05), alpha=1.0)
+    trainers.round(range(2))
+    average, meanwhile = trainers.average(range(2)), drawn(99)
+    at_rest = trainers.weights[0].clone()
+    trainers.weights[0].add_(meanwhile)
+    step = average - trainers.standing(0).known
+    trainers.averages.approach(0, trainers.weights[0], average, 1.0)
+    torch.testing.assert_close(trainers.weights[0], at_rest + step + meanwhile, atol=1e-6, rtol=0)
+
+
 def test_replicas_that_rest_come_together_although_little_crosses() -> None:
     trainers = Trainers(4, pieces(keep=0.05), 0.5)
     start = mean_of(trainers.weights)
@@ -180,6 +194,24 @@ def test_bytes_are_those_of_a_message_to_each_other_member() -> None:
     assert first.elements == {"dense": 3 * SIZE}
     assert first.kept == {"dense": 3 * (14 + 30 + 6)}
     assert first.refreshes == {"dense": 3 * 2}
+
+
+@pytest.mark.parametrize(("codec", "fewer"), [(Int8(), 3.9), (Int4(), 7.7)], ids=["int8", "int4"])
+def test_low_bits_round_differences_and_not_replicas(codec: Codec, fewer: float) -> None:
+    """What is rounded off is in the next difference, so that the average comes ever closer to that of the replicas."""
+    trainers = Trainers(2, codec)
+    trainers.round(range(2))
+    whole = trainers.counter.totals().bytes["dense"]
+    apart = []
+    for _ in range(4):
+        average = trainers.average(range(2))
+        apart.append(float((average - mean_of(trainers.weights)).abs().max()))
+        for rank in range(2):
+            trainers.averages.approach(rank, trainers.weights[rank], average, 1.0)
+    assert apart[-1] < apart[0] / 50 < 0.01
+    sent = trainers.counter.totals().bytes["dense"] - whole
+    assert 4 * 2 * SIZE * 4 / sent > fewer
+    assert not trainers.counter.totals().elements
 
 
 def test_vectors_cross_where_differences_would_be_longer() -> None:
@@ -390,6 +422,17 @@ def test_among_processes_it_is_as_in_one_whoever_dies_or_comes_back(
         assert far.counter.totals() == far.near.counter.totals()
         for rank in far.present:
             far.ends[rank].leave()
+
+
+@pytest.mark.parametrize("codec", [Int8(), Int4("stochastic")], ids=["int8", "int4"])
+def test_low_bits_among_processes_are_as_in_one(codec: Codec, threads: ThreadPoolExecutor) -> None:
+    far = Far(2, codec, Hall().ring, threads)
+    for _ in range(4):
+        far.check_round([0, 1])
+    assert far.counter.totals() == far.near.counter.totals()
+    assert far.counter.totals().bytes["dense"] < far.counter.totals().raw_bytes["dense"] / 2
+    for end in far.ends:
+        end.leave()
 
 
 def test_over_gloo_it_is_as_in_one_process_while_members_come_and_go(threads: ThreadPoolExecutor) -> None:

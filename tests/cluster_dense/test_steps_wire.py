@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from step_models import TwoParameters
 from torch import Tensor, nn
 
 from shadowsync.aggregation.aggregator import Aggregation
@@ -55,19 +56,8 @@ Connect = Callable[[Service, int], list[Connection]]
 PATIENCE_S = 20.0
 
 
-class Model(nn.Module):
-    """Two parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
-
-    def forward(self, dense: Tensor, _: object) -> Tensor:
-        return dense.sum(1) * self.first.sum() * self.second.sum()
-
-
 def stepper() -> DenseStepper:
-    return DenseStepper(Replica(Model(), Adagrad(), {}), None)
+    return DenseStepper(Replica(TwoParameters(), Adagrad(), {}), None)
 
 
 def gradient(made: DenseStepper, seed: int) -> DenseGradient:
@@ -305,11 +295,6 @@ class Bench:
         self._leases: dict[int, Any] = {}
         self._at: dict[int, int] = {}
 
-    def replace(self, trainer: int, start: int) -> None:
-        """The next claim is somebody else's of that rank, from that row on."""
-        del self._leases[trainer]
-        self._at[trainer] = start
-
     def claim(self, trainer: int) -> Claim:
         """The next two rows for a trainer."""
         if trainer not in self._leases:
@@ -359,11 +344,10 @@ def test_whoever_waits_longer_than_the_patience_of_a_call_asks_again(connect: Co
 
 def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
     bench = Bench(connect, Sync(), size=2)
-    lost = ConductorRemote(*connect(bench.service, 1))
     arrived, computing, waiting = (bench.claim(0).number for _ in range(3))
     other = bench.claim(1).number
     for worker, number in enumerate((arrived, computing)):
-        assert lost.begin((0, worker), number)
+        assert bench.remote.begin((0, worker), number)
     bench.arrive(arrived)
     held_up = bench.conductor.ask((0, 0), waiting)
     bench.service.abandoned(0)
@@ -371,15 +355,8 @@ def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
     assert held_up.result(PATIENCE_S) is None
     assert bench.desk.trained == 2
     bench.arrive(computing)
-    assert lost.begin((0, 0), computing) is None
+    assert bench.remote.begin((0, 0), computing) is None
     assert bench.remote.begin((1, 0), other)
-    bench.replace(0, 2)
-    replaced = bench.claim(0).number
-    assert bench.remote.begin((0, 0), replaced)
-    for late in (lost.idle, lost.left):
-        late((0, 0))
-    assert replaced in bench.conductor.aggregator.in_flight, "whoever took its place is still at it"
-    bench.remote.left((0, 0))
     bench.remote.left((1, 0))
     assert not bench.conductor.aggregator.held
     assert bench.conductor.state.received == 1

@@ -155,6 +155,8 @@ BAD = [
     step(shards=(0, 9)),
     ("push", PushAsked(0, 5, 0.1, SHAPE, IDS, held=3), (VALUES, OFFSETS, GRADIENT[:1])),
     ("step", StepAsked(0, 5, 0.1, SHAPES, (0,), held=3), (NUMBERS, *SUMS)),
+    ("push", PushAsked(0, 5, 0.1, SHAPE, IDS, held=-1), (VALUES, OFFSETS, GRADIENT)),
+    ("step", StepAsked(0, 5, 0.1, SHAPES, (0, 1), held=-1), (NUMBERS, *SUMS)),
     ("commit", CommitAsked(0, (1, 2), (1.0,), 2.0, 0.1, 0), ()),
     ("commit", CommitAsked(0, (1,), (1.0,), 0.0, 0.1, 0), ()),
     ("commit", CommitAsked(0, (1,), (1.0,), float("nan"), 0.1, 0), ()),

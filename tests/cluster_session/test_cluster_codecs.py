@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,18 @@ from job_helpers import beside_own_model, write_rows
 from torch import Tensor
 
 from shadowsync import Job, Result
+from shadowsync.cluster import trainer_part
 from shadowsync.cluster.trainer_part import TrainerPart
+from shadowsync.compression.codec import Codec
 from shadowsync.report.role_log import read_events
 from shadowsync.runtime import codec_choice
+from shadowsync.runtime.codec_choice import CodecChoice, Situation
+from shadowsync.runtime.link import Link, Traffic
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.service import Meta
 
 pytestmark = pytest.mark.timeout(60)
+STEP_S, SPEED = 0.002, 100_000
 
 
 @dataclass(frozen=True)
@@ -102,11 +107,32 @@ def test_a_slow_link_leads_to_a_stronger_codec_and_is_told(tmp_path: Path, monke
 
 @pytest.mark.usefixtures("cluster", "quick_looks")
 def test_a_quick_link_stays_plain_and_nothing_is_told(tmp_path: Path) -> None:
-    result = run(tmp_path, rows=160, step_ms=20.0, compression={"pull": AUTO, "push": AUTO, "dense": AUTO})
+    result = run(tmp_path, rows=160, step_ms=20.0, compression={"pull": AUTO, "push": AUTO})
     assert result.wire is not None
     assert result.wire.codecs == dict.fromkeys(("pull", "push", "dense"), "plain")
     assert result.wire.bytes == result.wire.raw_bytes
     assert not any(event.detail.startswith("compression.") for event in read_events(tmp_path / "out"))
+
+
+class PacedLink(Link):
+    """What crosses took as long as on a link of `SPEED` bytes per second, however busy this machine is."""
+
+    def take(self, kind: str) -> Traffic:
+        seen = super().take(kind)
+        return seen._replace(busy_s=(seen.fixed_bytes + seen.float_bytes) / SPEED)
+
+
+class PacedChoice(CodecChoice):
+    """Every step computes and waits for `STEP_S` each, and no other time passes."""
+
+    def __init__(self, codecs: Mapping[str, Codec], situation: Situation) -> None:
+        self._now = 0.0
+        super().__init__(codecs, situation, lambda: self._now)
+        self._link = PacedLink(lambda: self._now)
+
+    def stepped(self, computed_s: float, waited_s: float) -> None:
+        self._now += 2 * STEP_S
+        super().stepped(STEP_S, STEP_S)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -121,7 +147,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_the_dense_part_gets_out_of_the_way_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: dict[str, Any]
 ) -> None:
-    slow(monkeypatch, speed=200_000)
+    monkeypatch.setattr(trainer_part, "CodecChoice", PacedChoice)
     result = run(tmp_path, rows=800, compression={"pull": AUTO, "dense": AUTO}, **family)
     assert result.wire is not None
     assert result.wire.codecs["dense"] != "plain"

@@ -16,14 +16,15 @@ from job_helpers import (
     Ledger,
     Witness,
     beside_own_model,
+    by_gradients,
     checkpoints,
     error_of,
     result_of,
     settings,
     train_counted,
+    weights,
     write_rows,
 )
-from safetensors.torch import load_file
 
 from shadowsync import Job
 from shadowsync.aggregation.aggregator import Switch
@@ -47,18 +48,7 @@ ROWS, EPOCHS = 240, 2
 
 
 def gradient_settings(path: Path, method: str, test_path: Path | None = None, **sections: Any) -> dict[str, Any]:
-    config = cluster_settings(path, test_path or path, **sections)
-    del config["sync"]
-    config["aggregation"] = {"method": method, **dict(sections.get("aggregation", {}))}
-    return config
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    """Everything that was trained, from the newest checkpoint."""
-    found = {}
-    for file in sorted(checkpoints(out)[-1].glob("*.safetensors")):
-        found |= {name: tensor for name, tensor in load_file(file).items() if "random" not in file.name}
-    return found
+    return by_gradients(cluster_settings(path, test_path or path, **sections), method)
 
 
 @pytest.mark.parametrize(("method", "prefetch"), [("sync", None), ("hop_bs", None), ("gba", 3)])

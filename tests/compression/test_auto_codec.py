@@ -208,7 +208,6 @@ def test_the_ladder_is_what_the_options_say():
     [
         ({"weakest": "int4"}, "has to come before strongest=int4"),
         ({"weakest": "int8", "strongest": "bf16"}, "has to come before"),
-        ({"keep": 0.1}, "keep=0.1 has no effect"),
         ({"strongest": "int2"}, "strongest"),
         ({"strongest": "plain"}, "strongest"),
         ({"weakest": "threshold"}, "weakest"),

@@ -58,6 +58,17 @@ def test_nothing_becomes_infinite(codec, values, times):
 
 
 @EACH
+@pytest.mark.parametrize("shape", [(2,), (400,), (40, 16)])
+def test_the_largest_numbers_stay_finite_there_and_back_with_what_is_left(codec, shape):
+    largest = torch.finfo(torch.float32).max
+    tensor = torch.where(numbers(shape) > 0, largest, -0.999 * largest)
+    encoded = codec.encode(tensor)
+    assert bool(torch.isfinite(codec.decode(encoded.frames, encoded.shape)).all())
+    left = getattr(encoded.state, "residual", None)
+    assert left is None or bool(torch.isfinite(left).all())
+
+
+@EACH
 def test_a_column_slice_is_encoded_like_a_copy_of_it(codec):
     for rows in (4, 400):
         tensor = numbers((rows, 12))[:, 1:11]
@@ -135,6 +146,13 @@ def test_bf16_errs_by_at_most_half_of_its_last_place(values):
     normal = tensor.abs() >= torch.finfo(torch.bfloat16).tiny
     assert bool((error[normal] <= tensor[normal].abs() * 2**-8).all())
     assert bool((error[~normal] <= torch.finfo(torch.bfloat16).tiny).all())
+
+
+def test_bf16_carries_what_is_not_finite():
+    tensor = torch.tensor([3.4e38, float("inf"), float("nan"), -float("inf"), -3.4e38, 1.0])
+    largest = torch.finfo(torch.bfloat16).max
+    expected = torch.tensor([largest, float("inf"), float("nan"), -float("inf"), -largest, 1.0])
+    assert torch.equal(round_trip(MEMBERS["bf16"](), tensor).nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def test_bf16_rounds_to_nearest_even_and_halves_the_bytes():

@@ -124,6 +124,77 @@ def test_mistakes_are_told():
         CompressedCut(feedback=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"codec": None}, "codec=None is not known"),
+        ({"groups": (8, 8)}, "groups have no effect with codec=threshold here, but with threshold and scope=group"),
+        ({"groups": (8, 8), "codec": "bf16"}, "groups have no effect with codec=bf16"),
+        ({"scope": "group"}, "scope=group has no effect without groups"),
+        ({"scope": "group", "groups": (8, -8)}, "from 1 on, not -8"),
+        ({"scope": "group", "groups": (8, 0)}, "from 1 on, not 0"),
+        ({"scope": "group", "groups": (8, 2.5)}, "from 1 on, not 2.5"),
+        ({"scope": "group", "groups": (8, True)}, "from 1 on, not True"),
+        ({"scope": "group", "groups": "16"}, "are no widths"),
+        ({"scope": "group", "groups": 16}, "are no widths"),
+        ({"rounding": "stochastic"}, r"codec\.rounding=stochastic has no effect with values=fp32"),
+        ({"codec": "int8", "seed": 3}, r"codec\.seed=3 has no effect with rounding=nearest"),
+        ({"refresh": True}, r"codec\.refresh=True"),
+        ({"band": float("inf")}, r"codec\.band=inf"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_told(options, told):
+    with pytest.raises(ConfigError, match=told):
+        CompressedCut(**options)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_only_floating_point_numbers_cross(dtype):
+    with pytest.raises(TypeError, match=f"^the cut takes floating-point numbers, not {dtype}$"):
+        CompressedCut()(torch.ones((20, 20), dtype=dtype))
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("keep", [0.5, 1])
+def test_a_gradient_that_is_not_finite_is_told_whatever_its_values_cross_as(values, keep):
+    cut, inputs = CompressedCut(keep=keep, values=values), numbers((64, 16)).requires_grad_()
+    arrived = cut(inputs)
+    gradient = torch.ones((64, 16))
+    gradient.view(-1)[arrived.detach().flatten().nonzero()[0]] = float("nan")
+    with pytest.raises(NonFiniteTensor, match=r"^the gradient at the cut cannot be sent: 1 of 1,024 elements"):
+        arrived.backward(gradient)
+
+
+def test_numbers_beyond_float32_are_told():
+    inputs = numbers((64, 16)).double()
+    with pytest.raises(
+        NonFiniteTensor, match=r"the activations at the cut cannot be sent: 1e\+300 is beyond the range"
+    ):
+        CompressedCut()(torch.cat((inputs, torch.full((1, 16), 1e300, dtype=torch.float64))))
+    arrived = CompressedCut("plain")(inputs.requires_grad_())
+    with pytest.raises(NonFiniteTensor, match=r"the gradient at the cut cannot be sent: 1e\+200 is beyond"):
+        arrived.backward(torch.full((64, 16), 1e200, dtype=torch.float64))
+
+
+def test_scales_are_of_features_where_they_are_given():
+    inputs = torch.cat((numbers((10, 16)), 1e-4 * numbers((10, 16), 1)), 1)
+    assert CompressedCut("int4", groups=(16, 16))(inputs)[:, 16:].any(1).all()
+    assert not CompressedCut("int4")(inputs)[:, 16:].any()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it while it traces
+def test_it_may_be_in_a_model_that_is_compiled():
+    model = nn.Sequential(nn.Linear(8, 64), CompressedCut(keep=0.2), nn.Linear(64, 1))
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    for seed in range(3):
+        outputs = [one(numbers((50, 8), seed)) for one in (model, compiled)]
+        for output in outputs:
+            output.sum().backward()
+        assert torch.equal(*outputs)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), compiled.parameters(), strict=True))
+
+
 def test_it_is_a_module_like_others():
     model = nn.Sequential(nn.Linear(4, 300), CompressedCut(keep=0.1), nn.Linear(300, 1))
     model(numbers((5, 4)))

@@ -69,7 +69,54 @@ def test_torch_draws_what_it_would_have_drawn():
     [((), 256), ((5000,), 256), ((10, 16), 16), ((10, 416), 416), ((10, 512), 256), ((10, 4), 256), ((2, 3, 40), 40)],
 )
 def test_what_shares_a_scale(shape, width):
-    assert row_width(shape, 256) == width
+    assert row_width(shape, None) == row_width(shape, 256) == width
+
+
+@pytest.mark.parametrize(
+    ("groups", "width"),
+    [
+        ((16,) * 26, 16),
+        ((16, 64, 32), 16),
+        ((10,) * 7, 10),
+        ((4,) * 26, 8),
+        ((4,) * 5, 20),
+        ((10, 16), 26),
+        ((7, 9, 16), 8),
+        ((416,), 416),
+    ],
+)
+def test_what_shares_a_scale_where_there_are_features(groups, width):
+    shape = (10, sum(groups))
+    assert row_width(shape, None, groups) == width
+    assert row_width(shape, 1 << 20, groups) == sum(groups)
+    assert row_width((10, 3), None, (1, 2)) == 256
+
+
+@KINDS
+@pytest.mark.parametrize("groups", [(16,) * 26, (16, 64, 32), (4,) * 26, (10, 16)])
+def test_each_feature_has_a_scale_and_the_other_side_need_not_know(kind, groups):
+    sizes = torch.cat([torch.full((width,), 10.0 ** -(place % 7)) for place, width in enumerate(groups)])
+    tensor = numbers((50, sum(groups))) * sizes
+    encoded = kind().encode(tensor, None, groups)
+    decoded = kind(block=64).decode(encoded.frames, encoded.shape)
+    width = row_width(encoded.shape, None, groups)
+    error, of = ((decoded - tensor).view(-1, width), tensor.view(-1, width))
+    assert bool((error.abs() <= of.abs().amax(1, keepdim=True) / kind.levels * ROUGHER * 0.5001).all())
+    assert encoded.byte_count == -(-tensor.numel() * (8 if kind is Int8 else 4) // 8) + 2 * tensor.numel() // width
+
+
+@KINDS
+def test_groups_are_the_columns(kind):
+    with pytest.raises(ValueError, match="groups"):
+        kind().encode(numbers((10, 32)), None, (16, 17))
+
+
+@KINDS
+@pytest.mark.parametrize("count", [0, 1, 39, 80, 50 * 416 // 4, 50 * 416])
+def test_scales_of_no_cut_of_a_row_are_refused(kind, count):
+    packed, _ = kind().encode(numbers((40, 416))).frames
+    with pytest.raises(ValueError, match="scales"):
+        kind().decode((packed, torch.ones(count + 7, dtype=torch.bfloat16)), (40, 416))
 
 
 @pytest.mark.parametrize(("kind", "levels"), [(Int8, 1000), (Int4, 500)])
@@ -97,7 +144,7 @@ def test_what_is_not_finite_is_refused(kind, value, shape):
 
 
 @KINDS
-@pytest.mark.parametrize("value", [0.0, 1.0, -3e38, 1e-40, 1e-45])
+@pytest.mark.parametrize("value", [0.0, 1.0, -3e38, 3.4028e38, -3.4e38, 1e-40, 1e-45])
 def test_all_equal(kind, value):
     decoded = round_trip(kind(), torch.full((300,), value))
     assert bool(((decoded - value).abs() <= max(abs(value) * ROUGHER / kind.levels, 1e-37)).all())

@@ -22,7 +22,7 @@ from shadowsync.errors import NonFiniteTensor
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.dense_line import gradients
 from shadowsync.runtime.group import Averaging, DenseServers
-from shadowsync.runtime.lines import EmbeddingLine, Line
+from shadowsync.runtime.lines import EmbeddingLine, Encoder, Line, restore_all
 from shadowsync.training.gate import Gate
 from shadowsync.training.replica import Slot
 
@@ -181,3 +181,14 @@ def test_plain_is_sent_without_a_copy() -> None:
     assert line.stream("a").send(tensor).data_ptr() == tensor.data_ptr()
     assert line.stream("a") is line.stream("a")
     assert counter.totals().bytes == counter.totals().raw_bytes == {"pull": 48}
+
+
+def test_residuals_that_another_codec_cannot_read_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    threshold, rounding = Encoder(Threshold(feedback=True)), Encoder(Int8(rounding="stochastic"))
+    for encoder in (threshold, rounding):
+        encoder.encode(torch.randn(1000))
+    restore_all([(Encoder(Threshold()), threshold.tensors()), (Encoder(Plain()), rounding.tensors())])
+    assert not caplog.records
+    restore_all([(Encoder(Int8()), threshold.tensors())] * 2)
+    (told,) = caplog.messages
+    assert told.startswith("what 2 workers had not sent of their gradients is not of this codec")

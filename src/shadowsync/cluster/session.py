@@ -39,7 +39,7 @@ from shadowsync.session import Material, Newest, RolePlace, ServerLoss, Session,
 from shadowsync.training.rates import Rates
 
 STATUS_S = 1.0
-QUICK_STATUS_S = 0.1
+QUICK_STATUS_S = 0.05
 FINISH_S = 60.0
 SEARCH_S = 1.0
 ATTEMPTS = 20

@@ -19,7 +19,7 @@ from shadowsync.runtime.conductor_remote import ConductorRemote
 from shadowsync.runtime.dense_remote import DenseRemote
 from shadowsync.runtime.gloo import GlooOptions, GlooRing
 from shadowsync.runtime.group import split_evenly
-from shadowsync.runtime.lines import Line
+from shadowsync.runtime.lines import Line, restore_all
 from shadowsync.runtime.remote_group import RemoteGroup
 from shadowsync.runtime.stepper_remote import StepperRemote
 from shadowsync.runtime.wire.connection import Connection
@@ -180,8 +180,8 @@ class GradientWorkers(TrainerDense):
 
     def restore(self, image: TrainerImage) -> None:
         """The parameters are the server's: workers pull them before their first batch."""
-        for index, remote in enumerate(self._remotes):
-            remote.gradients.encoder.restore(below(image.method, str(index)))
+        remotes = enumerate(self._remotes)
+        restore_all((remote.gradients.encoder, below(image.method, str(index))) for index, remote in remotes)
 
 
 def _group(material: TrainerMaterial, replica: Replica) -> RemoteGroup:

@@ -70,26 +70,33 @@ class Auto(Codec):
         ),
     ] = None
     stay_s: Annotated[
-        float, Field(ge=0, description="least seconds between two changes; more follows later and flaps less")
+        float,
+        Field(
+            ge=0,
+            allow_inf_nan=False,
+            description="least seconds between two changes; more follows later and flaps less",
+        ),
     ] = 5.0
     keep: Annotated[
         float | None, Field(gt=0, le=1, description=f"of threshold, with values in int8; null is {_KEEP}")
     ] = None
     rounding: Rounding = "nearest"
     seed: Seed = 0
-    block: Block = 256
+    block: Block = None
 
     def __post_init__(self) -> None:
         if _ORDER.index(self.weakest) >= _ORDER.index(self.strongest):
             raise ValueError(
                 f"weakest={self.weakest} has to come before strongest={self.strongest} among {', '.join(_ORDER)}"
             )
-        if self.keep is not None and self.strongest != "threshold":
-            raise ValueError(f"keep={self.keep} has no effect without strongest=threshold")
 
     @property
     def ladder(self) -> tuple[Codec, ...]:
         return _ladder(self)
+
+    @property
+    def by_feature(self) -> bool:
+        return self.ladder[0].by_feature
 
     def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:
         return self.ladder[0].encode(tensor, state, groups)

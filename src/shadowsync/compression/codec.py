@@ -130,6 +130,8 @@ class Codec(ABC):
     """Every bit is kept."""
     sparse: ClassVar[bool] = False
     """What does not cross reads as zero, so that only gradients, differences and activations can be sent."""
+    elementwise: ClassVar[bool] = False
+    """A message is one tensor with a floating-point number for each element, so that sums can be taken of it."""
     selecting: ClassVar[frozenset[str]] = frozenset()
     """Options that say which elements cross; `encode_under` has no use for them."""
 
@@ -162,10 +164,16 @@ class Codec(ABC):
             tensor: float32 of the shape that the mask was made for.
             kept: positions as `Encoded.kept`.
             state: as in `encode`, of the way back.
+
+        Raises:
+            NotFinite: one of those elements is NaN or infinite, whatever else the codec can carry; and as `encode`.
         """
         if kept is None:
             return self.encode(tensor, state)
-        encoded = self.encode(tensor.detach().reshape(-1)[kept], state)
+        values = tensor.detach().reshape(-1)[kept]
+        if not bool(values.isfinite().all()):
+            raise NotFinite(tensor)
+        encoded = self.encode(values, state)
         return Encoded(encoded.frames, tuple(tensor.shape), encoded.state, kept)
 
     def decode_under(self, frames: Sequence[Tensor], shape: tuple[int, ...], kept: Tensor | None) -> Tensor:
@@ -178,6 +186,11 @@ class Codec(ABC):
         tensor = nothing(shape)
         tensor.view(-1)[kept] = values
         return tensor
+
+    @property
+    def by_feature(self) -> bool:
+        """`encode` looks at groups of columns, so that they have to be given."""
+        return False
 
     @property
     def ladder(self) -> "tuple[Codec, ...]":

@@ -15,7 +15,8 @@ _ZERO = 8
 
 @dataclass(frozen=True)
 class Int4(LowBit):
-    """Integers from -7 to 7, two in a byte, times a scale per row: off by at most 1/14 of the row's largest magnitude.
+    """Integers from -7 to 7, two in a byte, times a scale per row: off by at most 1/13.9 of the row's largest
+    magnitude (1/14, and the scale is up to 1/128 larger), or twice that with `rounding=stochastic`.
 
     As `int8` with fewer levels; without error feedback, `rounding=stochastic` keeps the mean of what is sent right.
     """

@@ -11,7 +11,8 @@ from shadowsync.compression.low_bit import LowBit
 
 @dataclass(frozen=True)
 class Int8(LowBit):
-    """Integers from -127 to 127 times a scale per row: off by at most 1/254 of the largest magnitude of the row.
+    """Integers from -127 to 127 times a scale per row: off by at most 1/252 of the largest magnitude of the row
+    (1/254, and the scale is up to 1/128 larger), or twice that with `rounding=stochastic`.
 
     Symmetric and linear, as is common for activations and gradients; the scale is that of a row (an embedding, a
     sample) instead of a whole tensor.

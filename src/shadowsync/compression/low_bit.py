@@ -15,12 +15,16 @@ from pydantic import Field
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, CodecState, Encoded, NotFinite, as_numbers
+from shadowsync.compression.selection import check_groups
 
 CHUNK = 1 << 16
 """Elements that are worked on at a time, so that what lies between two operations stays in the processor's cache."""
 NARROW = 8
 """A tensor whose rows are shorter is cut into blocks as a vector is: a scale per row would outweigh the rows."""
+BLOCK = 256
+"""Elements that share a scale where nothing else says how many."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+_LARGEST = torch.finfo(torch.float32).max
 
 Rounding = Annotated[
     Literal["nearest", "stochastic"],
@@ -28,12 +32,11 @@ Rounding = Annotated[
 ]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63, description="of stochastic rounding")]
 Block = Annotated[
-    int,
+    Annotated[int, Field(ge=8, le=1 << 20)] | None,
     Field(
-        ge=8,
-        le=1 << 20,
-        description="elements of a vector that share a scale; more costs fewer bytes and rounds more coarsely. Longer "
-        "rows that it divides evenly are cut too",
+        description="elements that share a scale, of a tensor without rows or of longer rows that it divides evenly; "
+        "more costs fewer bytes and rounds more coarsely. null: each feature's vector has a scale of its own, and "
+        f"{BLOCK} elements of what has no features",
     ),
 ]
 
@@ -54,12 +57,14 @@ class Draws(CodecState):
 
 @dataclass(frozen=True)
 class LowBit(Codec):
-    """`q = round(x / s)`, `s = max |x| / levels` over a row of the last dimension, or over a block of a vector.
+    """`q = round(x / s)`, `s = max |x| / levels` over a row of the last dimension, over each feature's part of it, or
+    over a block of a vector.
 
     Scales are bfloat16, rounded up so that nothing has to be cut off: half the bytes of float32, for an error that is
-    at most 1/128 larger. Rounding at random draws from a generator that is seeded anew for each message with `seed`,
-    the number of the message, and bits of the tensor itself: the same messages round the same in every run, and
-    streams that carry different numbers do not round alike.
+    at most 1/128 larger. All parts of a row are of one width (`row_width`), so that the number of scales says how rows
+    were cut, and the other side need not know of features. Rounding at random draws from a generator that is seeded
+    anew for each message with `seed`, the number of the message, and bits of the tensor itself: the same messages round
+    the same in every run, and streams that carry different numbers do not round alike.
     """
 
     levels: ClassVar[int]
@@ -67,7 +72,7 @@ class LowBit(Codec):
 
     rounding: Rounding = "nearest"
     seed: Seed = 0
-    block: Block = 256
+    block: Block = None
 
     @abstractmethod
     def _packed(self, levels: Tensor) -> Tensor:
@@ -83,7 +88,8 @@ class LowBit(Codec):
 
     def encode(self, tensor: Tensor, state: Draws | None = None, groups: Sequence[int] = ()) -> Encoded:
         flat = as_numbers(tensor).view(-1)
-        width = row_width(tuple(tensor.shape), self.block)
+        check_groups(groups, tensor.shape)
+        width = row_width(tuple(tensor.shape), self.block, groups)
         levels = torch.empty(flat.shape, dtype=torch.int8)
         scales = torch.empty(-(-len(flat) // width))
         noise, after = self._noise(flat, state or Draws())
@@ -99,20 +105,40 @@ class LowBit(Codec):
         frames = (self._packed(levels), scales.to(torch.bfloat16)) if len(flat) else ()
         return Encoded(frames, tuple(tensor.shape), after)
 
+    @property
+    def by_feature(self) -> bool:
+        return self.block is None
+
     def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         count = math.prod(shape)
         if not count and not frames:
             return torch.zeros(shape)
         packed, scales = frames
-        width = row_width(shape, self.block)
-        if scales.dtype != torch.bfloat16 or scales.numel() != -(-count // width):
-            raise ValueError(f"{scales.numel()} scales of {scales.dtype} for rows of {width} in {count} elements")
+        if scales.dtype != torch.bfloat16:
+            raise ValueError(f"scales are {scales.dtype}, not bfloat16")
+        width = self._width(shape, scales.numel())
         levels, scales = self._unpacked(packed.reshape(-1), count), scales.reshape(-1).to(torch.float32)
         out = torch.empty(count)
         whole = count // width * width
         torch.mul(levels[:whole].view(-1, width), scales[: whole // width, None], out=out[:whole].view(-1, width))
         torch.mul(levels[whole:], scales[whole // width :], out=out[whole:])
+        if len(scales) and float(scales.max()) * self.levels > _LARGEST:
+            out.clamp_(-_LARGEST, _LARGEST)  # a scale that was rounded up may lead out of float32
         return out.view(shape)
+
+    def _width(self, shape: tuple[int, ...], scales: int) -> int:
+        """The elements that share a scale, where there are so many scales."""
+        count, columns = math.prod(shape), _columns(shape)
+        if columns < NARROW:
+            width = row_width(shape, self.block)
+            fits = scales == -(-count // width)
+        else:
+            cuts, rest = divmod(scales, max(1, count // columns))
+            width = columns // max(1, cuts)
+            fits = cuts > 0 and not rest and columns % cuts == 0 and width >= NARROW
+        if not fits:
+            raise ValueError(f"{scales} scales are not those of a tensor {list(shape)}")
+        return width
 
     def restored(self, tensors: Mapping[str, Tensor]) -> Draws | None:
         if not tensors:
@@ -129,12 +155,24 @@ class LowBit(Codec):
         return np.random.Generator(np.random.SFC64(seeds)), Draws(state.count + 1)
 
 
-def row_width(shape: tuple[int, ...], block: int) -> int:
-    """W: elements that share a scale; the last row of a vector may be shorter."""
-    width = shape[-1] if len(shape) > 1 else 0
+def row_width(shape: tuple[int, ...], block: int | None, groups: Sequence[int] = ()) -> int:
+    """W: elements that share a scale; the last row of a vector may be shorter.
+
+    Rows are cut into parts of one width, at features: `groups` of unequal widths at what divides them all, and narrow
+    ones several together.
+    """
+    width = _columns(shape)
     if width < NARROW:
-        return block
-    return block if width > block and width % block == 0 else width
+        return block or BLOCK
+    if block is None and groups:
+        step = math.gcd(*groups)
+        return next(cut for cut in range(-(-NARROW // step) * step, width + 1, step) if width % cut == 0)
+    cut = block or BLOCK
+    return cut if width > cut and width % cut == 0 else width
+
+
+def _columns(shape: tuple[int, ...]) -> int:
+    return shape[-1] if len(shape) > 1 else 0
 
 
 def _parts(count: int, width: int) -> Iterator[tuple[slice, slice, int]]:

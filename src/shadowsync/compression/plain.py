@@ -15,6 +15,7 @@ class Plain(Codec):
     """float32 as it stands; no copy is made."""
 
     name: ClassVar[str] = "plain"
+    elementwise: ClassVar[bool] = True
     exact: ClassVar[bool] = True
 
     def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:

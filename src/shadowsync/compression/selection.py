@@ -24,7 +24,7 @@ CHUNK = 1 << 17
 _MANY, _FEW = 16, 128
 """Where more than one of so many elements crosses, all bits are looked at; or words of 2 bytes in place of 8."""
 _MAGNITUDE = 0x7FFFFFFF
-_LEAST = 1
+LEAST = 1
 """The bits of the smallest number above zero: a zero never has to cross, it is what the other side fills in."""
 
 
@@ -45,9 +45,9 @@ def exact_floors(flat: Floats, keep: float, groups: Sequence[int] = ()) -> Bits:
 
 def _floor(magnitudes: Bits, keep: float) -> int:
     if not len(magnitudes):
-        return _LEAST
+        return LEAST
     place = len(magnitudes) - max(1, round(keep * len(magnitudes)))
-    return max(_LEAST, int(np.partition(magnitudes, place)[place]))
+    return max(LEAST, int(np.partition(magnitudes, place)[place]))
 
 
 def reach(flat: Floats, floors: Bits, groups: Sequence[int] = ()) -> Positions:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -14,17 +14,25 @@ from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec, CodecState, Decoded, Encoded, NotFinite, as_numbers, nothing
 from shadowsync.compression.int4 import Int4
 from shadowsync.compression.int8 import Int8
-from shadowsync.compression.low_bit import Block, Draws, Rounding, Seed
+from shadowsync.compression.low_bit import Block, Draws, LowBit, Rounding, Seed
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.positions import Positions, pack, unpack
-from shadowsync.compression.selection import Bits, check_groups, exact_floors, reach
+from shadowsync.compression.selection import LEAST, Bits, check_groups, exact_floors, reach
 from shadowsync.errors import ConfigError
 
 SMALL = 256
 """Tensors of fewer elements cross whole."""
+KEEP_FED_BACK, KEEP_AT_THE_CUT = 0.01, 0.2
+"""`keep` where nothing is given, for the dense part, and for pulls and pushes."""
 SETTLING = 8
 """Messages over which the kept share is averaged, and that an early refresh waits for after the last refresh."""
-_NUMBERS = {"age", "share", "refreshes", "early"}
+FURTHEST = 3.0
+"""A share that is further above what was asked for, in multiples of it, corrects τ no more than this does."""
+_LARGEST = 0x7F7FFFFF
+"""The bits of the largest finite number."""
+_COUNTS, _SHARES = ("age", "pause", "refreshes", "early"), ("share", "reached", "keep")
+_NEEDED = {"age", "share", "refreshes", "early"}
+_ALLOWED = {*_COUNTS, *_SHARES, "floors", "residual"}
 _VALUES = "values."
 
 Values = Literal["fp32", "bf16", "int8", "int4"]
@@ -40,6 +48,10 @@ class ThresholdState(CodecState):
         spare: memory of an earlier residual, to be overwritten.
         age: messages since the last selection.
         share: of the elements that cross, a running mean since the last selection.
+        reached: share that the last selection let pass: more than was asked for where magnitudes are equal, less where
+            there are zeros.
+        pause: messages before a selection that let too much pass is tried again.
+        keep: share that the last selection was asked for.
         refreshes: selections so far.
         early: those of them that came early, because the share had left its band.
         draws: what the codec of the values remembers.
@@ -50,6 +62,9 @@ class ThresholdState(CodecState):
     spare: Tensor | None = None
     age: int = 0
     share: float = 0.0
+    reached: float = 0.0
+    pause: int = 0
+    keep: float = 0.0
     refreshes: int = 0
     early: int = 0
     draws: Draws | None = None
@@ -60,9 +75,8 @@ class ThresholdState(CodecState):
         return () if self.floors is None else tuple(self.floors.view(np.float32).tolist())
 
     def tensors(self) -> dict[str, Tensor]:
-        numbers = {"age": self.age, "refreshes": self.refreshes, "early": self.early}
-        found = {name: torch.tensor(number) for name, number in numbers.items()}
-        found["share"] = torch.tensor(self.share, dtype=torch.float64)
+        found = {name: torch.tensor(getattr(self, name)) for name in _COUNTS}
+        found |= {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in _SHARES}
         if self.floors is not None:
             found["floors"] = torch.from_numpy(self.floors.copy())
         if self.residual is not None:
@@ -80,24 +94,51 @@ class Threshold(Codec):
     costs one comparison. Tensors of fewer than 256 elements cross whole. What was sent and what is left add up to what
     was given: bit for bit with fp32 values, and with fewer bits what they round off is left too.
 
-    Ours differs: between refreshes the real share drifts (with feedback what was not sent piles up, so that several
-    times the share may cross), so it is averaged over the messages, and τ is chosen anew once it leaves a band. Groups
-    of columns may have a τ each. A zero is not sent unless everything is. Equal magnitudes cross together or not at
-    all. How positions cross is `positions`' affair.
+    Ours differs: with a τ that stays, the real share drifts (with feedback what was not sent piles up, so that many
+    times the share may cross). So τ is corrected after each message, `τ *= exp(correction (s / keep − 1))` with s a
+    running mean of the share: on average that rests where s is `keep`. And τ is chosen anew early where s leaves a band
+    around `keep`, or before a single message would let far more pass; but not again and again where no τ can reach the
+    share, because most elements are zero or equal. Groups of columns may have a τ each, corrected together. A zero is
+    not sent unless everything is. Equal magnitudes cross together or not at all. How positions cross is `positions`'
+    affair.
     """
 
     name: ClassVar[str] = "threshold"
     sparse: ClassVar[bool] = True
-    selecting: ClassVar[frozenset[str]] = frozenset({"keep", "refresh", "band", "feedback", "scope"})
+    selecting: ClassVar[frozenset[str]] = frozenset({"keep", "refresh", "band", "correction", "feedback", "scope"})
 
-    keep: Annotated[float, Field(gt=0, le=1, description="share of the elements that cross; more loses less")] = 0.01
+    keep: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="share of the elements that cross; more loses less. null: "
+            f"{KEEP_FED_BACK} for dense, where the rest is sent later; {KEEP_AT_THE_CUT} for pull and push, where it "
+            "is lost",
+        ),
+    ] = None
     refresh: Annotated[
         int,
         Field(ge=1, description="messages (L) from one exact selection to the next; more is quicker and drifts more"),
     ] = 1000
     band: Annotated[
-        float, Field(ge=1, description="factor by which the real share may leave keep before τ is chosen anew")
-    ] = 1.5
+        float,
+        Field(
+            ge=1,
+            allow_inf_nan=False,
+            description="factor by which the mean share may leave keep before τ is chosen anew, and its square that of "
+            "a single message; 1e9 with correction=0 leaves τ alone, as the paper does",
+        ),
+    ] = 2.0
+    correction: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="how strongly the share that crossed moves τ from message to message; more is back at keep "
+            "sooner and swings more, 0 leaves τ as it was chosen",
+        ),
+    ] = 0.05
     values: Annotated[Values, Field(description="how elements cross; fewer bits cost fewer bytes and round")] = "fp32"
     feedback: Annotated[
         bool | None,
@@ -108,19 +149,24 @@ class Threshold(Codec):
     ] = "tensor"
     rounding: Rounding = "nearest"
     seed: Seed = 0
-    block: Block = 256
+    block: Block = None
 
     def resolved(self, key: str) -> Self:
         if key == "compression.dense":
             if self.scope == "group":
                 raise ConfigError(f"{key}.scope=group has no meaning: every parameter has a threshold; leave it out")
-            return replace(self, feedback=self.feedback is not False)
+            return replace(self, keep=self.asked, feedback=self.feedback is not False)
         if self.feedback:
             raise ConfigError(
                 f"{key}.feedback=true has no meaning: a position stands for another sample in each "
                 "message; leave it out"
             )
-        return replace(self, feedback=False)
+        return replace(self, keep=KEEP_AT_THE_CUT if self.keep is None else self.keep, feedback=False)
+
+    @property
+    def asked(self) -> float:
+        """`keep`, or what it is by itself."""
+        return KEEP_FED_BACK if self.keep is None else self.keep
 
     @property
     def everything(self) -> bool:
@@ -128,6 +174,10 @@ class Threshold(Codec):
 
     def of_differences(self) -> Codec:
         return replace(self, feedback=False)
+
+    @property
+    def by_feature(self) -> bool:
+        return self.scope == "group"
 
     @property
     def value_codec(self) -> Codec:
@@ -145,7 +195,8 @@ class Threshold(Codec):
         if not bool(np.isfinite(sent.numpy()).all()):
             raise NotFinite(total.view(shape))
         positions = None if kept is None else torch.from_numpy(kept)
-        values = self.value_codec.encode(sent.view(shape) if kept is None else sent, before.draws)
+        whole = kept is None
+        values = self.value_codec.encode(sent.view(shape) if whole else sent, before.draws, groups if whole else ())
         frames = () if not len(sent) else (_frame(kept, len(total)), *values.frames)
         after = self._left(chosen, tensor, total, positions, values)
         refreshes, early = after.refreshes - before.refreshes, after.early - before.early
@@ -162,7 +213,10 @@ class Threshold(Codec):
         return Decoded(self.value_codec.decode_under(frames[1:], shape, positions), positions)
 
     def encode_under(self, tensor: Tensor, kept: Tensor | None, state: Draws | None = None) -> Encoded:
-        return self.value_codec.encode_under(tensor, kept, state)
+        encoded = self.value_codec.encode_under(tensor, kept, state)
+        if kept is None and not bool(tensor.isfinite().all()):
+            raise NotFinite(tensor)
+        return encoded
 
     def decode_under(self, frames: Sequence[Tensor], shape: tuple[int, ...], kept: Tensor | None) -> Tensor:
         return self.value_codec.decode_under(frames, shape, kept)
@@ -171,19 +225,14 @@ class Threshold(Codec):
         if not tensors:
             return None
         inner = {name.removeprefix(_VALUES): tensors[name] for name in tensors if name.startswith(_VALUES)}
-        own = {name for name in tensors if not name.startswith(_VALUES)}
-        if not _NUMBERS <= own <= _NUMBERS | {"floors", "residual"}:
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_VALUES)}
+        if not _NEEDED <= own.keys() <= _ALLOWED:
             raise ValueError(f"threshold remembers floors, a residual and counts, but got {', '.join(sorted(tensors))}")
-        floors, residual = tensors.get("floors"), tensors.get("residual")
-        return ThresholdState(
-            floors=None if floors is None else floors.to(torch.int32).numpy().copy(),
-            residual=None if residual is None else residual.to(torch.float32, copy=True),
-            age=int(tensors["age"]),
-            share=float(tensors["share"]),
-            refreshes=int(tensors["refreshes"]),
-            early=int(tensors["early"]),
-            draws=self.value_codec.restored(inner),
-        )
+        draws = self.value_codec.restored(inner) if isinstance(self.value_codec, LowBit) else None
+        floors, residual = _row(own, "floors", torch.int32), _row(own, "residual", torch.float32)
+        counts: Any = {name: int(_number(own[name], name)) for name in _COUNTS if name in own}
+        shares: Any = {name: _number(own[name], name) for name in _SHARES if name in own}
+        return ThresholdState(None if floors is None else floors.numpy(), residual, draws=draws, **counts, **shares)
 
     def _total(self, flat: Tensor, before: ThresholdState) -> Tensor:
         """`g + e`, in the spare memory; `g` itself where nothing is left from before."""
@@ -200,30 +249,56 @@ class Threshold(Codec):
         self, total: Tensor, before: ThresholdState, groups: tuple[int, ...]
     ) -> tuple[Positions | None, ThresholdState]:
         """The positions that cross, None for all of them; and the state with what the selection changes in it."""
-        if self.keep == 1 or len(total) < SMALL:
+        count, flat = len(total), total.numpy()
+        if self.keep == 1 or count < SMALL:
             return None, replace(before, age=before.age + 1)
+        asked = max(self.asked, 1 / count)
         due = self._due(before, groups)
-        fresh = due or self._drifted(before, len(total))
-        floors = exact_floors(total.numpy(), self.keep, groups) if fresh else before.floors
-        assert floors is not None, "a selection is due where there is none"
-        kept = reach(total.numpy(), floors, groups)
-        share = len(kept) / len(total)
-        after = replace(
-            before,
-            floors=floors,
-            age=1 if fresh else before.age + 1,
-            share=share if fresh else before.share + (share - before.share) / SETTLING,
-            refreshes=before.refreshes + fresh,
-            early=before.early + (fresh and not due),
-        )
-        return None if len(kept) == len(total) else kept, after
+        fresh = due or self._drifted(before, asked)
+        floors = exact_floors(flat, self.asked, groups) if fresh else self._corrected(before, asked)
+        kept = reach(flat, floors, groups)
+        if not fresh and self._bursts(len(kept), count, before, asked):
+            fresh, floors = True, exact_floors(flat, self.asked, groups)
+            kept = reach(flat, floors, groups)
+        share = len(kept) / count
+        if fresh:
+            after = self._fresh(before, share, asked)
+        else:
+            after = replace(before, age=before.age + 1, share=before.share + (share - before.share) / SETTLING)
+        early = before.early + (fresh and not due)
+        return None if len(kept) == count else kept, replace(after, floors=floors, early=early)
 
     def _due(self, before: ThresholdState, groups: tuple[int, ...]) -> bool:
-        return before.floors is None or len(before.floors) != max(1, len(groups)) or before.age >= self.refresh
+        """Nothing was selected yet, or long ago, or for another share."""
+        other = before.keep != self.asked or before.floors is None or len(before.floors) != max(1, len(groups))
+        return other or before.age >= self.refresh
 
-    def _drifted(self, before: ThresholdState, count: int) -> bool:
-        asked = max(self.keep, 1 / count)
-        return before.age >= SETTLING and not asked / self.band <= before.share <= asked * self.band
+    def _drifted(self, before: ThresholdState, asked: float) -> bool:
+        """The mean share has left its band, and a selection can be expected to bring it back."""
+        if before.reached > asked * self.band:
+            return before.age >= before.pause
+        low = before.share * self.band < asked <= before.reached * self.band
+        return before.age >= SETTLING and (low or before.share > asked * self.band)
+
+    def _bursts(self, kept: int, count: int, before: ThresholdState, asked: float) -> bool:
+        """So much more than was asked for would cross now that it is no chance, nor magnitudes that are equal."""
+        return before.reached <= asked * self.band and kept > asked * count * self.band**2 + SETTLING
+
+    def _corrected(self, before: ThresholdState, asked: float) -> Bits:
+        """The thresholds after what the last message said; they stay where magnitudes are equal."""
+        assert before.floors is not None, "a selection is due where there is none"
+        if self.correction == 0 or before.reached > asked * self.band:
+            return before.floors
+        factor = math.exp(self.correction * min(FURTHEST, before.share / asked - 1))
+        with np.errstate(over="ignore"):
+            moved = (before.floors.view(np.float32) * np.float32(factor)).view(np.int32)
+        return np.clip(moved, LEAST, _LARGEST)
+
+    def _fresh(self, before: ThresholdState, share: float, asked: float) -> ThresholdState:
+        """The state after a selection that lets `share` pass."""
+        tried = min(max(1, 2 * before.pause), self.refresh) if share > asked * self.band else 0
+        known = replace(before, age=1, share=share, reached=share, pause=tried, keep=self.asked)
+        return replace(known, refreshes=before.refreshes + 1)
 
     def _left(
         self, after: ThresholdState, given: Tensor, total: Tensor, kept: Tensor | None, values: Encoded
@@ -250,6 +325,23 @@ _VALUE_CODECS: Mapping[str, Callable[[Threshold], Codec]] = {
     "int8": lambda options: Int8(options.rounding, options.seed, options.block),
     "int4": lambda options: Int4(options.rounding, options.seed, options.block),
 }
+
+
+def _number(tensor: Tensor, name: str) -> float:
+    number = float(tensor) if tensor.numel() == 1 else math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} is {tensor.tolist() if tensor.numel() < SETTLING else list(tensor.shape)}")
+    return number
+
+
+def _row(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor | None:
+    """A copy of a tensor of one dimension."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        return None
+    if tensor.dim() != 1 or not len(tensor) or tensor.dtype != dtype:
+        raise ValueError(f"{name} are {tensor.dtype} {list(tensor.shape)}, not a row of {dtype}")
+    return tensor.clone()
 
 
 def _frame(kept: Positions | None, count: int) -> Tensor:

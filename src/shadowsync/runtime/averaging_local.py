@@ -40,9 +40,10 @@ class Meeting(Protocol):
 
 
 def meeting(trainers: Sequence[int], line: Line) -> Meeting:
-    """Under a sparse codec differences cross, else vectors."""
-    codec = line.codec
-    return LocalDifferences(trainers, line) if codec.sparse and not codec.everything else LocalVectors(trainers, line)
+    """Vectors cross where they can be added up as they are encoded, else differences."""
+    if line.codec.everything:
+        return LocalVectors(trainers, Line(line.kind, Plain(), line.counter))
+    return (LocalVectors if line.codec.ladder[0].elementwise else LocalDifferences)(trainers, line)
 
 
 class LocalVectors:
@@ -52,7 +53,7 @@ class LocalVectors:
     """
 
     def __init__(self, trainers: Sequence[int], line: Line) -> None:
-        self._line = Line(line.kind, Plain(), line.counter) if line.codec.sparse else line
+        self._line = line
         self._round = 0
         self._last_seen = dict.fromkeys(trainers, 0)
         self._missed = dict.fromkeys(trainers, False)

@@ -79,12 +79,12 @@ class Way(ABC):
 
 
 class Vectors(Way):
-    """Vectors cross, in the codec's own type where that is one number for each parameter, else decoded.
+    """Vectors cross, and are added up, in the codec's own type.
 
     Bytes are counted as 2 (n − 1) / n of what moved.
 
     Args:
-        codec: of the way there; where it keeps one number for each parameter, the way back takes its type too.
+        codec: with a number for each element.
         counter: adds up the bytes.
         about: what the vectors are called in errors.
     """
@@ -96,9 +96,7 @@ class Vectors(Way):
     def pack(self, weights: Tensor) -> Parcel:
         with naming(self._about):
             encoded = self._codec.encode(weights, self._state)
-        vector = encoded.frames[0].reshape(-1) if len(encoded.frames) == 1 else None
-        if vector is None or vector.numel() != weights.numel() or not vector.is_floating_point():
-            vector = self._codec.decode(encoded.frames, encoded.shape)
+        (vector,) = encoded.frames
         if vector.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr():
             vector = vector.clone()  # workers go on writing to it
         return Parcel(vector, encoded.state)
@@ -122,7 +120,7 @@ class Differences(Way):
     """Differences cross, from each member to each other one (`PublicCopy`).
 
     Args:
-        codec: sparse.
+        codec: any.
         counter: adds up the bytes.
         about: what the vectors are called in errors.
     """
@@ -156,7 +154,7 @@ class Differences(Way):
 
 
 def way_of(codec: Codec, counter: Counter, about: str) -> Way:
-    """Under a sparse codec differences cross, else vectors."""
-    if codec.sparse and not codec.everything:
-        return Differences(codec, counter, about)
-    return Vectors(Plain() if codec.sparse else codec, counter, about)
+    """Vectors cross where they can be added up as they are encoded, else differences."""
+    if codec.everything or codec.ladder[0].elementwise:
+        return Vectors(Plain() if codec.everything else codec, counter, about)
+    return Differences(codec, counter, about)

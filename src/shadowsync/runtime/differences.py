@@ -1,4 +1,4 @@
-"""Averages that cross as differences: of each replica what its receivers do not have, as a sparse codec lets it pass.
+"""Averages that cross as differences: of each replica what its receivers do not have, as the codec lets it pass.
 
 `P` dense parameters, `n` members; `w_i` the replica of member i, `v_i` what the others have of it, `r` the mean of all
 `v_i`.
@@ -26,10 +26,10 @@ class PublicCopy:
     (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340) on a complete graph, with γ = α and `x̂_i` for `v_i`. There copies
     move by `q_i` alone, so that the step towards the average crosses as well; here all members know it.
 
-    What the codec leaves out, `w_i − v_i`, stays in the replica and so in the next difference; `approach` takes nothing
-    of it away. So there is no residual beside it, `Σ w_i` is conserved as without a codec where t = r, and a member
-    that forgot its copy loses nothing. Where one has none, or members are others than those of r, vectors cross whole,
-    and `v_i = w_i`.
+    What the codec leaves out, `w_i − v_i`, stays in the replica and so in the next difference, and so does what workers
+    did since it was encoded; `approach` takes nothing of either away. So there is no residual beside it, `Σ w_i` is
+    conserved where t = r, and a member that forgot its copy loses nothing. Where one has none, or members are others
+    than those of r, vectors cross whole, and `v_i = w_i`.
 
     All members add up the same messages in the same order, and `approach` is made of steps that round alike on all
     processors, so that r has the same bits everywhere. It is the mean of the v_i within rounding errors, which shrink
@@ -76,16 +76,14 @@ class PublicCopy:
         """
         before = None if self._standing is None else self._standing.state
         state = before if message is None else message.state
-        if whole or message is None:
-            self._standing = _Standing(average, vector, torch.zeros_like(vector), state)
-        else:
-            known = self._last.known + self._decoded(message.frames)
-            self._standing = _Standing(average, known, vector - known, state)
+        crossed = None if whole or message is None else message
+        known = vector if crossed is None else self._last.known + self._decoded(crossed.frames)
+        self._standing = _Standing(average, known, state)
 
     def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
         """As `Group.approach`; once after each average."""
         last = self._last
-        weights.lerp_(target + last.left, alpha)
+        weights.add_((target - last.known).mul_(alpha))
         average = target if target is last.average else _nearer(last.average, target, alpha)
         self._standing = replace(last, average=average, known=_nearer(last.known, target, alpha))
 
@@ -109,13 +107,11 @@ class _Standing:
     Attributes:
         average: `[P]` r.
         known: `[P]` v_i.
-        left: `[P]` w_i − v_i, as it was when the average was made.
         state: of the codec.
     """
 
     average: Tensor
     known: Tensor
-    left: Tensor
     state: Any
 
 
@@ -137,4 +133,5 @@ def count(line: Line, vector: Tensor, members: int, crossed: Encoded | None) -> 
         line.count(raw, raw)
         return
     line.count(crossed.byte_count * (members - 1), raw)
-    line.count_kept(vector.numel(), crossed.kept_count, crossed.refreshes, crossed.early)
+    if line.codec.sparse:
+        line.count_kept(vector.numel(), crossed.kept_count, crossed.refreshes, crossed.early)

@@ -208,7 +208,7 @@ class EmbeddingRemote:
         """In the codec of pushes now; under the mask of their pull, if it came under one, whatever pulls are in now."""
         line, mask = self._pushes.now, self._kept.take(lookup.number)
         if mask is None:
-            groups = slot_widths(self.shards, lookup) if line.codec.sparse else ()
+            groups = slot_widths(self.shards, lookup) if line.codec.by_feature else ()
             streams = [(self._stream(line, about), gradient.contiguous()) for about, gradient in gradients]
             encoded = [stream.encode(found, groups=groups) for stream, found in streams]
             return _Sent(*pack_coded(encoded, line.codec.name), lambda: ())

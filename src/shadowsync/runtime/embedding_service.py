@@ -41,7 +41,7 @@ from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.kept import MOST_STREAMS, USUAL, Bounded, Kept, KeptLimits, Mask
 from shadowsync.runtime.lines import Encoder, slot_widths
 from shadowsync.runtime.rungs import rung
-from shadowsync.runtime.step_messages import Committed
+from shadowsync.runtime.step_messages import Committed, check_batch, checked_weights
 from shadowsync.runtime.wire.service import Method, Reply, Request
 from shadowsync.runtime.words import of_features, of_rows
 
@@ -189,7 +189,7 @@ class EmbeddingService:
             codec, asked.stream, lookup.slots, partial(of_features, self._server.shards, lookup.slots)
         )
         pooled = self._server.pull(lookup)
-        encoded = encoder.encode(pooled, slot_widths(self._server.shards, lookup) if codec.sparse else ())
+        encoded = encoder.encode(pooled, slot_widths(self._server.shards, lookup) if codec.by_feature else ())
         return client.answer(_stream(asked), lookup, [encoded], codec)
 
     def _push(self, request: Request) -> Reply:
@@ -205,10 +205,10 @@ class EmbeddingService:
         if found is None or not isinstance(found.lookup, Lookup):
             return Reply(Pushed(False))
         gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr, found)
-        _check_held(asked.held)
         if asked.held is None:
             self._server.push(found.lookup, gradients[0], asked.lr)
         else:
+            check_batch(asked.held)
             self._server.hold(asked.held, found.lookup, gradients[0])
         return Reply(Pushed(True))
 
@@ -237,23 +237,17 @@ class EmbeddingService:
         if found is None or not isinstance(found.lookup, RowLookup):
             return Reply(Pushed(False))
         gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr, found)
-        _check_held(asked.held)
         if asked.held is None:
             self._server.step_rows(found.lookup, gradients, asked.lr)
         else:
+            check_batch(asked.held)
             self._server.hold_rows(asked.held, found.lookup, gradients)
         return Reply(Pushed(True))
 
     def _commit(self, request: Request) -> Reply:
         asked = request.read(CommitAsked)
         self._generation.check(asked.generation)
-        _check_finite(asked.lr, *asked.weights, 1.0 if asked.divisor is None else asked.divisor)
-        if len(asked.batches) != len(asked.weights) or (asked.divisor is not None and not asked.divisor > 0):
-            raise DataError(
-                f"{len(asked.batches)} batches with {len(asked.weights)} weights and divisor {asked.divisor} make no "
-                "global step"
-            )
-        weights = dict(zip(asked.batches, asked.weights, strict=True))
+        weights = checked_weights(asked.batches, asked.weights, asked.divisor, asked.lr)
         held_bytes = self._server.held_bytes
         self._server.commit(RowStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
         return Reply(Committed(held_bytes))
@@ -265,7 +259,8 @@ class EmbeddingService:
         return Reply()
 
     def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, asked: _Asked) -> tuple[Tensor, ...]:
-        _check_finite(lr)
+        if not math.isfinite(lr):
+            raise DataError(f"a learning rate of {lr} is not finite")
         check_shapes(coded, asked.shapes)
         kept = None if asked.mask is None or coded.mask is None else asked.mask.kept
         return tuple(found.tensor for found in unpack_coded(coded, frames, self._push_codec, kept))
@@ -323,17 +318,6 @@ def _mask(coded: Coded, tensors: Sequence[Tensor], start: int, shapes: Shapes) -
         return None, start
     split = start + len(shapes)
     return Mask(coded.mask, unpack_masks(tensors[start:split], shapes)), split
-
-
-def _check_finite(*numbers: float) -> None:
-    for number in numbers:
-        if not math.isfinite(number):
-            raise DataError(f"a learning rate or weight of {number} is not finite")
-
-
-def _check_held(number: int | None) -> None:
-    if number is not None and number < 0:
-        raise DataError(f"a gradient came for batch {number}: they count from 0")
 
 
 def _described(tensors: Mapping[str, Tensor]) -> str:

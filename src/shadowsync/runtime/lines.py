@@ -1,7 +1,8 @@
 """What crosses between two roles: tensors pass a codec and are counted, also where nothing is really sent."""
 
+import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from shadowsync.embedding.table import Shard, slots_of
 from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
 from shadowsync.runtime.words import of_features, of_rows
 
+_LOG = logging.getLogger(__name__)
 _INT32_ROWS = 1 << 31
 
 
@@ -91,6 +93,18 @@ class Encoder:
             encoded = encode(self._state)
             self._state = encoded.state
         return encoded
+
+
+def restore_all(encoders: Iterable[tuple[Encoder, Mapping[str, Tensor]]]) -> None:
+    """`Encoder.restore` of each; a word in the log where a residual is lost."""
+    refused = [tensors for encoder, tensors in encoders if not encoder.restore(tensors)]
+    lost = sum(any(name.endswith("residual") for name in tensors) for tensors in refused)
+    if lost:
+        _LOG.warning(
+            "what %d workers had not sent of their gradients is not of this codec: it is lost, and they start from "
+            "nothing",
+            lost,
+        )
 
 
 class Stream:
@@ -257,10 +271,10 @@ class EmbeddingLine:
     def _cross(self, lookup: Lookup | RowLookup, tensors: Sequence[tuple[About, Tensor]]) -> tuple[Tensor, ...]:
         """What arrives of an answer."""
         streams = [(self._stream(self.pulls, about, "vectors", "from"), tensor) for about, tensor in tensors]
-        if not self.pulls.codec.sparse:
-            return tuple(stream.send(tensor) for stream, tensor in streams)
-        groups = slot_widths(self.server.shards, lookup)
+        groups = slot_widths(self.server.shards, lookup) if self.pulls.codec.by_feature else ()
         decoded = [stream.cross(tensor, groups) for stream, tensor in streams]
+        if not self.pulls.codec.sparse:
+            return tuple(found.tensor for found in decoded)
         mask = Mask(0, tuple(found.kept for found in decoded))
         self._kept.keep(lookup.number, mask, mask.nbytes)
         return tuple(found.tensor for found in decoded)
@@ -274,7 +288,7 @@ class EmbeddingLine:
                 self._stream(self.pushes, about, "gradients", "for", masked=True).send_under(gradient, kept)
                 for (about, gradient), kept in pairs
             )
-        groups = slot_widths(self.server.shards, lookup) if self.pushes.codec.sparse else ()
+        groups = slot_widths(self.server.shards, lookup) if self.pushes.codec.by_feature else ()
         streams = [(self._stream(self.pushes, about, "gradients", "for"), gradient) for about, gradient in gradients]
         return tuple(stream.cross(gradient, groups).tensor for stream, gradient in streams)
 

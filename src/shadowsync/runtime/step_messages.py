@@ -1,5 +1,8 @@
 """What crosses under gradient methods beside rows: a worker with the conductor, and both with the dense part."""
 
+import math
+
+from shadowsync.errors import DataError
 from shadowsync.runtime.wire.service import Meta
 
 NEVER = -1
@@ -119,3 +122,26 @@ class RestartAsked(Meta, frozen=True):
 
     version: int
     generation: int
+
+
+def checked_weights(
+    batches: tuple[int, ...], weights: tuple[float, ...], divisor: float | None, lr: float
+) -> dict[int, float]:
+    """The weight of each batch of a global step; without a divisor each row has its own.
+
+    Raises:
+        DataError: this is no global step.
+    """
+    finite = all(map(math.isfinite, (lr, divisor or 0.0, *weights)))
+    if not finite or not (divisor is None or divisor > 0) or len(batches) != len(weights):
+        raise DataError(
+            f"{len(batches)} batches with {len(weights)} weights, divisor {divisor} and learning rate {lr} make no "
+            "global step"
+        )
+    return dict(zip(batches, weights, strict=True))
+
+
+def check_batch(number: int) -> None:
+    """Raises `DataError` for a number that no batch has under which a gradient is to be held."""
+    if number < 0:
+        raise DataError(f"a gradient came for batch {number}: they count from 0")

@@ -3,7 +3,6 @@
 `P` elements of the flat tensor. What is remembered of parameters that were sent belongs to one stream of one client.
 """
 
-import math
 import threading
 from collections.abc import Mapping
 
@@ -16,7 +15,16 @@ from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.kept import MOST_STREAMS, Bounded
 from shadowsync.runtime.parameters import ParameterSender
 from shadowsync.runtime.rungs import rung
-from shadowsync.runtime.step_messages import Committed, GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
+from shadowsync.runtime.step_messages import (
+    Committed,
+    GradientSent,
+    NewerAsked,
+    NewerGiven,
+    RestartAsked,
+    StepAsked,
+    check_batch,
+    checked_weights,
+)
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
 
@@ -69,8 +77,7 @@ class StepperService:
     def _hold(self, request: Request) -> Reply:
         sent = request.read(GradientSent)
         self._generation.check(sent.generation)
-        if sent.number < 0:
-            raise DataError(f"a gradient came for batch {sent.number}: they count from 0")
+        check_batch(sent.number)
         flat = self._decoded(rung(self._codec, sent.codec), request.tensors)
         self._stepper.hold(sent.number, DenseGradient(flat, sent.used))
         return Reply()
@@ -86,8 +93,7 @@ class StepperService:
     def _commit(self, request: Request) -> Reply:
         asked = request.read(StepAsked)
         self._generation.check(asked.generation)
-        _check_step(asked)
-        weights = dict(zip(asked.batches, asked.weights, strict=True))
+        weights = checked_weights(asked.batches, asked.weights, asked.divisor, asked.lr)
         held_bytes = self._stepper.held_bytes
         self._stepper.commit(DenseStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
         return Reply(Committed(held_bytes))
@@ -113,13 +119,3 @@ class StepperService:
         if found is None:
             found = self._senders.setdefault(client, Bounded(self._streams, "streams"))
         return found.get(stream, lambda: _Senders(f"the dense parameters for worker {stream} of a trainer")).of(codec)
-
-
-def _check_step(asked: StepAsked) -> None:
-    """Raises `DataError` for what is no global step."""
-    finite = all(map(math.isfinite, (asked.lr, asked.divisor, *asked.weights)))
-    if not finite or not asked.divisor > 0 or len(asked.batches) != len(asked.weights):
-        raise DataError(
-            f"{len(asked.batches)} batches with {len(asked.weights)} weights, divisor {asked.divisor} and learning "
-            f"rate {asked.lr} make no global step"
-        )

@@ -38,7 +38,8 @@ class Group(Protocol):
     def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
         """`w_i ← (1−α) w_i + α target`, in place, after a `mean`.
 
-        Where averages cross in part, what the last one has not of this replica stays in it.
+        Where averages cross in part, it is `w_i += α (target − v_i)`, v_i being what the last one has of this replica:
+        what it has not stays in full.
 
         Args:
             weights: `[P]`, the replica.

@@ -37,6 +37,7 @@ from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
 from shadowsync.runtime.codec_choice import Situation, unmeasured
 from shadowsync.runtime.lines import EmbeddingLine, Line, float_bytes
+from shadowsync.sync.background import Background
 from shadowsync.sync.schedule import Driver
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica, copy_module
@@ -323,7 +324,14 @@ def codec_situation(config: Config, choices: Choices) -> Situation:
 
 
 def codec_remarks(config: Config, choices: Choices) -> Iterator[str]:
-    """Of each kind of traffic with `auto` for which nothing can be chosen: what it is then, and why."""
+    """What would surprise a user: `auto` where nothing can be chosen, encoding that takes up the shadow's time."""
+    dense, schedule = choices.codecs["dense"], choices.schedule
+    merged = choices.aggregation is None and choices.method.active
+    if merged and dense.sparse and isinstance(schedule, Background) and schedule.max_share == Background.max_share:
+        yield (
+            f"compression.dense={dense.name}: encoding takes much of sync.max_share={schedule.max_share:g} of a core, "
+            "so that replicas are synchronised less often and drift apart; sync.max_share=0.15 keeps them together"
+        )
     for kind, codec in choices.codecs.items():
         if len(codec.ladder) == 1:
             continue

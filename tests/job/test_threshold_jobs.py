@@ -16,6 +16,7 @@ from shadowsync import Job
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import ConfigError, NonFiniteTensor
 from shadowsync.report.history import read_frames
+from shadowsync.report.role_log import read_events
 from shadowsync.training.replica import WorkerModule
 
 pytestmark = pytest.mark.timeout(60)
@@ -297,3 +298,18 @@ def test_a_model_of_too_many_parameters_is_averaged_otherwise(tmp_path: Path) ->
     error = error_of(Job(config, out=tmp_path / "out").run)
     assert isinstance(error, ConfigError)
     assert "at most 300 parameters" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("sync", "said"), [({}, True), ({"max_share": 0.15}, False), ({"schedule": "every_k", "k": 4}, False)]
+)
+def test_encoding_that_takes_up_the_time_of_the_shadow_is_told(
+    tmp_path: Path, sync: dict[str, Any], said: bool
+) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 40)
+    config = settings(
+        data, data, model=SMALL_DLRM, compression={"dense": "threshold"}, sync={"method": "easgd", **sync}
+    )
+    Job(config, out=tmp_path / "out").run()
+    told = [event.detail for event in read_events(tmp_path / "out") if event.event == "decided"]
+    assert [sentence.endswith("sync.max_share=0.15 keeps them together") for sentence in told] == [True] * said

@@ -11,8 +11,10 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torch.nn import Module
+
 from shadowsync import Interrupted, Job, Result, Trained
-from shadowsync.config import load
+from shadowsync.config import Config, load
 from shadowsync.metrics.frame import Frame
 
 QUIET = ("report.html=false", "report.tensorboard=false", "train.trainers=1")
@@ -27,9 +29,12 @@ def workers(count: int, step_ms: float, stragglers: str | None) -> list[str]:
     return found if stragglers is None else [*found, f"train.stragglers={stragglers}"]
 
 
-def train(overrides: Sequence[str], out: Path, resume: Path | None = None) -> Result:
-    """Trains to the end."""
-    return Job(load(None, [*QUIET, *overrides]), out=out, resume=resume).run()
+def train(
+    overrides: Sequence[str], out: Path, resume: Path | None = None, model: Callable[[Config], Module] | None = None
+) -> Result:
+    """Trains to the end; a `model` instead of the configured one is made for the job."""
+    config = load(None, [*QUIET, *overrides])
+    return Job(config, model=None if model is None else model(config), out=out, resume=resume).run()
 
 
 def train_until(

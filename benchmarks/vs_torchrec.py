@@ -40,6 +40,18 @@ BF16_WIRE = ("compression.pull=bf16", "compression.push=bf16", "compression.dens
 OURS: Mapping[str, tuple[str, ...]] = {
     "shadowsync, fp32": ("train.precision=fp32",),
     "shadowsync, bf16": ("train.precision=bf16", *BF16_WIRE),
+    "shadowsync, bf16, plain wire": ("train.precision=bf16",),
+    "shadowsync, bf16, int4 wire": (
+        "train.precision=bf16",
+        "compression.pull=int4",
+        "compression.push.name=int4",
+        "compression.push.rounding=stochastic",
+        "compression.dense=int8",
+    ),
+    "shadowsync, bf16, auto wire": (
+        "train.precision=bf16",
+        *(f"compression.{k}=auto" for k in ("pull", "push", "dense")),
+    ),
     "shadowsync, sync, fp32": ("train.precision=fp32", "aggregation.method=sync"),
     "shadowsync, sync, bf16": ("train.precision=bf16", "aggregation.method=sync", *BF16_WIRE),
 }

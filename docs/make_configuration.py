@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.compression.codec import Codec
-from shadowsync.config import Config
+from shadowsync.config import CodecConfig, Config
 from shadowsync.data.source import Source
 from shadowsync.embedding.storage import Storage
 from shadowsync.models.model import ModelSpec
@@ -124,6 +124,8 @@ def _default(field: FieldInfo) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, CodecConfig):
+        return value.name
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
@@ -135,6 +137,8 @@ def _type(kind: Any) -> str:
         return " or ".join("null" if part is types.NoneType else _type(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) in (tuple, list):
         return f"list of {_type(typing.get_args(kind)[0])}"
+    if kind is CodecConfig:
+        return "name, or map of name and options"
     if typing.get_origin(kind) is dict:
         return f"map to {_type(typing.get_args(kind)[1])}"
     return getattr(kind, "__name__", str(kind))

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shadowsync.compression.cut import CompressedCut
     from shadowsync.config import Config
     from shadowsync.embedding.table import Table
     from shadowsync.errors import ShadowSyncError
@@ -15,10 +16,21 @@ if TYPE_CHECKING:
     from shadowsync.report.result import Result
     from shadowsync.training.worker import TrainerLost
 
-__all__ = ["Config", "Interrupted", "Job", "Result", "ShadowSyncError", "Table", "Trained", "TrainerLost"]
+__all__ = [
+    "CompressedCut",
+    "Config",
+    "Interrupted",
+    "Job",
+    "Result",
+    "ShadowSyncError",
+    "Table",
+    "Trained",
+    "TrainerLost",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CompressedCut": "shadowsync.compression.cut",
     "Config": "shadowsync.config",
     "Interrupted": "shadowsync.job",
     "Job": "shadowsync.job",

@@ -1,6 +1,6 @@
 """Builds the parts that a job, an evaluation and an export share, from a configuration."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +9,6 @@ from torch import nn
 from shadowsync.aggregation.conductor import StepRule
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.choices import Aggregating, Choices, server_count
-from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.batch import Jagged
 from shadowsync.data.feed import Feed
@@ -36,7 +35,9 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
-from shadowsync.runtime.lines import EmbeddingLine, Line
+from shadowsync.runtime.codec_choice import Situation, unmeasured
+from shadowsync.runtime.lines import EmbeddingLine, Line, float_bytes
+from shadowsync.sync.background import Background
 from shadowsync.sync.schedule import Driver
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica, copy_module
@@ -164,12 +165,7 @@ def unique_rows(config: Config, choices: Choices) -> UniqueRows:
     mode = config.embedding.unique_rows
     if mode == "auto" and config.cluster.address is None:
         return NEVER
-    return UniqueRows(mode, sum(_bytes_per_float(choices.codecs[kind]) for kind in ("pull", "push")))
-
-
-def _bytes_per_float(codec: Codec) -> float:
-    values = torch.zeros(256)
-    return codec.encode(values).byte_count / len(values)
+    return UniqueRows(mode, sum(float_bytes(choices.codecs[kind]) for kind in ("pull", "push")))
 
 
 @dataclass(frozen=True)
@@ -314,3 +310,33 @@ def _first_ids(source: OpenSource) -> Jagged | None:
     """Ids of the first rows that can be used; None if there are none among the first few thousand."""
     batches = (source.read(part) for part in source.slices(PROFILED_ROWS)[:PROFILED_SLICES])
     return next((batch.ids for batch in batches if len(batch)), None)
+
+
+def codec_situation(config: Config, choices: Choices) -> Situation:
+    """What a trainer has to know of the job to choose."""
+    merged = choices.aggregation is None
+    return Situation(
+        workers=config.train.workers,
+        overlapped=prefetch(config, choices) > 0,
+        elastic=merged and not choices.schedule.foreground,
+        collective=merged and choices.method.collective,
+    )
+
+
+def codec_remarks(config: Config, choices: Choices) -> Iterator[str]:
+    """What would surprise a user: `auto` where nothing can be chosen, encoding that takes up the shadow's time."""
+    dense, schedule = choices.codecs["dense"], choices.schedule
+    merged = choices.aggregation is None and choices.method.active
+    if merged and dense.sparse and isinstance(schedule, Background) and schedule.max_share == Background.max_share:
+        yield (
+            f"compression.dense={dense.name}: encoding takes much of sync.max_share={schedule.max_share:g} of a core, "
+            "so that replicas are synchronised less often and drift apart; sync.max_share=0.15 keeps them together"
+        )
+    for kind, codec in choices.codecs.items():
+        if len(codec.ladder) == 1:
+            continue
+        if config.cluster.runtime == "inprocess":
+            yield unmeasured(kind, codec, "in one process nothing is sent")
+        elif kind == "dense" and codec_situation(config, choices).collective:
+            why = f"all trainers have to send alike to be averaged by sync.method={choices.method.name}"
+            yield unmeasured(kind, codec, why)

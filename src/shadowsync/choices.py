@@ -1,14 +1,15 @@
 """The members that a configuration chooses, built and checked before anything starts."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.compression.codec import Codec
-from shadowsync.config import AggregationConfig, Config, EmbeddingConfig, SyncConfig, TrainConfig, parse
+from shadowsync.compression.unused import in_vain, unused
+from shadowsync.config import AggregationConfig, CodecConfig, Config, EmbeddingConfig, SyncConfig, TrainConfig, parse
 from shadowsync.data.source import Source
 from shadowsync.embedding.choose import storage_class
 from shadowsync.embedding.optimizers import RowRule
@@ -97,7 +98,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
         storage=storage_class(config.embedding.storage),
         method=method,
         schedule=schedule,
-        codecs={kind: _choose_codec(kind, name) for kind, name in config.compression},
+        codecs=_choose_codecs(config, method),
         optimizer=_dense_optimizer(config.train),
         recovery=recovery,
         aggregation=_choose_aggregation(config),
@@ -121,18 +122,51 @@ def _most_roles(config: Config, method: SyncMethod) -> dict[str, int]:
     return most | {"dense": cluster.dense_servers if central else 0, "reader": readers}
 
 
-def without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
-    """A stored configuration after overrides chose other members: options that those do not have are left out."""
+def without_foreign_options(values: dict[str, Any], changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A stored configuration after overrides chose other members: options that those do not have are left out.
+
+    Args:
+        values: with the overrides laid over it.
+        changed: the overrides. Options of codecs that are not among them and have no effect any more are left out too.
+    """
     config = parse({name: _selectors(name, section) for name, section in values.items() if name in _CHOSEN})
     kept = dict(values)
     for name, find in _CHOSEN.items():
         if name in values:
             known = {*Config.model_fields[name].annotation.model_fields, *find(config)}  # type: ignore[union-attr]
             kept[name] = {key: value for key, value in values[name].items() if key in known}
+    if isinstance(codecs := values.get("compression"), Mapping):
+        kept["compression"] = {kind: _own_codec_options(kind, codec) for kind, codec in codecs.items()}
     kept.pop("aggregation" if config.aggregation.method is None else "sync", None)
     if parse({"cluster": values.get("cluster", {})}).cluster.runtime == "inprocess" and "cluster" in values:
         kept["cluster"] = {key: value for key, value in values["cluster"].items() if key in IN_PROCESS_KEYS}
-    return kept
+    return kept if changed is None else _without_idle_codecs(kept, changed.get("compression") or {})
+
+
+def _without_idle_codecs(values: dict[str, Any], changed: Any) -> dict[str, Any]:
+    """Without stored codecs and options of them that have no effect any more, where nobody gave them now."""
+    config = parse(values)
+    stored = {kind: dict(codec) for kind, codec in (values.get("compression") or {}).items()}
+    method, _ = _choose_sync(config)
+    if config.aggregation.method is None and not method.active and not _given(changed, "dense", "name"):
+        stored.pop("dense", None)
+    codecs = _codecs(config, method)
+    for kind, option, _ in list(_idle(config, codecs, method)):
+        if not _given(changed, kind, option) and kind in stored:
+            stored[kind].pop(option, None)
+    return {**values, "compression": stored} if stored or "compression" in values else values
+
+
+def _given(changed: Any, kind: str, option: str) -> bool:
+    return isinstance(changed, Mapping) and option in (changed.get(kind) or {})
+
+
+def _own_codec_options(kind: str, codec: Any) -> Any:
+    if not isinstance(codec, Mapping):
+        return codec  # a name alone, or for `parse` to refuse
+    member = choose(f"compression.{kind}", codec.get("name", "plain"), "shadowsync.compression", Codec)
+    known = {*CodecConfig.model_fields, *option_names(member)}
+    return {key: value for key, value in codec.items() if key in known}
 
 
 def _selectors(name: str, section: Any) -> Any:
@@ -183,8 +217,61 @@ def _choose_model(config: Config) -> ModelSpec:
     return model
 
 
-def _choose_codec(kind: str, name: str) -> Codec:
-    return build(choose(f"compression.{kind}", name, "shadowsync.compression", Codec), {}, f"compression.{kind}")
+def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
+    merged = config.aggregation.method is None
+    codecs = _codecs(config, method)
+    if merged and not method.active and config.compression.dense.name != "plain":
+        raise ConfigError(
+            f"compression.dense={config.compression.dense.name} has no effect with sync.method={method.name}, which "
+            "sends nothing of the dense part: leave it out"
+        )
+    if codecs["dense"].sparse and merged and not method.takes_differences:
+        raise ConfigError(
+            f"compression.dense={codecs['dense'].name} goes with aggregation.method, and with sync.method=ma, bmuf, or "
+            "easgd in sync.form=elastic: all else sends parameters, most of which would read as zero; set one of them, "
+            "or compression.dense=int8"
+        )
+    for _, _, told in _idle(config, codecs, method):
+        raise ConfigError(told)
+    return codecs
+
+
+def _idle(config: Config, codecs: Mapping[str, Codec], method: SyncMethod) -> Iterator[tuple[str, str, str]]:
+    """Options of codecs that were given and would do nothing: the kind of traffic, the option, and a sentence."""
+    for kind, codec in codecs.items():
+        found = (*unused(codec), *_unused_here(kind, codec, config, codecs["pull"], method))
+        given = getattr(config.compression, kind).options
+        yield from ((kind, *idle) for idle in in_vain(f"compression.{kind}", codec, given, found))
+
+
+def _unused_here(kind: str, codec: Codec, config: Config, pull: Codec, method: SyncMethod) -> Iterator[tuple[str, str]]:
+    """Options that have no effect beside other sections and other kinds, and why."""
+    if kind == "push" and pull.sparse:
+        mask = f"beside compression.pull={pull.name}, whose mask says which elements of the gradient cross"
+        yield from ((option, f"{mask}: set another codec for pulls") for option in sorted(codec.selecting))
+        if codec.ladder[-1].sparse and not codec.sparse:
+            yield from ((option, f"{mask}: set another codec for pulls") for option in ("strongest", "keep"))
+    if kind != "dense" and getattr(codec, "scope", "tensor") == "group" and config.embedding.unique_rows == "always":
+        why = "with embedding.unique_rows=always, where rows cross whose columns are no features"
+        yield "scope", f"{why}: set embedding.unique_rows=never"
+    if kind == "dense" and codec.sparse and config.aggregation.method is None:
+        yield (
+            "feedback",
+            f"with sync.method={method.name}, where what is left out stays in the differences: set aggregation.method",
+        )
+
+
+def _codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
+    """By kind; a method that merges replicas has defaults of its own for them."""
+    own = {"dense": method.codec_options} if config.aggregation.method is None else {}
+    return {kind: _choose_codec(kind, given, own.get(kind, {})) for kind, given in config.compression}
+
+
+def _choose_codec(kind: str, given: CodecConfig, defaults: Mapping[str, Any]) -> Codec:
+    key = f"compression.{kind}"
+    member = choose(key, given.name, "shadowsync.compression", Codec)
+    (own,) = split_options(key, given.options, {f"{key}={given.name}": member}, CodecConfig.model_fields)
+    return build(member, {**(defaults if member.sparse else {}), **own}, key).resolved(key)
 
 
 def _dense_optimizer(train: TrainConfig) -> DenseOptimizer:

@@ -204,12 +204,25 @@ class AggregationConfig(Choice):
     )
 
 
-class CompressionConfig(Section):
-    """What crosses between roles."""
+class CodecConfig(Choice):
+    """A codec by its name alone, or a map of `name` and the codec's own options."""
 
-    pull: str = Field("plain", description="codec of pooled embeddings")
-    push: str = Field("plain", description="codec of their gradients")
-    dense: str = Field("plain", description="codec of the dense part")
+    name: str = Field("plain", description="the codec")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _spell_out(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
+
+
+class CompressionConfig(Section):
+    """What crosses between roles: a codec for each kind of traffic, as `push: int8`, or with options as
+    `push: {name: threshold, keep: 0.01}`, on the command line `compression.push=threshold compression.push.keep=0.01`.
+    """
+
+    pull: CodecConfig = Field(CodecConfig(), description="codec of pooled embeddings")
+    push: CodecConfig = Field(CodecConfig(), description="codec of their gradients")
+    dense: CodecConfig = Field(CodecConfig(), description="codec of the dense part")
 
 
 class RecoveryConfig(Section):
@@ -348,7 +361,10 @@ def load(path: Path | None, overrides: Sequence[str], base: dict[str, Any] | Non
 
 
 def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Nested dicts and then a dot-list of overrides laid over `base`."""
+    """Nested dicts and then a dot-list of overrides laid over `base`.
+
+    Another codec comes with its own defaults: the options that the one before it had are dropped.
+    """
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"{override!r} is not an override: write key.path=value, for instance train.lr=0.01")
@@ -356,15 +372,47 @@ def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]
         if isinstance(section, list) and isinstance(base.get(name), dict):
             raise ConfigError(f"{name}={section}: it holds keys, not a list")
     try:
-        merged = OmegaConf.merge(
-            OmegaConf.create(base), OmegaConf.create(values), OmegaConf.from_dotlist(list(overrides))
-        )
-        plain = OmegaConf.to_container(merged, resolve=True)
+        dotted = OmegaConf.from_dotlist([_codec_spelled_out(override) for override in overrides])
+        below: Any = _codecs_spelled_out(base)
+        for part in (_codecs_spelled_out(values), OmegaConf.to_container(dotted)):
+            below = OmegaConf.to_container(OmegaConf.merge(_without_replaced_codecs(below, part), part))
+        plain = OmegaConf.to_container(OmegaConf.create(below), resolve=True)
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError) as error:
         given = textwrap.shorten(" ".join(overrides), 120) if overrides else ""
         where = f" (with the overrides {given})" if given else ""
         raise ConfigError(f"the configuration cannot be read: {str(error).splitlines()[0]}{where}") from error
     return typing.cast("dict[str, Any]", plain)
+
+
+def _codecs_spelled_out(values: dict[str, Any]) -> dict[str, Any]:
+    """Codecs given by name alone as maps, so that options can be laid over them."""
+    section = values.get("compression")
+    if not isinstance(section, dict):
+        return values
+    spelled = {kind: {"name": codec} if isinstance(codec, str) else codec for kind, codec in section.items()}
+    return {**values, "compression": spelled}
+
+
+def _without_replaced_codecs(values: Any, part: Any) -> Any:
+    """The values without the codecs in place of which `part` names others."""
+    below, above = (given.get("compression") for given in (values, part))
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return values
+    replaced = {kind for kind, codec in above.items() if _names_another(codec, below.get(kind))}
+    return {**values, "compression": {kind: codec for kind, codec in below.items() if kind not in replaced}}
+
+
+def _names_another(codec: Any, before: Any) -> bool:
+    both = isinstance(codec, dict) and isinstance(before, dict)
+    return both and "name" in codec and codec["name"] != before.get("name", "plain")
+
+
+def _codec_spelled_out(override: str) -> str:
+    """`compression.push=NAME` as `compression.push.name=NAME`, for the same reason."""
+    key, _, value = override.partition("=")
+    section, _, kind = key.partition(".")
+    one_word = section == "compression" and kind in CompressionConfig.model_fields and value.strip()[:1] not in "{["
+    return f"{key}.name={value}" if one_word and value.strip() else override
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Puts the dense part of a checkpoint back, into any number of trainers and under any replica method."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,10 +40,27 @@ class TrainerImage:
 
 @dataclass(frozen=True)
 class DenseImage:
-    """The dense part of a job: each trainer's, and the central copy `[P]`, None where the method keeps none."""
+    """The dense part of a job.
+
+    Attributes:
+        trainers: each one's.
+        center: the central copy `[P]`, None where the method keeps none.
+        feedback: what workers of a gradient method have not sent of their gradients, by `trainer.worker.name`.
+    """
 
     trainers: tuple[TrainerImage, ...]
     center: Tensor | None
+    feedback: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def feedback_of(self, *of: int) -> dict[str, Tensor]:
+        """That of a trainer, or of a trainer's worker."""
+        return below(self.feedback, ".".join(map(str, of)))
+
+
+def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose names begin with the prefix and a dot, without it."""
+    start = f"{prefix}."
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
 def layout(replica: Replica) -> dict[str, list[int]]:
@@ -74,6 +91,8 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
 
     With as many trainers as were saved each goes on with its own replica. With another number, all of them start from
     one point: the central copy if there was one, else the mean replica, with the mean of the optimizers' states.
+    What workers had not sent of their gradients is that of the worker of the same number; where there is none, it is
+    lost.
 
     Args:
         saved: the checkpoint.
@@ -98,7 +117,7 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
         if not same:
             tensors["weight"] = consensus
         images.append(TrainerImage(tensors, _method_state(saved, rank if same else 0, fresh)))
-    return DenseImage(tuple(images), consensus)
+    return DenseImage(tuple(images), consensus, below(saved.dense, "feedback"))
 
 
 def _check_optimizer(saved: LoadedCheckpoint, replica: Replica) -> None:

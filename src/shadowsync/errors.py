@@ -8,6 +8,7 @@
     │   └── MissingExtra    an optional dependency is not installed
     └── RunError            the run failed while it was under way: exit status 1
         ├── NonFiniteLoss   the loss became NaN or infinite
+        ├── NonFiniteTensor what was to be sent became NaN or infinite
         └── SaveError       results or a checkpoint could not be written (a full disk, say)
 
 A message is one sentence that names the thing, its place, what is allowed and, where there is one, the line that
@@ -52,6 +53,10 @@ class RunError(ShadowSyncError):
 
 class NonFiniteLoss(RunError):
     """The loss became NaN or infinite."""
+
+
+class NonFiniteTensor(RunError):
+    """A tensor that was to be sent holds NaN or infinities; the message names it."""
 
 
 class SaveError(RunError):

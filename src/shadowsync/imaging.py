@@ -52,6 +52,7 @@ def take(session: Session, given: Mapping[str, Any], pls: float = 0.0, rows: Seq
 
 def _dense(image: DenseImage) -> dict[str, Tensor]:
     dense = {} if image.center is None else {"center": image.center}
+    dense |= {f"feedback.{name}": tensor for name, tensor in image.feedback.items()}
     for number, trainer in enumerate(image.trainers):
         dense |= {f"replica.{number}.{name}": tensor for name, tensor in trainer.replica.items()}
         dense |= {f"sync.{number}.{name}": tensor for name, tensor in trainer.method.items()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shadowsync import sections
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import untold
-from shadowsync.assembly import prefetch
+from shadowsync.assembly import codec_remarks, prefetch
 from shadowsync.choices import Choices, choose_all, global_batch, server_count, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_yaml
 from shadowsync.data.source import OpenSource
@@ -29,7 +29,7 @@ from shadowsync.imaging import column_difference, put_back
 from shadowsync.job_state import job_state
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
-from shadowsync.metrics.roles import RoleEvent
+from shadowsync.metrics.roles import About, RoleEvent
 from shadowsync.metrics.toll import Toll
 from shadowsync.prediction import Predictor, score
 from shadowsync.recovery.checkpoints import CheckpointStore
@@ -243,7 +243,7 @@ class _Run:
             with stop_on_signals() as request:
                 with self.session.recorder:
                     started = time.monotonic()
-                    roles = _Roles(reporter, self.job.out, started - self.seconds_before)
+                    roles = _Roles(reporter, self.job.out, started - self.seconds_before, self._print)
                     self._train(reporter, roles, request)
                 self.keeping.take_stock()
                 self._show(reporter, ended=True)
@@ -275,6 +275,8 @@ class _Run:
         self.keeping.begin()
         if self.keeping.why:
             self._tell(self.keeping.why)
+        for remark in codec_remarks(self.config, self.choices):
+            self._tell(remark, "codec")
         self.session.start()
         try:
             while not self._ended():
@@ -310,9 +312,12 @@ class _Run:
             self._tell(switch.sentence)
         self._switches = done.switches
 
-    def _tell(self, decision: str) -> None:
-        self.console.print(decision, highlight=False)
-        self.session.happenings.add("driver", "decided", decision)
+    def _print(self, sentence: str) -> None:
+        self.console.print(sentence, highlight=False)
+
+    def _tell(self, decision: str, about: About = "") -> None:
+        self._print(decision)
+        self.session.happenings.add("driver", "decided", decision, about)
 
     def _ended(self) -> bool:
         """Nobody trains any more and the last image is taken; a server that dies before that is a reason to go on."""
@@ -400,11 +405,15 @@ class _Run:
 
 @dataclass
 class _Roles:
-    """Tells a reporter what happened to the roles, and writes where they are; `began` is when the run first started."""
+    """Tells a reporter what happened to the roles, and writes where they are; `began` is when the run first started.
+
+    `say` is given what others than the driver have decided; who drives has said its own.
+    """
 
     reporter: Reporter
     out: Path
     began: float
+    say: Callable[[str], None]
     places: Mapping[str, RolePlace] = field(default_factory=dict)
     saving: bool = False
 
@@ -414,8 +423,12 @@ class _Roles:
             session.happenings.add("driver", "saving" if saving else "saved")
             self.saving = saving
         for happened in session.happenings.take():
+            if happened.event == "decided" and happened.role != "driver":
+                self.say(f"{happened.role}: {happened.detail}")
             self.reporter.note(
-                RoleEvent(max(0.0, happened.at - self.began), happened.role, happened.event, happened.detail)
+                RoleEvent(
+                    max(0.0, happened.at - self.began), happened.role, happened.event, happened.detail, happened.about
+                )
             )
         places = session.places()
         if places != self.places:
@@ -475,6 +488,9 @@ def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str,
         del plain["sync"]
         batch = choices.aggregation.size * config.train.batch_size
         plain["aggregation"] |= {**_plain_options(choices.aggregation.method), "global_batch": batch}
+    plain["compression"] = {
+        kind: {"name": codec.name, **_plain_options(codec)} for kind, codec in choices.codecs.items()
+    }
     if choices.model is not None:
         plain["model"] |= _plain_options(choices.model)
     plain["embedding"] |= {"storage": choices.storage.name, "servers": server_count(config)}
@@ -507,7 +523,10 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -
         )
     changed = merge({}, read_yaml(path) if path else {}, overrides)
     before = _with_global_batch(saved.config)
-    return parse(merge(without_foreign_options(merge(before, changed, [])), changed, []))
+    config = parse(merge(without_foreign_options(merge(before, changed, []), changed), changed, []))
+    if not (changed.get("aggregation") or {}).get("global_batch"):
+        _check_global_batch(config)
+    return config
 
 
 def _with_global_batch(saved: dict[str, Any]) -> dict[str, Any]:
@@ -516,6 +535,16 @@ def _with_global_batch(saved: dict[str, Any]) -> dict[str, Any]:
     if config.aggregation.method is None:
         return saved
     return merge(saved, {"aggregation": {"global_batch": global_batch(config)}}, [])
+
+
+def _check_global_batch(config: Config) -> None:
+    """Raises `ConfigError` if the samples of a step, which are the checkpoint's, are not whole batches any more."""
+    if config.aggregation.method is not None and global_batch(config) % config.train.batch_size:
+        raise ConfigError(
+            f"train.batch_size={config.train.batch_size}: a global step was made of {global_batch(config)} samples so "
+            "far, which are not whole batches of that size: take one that divides them, or set "
+            "aggregation.global_batch to a multiple of it"
+        )
 
 
 def _headline(job: Job) -> str:

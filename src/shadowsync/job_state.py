@@ -16,7 +16,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         recorder: of `metrics.recorder.Recorder`.
         syncs: synchronisations, all trainers.
-        wire: `bytes` and `raw_bytes` by kind.
+        wire: as `metrics.wire.WireTotals.by_name`.
         schema: of the source that was trained on.
         tables: names in the job's order, which is the order of a model's columns.
         trainers: how many replicas there are.

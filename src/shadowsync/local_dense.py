@@ -11,6 +11,7 @@ from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_replica, make_trainer, step_rule
 from shadowsync.choices import Aggregating, Choices
+from shadowsync.compression.pieces import by_parameter
 from shadowsync.config import Config
 from shadowsync.data.desk import Desk
 from shadowsync.data.feed import Feed
@@ -18,8 +19,9 @@ from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.dense_line import DenseLine
 from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.runtime.lines import DenseLine, Line
+from shadowsync.runtime.lines import Line, Stream, restore_all
 from shadowsync.session import distance
 from shadowsync.sync.schedule import Synchronisation, Unsynchronised
 from shadowsync.training.gate import Gate
@@ -55,6 +57,11 @@ class DenseMaterial:
     def line(self) -> Line:
         """The way of the dense part."""
         return Line("dense", self.choices.codecs["dense"], self.wire)
+
+    def line_of(self, replica: Replica) -> Line:
+        """The way of gradients and averages of that replica, and of others like it."""
+        codec = by_parameter(self.choices.codecs["dense"], replica.slots, len(replica.flat))
+        return Line("dense", codec, self.wire)
 
 
 class LocalDense(ABC):
@@ -112,8 +119,9 @@ class LocalDense(ABC):
     def abandoned(self, rank: int) -> None:  # noqa: B027 (matters to gradient methods only)
         """A trainer died, and what it had not begun goes to others."""
 
-    def settle(self) -> None:  # noqa: B027 (matters to gradient methods only)
-        """Called when everybody stands still, before an image is taken."""
+    @abstractmethod
+    def settle(self, living: Iterable[int]) -> None:
+        """Called when everybody stands still, before an image is taken of the living trainers."""
 
     def look(self) -> None:  # noqa: B027 (matters to gradient methods only)
         """Called several times a second while trainers are at work."""
@@ -130,12 +138,13 @@ class LocalReplicas(LocalDense):
         config, choices, line = material.config, material.choices, material.line
         self.replicas = [material.replica() for _ in range(config.train.trainers)]
         self.servers = DenseServers(material.template.flat.detach(), config.cluster.dense_servers, line)
-        averaging = Averaging(range(len(self.replicas)), line, material.gate.waiting)
+        averaged = material.line_of(self.replicas[0]) if choices.method.collective else line
+        self._averaging = Averaging(range(len(self.replicas)), averaged, material.gate.waiting)
         self.synchronisations = [
             Synchronisation(
                 choices.method,
                 replica.flat,
-                InProcessGroup(rank, averaging, self.servers),
+                InProcessGroup(rank, self._averaging, self.servers),
                 config.train.workers,
                 material.gate,
                 choices.method.init(replica.flat),
@@ -151,6 +160,10 @@ class LocalReplicas(LocalDense):
         workers = hogwild_workers(self._material.kit, trainer.replica, clients, feed)
         return make_trainer(self._material.kit, trainer, driver, workers, feed, hooks(trainer))
 
+    def settle(self, living: Iterable[int]) -> None:
+        for rank in living:
+            self.synchronisations[rank].catch_up()
+
     def image(self, living: Iterable[int]) -> DenseImage:
         images = (TrainerImage.of(self.replicas[rank], self.synchronisations[rank].state) for rank in living)
         return DenseImage(tuple(images), self.servers.read() if self._material.choices.method.centralised else None)
@@ -159,6 +172,7 @@ class LocalReplicas(LocalDense):
         for rank, trainer in enumerate(image.trainers):
             trainer.put_into(self.replicas[rank])
             self.synchronisations[rank].state = trainer.method
+        self._averaging.forget()
         if image.center is not None:
             self.servers.write(image.center)
 
@@ -184,8 +198,10 @@ class LocalGradients(LocalDense):
         servers: Sequence[EmbeddingServer],
         desk: Desk,
     ) -> None:
-        self._material, self._servers, self._line = material, servers, material.line
+        self._material, self._servers = material, servers
         self._stepper = DenseStepper(material.replica(), material.config.train.clip_norm)
+        self._line = material.line_of(self._stepper.replica)
+        self._gradients: dict[tuple[int, int], Stream] = {}
         rule = step_rule(material.config, aggregating, material.kit.settings().rates)
         self.conductor = Conductor(aggregating.method, rule, StepParts(self._stepper, servers, lambda: desk.trained))
         desk.number_by(lambda lease, *_: self.conductor.dispatch(lease.trainer))
@@ -200,14 +216,23 @@ class LocalGradients(LocalDense):
 
     def _worker(self, worker: tuple[int, int], client: EmbeddingClient, feed: Feed) -> WorkerKit:
         replica, dense = self._material.replica(), DenseLine(self._stepper, self._line, worker)
+        self._gradients[worker] = dense.gradients
         ahead = self._material.kit.settings().prefetch > 0
         return WorkerKit(client, replica, GradientUpdate(worker, self.conductor, dense, client, feed, replica, ahead))
 
     def image(self, living: Iterable[int]) -> DenseImage:
-        return DenseImage((TrainerImage.of(self._stepper.replica, {}),), None)
+        alive = set(living)
+        feedback = {
+            f"{rank}.{index}.{name}": tensor
+            for (rank, index), stream in self._gradients.items()
+            if rank in alive
+            for name, tensor in stream.encoder.tensors().items()
+        }
+        return DenseImage((TrainerImage.of(self._stepper.replica, {}),), None, feedback)
 
     def load(self, image: DenseImage) -> None:
         image.trainers[0].put_into(self._stepper.replica)
+        restore_all((stream.encoder, image.feedback_of(*worker)) for worker, stream in self._gradients.items())
 
     @property
     def copies(self) -> int:
@@ -243,7 +268,7 @@ class LocalGradients(LocalDense):
     def abandoned(self, rank: int) -> None:
         self.conductor.abandoned(rank)
 
-    def settle(self) -> None:
+    def settle(self, living: Iterable[int]) -> None:
         self.conductor.settle(0.0)
 
     def look(self) -> None:

@@ -165,7 +165,7 @@ class LocalSession(Session):
     @contextmanager
     def standing_still(self) -> Iterator[None]:
         with self.gate.pause():
-            self.dense.settle()
+            self.dense.settle(self._living())
             yield
 
     def rows(self) -> tuple[Rows, ...]:
@@ -241,8 +241,7 @@ class LocalSession(Session):
         return self.dense.syncs
 
     def _wire_now(self) -> dict[str, dict[str, int]]:
-        totals = self.wire.totals()
-        return {"bytes": totals.bytes, "raw_bytes": totals.raw_bytes}
+        return self.wire.totals().by_name()
 
     def _replica_distance(self) -> float | None:
         return self.dense.distance()

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import itertools
 import pkgutil
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -54,6 +55,10 @@ def option_names(member: type[Any]) -> tuple[str, ...]:
 
 def build(member: type[T], options: Mapping[str, Any], section: str) -> T:
     """`member(**options)`, checked by pydantic against the types and bounds of the member's fields."""
+    hints = typing.get_type_hints(member)
+    for option, value in options.items():
+        if isinstance(value, bool) and option in hints and not _takes_bool(hints[option]):
+            raise ConfigError(f"{section}.{option}={value} is not a value of it: it does not take true or false")
     try:
         return pydantic.TypeAdapter(member).validate_python(dict(options))
     except pydantic.ValidationError as error:
@@ -83,7 +88,7 @@ def split_options(
 def explain(error: pydantic.ValidationError, section: str) -> str:
     """The first problem of a pydantic error as one sentence with its key and value."""
     first = error.errors(include_url=False)[0]
-    parts = itertools.takewhile(_is_key, (section, *first["loc"]))  # pydantic adds the branch of a union
+    parts = (section, *itertools.takewhile(_is_key, first["loc"]))  # pydantic adds the branch of a union
     key = ".".join(str(part) for part in parts if part != "")
     if first["type"] == "missing":
         return f"{key} is required"
@@ -93,8 +98,14 @@ def explain(error: pydantic.ValidationError, section: str) -> str:
         f"={first['input']}" if isinstance(first["input"], str | int | float | dict | list) and len(shown) < 80 else ""
     )
     flow = isinstance(first["input"], dict) and first["input"] and all(v is None for v in first["input"].values())
+    if first["type"] == "value_error" and not first["loc"]:  # of options together: the message names them
+        value = ""
     hint = "; YAML wants a space behind each colon of a map: {a: 1, b: 2}" if flow else ""
     return f"{key}{value}: {message[:1].lower()}{message[1:]}{hint}"
+
+
+def _takes_bool(hint: Any) -> bool:
+    return hint in (bool, Any) or any(_takes_bool(part) for part in typing.get_args(hint))
 
 
 def _is_key(part: str | int) -> bool:

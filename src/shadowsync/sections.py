@@ -4,6 +4,7 @@ from shadowsync.config import TrainConfig
 from shadowsync.metrics.quality import TestMetrics
 from shadowsync.metrics.rates import average_sync_gap, example_level_parallelism
 from shadowsync.metrics.recorder import Speed
+from shadowsync.metrics.wire import kept_shares
 from shadowsync.report import result
 from shadowsync.safekeeping import Safekeeping
 from shadowsync.session import Session, by_name
@@ -87,8 +88,16 @@ def aggregation(session: Session) -> result.Aggregation | None:
 
 
 def wire(session: Session) -> result.Wire:
-    """Bytes between roles."""
-    return result.Wire(**session.wire_totals())
+    """Bytes between roles, how they crossed, and what thresholds let pass."""
+    totals = session.wire_totals()
+    return result.Wire(
+        bytes=totals["bytes"],
+        raw_bytes=totals["raw_bytes"],
+        codecs=session.codecs(),
+        kept_share=kept_shares(totals),
+        refreshes=totals["refreshes"],
+        early_refreshes=totals["early"],
+    )
 
 
 def recovery(session: Session, keeping: Safekeeping, load_s: float) -> result.Recovery:

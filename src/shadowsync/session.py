@@ -3,7 +3,7 @@
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +15,7 @@ from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import make_module, make_replica, make_tables
 from shadowsync.choices import Choices
+from shadowsync.compression.codec import Codec
 from shadowsync.config import Config
 from shadowsync.data.reader import Reader, ReaderOptions
 from shadowsync.data.source import OpenSource, Schema
@@ -23,9 +24,10 @@ from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.metrics.recorder import JobCounts, Recorder
-from shadowsync.metrics.roles import Happening, RoleState
+from shadowsync.metrics.roles import About, Happening, RoleState
 from shadowsync.metrics.steps import GlobalSteps
 from shadowsync.metrics.toll import Toll
+from shadowsync.metrics.wire import WireTotals
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.written import Written
 from shadowsync.training.replica import Replica
@@ -102,6 +104,7 @@ class Happened(NamedTuple):
     role: str
     event: Happening
     detail: str = ""
+    about: About = ""
 
 
 @dataclass(frozen=True)
@@ -150,10 +153,10 @@ class Happenings:
     _waiting: list[Happened] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(self, role: str, event: Happening, detail: str = "") -> None:
+    def add(self, role: str, event: Happening, detail: str = "", about: About = "") -> None:
         """Notes that it happens now."""
         with self._lock:
-            self._waiting.append(Happened(time.monotonic(), role, event, detail))
+            self._waiting.append(Happened(time.monotonic(), role, event, detail, about))
 
     def take(self) -> list[Happened]:
         """All of them, in order; they are not given again."""
@@ -197,7 +200,7 @@ class Session(ABC):
         self.given_up: str | None = None
         self.goes_back = False
         self.most_held_bytes: int | None = None
-        self._wire_before: dict[str, dict[str, int]] = {"bytes": {}, "raw_bytes": {}}
+        self._wire_before: dict[str, dict[str, int]] = WireTotals().by_name()
         self._syncs_before = 0
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -384,7 +387,11 @@ class Session(ABC):
 
     @abstractmethod
     def _wire_now(self) -> dict[str, dict[str, int]]:
-        """Bytes since the start, as sent and raw."""
+        """What crossed since the start, as `WireTotals.by_name`."""
+
+    def _codecs_now(self) -> Mapping[str, Sequence[str]]:
+        """By kind of traffic, the codecs that trainers have chosen, as far as they do."""
+        return {}
 
     @abstractmethod
     def _replica_distance(self) -> float | None:
@@ -419,9 +426,14 @@ class Session(ABC):
         return self._syncs_before + self._syncs_now()
 
     def wire_totals(self) -> dict[str, dict[str, int]]:
-        """Bytes so far, as sent and raw, those before a resume included."""
-        now = self._wire_now()
-        return {kind: added(before, now[kind]) for kind, before in self._wire_before.items()}
+        """What crossed so far, as `WireTotals.by_name`, before a resume too."""
+        return {name: added(self._wire_before.get(name, {}), now) for name, now in self._wire_now().items()}
+
+    def codecs(self, only_chosen: bool = False) -> dict[str, str]:
+        """By kind of traffic, the codec in use; where trainers have chosen several, all of them."""
+        given, now = self.choices.codecs, self._codecs_now()
+        kinds = [kind for kind, codec in given.items() if not only_chosen or len(codec.ladder) > 1]
+        return {kind: _in_order(given[kind], now.get(kind, ())) for kind in kinds}
 
     def counts(self, saves: int, toll: Toll) -> JobCounts:
         """What the recorder does not know by itself, beside checkpoints and what failures have cost."""
@@ -433,6 +445,10 @@ class Session(ABC):
             saves=saves,
             replica_distance=self._replica_distance(),
             wire_raw_bytes=wire["raw_bytes"],
+            wire_codecs=self.codecs(only_chosen=True),
+            wire_elements=wire["elements"],
+            wire_kept=wire["kept"],
+            wire_refreshes=wire["refreshes"],
             failures=self.failures,
             roles=self.role_states(),
             queue_depth=self._queue_depths(),
@@ -490,3 +506,9 @@ def distance(replicas: Sequence[Tensor]) -> float | None:
     stacked = torch.stack(list(replicas))
     mean = stacked.mean(0)
     return float((stacked - mean).norm(dim=1).mean() / mean.norm().clamp_min(1e-12))
+
+
+def _in_order(codec: Codec, names: Collection[str]) -> str:
+    """These codecs of the ladder, the weakest first; its first one where there are none."""
+    chosen = [rung.name for rung in codec.ladder if rung.name in names]
+    return ", ".join(chosen) or codec.ladder[0].name

@@ -364,7 +364,8 @@ def test_a_step_takes_at_least_one_batch() -> None:
         ("hop_bs", {"bound": -1}, r"aggregation\.bound=-1"),
         ("hop_bw", {"backups": -1}, r"aggregation\.backups=-1"),
         ("auto", {"share": 1.5}, r"aggregation\.share=1\.5"),
-        ("auto", {"share": 0.1, "even": 0.1}, r"even=0\.1 has to be below share=0\.1"),
+        ("auto", {"share": 0.1, "even": 0.1}, r"^aggregation\.even=0\.1 has to be below aggregation\.share=0\.1"),
+        ("auto", {"share": 0.05}, r"^aggregation\.even=0\.1 has to be below aggregation\.share=0\.05"),
     ],
 )
 def test_options_are_checked(name: str, options: dict[str, object], said: str) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from step_models import TwoParameters
 
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper
 from shadowsync.errors import DataError
@@ -12,19 +12,8 @@ from shadowsync.training.replica import Replica
 pytestmark = pytest.mark.timeout(30)
 
 
-class Model(nn.Module):
-    """Two parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
-
-    def forward(self, dense: Tensor, _: object) -> Tensor:
-        return dense.sum(1) * self.first.sum() * self.second.sum()
-
-
 def stepper(optimizer: DenseOptimizer | None = None, clip_norm: float | None = None, version: int = 0) -> DenseStepper:
-    return DenseStepper(Replica(Model(), optimizer or Sgd(), {}), clip_norm, version)
+    return DenseStepper(Replica(TwoParameters(), optimizer or Sgd(), {}), clip_norm, version)
 
 
 def gradient(made: DenseStepper, value: float, used: tuple[bool, bool] = (True, True)) -> DenseGradient:
@@ -45,7 +34,7 @@ def values(made: DenseStepper) -> list[float]:
 
 @pytest.mark.parametrize("optimizer", [Sgd(), Adagrad(), Adam()], ids=lambda optimizer: optimizer.name)
 def test_a_step_is_the_optimizers_with_the_weighted_sum(optimizer: DenseOptimizer) -> None:
-    made, plain = stepper(optimizer), Replica(Model(), optimizer, {}).worker_module()
+    made, plain = stepper(optimizer), Replica(TwoParameters(), optimizer, {}).worker_module()
     for number, value in enumerate((1.0, 5.0, 3.0)):
         made.hold(number, gradient(made, value))
     made.commit(step({2: 1.0, 0: 1.0, 1: 0.0}, divisor=4.0))

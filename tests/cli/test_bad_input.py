@@ -78,6 +78,25 @@ CONFIGURATION: dict[str, Mistake] = {
     "unknown model": Mistake(train("model.name=dlmr"), ["model.name=dlmr", "did you mean dlrm?"]),
     "unknown storage": Mistake(train("embedding.storage=fbgem"), ["embedding.storage=fbgem", "did you mean fbgemm?"]),
     "unknown codec": Mistake(train("compression.push=bf61"), ["compression.push=bf61", "did you mean bf16?"]),
+    "unknown option of a codec": Mistake(
+        train("compression.push=threshold", "compression.push.kep=0.1"), ["compression.push.kep", "did you mean keep?"]
+    ),
+    "option of no codec": Mistake(train("compression.pull.keep=0.1"), ["compression.pull.keep", "pull=plain"]),
+    "value of a codec's option": Mistake(
+        train("compression.push={name: threshold, keep: 2}"), ["compression.push.keep=2", "less than or equal to 1"]
+    ),
+    "feedback between samples": Mistake(
+        train("compression.push.name=threshold", "compression.push.feedback=true"), ["compression.push.feedback=true"]
+    ),
+    "thresholded parameters": Mistake(
+        train("compression.dense=threshold", "sync.form=sequential"), ["compression.dense=threshold", "int8"]
+    ),
+    "a codec without an effect": Mistake(
+        train("compression.dense=int8", "sync.method=none"), ["compression.dense=int8", "sync.method=none"]
+    ),
+    "an option without an effect": Mistake(
+        train("compression.push=int8", "compression.push.seed=3"), ["compression.push.seed=3", "rounding=stochastic"]
+    ),
     "option of another model": Mistake(train("model.cross_layers=2"), ["model.cross_layers", "model.name=dlrm"]),
     "optimizer's option": Mistake(
         train("train.optimizer=sgd", "train.beta1=0.5"), ["train.beta1", "train.optimizer=sgd"]

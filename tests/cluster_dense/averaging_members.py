@@ -42,6 +42,9 @@ class Going:
             return Future()
         return self._ring.mean(vector)
 
+    def gather(self, message: Tensor, most: int) -> Future[tuple[Tensor, ...] | None]:
+        return self._ring.gather(message, most)
+
     def close(self) -> None:
         self._ring.close()
 

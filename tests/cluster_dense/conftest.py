@@ -1,7 +1,9 @@
 """Connections to a service, in process and over the real wire."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,8 @@ from shadowsync.runtime.wire.connection import Connection, DirectConnection
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.server import ServerOptions, WireServer
 from shadowsync.runtime.wire.service import Service
+
+sys.path.append(str(Path(__file__).parents[1] / "aggregation"))  # `step_models`
 
 Connect = Callable[[Service, int], list[Connection]]
 

@@ -1,13 +1,14 @@
 """Rings that reduce inside the test, late and in the wrong order, and fail where they are told to."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from shadowsync.runtime.averaging_local import mean_of
 from shadowsync.runtime.ring import RingBroken, Seat
 
 PATIENCE_S = 20.0
@@ -17,7 +18,7 @@ PATIENCE_S = 20.0
 class Epoch:
     """What has come together in one epoch, by position."""
 
-    given: dict[int, tuple[Tensor, Future[Tensor]]] = field(default_factory=dict)
+    given: dict[int, tuple[Tensor, Future[Any]]] = field(default_factory=dict)
     broken: bool = False
 
 
@@ -33,6 +34,7 @@ class Hall:
         self.fails, self.deaf = fails or set(), deaf or set()
         self.always_fails = False
         self.moved: list[Tensor] = []
+        self.gathered = 0
         self.seats: list[Seat] = []
         self.before_reduction: Callable[[], None] = lambda: None
         self._epochs: dict[int, Epoch] = {}
@@ -42,8 +44,8 @@ class Hall:
         self.seats.append(seat)
         return HallRing(self, seat)
 
-    def give(self, seat: Seat, vector: Tensor) -> Future[Tensor]:
-        future: Future[Tensor] = Future()
+    def give(self, seat: Seat, vector: Tensor, reduce: Callable[[Sequence[Tensor]], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
         with self._lock:
             epoch = self._epochs.setdefault(seat.epoch, Epoch())
             self.moved.append(vector)
@@ -54,17 +56,22 @@ class Hall:
             if len(epoch.given) < seat.size or seat.epoch in self.deaf:
                 return future
             given, epoch.given = epoch.given, {}
-        threading.Thread(target=self._reduce, args=(seat.epoch, given), daemon=True).start()
+        threading.Thread(target=self._reduce, args=(seat.epoch, given, reduce), daemon=True).start()
         return future
 
-    def _reduce(self, epoch: int, given: dict[int, tuple[Tensor, Future[Tensor]]]) -> None:
+    def _reduce(
+        self,
+        epoch: int,
+        given: dict[int, tuple[Tensor, Future[Any]]],
+        reduce: Callable[[Sequence[Tensor]], Any],
+    ) -> None:
         self.before_reduction()
-        mean = torch.stack([given[position][0].float() for position in sorted(given)]).mean(0)
+        result = reduce([given[position][0] for position in sorted(given)])
         for position in sorted(given, reverse=True):
             if (epoch, position) in self.fails:
                 given[position][1].set_exception(RingBroken("on purpose"))
             else:
-                given[position][1].set_result(mean.clone())
+                given[position][1].set_result(result.clone() if isinstance(result, Tensor) else result)
 
     def close(self, seat: Seat) -> None:
         with self._lock:
@@ -83,7 +90,13 @@ class HallRing:
     seat: Seat
 
     def mean(self, vector: Tensor) -> Future[Tensor]:
-        return self.hall.give(self.seat, vector)
+        return self.hall.give(self.seat, vector, lambda vectors: mean_of([v.float() for v in vectors]))
+
+    def gather(self, message: Tensor, most: int) -> Future[tuple[Tensor, ...] | None]:
+        self.hall.gathered += 1
+        return self.hall.give(
+            self.seat, message, lambda messages: tuple(messages) if sum(map(len, messages)) <= most else None
+        )
 
     def close(self) -> None:
         self.hall.close(self.seat)

@@ -13,6 +13,7 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.averaging_remote import AveragingOptions, RemoteAveraging
 from shadowsync.runtime.averaging_service import AveragingService
 from shadowsync.runtime.dense_remote import DenseRemote
+from shadowsync.runtime.lines import Line
 from shadowsync.runtime.remote_group import RemoteGroup
 from shadowsync.runtime.wire.connection import DirectConnection
 from shadowsync.sync.background import Background
@@ -31,7 +32,7 @@ class Process:
     def __init__(self, rank: int, service: AveragingService, hall: Hall, schedule: Schedule) -> None:
         self.gate, self.weights = Gate(), torch.full((3,), float(rank))
         averaging = RemoteAveraging(rank, DirectConnection(service), hall.ring, Plain(), WireCounter(), OPTIONS)
-        self.group = RemoteGroup(rank, averaging, DenseRemote([], [], Plain(), WireCounter()), self.gate)
+        self.group = RemoteGroup(rank, averaging, DenseRemote([], [], Line("dense", Plain(), WireCounter())), self.gate)
         method = ModelAveraging(alpha=1.0)
         self.driver: Driver = schedule.drive(Synchronisation(method, self.weights, self.group, 2, self.gate))
         for _ in range(2):

@@ -13,10 +13,11 @@ from torch import Tensor
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import DataError, RunError
-from shadowsync.metrics.wire import WireCounter
+from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.runtime.dense_remote import DenseRemote
-from shadowsync.runtime.dense_service import DenseService, Exchange
+from shadowsync.runtime.dense_service import MOST_TRAINERS, DenseService, Exchange
 from shadowsync.runtime.group import DenseServers, split_evenly
 from shadowsync.runtime.lines import Line
 from shadowsync.runtime.wire.connection import Answer, Connection, DirectConnection
@@ -34,7 +35,7 @@ class Rounded(Codec):
 
     name = "rounded"
 
-    def encode(self, tensor: Tensor, state: Tensor | None = None) -> Encoded:
+    def encode(self, tensor: Tensor, state: Tensor | None = None, groups: Sequence[int] = ()) -> Encoded:
         wanted = tensor if state is None else tensor + state
         return Encoded((wanted.round().to(torch.int8),), tuple(tensor.shape), wanted - wanted.round())
 
@@ -49,7 +50,7 @@ def services(center: Tensor, count: int, codec: Codec) -> list[DenseService]:
 
 def remote(center: Tensor, count: int, codec: Codec, connect: Connect, counter: WireCounter) -> DenseRemote:
     connections = [connect(service, 1)[0] for service in services(center, count, codec)]
-    return DenseRemote(connections, split_evenly(len(center), count), codec, counter)
+    return DenseRemote(connections, split_evenly(len(center), count), Line("dense", codec, counter))
 
 
 def direct(service: Service, clients: int) -> list[Connection]:
@@ -95,6 +96,135 @@ def test_what_a_trainer_loses_the_center_gains(
     torch.testing.assert_close(servers.read() + sum(trainers), before, rtol=0, atol=1e-4)
 
 
+FEW = Threshold(keep=0.1, feedback=True)
+
+
+@pytest.mark.parametrize("codec", [FEW, Threshold(keep=0.1, values="int8", feedback=True)], ids=["fp32", "int8"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_differences_near_and_far_are_the_same_and_conserved(count: int, codec: Codec, connect: Connect) -> None:
+    generator = torch.Generator().manual_seed(count)
+    center, counters = torch.randn(ODD_SIZE, generator=generator), (WireCounter(), WireCounter())
+    near = DenseServers(center, count, Line("dense", codec, counters[0]))
+    far = remote(center, count, codec, connect, counters[1])
+    trainers = [torch.randn(ODD_SIZE, generator=generator) for _ in range(2)]
+    before = center + sum(trainers)
+    for step in range(40):
+        rank = step % 2
+        moved = near.elastic(rank, trainers[rank], 0.5)
+        assert torch.equal(far.elastic(rank, trainers[rank], 0.5), moved)
+        assert torch.equal(far.read(), near.read())
+        trainers[rank] -= moved
+        if step < 10:
+            trainers[rank] += (drawn := torch.randn(ODD_SIZE, generator=generator) * 0.1)
+            before += drawn
+    for rank, trainer in enumerate(trainers):
+        assert [servers.catch_up(rank) for servers in (near, far)] == [True, True]
+        moved = near.elastic(rank, trainer, 0.5)
+        assert torch.equal(far.elastic(rank, trainer, 0.5), moved)
+        trainer.sub_(moved)
+        assert [servers.catch_up(rank) for servers in (near, far)] == [False, False]
+    torch.testing.assert_close(near.read() + sum(trainers), before, rtol=0, atol=1e-4)
+    assert counters[1].totals() == counters[0].totals()
+    shares = kept_shares(counters[0].totals().by_name())
+    assert 0.02 < shares["dense"] < 0.25
+
+
+def test_what_a_threshold_leaves_out_comes_later() -> None:
+    """Trainers that stand still meet the central copy, though a tenth of the elements moves at a time."""
+    servers = DenseServers(torch.zeros(ODD_SIZE), 1, Line("dense", FEW, WireCounter()))
+    trainer = torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0))
+    apart = [float((trainer - servers.read()).norm())]
+    for _ in range(60):
+        trainer -= servers.elastic(0, trainer, 0.5)
+        apart.append(float((trainer - servers.read()).norm()))
+    assert apart[-1] < 0.1 * apart[0]
+
+
+def test_the_central_copy_takes_at_once_what_it_knows_and_owes_it() -> None:
+    """A replica that has crossed whole and stands still moves the central copy as it would without a codec."""
+    few, plain = (DenseServers(torch.zeros(ODD_SIZE), 1, Line("dense", c, WireCounter())) for c in (FEW, Plain()))
+    trainers = [torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    for _ in range(8):
+        for servers, trainer in zip((few, plain), trainers, strict=True):
+            trainer.sub_(servers.elastic(0, trainer, 0.2))
+        torch.testing.assert_close(few.read(), plain.read(), atol=1e-5, rtol=0)
+    assert float((trainers[0] - trainers[1]).norm()) > 0.1, "the trainer has not heard of all of it"
+    assert few.catch_up(0)
+    trainers[0] -= few.elastic(0, trainers[0], 0.2)
+    trainers[1] -= plain.elastic(0, trainers[1], 0.2)
+    torch.testing.assert_close(trainers[0], trainers[1], atol=1e-5, rtol=0)
+
+
+def test_after_a_write_differences_begin_anew(connect: Connect) -> None:
+    center = torch.zeros(ODD_SIZE)
+    near = DenseServers(center, 2, Line("dense", FEW, WireCounter()))
+    far = remote(center, 2, FEW, connect, WireCounter())
+    generator = torch.Generator().manual_seed(0)
+    for servers in (near, far):
+        generator.manual_seed(0)
+        for _ in range(3):
+            servers.elastic(0, torch.randn(ODD_SIZE, generator=generator), 0.5)
+        servers.write(center)
+        moved = servers.elastic(0, torch.full((ODD_SIZE,), 2.0), 0.5)
+        assert torch.equal(moved, torch.ones(ODD_SIZE))
+        assert torch.equal(servers.read(), moved)
+
+
+def test_a_client_speaks_for_few_trainers() -> None:
+    (service,) = services(torch.ones(5), 1, FEW)
+    connection = DirectConnection(service)
+    for rank in range(MOST_TRAINERS):
+        connection.call("elastic", Exchange(rank, 0.5), (torch.ones(5),)).result()
+    with pytest.raises(DataError, match="names more than 16 trainers"):
+        connection.call("elastic", Exchange(MOST_TRAINERS, 0.5), (torch.ones(5),)).result()
+    connection.call("elastic", Exchange(0, 0.5), (torch.ones(5),)).result()
+    service.client_gone(connection.client)
+    connection.call("elastic", Exchange(99, 0.5), (torch.ones(5),)).result()
+
+
+def test_who_keeps_everything_sends_the_vector_itself(connect: Connect) -> None:
+    generator, counters = torch.Generator().manual_seed(0), (WireCounter(), WireCounter())
+    center = torch.randn(ODD_SIZE, generator=generator)
+    plain = DenseServers(center, 2, Line("dense", Plain(), counters[0]))
+    kept = remote(center, 2, Threshold(keep=1, feedback=True), connect, counters[1])
+    for _ in range(3):
+        weights = torch.randn(ODD_SIZE, generator=generator)
+        assert torch.equal(kept.elastic(0, weights, 0.3), plain.elastic(0, weights, 0.3))
+    assert torch.equal(kept.read(), plain.read())
+    assert counters[1].totals().bytes == counters[0].totals().bytes
+
+
+def test_a_server_that_took_anothers_place_gets_the_replica_whole() -> None:
+    """And so does one of which nobody knows what it has heard."""
+    made = services(torch.zeros(ODD_SIZE), 1, FEW)[0]
+    connection, counter = DirectConnection(made), WireCounter()
+    servers = DenseRemote([connection], [(0, ODD_SIZE)], Line("dense", FEW, counter))
+    weights = torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0))
+    servers.elastic(0, weights, 0.5)
+    whole = counter.totals().bytes["dense"]
+    made.client_gone(connection.client)
+    second = servers.elastic(0, weights, 0.5)
+    assert counter.totals().bytes["dense"] > 1.9 * whole
+    assert int((second != 0).sum()) > 0.9 * ODD_SIZE, "what comes whole is answered whole"
+    with pytest.raises(DataError, match="alpha"):
+        servers.elastic(0, weights, 7.0)
+    third = counter.totals().bytes["dense"]
+    servers.elastic(0, weights - second, 0.5)
+    assert counter.totals().bytes["dense"] - third >= 4 * ODD_SIZE
+
+
+@pytest.mark.parametrize("frames", [(), (torch.zeros(3),), (torch.zeros(5).double(),), (torch.zeros(5),) * 2])
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_no_difference_changes_nothing(frames: tuple[Tensor, ...], whole: bool) -> None:
+    made = services(torch.ones(5), 1, FEW)[0]
+    connection = DirectConnection(made)
+    connection.call("elastic", Exchange(0, 0.5), (torch.ones(5),)).result()
+    if not (frames == () and not whole):
+        with pytest.raises(DataError, match="none of codec threshold"):
+            connection.call("elastic", Exchange(0, 0.5, whole=whole), frames).result()
+    assert torch.equal(connection.call("read").result().tensors[0], torch.ones(5))
+
+
 class Held(Connection):
     """Lets nothing through until so many calls wait on all connections of its kind, then the last one first."""
 
@@ -120,7 +250,7 @@ def test_all_servers_are_asked_before_any_answer_is_awaited() -> None:
     """With one at a time this would never end; the answers come in the wrong order."""
     center, count, waiting = torch.arange(11.0), 3, []
     connections = [Held(service, waiting, count) for service in services(center, count, Plain())]
-    servers = DenseRemote(connections, split_evenly(11, count), Plain(), WireCounter())
+    servers = DenseRemote(connections, split_evenly(11, count), Line("dense", Plain(), WireCounter()))
     assert torch.equal(servers.read(), center)
     assert torch.equal(servers.elastic(0, center + 2, 0.5), torch.ones(11))
     assert torch.equal(servers.sequential(0, center, 0.5), center + 0.5)
@@ -130,7 +260,7 @@ def test_a_server_that_is_lost_is_told_after_the_others_are_done() -> None:
     center = torch.zeros(6)
     parts = services(center, 2, Plain())
     connections = [DirectConnection(part) for part in parts]
-    servers = DenseRemote(connections, split_evenly(6, 2), Plain(), WireCounter())
+    servers = DenseRemote(connections, split_evenly(6, 2), Line("dense", Plain(), WireCounter()))
     connections[0].close()
     with pytest.raises(PeerLost):
         servers.elastic(0, torch.ones(6), 0.5)
@@ -144,7 +274,7 @@ def test_a_connection_that_goes_takes_its_residuals_along(connect: Connect) -> N
 
     def sequential(connection: Connection) -> float:
         """With a local copy that leaves the center where it is, so that only the way back rounds."""
-        servers = DenseRemote([connection], [(0, 1)], Rounded(), WireCounter())
+        servers = DenseRemote([connection], [(0, 1)], Line("dense", Rounded(), WireCounter()))
         servers.write(half)
         answer = connection.call("sequential", Exchange(0, 1e-9), (torch.zeros(1, dtype=torch.int8),)).result()
         return float(answer.tensors[0])
@@ -162,6 +292,8 @@ MISFITS = [
     ("elastic", Exchange(0, 1.5), (torch.ones(3),)),
     ("elastic", Exchange(0, float("nan")), (torch.ones(3),)),
     ("elastic", None, (torch.ones(3),)),
+    ("elastic", Exchange(0, 0.5, 0, "int8"), (torch.ones(3),)),
+    ("sequential", Exchange(0, 0.5, 0, "no such codec" * 1000), (torch.ones(3),)),
     ("write", None, ()),
     ("write", None, (torch.zeros(2),)),
     ("write", None, (torch.zeros(3), torch.zeros(3))),

@@ -5,28 +5,34 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from step_models import TwoParameters
 from torch import Tensor, nn
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.conductor import Arrived, Conductor, StepParts, StepRule
 from shadowsync.aggregation.gba import Gba
-from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper
+from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper, Version
 from shadowsync.aggregation.synchronous import Sync
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.int8 import Int8
+from shadowsync.compression.pieces import by_parameter
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.threshold import Threshold
 from shadowsync.data.desk import Claim, Desk
 from shadowsync.data.leases import LeaseBook, Plan
 from shadowsync.errors import DataError, RunError
-from shadowsync.metrics.wire import WireCounter
+from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.runtime.conductor_remote import ConductorRemote
 from shadowsync.runtime.conductor_service import ConductorService
+from shadowsync.runtime.dense_line import DenseLine
 from shadowsync.runtime.generation import Generation
-from shadowsync.runtime.lines import DenseLine, Line
+from shadowsync.runtime.lines import Line
+from shadowsync.runtime.parameters import ParameterReceiver, ParameterSender
 from shadowsync.runtime.step_messages import (
     ArrivedTold,
     BeginAsked,
@@ -50,19 +56,8 @@ Connect = Callable[[Service, int], list[Connection]]
 PATIENCE_S = 20.0
 
 
-class Model(nn.Module):
-    """Two parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
-
-    def forward(self, dense: Tensor, _: object) -> Tensor:
-        return dense.sum(1) * self.first.sum() * self.second.sum()
-
-
 def stepper() -> DenseStepper:
-    return DenseStepper(Replica(Model(), Adagrad(), {}), None)
+    return DenseStepper(Replica(TwoParameters(), Adagrad(), {}), None)
 
 
 def gradient(made: DenseStepper, seed: int) -> DenseGradient:
@@ -98,6 +93,120 @@ def test_a_stepper_behind_a_wire_does_what_one_in_process_does(codec: Codec, con
     assert there.held_bytes == 0
 
 
+class Wide(nn.Module):
+    """A large parameter and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.ones(40, 20)), nn.Parameter(torch.ones(9))
+
+    def forward(self, dense: Tensor, _: object) -> Tensor:
+        return dense.sum(1) * self.large.sum() * self.small.sum()
+
+
+def test_a_client_has_as_many_streams_as_a_trainer_has_workers() -> None:
+    service = StepperService(stepper(), Int8(), streams=2)
+    connection = DirectConnection(service)
+    for stream in (0, 1, 0):
+        connection.call("newer", NewerAsked(-1, stream)).result()
+    with pytest.raises(DataError, match="a client names more than 2 streams"):
+        connection.call("newer", NewerAsked(-1, 2)).result()
+    service.client_gone(connection.client)
+    connection.call("newer", NewerAsked(-1, 2)).result()
+
+
+@pytest.mark.parametrize("values", ["fp32", "int8"])
+def test_thresholds_are_the_same_near_and_far(connect: Connect, values: Literal["fp32", "int8"]) -> None:
+    made = [DenseStepper(Replica(Wide(), Adagrad(), {}), None) for _ in range(2)]
+    flat = made[0].replica.flat
+    codec = by_parameter(Threshold(keep=0.05, values=values, feedback=True), made[0].replica.slots, len(flat))
+    counters, service = (WireCounter(), WireCounter()), StepperService(made[1], codec)
+    near = [DenseLine(made[0], Line("dense", codec, counters[0]), (0, worker)) for worker in range(2)]
+    far = [remote(service, connect, codec, counters[1], stream=worker) for worker in range(2)]
+    given, known = torch.zeros(2, len(flat)), -1
+    for step in range(4):
+        for worker in range(2):
+            own = DenseGradient(torch.randn(len(flat), generator=torch.Generator().manual_seed(step)), (True, True))
+            given[worker] += own.flat
+            near[worker].hold(2 * step + worker, own).result()
+            far[worker].hold(2 * step + worker, own).result()
+            arrived = made[0]._held[2 * step + worker].flat
+            assert torch.equal(made[1]._held[2 * step + worker].flat, arrived)
+            given[worker] -= arrived
+        commit = DenseStep(step, {2 * step: 1.0, 2 * step + 1: 1.0}, 2.0, 0.1, 2 * step + 2)
+        made[0].commit(commit)
+        far[0].commit(commit).result()
+        ours, theirs = far[0].newer(known).result(), near[0].newer(known).result()
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours.flat, theirs.flat)
+        assert torch.equal(ours.flat, made[0].replica.flat) == (step == 0)
+        known = ours.number
+    for worker in range(2):
+        left = near[worker].gradients.encoder.tensors()["0.residual"]
+        assert torch.equal(far[worker].gradients.encoder.tensors()["0.residual"], left)
+        torch.testing.assert_close(left, given[worker][:800], rtol=0, atol=1e-5)
+    assert counters[1].totals() == counters[0].totals()
+    assert 0.05 < kept_shares(counters[0].totals().by_name())["dense"] < 0.2
+
+
+class Versions:
+    """Parameters that move by noise, and a worker's two ends of the way back."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.replica, self.counter = Replica(Wide(), Adagrad(), {}), WireCounter()
+        self.codec = by_parameter(codec, self.replica.slots, len(self.replica.flat))
+        self.sender = ParameterSender(self.codec, "parameters")
+        self.receiver = ParameterReceiver(Line("dense", self.codec, self.counter), len(self.replica.flat))
+        self.number = 0
+
+    def move(self) -> Version:
+        self.number += 1
+        noise = torch.Generator().manual_seed(self.number)
+        self.replica.flat.add_(torch.randn(len(self.replica.flat), generator=noise).pow(3))
+        return Version(self.number, self.replica.flat.clone())
+
+    def cross(self, than: int, version: Version) -> Version:
+        taken = self.receiver.take(self.codec, *self.sender.answer(version, than))
+        assert taken is not None
+        return taken
+
+
+@pytest.mark.parametrize("values", ["fp32", "int8", "int4"])
+def test_what_a_threshold_leaves_out_of_parameters_comes_later(values: Literal["fp32", "int8", "int4"]) -> None:
+    versions, known = Versions(Threshold(keep=0.05, values=values, feedback=True)), -1
+    for _ in range(20):
+        known = versions.cross(known, versions.move()).number
+    still, apart = versions.replica.flat.clone(), []
+    for number in range(known + 1, known + 400):
+        taken = versions.cross(known, Version(number, still))
+        known = taken.number
+        apart.append(float((taken.flat - still).abs().max()))
+    assert apart[0] > 0.1
+    assert apart[-1] <= apart[0] / 1000
+    assert 0.02 < kept_shares(versions.counter.totals().by_name())["dense"] < 0.1
+
+
+def test_a_worker_that_missed_an_answer_gets_the_parameters_whole() -> None:
+    versions = Versions(Threshold(keep=0.05, feedback=True))
+    first = versions.cross(-1, versions.move())
+    given, _ = versions.sender.answer(versions.move(), first.number)
+    assert not given.whole  # and it is lost
+    newest = versions.move()
+    assert torch.equal(versions.cross(first.number, newest).flat, newest.flat)
+    assert not torch.equal(versions.cross(newest.number, versions.move()).flat, versions.replica.flat)
+
+
+def test_a_change_that_goes_on_from_nothing_is_refused() -> None:
+    versions, other = Versions(Threshold(keep=0.05)), Versions(Threshold(keep=0.05))
+    versions.cross(-1, versions.move())
+    given, frames = versions.sender.answer(versions.move(), 1)
+    with pytest.raises(DataError, match="what has changed to a worker that has nothing"):
+        other.receiver.take(other.codec, given, frames)
+    with pytest.raises(DataError, match="frames of the dense parameters are none of codec threshold"):
+        versions.receiver.take(versions.codec, given, frames[1:])
+
+
 def test_a_step_that_comes_again_changes_nothing(connect: Connect) -> None:
     made = stepper()
     far = remote(StepperService(made, Plain()), connect, Plain(), WireCounter())
@@ -124,6 +233,8 @@ MALFORMED: dict[str, tuple[str, Meta | None, tuple[Tensor, ...], str]] = {
     "another type": ("hold", GradientSent(0, 0, (True, True), 0), (FLAT.double(),), "frames of a gradient|not fit"),
     "another model": ("hold", GradientSent(0, 0, (True,), 0), (FLAT,), "does not fit"),
     "a number below 0": ("hold", GradientSent(-1, 0, (True, True), 0), (FLAT,), "count from 0"),
+    "another codec": ("hold", GradientSent(0, 0, (True, True), 0, "int8"), (FLAT,), "codec 'int8' is not one"),
+    "an answer in another": ("newer", NewerAsked(-1, 0, "x" * 9000), (), "codec 'x{20}' is not .*; allowed: plain$"),
     "nothing at all": ("hold", None, (FLAT,), "does not hold a GradientSent"),
     "a weight too many": ("commit", step_with(weights=(1.0, 1.0)), (), "make no global step"),
     "a divisor of 0": ("commit", step_with(divisor=0.0), (), "make no global step"),
@@ -184,11 +295,6 @@ class Bench:
         self._leases: dict[int, Any] = {}
         self._at: dict[int, int] = {}
 
-    def replace(self, trainer: int, start: int) -> None:
-        """The next claim is somebody else's of that rank, from that row on."""
-        del self._leases[trainer]
-        self._at[trainer] = start
-
     def claim(self, trainer: int) -> Claim:
         """The next two rows for a trainer."""
         if trainer not in self._leases:
@@ -238,11 +344,10 @@ def test_whoever_waits_longer_than_the_patience_of_a_call_asks_again(connect: Co
 
 def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
     bench = Bench(connect, Sync(), size=2)
-    lost = ConductorRemote(*connect(bench.service, 1))
     arrived, computing, waiting = (bench.claim(0).number for _ in range(3))
     other = bench.claim(1).number
     for worker, number in enumerate((arrived, computing)):
-        assert lost.begin((0, worker), number)
+        assert bench.remote.begin((0, worker), number)
     bench.arrive(arrived)
     held_up = bench.conductor.ask((0, 0), waiting)
     bench.service.abandoned(0)
@@ -250,15 +355,8 @@ def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
     assert held_up.result(PATIENCE_S) is None
     assert bench.desk.trained == 2
     bench.arrive(computing)
-    assert lost.begin((0, 0), computing) is None
+    assert bench.remote.begin((0, 0), computing) is None
     assert bench.remote.begin((1, 0), other)
-    bench.replace(0, 2)
-    replaced = bench.claim(0).number
-    assert bench.remote.begin((0, 0), replaced)
-    for late in (lost.idle, lost.left):
-        late((0, 0))
-    assert replaced in bench.conductor.aggregator.in_flight, "whoever took its place is still at it"
-    bench.remote.left((0, 0))
     bench.remote.left((1, 0))
     assert not bench.conductor.aggregator.held
     assert bench.conductor.state.received == 1

@@ -15,7 +15,8 @@ from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
-from shadowsync.runtime.embedding_service import EmbeddingService, KeptLimits
+from shadowsync.runtime.embedding_service import EmbeddingService
+from shadowsync.runtime.kept import USUAL, KeptLimits
 from shadowsync.runtime.lines import EmbeddingLine, Line
 from shadowsync.runtime.wire.connection import Connection
 
@@ -36,9 +37,11 @@ class Far:
     tables: Sequence[Table] = tuple(TABLES)
     features: Sequence[str] = tuple(SOURCE)
 
-    def client(self, unique: UniqueRows = NEVER, stream: int = 0, learns: bool = True) -> EmbeddingClient:
+    def client(
+        self, unique: UniqueRows = NEVER, stream: int = 0, learns: bool = True, limits: KeptLimits = USUAL
+    ) -> EmbeddingClient:
         pairs = enumerate(zip(self.connections, self.servers, strict=True))
-        ways = [Remote(way, held.shards, index, stream, learns=learns) for index, (way, held) in pairs]
+        ways = [Remote(way, held.shards, index, stream, learns=learns, limits=limits) for index, (way, held) in pairs]
         return EmbeddingClient(self.tables, self.features, [EmbeddingRemote(way, *self.lines) for way in ways], unique)
 
 
@@ -49,13 +52,15 @@ def far(
     storage: type[Storage] = TorchStorage,
     *,
     codec: Codec | None = None,
+    push: Codec | None = None,
     limits: KeptLimits | None = None,
 ) -> Far:
     codec = codec or Plain()
+    push = push or codec
     servers = [EmbeddingServer(shards, storage, optimizer, seed=3) for shards in placed]
-    services = [EmbeddingService(server, codec, codec, limits or KeptLimits()) for server in servers]
+    services = [EmbeddingService(server, codec, push, limits or KeptLimits()) for server in servers]
     counter = WireCounter()
-    lines = Line("pull", codec, counter), Line("push", codec, counter)
+    lines = Line("pull", codec, counter), Line("push", push, counter)
     return Far(servers, services, [connect(service) for service in services], lines, counter)
 
 
@@ -64,10 +69,13 @@ def near(
     optimizer: RowOptimizer = ADAGRAD,
     *,
     codec: Codec | None = None,
+    push: Codec | None = None,
     unique: UniqueRows = NEVER,
+    limits: KeptLimits = USUAL,
 ) -> tuple[EmbeddingClient, list[EmbeddingServer], WireCounter]:
     """The same job in process."""
     servers, counter = [EmbeddingServer(shards, TorchStorage, optimizer, seed=3) for shards in placed], WireCounter()
-    lines = Line("pull", codec or Plain(), counter), Line("push", codec or Plain(), counter)
-    ways = [EmbeddingLine(server, index, *lines) for index, server in enumerate(servers)]
+    codec = codec or Plain()
+    lines = Line("pull", codec, counter), Line("push", push or codec, counter)
+    ways = [EmbeddingLine(server, index, *lines, limits) for index, server in enumerate(servers)]
     return EmbeddingClient(TABLES, SOURCE, ways, unique), servers, counter

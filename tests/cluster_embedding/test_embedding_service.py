@@ -1,16 +1,21 @@
 """What a served embedding server refuses, remembers and gives out."""
 
 import threading
+import tracemalloc
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from embedding_cases import ADAGRAD, ADAM, ROWS, SOURCE, TABLES, dense_gradient, random_ids, train, whole
+from msgspec.structs import replace
 from remote_cases import CUT, ONE, far
 
 from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.threshold import Threshold
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Rows, Shard, Table
@@ -31,7 +36,7 @@ from shadowsync.runtime.embedding_messages import (
 )
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
 from shadowsync.runtime.embedding_rows import RemoteRows
-from shadowsync.runtime.embedding_service import EmbeddingService
+from shadowsync.runtime.embedding_service import MOST_ROUTES, EmbeddingService
 from shadowsync.runtime.lines import Line
 from shadowsync.runtime.wire.connection import DirectConnection
 
@@ -59,9 +64,9 @@ def test_the_messages_that_the_others_spoil_are_good():
     server, connection = serve()
     before = copied(server)
     pulled = connection.call("pull", PullAsked(0, 1, IDS), (VALUES, OFFSETS)).result()
-    assert (pulled.read(Coded), pulled.tensors[0].shape) == (SHAPE, (2, 12))
+    assert (pulled.read(Coded), pulled.tensors[0].shape) == (replace(SHAPE, codec="plain"), (2, 12))
     read = connection.call("read", ReadAsked(0, 2, (0, 1)), (NUMBERS,)).result()
-    assert read.read(Coded) == SHAPES
+    assert read.read(Coded) == replace(SHAPES, codec="plain")
     for known in (True, False):
         assert (
             connection.call("push", PushAsked(0, 1, 0.1, SHAPE, None), (GRADIENT,)).result().read(Pushed).known is known
@@ -93,6 +98,12 @@ def row(*numbers, dtype=INT):
 
 
 BAD = [
+    ("pull", PullAsked(0, 1, IDS, "int8"), (VALUES, OFFSETS)),
+    ("pull", PullAsked(0, 1, IDS, "auto"), (VALUES, OFFSETS)),
+    ("pull", PullAsked(0, 1, IDS, "x" * 5000), (VALUES, OFFSETS)),
+    ("read", ReadAsked(0, 1, (0, 1), "bf16"), (NUMBERS,)),
+    push(replace(SHAPE, codec="bf16")),
+    step(replace(SHAPES, codec="\0")),
     pull(IDS, VALUES),
     pull(IDS, VALUES, OFFSETS, OFFSETS),
     pull(IDS, VALUES.float(), OFFSETS),
@@ -144,6 +155,8 @@ BAD = [
     step(shards=(0, 9)),
     ("push", PushAsked(0, 5, 0.1, SHAPE, IDS, held=3), (VALUES, OFFSETS, GRADIENT[:1])),
     ("step", StepAsked(0, 5, 0.1, SHAPES, (0,), held=3), (NUMBERS, *SUMS)),
+    ("push", PushAsked(0, 5, 0.1, SHAPE, IDS, held=-1), (VALUES, OFFSETS, GRADIENT)),
+    ("step", StepAsked(0, 5, 0.1, SHAPES, (0, 1), held=-1), (NUMBERS, *SUMS)),
     ("commit", CommitAsked(0, (1, 2), (1.0,), 2.0, 0.1, 0), ()),
     ("commit", CommitAsked(0, (1,), (1.0,), 0.0, 0.1, 0), ()),
     ("commit", CommitAsked(0, (1,), (1.0,), float("nan"), 0.1, 0), ()),
@@ -176,6 +189,84 @@ def test_what_is_wrong_is_refused_and_changes_nothing(message):
     assert connection.call(*pull()).result().tensors[0].shape == (2, 12)
 
 
+GAPS = torch.zeros(1 << 22, dtype=torch.uint8)
+GAPS[0] = 8
+HUGE = [((1 << 40,),), ((2, 12), (1 << 40,)), ((1 << 40,),) * 3, ((1 << 30, 12),)]
+FRAMES = {
+    "gaps": ("threshold", (GAPS, torch.ones(1 << 20))),
+    "nothing": ("threshold", ()),
+    "rows with scales": ("int8", (GAPS.view(torch.int8), GAPS.view(torch.bfloat16))),
+}
+
+
+def memory_of(call):
+    """Bytes taken at most while a message is refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError):
+            call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("shapes", HUGE)
+@pytest.mark.parametrize(("codec", "frames"), FRAMES.values(), ids=FRAMES)
+def test_a_shape_that_is_only_claimed_takes_neither_memory_nor_time(codec, frames, shapes, known, monkeypatch):
+    """Nothing is unpacked: the shape is that of the look-up, whatever the sender says of the gradient."""
+    for where in ("compression.threshold.unpack", "runtime.embedding_messages.unpack_positions"):
+        monkeypatch.setattr(f"shadowsync.{where}", lambda *_: pytest.fail("it is unpacked"))
+    member = Threshold(feedback=False) if codec == "threshold" else Int8()
+    server = EmbeddingServer(HELD, TorchStorage, ADAGRAD, seed=3)
+    connection = DirectConnection(EmbeddingService(server, Plain(), member))
+    coded = Coded(shapes, (len(frames),) * len(shapes), codec)
+    if known:
+        connection.call(*pull()).result()
+        connection.call("read", ReadAsked(0, 2, (0, 1)), (NUMBERS,)).result()
+    for message in (
+        ("push", PushAsked(0, 1, 0.1, coded, None if known else IDS), (VALUES, OFFSETS)[: 0 if known else 2]),
+        ("step", StepAsked(0, 2, 0.1, coded, None if known else (0, 1)), (NUMBERS,)[: 0 if known else 1]),
+    ):
+        call = partial(connection.call, message[0], message[1], (*message[2], *frames * len(shapes)))
+        assert memory_of(lambda call=call: call().result()) < 100_000
+
+
+@pytest.mark.parametrize("shapes", HUGE)
+def test_a_mask_is_unpacked_for_the_shape_of_its_look_up(shapes):
+    server = EmbeddingServer(HELD, TorchStorage, ADAGRAD, seed=3)
+    connection = DirectConnection(EmbeddingService(server, Threshold(feedback=False), Plain()))
+    coded = Coded(shapes, (1,) * len(shapes), "plain", 7)
+    masks, values = (GAPS,) * len(shapes), (torch.ones(4),) * len(shapes)
+    push = partial(connection.call, "push", PushAsked(0, 1, 0.1, coded, IDS), (VALUES, OFFSETS, *masks, *values))
+    step = partial(connection.call, "step", StepAsked(0, 2, 0.1, coded, (0, 1)), (NUMBERS, *masks, *values))
+    for call in (push, step):
+        assert memory_of(lambda call=call: call().result()) < 100_000
+
+
+def test_a_client_has_as_many_streams_as_a_trainer_has_workers():
+    service = EmbeddingService(EmbeddingServer(HELD, TorchStorage, ADAGRAD, seed=3), Plain(), Plain(), streams=2)
+    first, second = DirectConnection(service), DirectConnection(service)
+    for stream in (0, 7, 0):
+        first.call("pull", PullAsked(stream, 1, IDS), (VALUES, OFFSETS)).result()
+    with pytest.raises(DataError, match="a client names more than 2 streams, the most that this job has room for"):
+        first.call("pull", PullAsked(8, 1, IDS), (VALUES, OFFSETS)).result()
+    with pytest.raises(DataError, match="more than 2 streams"):
+        first.call("read", ReadAsked(-1, 2, (0, 1)), (NUMBERS,)).result()
+    second.call("pull", PullAsked(8, 1, IDS), (VALUES, OFFSETS)).result()
+    service.client_gone(first.client)
+    first.call("pull", PullAsked(8, 1, IDS), (VALUES, OFFSETS)).result()
+
+
+def test_a_stream_asks_for_few_combinations_of_features():
+    _, connection = serve()
+    for times in range(1, MOST_ROUTES + 1):
+        ids = Ids((0,) * times, 0, False, False)
+        connection.call("pull", PullAsked(0, None, ids), (VALUES[:0],)).result()
+    with pytest.raises(DataError, match="more than 256 combinations of features"):
+        connection.call("pull", PullAsked(0, None, Ids((1,), 0, False, False)), (VALUES[:0],)).result()
+
+
 def test_a_push_of_a_read_and_a_step_of_a_pull_are_unknown():
     _, connection = serve()
     connection.call("pull", PullAsked(0, 1, IDS), (VALUES, OFFSETS)).result()
@@ -193,7 +284,7 @@ class Rounded(Codec):
 
     name = "rounded"
 
-    def encode(self, tensor, state=None):
+    def encode(self, tensor, state=None, groups=()):
         wanted = tensor if state is None else tensor + state
         return Encoded((wanted.round(),), tuple(tensor.shape), wanted - wanted.round())
 
@@ -216,7 +307,7 @@ def test_what_a_codec_remembers_belongs_to_one_client_stream_and_route():
     remotes = [
         EmbeddingRemote(
             Remote(connection, server.shards, 0, stream, learns=False),
-            Line("pull", Rounded(), WireCounter()),
+            Line("pull", Plain(), WireCounter()),
             Line("push", Rounded(), WireCounter()),
         )
         for connection in connections

@@ -32,7 +32,7 @@ from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.embedding_messages import Coded, Pushed
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
-from shadowsync.runtime.embedding_service import KeptLimits
+from shadowsync.runtime.kept import KeptLimits
 from shadowsync.runtime.lines import Line
 from shadowsync.runtime.wire.connection import Answer, Connection, DirectConnection
 from shadowsync.runtime.wire.errors import PeerLost

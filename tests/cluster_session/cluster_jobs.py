@@ -45,8 +45,8 @@ class Cluster:
         monkeypatch.setitem(shadowsync.job._SESSIONS, "ray", self._make_session)
         add = Happenings.add
 
-        def told(happenings: Happenings, role: str, event: Any, detail: str = "") -> None:
-            add(happenings, role, event, detail)
+        def told(happenings: Happenings, role: str, event: Any, *more: Any) -> None:
+            add(happenings, role, event, *more)
             with self._changed:
                 self._told.append((role, event))
                 self._changed.notify_all()

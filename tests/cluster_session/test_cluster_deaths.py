@@ -112,6 +112,17 @@ def test_under_every_method(tmp_path: Path, cluster: Cluster, sync: dict[str, An
     assert "dead" in events_of(out)[role]
 
 
+@pytest.mark.parametrize("sync", [METHODS[6], METHODS[7]], ids=name_of)
+def test_where_averages_cross_as_differences(tmp_path: Path, cluster: Cluster, sync: dict[str, Any]) -> None:
+    codec = {"name": "threshold", "keep": 0.1, "values": "int8"}
+    out, config = tmp_path / "out", job_settings(tmp_path, cluster={"dense_servers": 1}, compression={"dense": codec})
+    config["sync"] = sync
+    result = survive(config, out, Killing(cluster, ["trainer-0"]))
+    assert "dead" in events_of(out)["trainer-0"]
+    assert result.wire is not None
+    assert result.wire.kept_share["dense"] > 0
+
+
 @pytest.mark.parametrize(
     "roles",
     [

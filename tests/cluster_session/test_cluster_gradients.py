@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,20 +10,21 @@ from typing import Any, cast
 
 import pytest
 import torch
-from cluster_jobs import Cluster, Killing, cluster_settings, events_of, interrupted
+from cluster_jobs import Cluster, Killing, SignalInCluster, cluster_settings, events_of, interrupted
 from job_helpers import (
     SMALL_DLRM,
     Ledger,
     Witness,
     beside_own_model,
+    by_gradients,
     checkpoints,
     error_of,
     result_of,
     settings,
     train_counted,
+    weights,
     write_rows,
 )
-from safetensors.torch import load_file
 
 from shadowsync import Job
 from shadowsync.aggregation.aggregator import Switch
@@ -31,6 +33,7 @@ from shadowsync.aggregation.conductor import StepRule
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.cluster import stepped, trainer_dense
+from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import DataError
 from shadowsync.job_state import job_state
 from shadowsync.runs import load_checkpoint
@@ -45,18 +48,7 @@ ROWS, EPOCHS = 240, 2
 
 
 def gradient_settings(path: Path, method: str, test_path: Path | None = None, **sections: Any) -> dict[str, Any]:
-    config = cluster_settings(path, test_path or path, **sections)
-    del config["sync"]
-    config["aggregation"] = {"method": method, **dict(sections.get("aggregation", {}))}
-    return config
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    """Everything that was trained, from the newest checkpoint."""
-    found = {}
-    for file in sorted(checkpoints(out)[-1].glob("*.safetensors")):
-        found |= {name: tensor for name, tensor in load_file(file).items() if "random" not in file.name}
-    return found
+    return by_gradients(cluster_settings(path, test_path or path, **sections), method)
 
 
 @pytest.mark.parametrize(("method", "prefetch"), [("sync", None), ("hop_bs", None), ("gba", 3)])
@@ -123,6 +115,77 @@ def test_one_worker_gives_the_same_model_as_in_process_bit_by_bit(tmp_path: Path
     expected, found = weights(tmp_path / "near"), weights(tmp_path / "far")
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+WIDE_DLRM = {"name": "dlrm", "bottom": [64], "top": [64, 32]}
+"""Some of its parameters have 256 elements and more."""
+
+
+def sparse_sections(keep: float, batch_size: int, push: str = "int8") -> dict[str, Any]:
+    """Of a job that no timing changes: its rows are one slice, and its tables one server (placed by measured cost)."""
+    threshold = {"name": "threshold", "keep": keep}
+    return {
+        "data": {"slice_rows": 256},
+        "model": WIDE_DLRM,
+        "train": {"batch_size": batch_size, "prefetch": 0},
+        "embedding": {"servers": 1},
+        "compression": {"pull": threshold, "push": push, "dense": threshold},
+    }
+
+
+def in_process(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: section for name, section in config.items() if name != "cluster"}
+
+
+@pytest.mark.usefixtures("steps_in_turn")
+def test_what_was_not_sent_of_gradients_goes_on_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parameters that always come whole, as they do after a resume; what they leave out is not in checkpoints."""
+    monkeypatch.setattr(Threshold, "of_differences", lambda codec: replace(codec, keep=1.0, feedback=False))
+    data, script = write_rows(tmp_path / "rows.parquet", 256), SignalInCluster(9)
+    config = gradient_settings(data, "sync", **sparse_sections(0.1, 16))
+    del config["compression"]["pull"], config["compression"]["push"]
+    Job(in_process(config), out=tmp_path / "near").run()
+    script.run(Job(config, out=tmp_path / "far", failures=script))
+    stopped = weights(tmp_path / "far")
+    assert any(bool(tensor.any()) for name, tensor in stopped.items() if name.endswith(".residual"))
+    Job(config, out=tmp_path / "far", resume=tmp_path / "far").run()
+    expected, found = weights(tmp_path / "near"), weights(tmp_path / "far")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.usefixtures("steps_in_turn")
+def test_what_a_codec_draws_is_in_checkpoints_as_it_is_in_process(tmp_path: Path) -> None:
+    """Of codecs that leave nothing out as well."""
+    data = write_rows(tmp_path / "rows.parquet", 256)
+    config = gradient_settings(data, "sync", **sparse_sections(1.0, 64))
+    config["compression"] = {"dense": {"name": "int8", "rounding": "stochastic"}}
+    Job(in_process(config), out=tmp_path / "near").run()
+    Job(config, out=tmp_path / "far").run()
+    expected, found = weights(tmp_path / "near"), weights(tmp_path / "far")
+    assert any(name.startswith("feedback.") for name in expected)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.usefixtures("steps_in_turn")
+@pytest.mark.parametrize("keep", [1.0, 0.1])
+def test_a_threshold_does_on_a_cluster_what_it_does_in_process(tmp_path: Path, keep: float) -> None:
+    """Bit by bit and byte by byte; keeping everything it is the plain job."""
+    data = write_rows(tmp_path / "rows.parquet", 256)
+    sections = sparse_sections(keep, 64, "plain" if keep == 1 else "int8")
+    config = gradient_settings(data, "sync", **sections)
+    near = in_process(config) | ({"compression": {}} if keep == 1 else {})
+    here = Job(near, out=tmp_path / "near").run()
+    there = Job(config, out=tmp_path / "far").run()
+    expected, found = weights(tmp_path / "near"), weights(tmp_path / "far")
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert there.wire is not None
+    assert here.wire is not None
+    if keep < 1:
+        assert found.keys() == expected.keys()
+        assert there.wire.kept_share == here.wire.kept_share
+        assert there.wire.bytes == here.wire.bytes
 
 
 def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

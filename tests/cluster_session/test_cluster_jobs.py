@@ -25,6 +25,7 @@ from job_helpers import (
     train_counted,
     write_rows,
 )
+from safetensors.torch import load_file
 from torch import Tensor
 
 from shadowsync import Job, Trained, TrainerLost, assembly
@@ -76,6 +77,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a pull at a time": {"train": {"prefetch": 0}},
     "many pulls ahead": {"train": {"prefetch": 5, "workers": 2}},
     "bf16 codecs": {"compression": {"pull": "bf16", "push": "bf16", "dense": "bf16"}, "sync": {"method": "easgd"}},
+    "differences": {
+        "compression": {"dense": {"name": "threshold", "keep": 0.1}},
+        "cluster": {"dense_servers": 2},
+        "sync": {"method": "easgd", "schedule": "every_k", "k": 1},
+        "train": {"trainers": 2, "workers": 2},
+    },
+    "averages of differences": {
+        "compression": {"dense": {"name": "threshold", "keep": 0.1, "values": "int8"}},
+        "sync": {"method": "ma", "schedule": "every_k", "k": 1},
+        "train": {"trainers": 3},
+    },
     "bf16 averages": {"compression": {"dense": "bf16"}, "sync": {"method": "ma", "schedule": "every_k", "k": 2}},
     "bf16 steps": {"train": {"precision": "bf16"}},
     "threads of readers": {"data": {"readers": 3}},
@@ -405,3 +417,20 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     for thread in left:
         thread.join(5)
     assert [thread.name for thread in left if thread.is_alive()] == []
+
+
+def test_the_central_copy_has_everything_of_the_replica_at_the_end(tmp_path: Path) -> None:
+    """After an exchange with alpha 0.5 of which nothing was left out the two are one, and its bytes are counted."""
+    data = write_rows(tmp_path / "rows.parquet", 96)
+    config = cluster_settings(
+        data,
+        model={"name": "dlrm", "bottom": [64], "top": [64, 32]},
+        train={"batch_size": 8, "trainers": 1},
+        compression={"dense": {"name": "threshold", "keep": 0.01}},
+    )
+    config["sync"] = {"method": "easgd", "schedule": "every_k", "k": 1, "alpha": 0.5}
+    result = Job(config, out=tmp_path / "out").run()
+    stored = load_file(checkpoints(tmp_path / "out")[-1] / "dense.safetensors")
+    torch.testing.assert_close(stored["replica.0.weight"], stored["center"], atol=1e-6, rtol=0)
+    assert result.wire is not None
+    assert result.wire.raw_bytes["dense"] == (12 + 1) * 2 * 4 * stored["center"].numel()

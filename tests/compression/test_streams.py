@@ -4,15 +4,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.int8 import Int8
+from shadowsync.compression.pieces import by_parameter
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.threshold import Threshold
+from shadowsync.data.batch import Jagged
+from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.storage import RowOptimizer
+from shadowsync.embedding.table import Shard, Table
+from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.errors import NonFiniteTensor
 from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.dense_line import gradients
 from shadowsync.runtime.group import Averaging, DenseServers
-from shadowsync.runtime.lines import EmbeddingLine, Line
+from shadowsync.runtime.lines import EmbeddingLine, Encoder, Line, restore_all
 from shadowsync.training.gate import Gate
+from shadowsync.training.replica import Slot
 
 ROUNDS = 12
 
@@ -23,7 +35,7 @@ class Rounded(Codec):
 
     name = "rounded"
 
-    def encode(self, tensor: Tensor, state: Tensor | None = None) -> Encoded:
+    def encode(self, tensor: Tensor, state: Tensor | None = None, groups: Sequence[int] = ()) -> Encoded:
         wanted = tensor if state is None else tensor + state
         return Encoded((wanted.round(),), tuple(tensor.shape), wanted - wanted.round())
 
@@ -92,7 +104,7 @@ class Tables:
 
     def __init__(self, position: int) -> None:
         self._position = position
-        self.shards = (SimpleNamespace(rows=4),)
+        self.shards = (Shard(Table("t", 4, 2, ("a", "b")), 0, 4),)
         self.pushed = torch.zeros(0)
 
     def pull(self, lookup: SimpleNamespace) -> Tensor:
@@ -117,9 +129,66 @@ def test_every_server_and_route_has_a_stream_in_either_direction() -> None:
                 books.enter(("push", line.position, route.slots), -answer, line.server.pushed)
 
 
+@pytest.mark.parametrize("codec", [Threshold(), Int8()], ids=["threshold", "int8"])
+def test_what_cannot_be_sent_is_named(codec: Codec) -> None:
+    stream = Line("push", codec, WireCounter()).stream((0, (3, 4)), "the gradients of features a, b")
+    stream.send(torch.ones(20, 16))
+    bad = torch.ones(20, 16).index_fill(0, torch.tensor([5, 6]), float("inf"))
+    with pytest.raises(NonFiniteTensor, match=r"^the gradients of features a, b cannot be sent: 32 of 320 "):
+        stream.send(bad)
+    assert stream.send(torch.ones(20, 16)).mean() == pytest.approx(1, abs=0.01)
+
+
+BAD_SERVER = EmbeddingServer(
+    [Shard(Table(name, 4, 8, (name,)), 0, 4) for name in "abcd"],
+    TorchStorage,
+    RowOptimizer("sgd", 1e-8, 0.9, 0.999),
+    seed=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("slots", "named"), [((1, 2), "features b, c"), ((0, 1, 2, 3), r"features a, b, c, …"), ((3,), "feature d")]
+)
+def test_messages_of_embeddings_are_named_by_features_tables_and_server(slots: tuple[int, ...], named: str) -> None:
+    bad, ids = torch.full((2, 8 * len(slots)), float("nan")), torch.zeros(2 * len(slots), dtype=torch.int64)
+    line = EmbeddingLine(BAD_SERVER, 5, Line("pull", Plain(), WireCounter()), Line("push", Int8(), WireCounter()))
+    with pytest.raises(NonFiniteTensor, match=f"^the gradients of {named} for embedding server 5 cannot be sent"):
+        line.push(Lookup(slots, Jagged(ids, None, None, len(slots), 2)), bad, 0.1)
+    rows = RowLookup((0, 1, 2, 3), torch.arange(2))
+    said = r"^the gradients of rows of tables a, b, c, … for embedding server 5 cannot be sent"
+    with pytest.raises(NonFiniteTensor, match=said):
+        line.step_rows(rows, [bad[:, :8]], 0.1)
+
+
+@pytest.mark.parametrize("codec", [Threshold(), Int8()], ids=["threshold", "int8"])
+def test_messages_of_the_dense_part_are_named_by_trainer_worker_server_and_parameter(codec: Codec) -> None:
+    slots = [Slot("top.0.weight", torch.Size([30, 10]), 0), Slot("top.0.bias", torch.Size([30]), 304)]
+    bad = torch.zeros(400)
+    bad[310] = float("inf")
+    line = Line("dense", by_parameter(codec, slots, 400), WireCounter())
+    with pytest.raises(NonFiniteTensor, match=r"^the dense gradient of worker 0 of trainer 1 cannot .* top\.0\.bias"):
+        gradients(line, (1, 0), slots).encode(bad)
+    servers = DenseServers(torch.zeros(400), 2, Line("dense", codec, WireCounter()))
+    servers.elastic(3, torch.zeros(400), 0.5)
+    with pytest.raises(NonFiniteTensor, match=r"^the replica of trainer 3 for dense server 1 cannot be sent"):
+        servers.elastic(3, bad, 0.5)
+
+
 def test_plain_is_sent_without_a_copy() -> None:
     counter, tensor = WireCounter(), torch.arange(12.0).view(3, 4)
     line = Line("pull", Plain(), counter)
     assert line.stream("a").send(tensor).data_ptr() == tensor.data_ptr()
     assert line.stream("a") is line.stream("a")
     assert counter.totals().bytes == counter.totals().raw_bytes == {"pull": 48}
+
+
+def test_residuals_that_another_codec_cannot_read_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    threshold, rounding = Encoder(Threshold(feedback=True)), Encoder(Int8(rounding="stochastic"))
+    for encoder in (threshold, rounding):
+        encoder.encode(torch.randn(1000))
+    restore_all([(Encoder(Threshold()), threshold.tensors()), (Encoder(Plain()), rounding.tensors())])
+    assert not caplog.records
+    restore_all([(Encoder(Int8()), threshold.tensors())] * 2)
+    (told,) = caplog.messages
+    assert told.startswith("what 2 workers had not sent of their gradients is not of this codec")

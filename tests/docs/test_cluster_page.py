@@ -75,6 +75,9 @@ def test_the_page_names_every_metric_that_an_operator_wants_and_no_other() -> No
     full = msgspec.structs.replace(
         frame,
         wire_raw_bytes={"pull": 1},
+        wire_codecs={"pull": "int8"},
+        wire_kept_share={"pull": 0.1},
+        wire_refreshes={"pull": 1},
         roles={"driver": "alive"},
         queue_depth={"driver": 0},
         staleness=0.0,

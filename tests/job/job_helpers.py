@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 import polars as pl
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shadowsync import Job, Result
@@ -74,6 +75,12 @@ def settings(path: Path, test_path: Path | None = None, **sections: Mapping[str,
     return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in {**base, **sections}}
 
 
+def by_gradients(config: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """The configuration with a gradient method in place of one that merges replicas."""
+    others = {name: section for name, section in config.items() if name != "sync"}
+    return others | {"aggregation": {"method": method, **config.get("aggregation", {})}}
+
+
 def beside_own_model(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without the layers of a configured model."""
     return {**config, "model": {"embedding_dim": config["model"]["embedding_dim"]}}
@@ -136,6 +143,14 @@ def error_of(run: Callable[[], Any]) -> ShadowSyncError:
 def checkpoints(out: Path) -> list[Path]:
     """The folders of complete checkpoints, oldest first."""
     return sorted(manifest.parent for manifest in out.glob("checkpoints/samples-*/manifest.json"))
+
+
+def weights(out: Path) -> dict[str, Tensor]:
+    """Everything that was trained, from the newest checkpoint."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(checkpoints(out)[-1].glob("*.safetensors")):
+        found |= {name: tensor for name, tensor in load_file(file).items() if "random" not in file.name}
+    return found
 
 
 def result_of(out: Path) -> dict[str, Any]:

@@ -224,6 +224,17 @@ def test_rates() -> None:
     assert rate(10, 0.0) == 0.0
 
 
+def test_the_share_that_crosses_is_that_of_the_interval() -> None:
+    recorder = Recorder(1, 10, HandClock())
+    for elements, kept, share in ((100, 5, 0.05), (100, 5, None), (300, 25, 0.1)):
+        counts = JobCounts(
+            total_samples=8, wire_elements={"push": elements}, wire_kept={"push": kept}, wire_refreshes={"push": 2}
+        )
+        frame = recorder.frame(counts)
+        assert frame.wire_kept_share == ({} if share is None else {"push": share})
+        assert frame.wire_refreshes == {"push": 2}
+
+
 def test_a_frame_says_what_it_is_told_of_the_cluster() -> None:
     counts = JobCounts(
         total_samples=8,

@@ -231,9 +231,10 @@ class Unwrapped(nn.Module):
         return logits
 
 
-@every_spec
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "dien"])  # its 50 steps are traced one by one
 @pytest.mark.parametrize("dense_columns", [0])
-def test_export_with_any_number_of_samples_and_behaviours(spec: ModelSpec, dense_columns: int) -> None:
+def test_export_with_any_number_of_samples_and_behaviours(name: str, dense_columns: int) -> None:
+    spec = SPECS[name]
     module = Unwrapped(spec.build(dense_columns, EQUAL_DIMS, sequences_for(spec)))
     samples = torch.export.Dim("samples")
     lengths = {name: torch.export.Dim(f"{name}_vectors", min=0) for name in sequences_for(spec)}

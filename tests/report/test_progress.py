@@ -34,6 +34,18 @@ def test_the_line_holds_what_a_person_watches() -> None:
     assert progress_line(frame, 75, columns=80) == told
 
 
+def test_the_line_says_how_many_times_fewer_bytes_cross() -> None:
+    """Of every codec, for bytes are counted; not of what crosses as it is."""
+    frame = msgspec.structs.replace(
+        make_frames(4, trainers=1)[1],
+        wire_raw_bytes={"pull": 790, "push": 15_000, "dense": 7, "other": 5},
+        wire_bytes={"pull": 100, "push": 1000, "dense": 7, "other": 0},
+    )
+    assert "  wire pull 7.9x push 15x  " in progress_line(frame, 75, columns=None)
+    plain = msgspec.structs.replace(frame, wire_raw_bytes=frame.wire_bytes)
+    assert "wire" not in progress_line(plain, 75, columns=None)
+
+
 def test_the_line_of_a_cluster_says_who_is_missing() -> None:
     frame = msgspec.structs.replace(
         make_frames(4)[1],
@@ -70,6 +82,11 @@ def test_the_line_of_a_gradient_method_has_steps_and_staleness_in_place_of_the_g
 def test_the_line_says_what_was_lost_once_something_was(pls: float | None, target: float | None, shown: str) -> None:
     frame = msgspec.structs.replace(make_frames(4, 1)[1], failures=2, pls=pls, target_pls=target)
     assert progress_line(frame, None, columns=None).endswith(shown)
+
+
+def test_the_line_says_which_codecs_were_chosen() -> None:
+    frame = msgspec.structs.replace(make_frames(4, 1)[1], wire_codecs={"pull": "int8", "push": "bf16, int4"})
+    assert progress_line(frame, None, columns=None).endswith("codecs pull=int8 push=bf16/int4  — left")
 
 
 @pytest.mark.parametrize(

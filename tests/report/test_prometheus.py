@@ -45,6 +45,9 @@ def full_frame() -> Frame:
         saves=3,
         wire_bytes={"pull": 10, "push": 20},
         wire_raw_bytes={"pull": 40},
+        wire_codecs={"pull": "int8", "push": "bf16, int4"},
+        wire_kept_share={"push": 0.01},
+        wire_refreshes={"push": 6},
         failures=2,
         roles={"trainer-0": "alive", "trainer-1": "dead", "driver": "saving"},
         queue_depth={"embedding-0": 7},
@@ -75,6 +78,11 @@ EXPECTED = {
     ("shadowsync_checkpointing", ()): 1.0,
     ("shadowsync_wire_bytes_total", (("kind", "push"),)): 20.0,
     ("shadowsync_wire_raw_bytes_total", (("kind", "pull"),)): 40.0,
+    ("shadowsync_wire_codec", (("codec", "int8"), ("kind", "pull"))): 1.0,
+    ("shadowsync_wire_codec", (("codec", "bf16"), ("kind", "push"))): 1.0,
+    ("shadowsync_wire_codec", (("codec", "int4"), ("kind", "push"))): 1.0,
+    ("shadowsync_wire_kept_ratio", (("kind", "push"),)): 0.01,
+    ("shadowsync_wire_refreshes_total", (("kind", "push"),)): 6.0,
     ("shadowsync_queue_depth", (("role", "embedding-0"),)): 7.0,
     ("shadowsync_staleness_steps", ()): 1.5,
     ("shadowsync_failures_total", ()): 2.0,
@@ -112,7 +120,15 @@ def test_what_is_not_known_has_no_sample() -> None:
     with prometheus.Endpoint(0, "127.0.0.1") as endpoint:
         endpoint.show(frame)
         names = {name for name, _ in scrape(endpoint.url)}
-    absent = ("auc", "sync_gap_iterations", "wire_bytes_total", "queue_depth", "roles", "emulated_step_seconds")
+    absent = (
+        "auc",
+        "sync_gap_iterations",
+        "wire_bytes_total",
+        "wire_codec",
+        "queue_depth",
+        "roles",
+        "emulated_step_seconds",
+    )
     for missing in (*absent, "pls", "target_pls", "recovery_seconds_total", "emulated_job_seconds"):
         assert f"shadowsync_{missing}" not in names
     assert "shadowsync_normalized_entropy" in names

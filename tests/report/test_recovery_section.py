@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from fake_runs import make_decisions, make_events, make_failing_frames, make_frames, make_recovery_result, make_result
 
+from shadowsync.metrics.roles import RoleEvent
 from shadowsync.report.page import render_page
 from shadowsync.report.recovery_section import RecoverySection, make_recovery
-from shadowsync.report.result import Recovery, RecoverySeconds
+from shadowsync.report.result import Recovery, RecoverySeconds, Wire
 from shadowsync.report.timeline import make_timeline
 
 NOTHING = RecoverySeconds(save=0.0, load=0.0, lost=0.0, wait=0.0)
@@ -155,3 +156,20 @@ def test_a_decision_is_marked_on_the_timeline_and_changes_no_state() -> None:
     assert len(states[0]) == len(states[1]) > 10
     assert len(marks_in(told.card.svg or "")) == len(marks_in(plain.card.svg or "")) + 1
     assert ("0:00", "driver", "decided", make_decisions()[0].detail) in told.events
+
+
+def test_what_was_decided_about_codecs_is_on_the_timeline_and_not_here() -> None:
+    codec = RoleEvent(7.0, "trainer-1", "decided", "int8 instead of plain, because it is slow", "codec")
+    job = make_recovery_result(emulated_job_s=3600.0)
+    made = make_recovery(make_result(3, recovery=job), make_failing_frames(), [*make_decisions(), codec])
+    assert made is not None
+    assert codec.detail not in [sentence for _, sentence in made.decisions]
+    html = render_page(make_result(3, recovery=job), make_failing_frames(), [*make_decisions(), codec])
+    assert html.count(codec.detail) == 1
+    assert f"emulated: {codec.detail}" not in html
+
+
+def test_the_page_names_the_codecs_at_the_end() -> None:
+    wire = Wire(bytes={"pull": 3}, raw_bytes={"pull": 9}, codecs={"pull": "int8, int4", "push": "plain"})
+    html = render_page(make_result(1, wire=wire), make_frames())
+    assert "Codecs at the end: pulled embeddings int8, int4." in html

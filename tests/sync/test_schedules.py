@@ -193,6 +193,9 @@ class Announced:
     def missed(self) -> bool:
         return self._group.missed()
 
+    def approach(self, weights: torch.Tensor, target: torch.Tensor, alpha: float) -> None:
+        self._group.approach(weights, target, alpha)
+
     def elastic(self, weights: torch.Tensor, alpha: float) -> torch.Tensor:
         self.called.set()
         return self._group.elastic(weights, alpha)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from wire_cases import PATIENCE_S, Balance, Bank, Deposit, Link, until
 
-from shadowsync.runtime.wire.client import WireConnection
+from shadowsync.runtime.wire import client
+from shadowsync.runtime.wire.client import Courier, WireConnection
 from shadowsync.runtime.wire.clients import Limits
 from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
+from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.server import WireServer
 
 Serve = Callable[..., WireServer]
@@ -32,6 +34,26 @@ def test_calls_before_the_server_is_there_wait_for_it(serve: Serve, connect: Con
     way.mend()
     assert [future.result(PATIENCE_S).read(Balance) for future in futures]
     assert bank.total == 45
+
+
+@pytest.mark.parametrize("welcomed", [False, True])
+def test_nobody_waits_to_take_leave_of_a_peer_that_is_gone(
+    serve: Serve, keys: JobKeys, link: MakeLink, monkeypatch: pytest.MonkeyPatch, welcomed: bool
+) -> None:
+    monkeypatch.setattr(client, "_BYE_MS", int(1000 * PATIENCE_S))
+    way = link(serve(Bank()))
+    if not welcomed:
+        way.cut()
+    courier = Courier(keys)
+    connection = courier.connect(way.address)
+    if welcomed:
+        settled(connection)
+        way.cut()
+        until(lambda: not connection._ready, "the news of it")
+    closing = threading.Thread(target=courier.close)
+    closing.start()
+    closing.join(PATIENCE_S / 2)
+    assert not closing.is_alive()
 
 
 def test_a_link_lost_again_and_again_loses_and_doubles_nothing(serve: Serve, connect: Connect, link: MakeLink) -> None:

@@ -12,6 +12,7 @@ from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Co
 from shadowsync.aggregation.gba import DivideBy, Gba, Tolerance
 from shadowsync.aggregation.step_times import Round, StepTimes, lost_share
 from shadowsync.aggregation.synchronous import Sync
+from shadowsync.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ class Auto(Aggregation):
 
     def __post_init__(self) -> None:
         if self.even >= self.share:
-            raise ValueError(f"even={self.even} has to be below share={self.share}, or the modes would alternate")
+            raise ConfigError(
+                f"aggregation.even={self.even} has to be below aggregation.share={self.share}, or the modes would "
+                "alternate: lower even, or raise share"
+            )
 
     def start(self, size: int, step: int = 0) -> Aggregator:
         return _Switching(self, size, step)
@@ -109,25 +113,32 @@ class _Switching(Aggregator):
 
     def arrived(self, number: int, now: float) -> Sequence[Commit]:
         self._times.arrived(number, now)
-        return self._after(self._at_work.arrived(number, now), now)
+        if commits := self._stepped(self._at_work.arrived(number, now)):
+            self._judge(now)
+        return commits
 
     def retired(self, number: int, now: float) -> Sequence[Commit]:
         self._times.retired(number)
-        return self._after(self._at_work.retired(number, now), now)
+        return self._stepped(self._at_work.retired(number, now))
 
     def left(self, worker: Worker, now: float) -> Sequence[Commit]:
         self._times.left(worker)
-        return self._after(self._at_work.left(worker, now), now)
+        return self._stepped(self._at_work.left(worker, now))
 
     def flush(self, now: float) -> Sequence[Commit]:
-        return self._after(self._at_work.flush(now), now)
+        return self._stepped(self._at_work.flush(now))
 
     def look(self, now: float) -> bool:
-        usual, longest = self._times.usual_s, self._times.longest_s(now)
-        if not self.waits or not usual:
+        if not self.waits:
             return False
-        options, times, lost = self._options, longest / usual, lost_share(self._times.rounds(now), self._size)
-        if lost <= options.share or times < options.steady_commits or longest < options.steady_s:
+        options, longest = self._options, self._times.longest_s(now)
+        if longest < options.steady_s or not (usual := self._times.usual_s):
+            return False
+        times = longest / usual
+        if times < options.steady_commits:
+            return False
+        lost = lost_share(self._times.rounds(now), self._size)  # last: this is called often and seldom gets here
+        if lost <= options.share:
             return False
         why = f"stragglers cost synchronous rounds {lost:.0%}, above share={options.share:.0%}"
         self._switch(f"{why}, and a batch has taken {longest:.3g} s so far, {times:.0f} times the usual", now)
@@ -139,14 +150,15 @@ class _Switching(Aggregator):
         for batch in taken:
             self._times.began(batch, now)
 
-    def _after(self, commits: Sequence[Commit], now: float) -> Sequence[Commit]:
+    def _stepped(self, commits: Sequence[Commit]) -> Sequence[Commit]:
         self.step = self._at_work.step
-        if commits:
-            self._judge(now)
         return commits
 
     def _judge(self, now: float) -> None:
-        """Looks at the step times, and switches if they have called for it long enough."""
+        """Looks at the step times, and switches if they have called for it long enough.
+
+        Only when gradients complete a step: workers that end say nothing about those that stay.
+        """
         if not (rounds := self._times.rounds(now)):
             return
         lost = lost_share(rounds, self._size)

@@ -22,6 +22,8 @@ from shadowsync.registry import build, split_options
 
 KEY = "stragglers"
 _CALM_S = 1e12
+MOST_SLOW = 100.0
+"""A worker that takes longer looks as if the job hung."""
 
 
 def _listed(separator: str) -> BeforeValidator:
@@ -51,7 +53,7 @@ class Slowness:
     Attributes:
         share: of the workers that is slow at a time, or
         index: exactly these, throughout.
-        slow: times that a batch takes longer, from 1 on: a number, or from-to.
+        slow: times that a batch takes longer, from 1 to 100: a number, or from-to.
         for_s: mean length of a slow spell, from 0.1 s on.
         from_s: before, nobody is slow.
         until_s: from then on, nobody is slow.
@@ -73,6 +75,10 @@ class Slowness:
             raise ValueError("workers given by index are slow throughout: for_s goes with share")
         if self.slow[0] > self.slow[1]:
             raise ValueError(f"slow={self.slow[0]:g}-{self.slow[1]:g}: give the smaller factor first")
+        if self.slow[1] > MOST_SLOW:
+            raise ValueError(
+                f"slow={self.slow[1]:g} is more than {MOST_SLOW:g} times, which looks like a job that hangs: give less"
+            )
         if self.from_s >= self.until_s:
             raise ValueError(f"from_s={self.from_s:g} has to be before until_s={self.until_s:g}")
 

@@ -63,7 +63,8 @@ def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
     watching = row_tracking(choices.recovery, seed)
     server = EmbeddingServer(spec.shards, choices.storage, optimizer, seed if spec.filled else None, watching)
     codecs, generation = choices.codecs, Generation(spec.generation)
-    return EmbeddingService(server, codecs["pull"], codecs["push"], generation=generation)
+    workers = spec.config.train.workers
+    return EmbeddingService(server, codecs["pull"], codecs["push"], generation=generation, streams=workers)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from shadowsync.session import Material, Newest, RolePlace, ServerLoss, Session,
 from shadowsync.training.rates import Rates
 
 STATUS_S = 1.0
-QUICK_STATUS_S = 0.1
+QUICK_STATUS_S = 0.05
 FINISH_S = 60.0
 SEARCH_S = 1.0
 ATTEMPTS = 20
@@ -252,6 +252,8 @@ class ClusterSession(Session):
         """Hears how trainers are."""
         quick = self.reader.finished or self._stopping
         for member, status in self._crew.statuses.ask(QUICK_STATUS_S if quick else STATUS_S):
+            for decision in self._crew.statuses.untold(member):
+                self.happenings.add(member.role, "decided", decision, "codec")
             if status.lost:
                 self._scripted.add(member.role)
                 self._crew.staff.give_up(member, "it died by script")
@@ -539,6 +541,9 @@ class ClusterSession(Session):
 
     def _wire_now(self) -> dict[str, dict[str, int]]:
         return self._crew.statuses.wire()
+
+    def _codecs_now(self) -> Mapping[str, Sequence[str]]:
+        return self._crew.statuses.codecs()
 
     def _replica_distance(self) -> float | None:
         return self._dense.distance(self._crew.statuses.sketches())

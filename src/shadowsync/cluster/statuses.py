@@ -1,18 +1,19 @@
 """What the driver knows of its trainers: asked about once a second, added up over those that are no more."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from shadowsync.cluster.staff import Member
-from shadowsync.cluster.trainer_messages import TrainerStatus
+from shadowsync.cluster.trainer_messages import StatusAsked, TrainerStatus
+from shadowsync.metrics.wire import WireTotals
 from shadowsync.runtime.wire.connection import Answer
 from shadowsync.session import added
 
-NOTHING_YET = TrainerStatus(0, False, False, None, {}, {}, 0)
+NOTHING_YET = TrainerStatus(0, False, False, None, {}, 0, {}, 0, ())
 
 
 @dataclass
@@ -22,7 +23,14 @@ class _Seen:
     asked_at: float = 0.0
     asked: Future[Answer] | None = None
     status: TrainerStatus = NOTHING_YET
+    heard: int = 0
+    untold: list[str] = field(default_factory=list)
     sketch: Tensor | None = None
+
+    def hear(self) -> None:
+        """Takes note of the sentences of the last status, which was asked for what was not heard."""
+        self.untold += self.status.decisions
+        self.heard = self.status.first + len(self.status.decisions)
 
 
 @dataclass
@@ -36,8 +44,7 @@ class Statuses:
     wake: Callable[[], None]
     _seen: dict[Member, _Seen] = field(default_factory=dict)
     _syncs: int = 0
-    _sent: dict[str, int] = field(default_factory=dict)
-    _raw: dict[str, int] = field(default_factory=dict)
+    _wire: dict[str, dict[str, int]] = field(default_factory=WireTotals().by_name)
 
     def add(self, member: Member) -> None:
         """Its part is in place."""
@@ -48,12 +55,12 @@ class Statuses:
         seen = self._seen.pop(member, None)
         if seen is not None:
             self._syncs += seen.status.syncs
-            self._sent, self._raw = added(self._sent, seen.status.sent), added(self._raw, seen.status.raw)
+            self._wire = _with(self._wire, seen.status)
 
     def begin(self) -> None:
         """A new generation: nobody is at work, and nothing is counted yet."""
         self._seen.clear()
-        self._syncs, self._sent, self._raw = 0, {}, {}
+        self._syncs, self._wire = 0, WireTotals().by_name()
 
     def at_work(self) -> list[Member]:
         """Living trainers whose part is in place, by rank."""
@@ -72,9 +79,10 @@ class Statuses:
                 answered, seen.asked = seen.asked, None
                 if answered.exception() is None:  # else the staff finds out why
                     seen.status, seen.sketch = answered.result().read(TrainerStatus), answered.result().tensors[0]
+                    seen.hear()
                     heard.append((member, seen.status))
             if seen.asked is None and member.living and now - seen.asked_at >= every_s:
-                seen.asked_at, seen.asked = now, member.connection.call("status")
+                seen.asked_at, seen.asked = now, member.connection.call("status", StatusAsked(seen.heard))
                 seen.asked.add_done_callback(lambda _: self.wake())
         return heard
 
@@ -83,11 +91,25 @@ class Statuses:
         return self._syncs + sum(seen.status.syncs for seen in list(self._seen.values()))
 
     def wire(self) -> dict[str, dict[str, int]]:
-        """Bytes of this generation, as sent and raw."""
-        sent, raw = self._sent, self._raw
+        """What crossed in this generation, as `WireTotals.by_name`."""
+        total = self._wire
         for seen in list(self._seen.values()):
-            sent, raw = added(sent, seen.status.sent), added(raw, seen.status.raw)
-        return {"bytes": dict(sent), "raw_bytes": dict(raw)}
+            total = _with(total, seen.status)
+        return total
+
+    def untold(self, member: Member) -> Sequence[str]:
+        """What it has decided and nobody was told yet."""
+        seen = self._seen.get(member)
+        if seen is None:
+            return ()
+        decisions, seen.untold = seen.untold, []
+        return decisions
+
+    def codecs(self) -> dict[str, tuple[str, ...]]:
+        """By kind of traffic, the codecs that trainers have chosen, each once."""
+        chosen = [seen.status.codecs for seen in list(self._seen.values())]
+        kinds = {kind: None for codecs in chosen for kind in codecs}
+        return {kind: tuple(dict.fromkeys(codecs[kind] for codecs in chosen if kind in codecs)) for kind in kinds}
 
     def sketches(self) -> list[Tensor]:
         """The same coordinates of each replica."""
@@ -96,3 +118,7 @@ class Statuses:
     def waiting(self) -> dict[str, int]:
         """Batches that wait at each trainer."""
         return {member.role: seen.status.waiting for member, seen in list(self._seen.items())}
+
+
+def _with(total: dict[str, dict[str, int]], status: TrainerStatus) -> dict[str, dict[str, int]]:
+    return {name: added(counts, status.wire.get(name, {})) for name, counts in total.items()}

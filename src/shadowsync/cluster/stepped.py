@@ -20,7 +20,7 @@ from shadowsync.cluster.images import Images
 from shadowsync.cluster.staff import Member
 from shadowsync.compression.plain import Plain
 from shadowsync.data.reader import Reader
-from shadowsync.dense_state import DenseImage
+from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.pending import Pending
 from shadowsync.metrics.wire import WireCounter
@@ -197,11 +197,24 @@ class Stepped(DenseSide):
         return 1
 
     def image(self) -> DenseImage:
-        return DenseImage(tuple(self._images.of(self._crew.dense_servers())), None)
+        return DenseImage(tuple(self._images.of(self._crew.dense_servers())), None, self._feedback())
 
     def load(self, image: DenseImage) -> None:
         (server,) = self._crew.dense_servers()
         self._images.restore(server, image.trainers[0])
+        for member in self._with_feedback():
+            self._images.restore(member, TrainerImage({}, image.feedback_of(member.index)))
+
+    def _feedback(self) -> dict[str, Tensor]:
+        """What the trainers' workers have not sent of their gradients."""
+        trainers = self._with_feedback()
+        pairs = zip(trainers, self._images.of(trainers), strict=True)
+        return {f"{member.index}.{name}": tensor for member, image in pairs for name, tensor in image.method.items()}
+
+    def _with_feedback(self) -> list[Member]:
+        """Trainers that keep something of their gradients, if only what they rounded them with."""
+        whole = self._crew.blueprint.choices.codecs["dense"].everything
+        return [] if whole else self._crew.statuses.at_work()
 
     def restart(self, before: AggregationState) -> None:
         if self._now is None:

@@ -10,6 +10,7 @@ from shadowsync.assembly import make_module, make_replica
 from shadowsync.choices import choose_all
 from shadowsync.cluster.dense_messages import check_image, image_reply, read_image
 from shadowsync.cluster.trainer_messages import ImageNames
+from shadowsync.compression.pieces import by_parameter
 from shadowsync.config import Config
 from shadowsync.data.source import Schema
 from shadowsync.dense_state import TrainerImage, dense_tensors
@@ -38,7 +39,9 @@ def build_stepper(spec: StepperSpec, _: Home) -> "StepperPart":
     module = make_module(spec.config, choices, spec.schema, spec.tables, spec.model)
     replica = make_replica(spec.config, choices, module, widths(spec.tables))
     stepper = DenseStepper(replica, spec.config.train.clip_norm)
-    return StepperPart(stepper, StepperService(stepper, choices.codecs["dense"], Generation(spec.generation)))
+    codec = by_parameter(choices.codecs["dense"], replica.slots, len(replica.flat))
+    workers = spec.config.train.workers
+    return StepperPart(stepper, StepperService(stepper, codec, Generation(spec.generation), workers))
 
 
 class StepperPart:

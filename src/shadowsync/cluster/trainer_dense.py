@@ -2,14 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_module, make_replica, make_trainer
 from shadowsync.cluster.dense_messages import check_image
 from shadowsync.cluster.trainer_spec import TrainerSpec
+from shadowsync.compression.pieces import by_parameter
 from shadowsync.data.feed import Feed
-from shadowsync.dense_state import TrainerImage, dense_tensors
+from shadowsync.dense_state import TrainerImage, below, dense_tensors
 from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.metrics.wire import WireCounter
@@ -18,7 +19,7 @@ from shadowsync.runtime.conductor_remote import ConductorRemote
 from shadowsync.runtime.dense_remote import DenseRemote
 from shadowsync.runtime.gloo import GlooOptions, GlooRing
 from shadowsync.runtime.group import split_evenly
-from shadowsync.runtime.lines import Line
+from shadowsync.runtime.lines import Line, restore_all
 from shadowsync.runtime.remote_group import RemoteGroup
 from shadowsync.runtime.stepper_remote import StepperRemote
 from shadowsync.runtime.wire.connection import Connection
@@ -38,6 +39,7 @@ class TrainerMaterial:
         kit: what trainers have in common.
         host: address of this machine as the others see it.
         connect: to a role of a kind, by its index and address.
+        line: of the dense part.
         counter: of bytes.
         gate: of the trainer's threads.
         clients: of the embedding servers, one for each worker.
@@ -49,6 +51,7 @@ class TrainerMaterial:
     kit: TrainerKit
     host: str
     connect: Callable[[str, int, str], Connection]
+    line: Line
     counter: WireCounter
     gate: Gate
     clients: Sequence[EmbeddingClient]
@@ -76,6 +79,9 @@ class TrainerDense(ABC):
     def syncs(self) -> int:
         """Synchronisations so far."""
 
+    def settle(self) -> None:  # noqa: B027 (matters only where a part of the replica has not crossed)
+        """Called when all workers stand still, before an image is taken."""
+
     @abstractmethod
     def image(self) -> TrainerImage:
         """A copy of what an image of the job holds of this trainer."""
@@ -98,7 +104,7 @@ class MergedReplica(TrainerDense):
         self._synchronisation = Synchronisation(
             choices.method,
             replica.flat,
-            _group(material, len(replica.flat)),
+            _group(material, replica),
             config.train.workers,
             material.gate,
             choices.method.init(replica.flat),
@@ -111,6 +117,9 @@ class MergedReplica(TrainerDense):
     @property
     def syncs(self) -> int:
         return self._synchronisation.count
+
+    def settle(self) -> None:
+        self._synchronisation.catch_up()
 
     def image(self) -> TrainerImage:
         return TrainerImage.of(self.trainer.replica, self._synchronisation.state)
@@ -129,17 +138,24 @@ class GradientWorkers(TrainerDense):
     """Workers that send gradients, each with a copy of its own of the dense part, which follows the server's."""
 
     def __init__(self, material: TrainerMaterial) -> None:
-        spec, replica, driver = material.spec, material.replicas(), Unsynchronised()
+        spec, make_replica, driver = material.spec, material.replicas(), Unsynchronised()
+        replicas = [make_replica() for _ in material.clients]
+        codec = by_parameter(material.line.codec, replicas[0].slots, len(replicas[0].flat))
         self._conductor = ConductorRemote(material.connect("driver", 0, spec.addresses.driver), spec.generation)
         self._dense = material.connect("dense", 0, spec.addresses.dense[0])
-        self._line = Line("dense", material.kit.choices.codecs["dense"], material.counter)
-        workers = [self._worker(material, index, client, replica()) for index, client in enumerate(material.clients)]
+        self._line = material.line if codec is material.line.codec else replace(material.line, codec=codec)
+        self._remotes: list[StepperRemote] = []
+        pairs = zip(material.clients, replicas, strict=True)
+        workers = [self._worker(material, index, client, replica) for index, (client, replica) in enumerate(pairs)]
         trainer = Trainer(spec.rank, workers[0].replica, driver, material.gate)
         self.trainer = make_trainer(material.kit, trainer, driver, workers, material.feed, material.hooks(trainer))
 
     def _worker(self, material: TrainerMaterial, index: int, client: EmbeddingClient, replica: Replica) -> WorkerKit:
         spec = material.spec
-        dense = StepperRemote(self._dense, self._line, len(replica.flat), index, spec.generation)
+        dense = StepperRemote(
+            self._dense, self._line, len(replica.flat), index, spec.generation, spec.rank, replica.slots
+        )
+        self._remotes.append(dense)
         update = GradientUpdate(
             (spec.rank, index),
             self._conductor,
@@ -156,14 +172,23 @@ class GradientWorkers(TrainerDense):
         return 0
 
     def image(self) -> TrainerImage:
-        return TrainerImage.of(self.trainer.replica, {})
+        """What its workers have not sent of their gradients."""
+        streams = enumerate(remote.gradients for remote in self._remotes)
+        return TrainerImage(
+            {}, {f"{index}.{name}": t for index, stream in streams for name, t in stream.encoder.tensors().items()}
+        )
 
     def restore(self, image: TrainerImage) -> None:
         """The parameters are the server's: workers pull them before their first batch."""
+        remotes = enumerate(self._remotes)
+        restore_all((remote.gradients.encoder, below(image.method, str(index))) for index, remote in remotes)
 
 
-def _group(material: TrainerMaterial, length: int) -> RemoteGroup:
-    spec, codec = material.spec, material.kit.choices.codecs["dense"]
+def _group(material: TrainerMaterial, replica: Replica) -> RemoteGroup:
+    spec, length = material.spec, len(replica.flat)
+    codec = material.kit.choices.codecs["dense"]
+    if material.kit.choices.method.collective:
+        codec = by_parameter(codec, replica.slots, length)
     options = GlooOptions(material.host)
     averaging = RemoteAveraging(
         spec.rank,
@@ -174,5 +199,5 @@ def _group(material: TrainerMaterial, length: int) -> RemoteGroup:
     )
     dense = [material.connect("dense", index, address) for index, address in enumerate(spec.addresses.dense)]
     spans = split_evenly(length, max(1, len(dense)))[: len(dense)]
-    servers = DenseRemote(dense, spans, codec, material.counter, None, spec.generation)
+    servers = DenseRemote(dense, spans, material.line, None, spec.generation)
     return RemoteGroup(spec.rank, averaging, servers, material.gate)

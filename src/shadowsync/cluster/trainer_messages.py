@@ -15,18 +15,27 @@ class TrainerStatus(Meta, frozen=True):
         ended: all its workers have ended, and the driver knows all that they did.
         lost: it died by script.
         fault: what went wrong, if anything did.
-        sent: bytes so far by kind, as sent.
-        raw: the same without codecs.
+        wire: what crossed so far, as `metrics.wire.WireTotals.by_name`.
         waiting: batches parsed and not begun.
+        codecs: by kind of traffic, the codec in use where the trainer chooses it.
+        first, decisions: how it came to them, in sentences, from number `first` on.
     """
 
     syncs: int
     ended: bool
     lost: bool
     fault: Fault | None
-    sent: dict[str, int]
-    raw: dict[str, int]
+    wire: dict[str, dict[str, int]]
     waiting: int
+    codecs: dict[str, str]
+    first: int
+    decisions: tuple[str, ...]
+
+
+class StatusAsked(Meta, frozen=True):
+    """Asks for a `TrainerStatus`; `heard` sentences are known already."""
+
+    heard: int
 
 
 class HoldAsked(Meta, frozen=True):

@@ -1,10 +1,11 @@
 """A trainer in a process of its own: the same parts as in one process, behind connections."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from shadowsync.assembly import TrainerKit, unique_rows
+from shadowsync.assembly import TrainerKit, codec_situation, unique_rows
 from shadowsync.choices import choose_all
 from shadowsync.cluster.dense_messages import image_reply, read_image
 from shadowsync.cluster.records import RecordSender
@@ -18,6 +19,7 @@ from shadowsync.cluster.trainer_messages import (
     Released,
     SliceAsked,
     SlicePlace,
+    StatusAsked,
     TrainerStatus,
 )
 from shadowsync.cluster.trainer_spec import TrainerSpec
@@ -26,13 +28,14 @@ from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import RunError, ShadowSyncError
 from shadowsync.metrics.wire import WireCounter
+from shadowsync.runtime.codec_choice import CodecChoice
 from shadowsync.runtime.desk_remote import DeskRemote
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
-from shadowsync.runtime.lines import Line
 from shadowsync.runtime.reader_service import ReaderRemote
 from shadowsync.runtime.runtime import Home
 from shadowsync.runtime.wire.client import WireConnection
-from shadowsync.runtime.wire.errors import Fault
+from shadowsync.runtime.wire.connection import Connection
+from shadowsync.runtime.wire.errors import GONE, Fault
 from shadowsync.runtime.wire.service import Method, Reply, Request
 from shadowsync.training.gate import Gate
 from shadowsync.training.trainer import Trainer
@@ -68,6 +71,7 @@ class TrainerPart:
             spec.total_samples,
             spec.failures,
         )
+        self._codecs = CodecChoice(self._kit.choices.codecs, codec_situation(spec.config, self._kit.choices))
         self._desk = DeskRemote(self._connect("driver", 0, spec.addresses.driver))
         parse = ReaderRemote(self._connect("reader", 0, spec.addresses.reader)).parse
         self._feed = Feed(spec.rank, self._desk, parse, spec.config.data.prefetch)
@@ -108,6 +112,10 @@ class TrainerPart:
             known = self._connections[kind, index] = self._home.courier.connect(address)
         return known
 
+    def _measured(self, kind: str, index: int, address: str) -> Connection:
+        """As `_connect`; what crosses to servers is measured."""
+        return self._codecs.measured(self._connect(kind, index, address))
+
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _make_dense(self) -> TrainerDense:
@@ -115,7 +123,8 @@ class TrainerPart:
             self._spec,
             self._kit,
             self._home.host,
-            self._connect,
+            self._measured,
+            self._codecs.line("dense", self._counter),
             self._counter,
             self._gate,
             self._make_clients(),
@@ -132,18 +141,19 @@ class TrainerPart:
             before_step=self._spec.failures,
             place=self._place,
             ended=self._wake.set,
+            stepped=self._codecs.stepped,
         )
 
     def _make_clients(self) -> list[EmbeddingClient]:
         servers = [
-            (self._connect("embedding", index, address), shards)
+            (self._measured("embedding", index, address), shards)
             for index, (address, shards) in enumerate(self._spec.addresses.embedding)
         ]
         return [self._make_client(stream, servers) for stream in range(self._kit.config.train.workers)]
 
-    def _make_client(self, stream: int, servers: Sequence[tuple[WireConnection, tuple[Shard, ...]]]) -> EmbeddingClient:
+    def _make_client(self, stream: int, servers: Sequence[tuple[Connection, tuple[Shard, ...]]]) -> EmbeddingClient:
         spec, choices = self._spec, self._kit.choices
-        pulls, pushes = (Line(kind, choices.codecs[kind], self._counter) for kind in ("pull", "push"))
+        pulls, pushes = (self._codecs.line(kind, self._counter) for kind in ("pull", "push"))
         remotes = [
             EmbeddingRemote(Remote(connection, shards, position, stream, generation=spec.generation), pulls, pushes)
             for position, (connection, shards) in enumerate(servers)
@@ -174,12 +184,24 @@ class TrainerPart:
             if trainer.error is not None:
                 self._feed.close()  # first: its other workers may be waiting for these very rows
             trainer.finish()
+            self._catch_up()
             self._desk.settle(END_S)
             self._records.flush(END_S)
         except ShadowSyncError as error:
             trainer.error = trainer.error or error
         finally:
             self._ended = True
+
+    def _catch_up(self) -> None:
+        """Nobody trains any more: what has not crossed does so now, and the driver hears of the bytes."""
+        if self._trainer.error is not None:
+            return
+        self._gate.join()
+        try:
+            with contextlib.suppress(*GONE):  # a pause tries again
+                self._dense.settle()
+        finally:
+            self._gate.leave()
 
     def _end_feed(self) -> None:
         self._stopping = True
@@ -207,6 +229,10 @@ class TrainerPart:
         while not self._trainer.quiet:
             if self._pause.wait(SETTLE_S) or time.monotonic() > until:
                 return False
+        try:
+            self._dense.settle()
+        except GONE:
+            return False
         return self._desk.settle(patience_s) and self._records.flush(patience_s)
 
     def _release(self, request: Request) -> Reply:
@@ -224,8 +250,8 @@ class TrainerPart:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def _status(self, _: Request) -> Reply:
-        trainer, totals = self._trainer, self._counter.totals()
+    def _status(self, request: Request) -> Reply:
+        trainer, heard = self._trainer, max(0, request.read(StatusAsked).heard)
         fault = Fault.of(_known(trainer.error)) if trainer.failed and trainer.error is not None else None
         flat = trainer.replica.flat
         sketch = flat[:: max(1, -(-len(flat) // SKETCH))].detach().cpu().clone()
@@ -234,9 +260,11 @@ class TrainerPart:
             self._ended,
             trainer.lost,
             fault,
-            totals.bytes,
-            totals.raw_bytes,
+            self._counter.totals().by_name(),
             self._feed.depth,
+            self._codecs.names,
+            heard,
+            self._codecs.decisions[heard:],
         )
         return Reply(status, (sketch,))
 

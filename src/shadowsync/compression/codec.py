@@ -1,39 +1,254 @@
 """The seam between a tensor and the bytes that cross the network."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from shadowsync.errors import NonFiniteTensor
+
+
+class NotFinite(ValueError):
+    """A tensor holds NaN or infinities, which a codec that weighs or scales its elements cannot carry.
+
+    The codec does not know what the tensor is called; whoever encodes knows, and puts the name in front
+    (`naming`).
+
+    Attributes:
+        tensor: which holds them.
+        named: the codec has said to which part of its input the tensor belongs.
+        first: position of the first of them in the flattened tensor.
+    """
+
+    def __init__(self, tensor: Tensor, of: str = "") -> None:
+        self.tensor, self.named = tensor, bool(of)
+        bad = (~torch.isfinite(tensor)).nonzero()
+        self.first = int((~torch.isfinite(tensor)).flatten().nonzero()[0]) if len(bad) else 0
+        where = f", the first at {bad[0].tolist()}" if len(bad) and tensor.dim() else ""
+        super().__init__(f"{len(bad):,} of {tensor.numel():,} elements{of} are NaN or infinite{where}")
+
+
+PartOf = Callable[[int], str]
+"""What the element at a position of the flattened tensor belongs to (a parameter)."""
+
+
+@contextmanager
+def naming(tensor: str, part_of: PartOf | None = None) -> Iterator[None]:
+    """Gives the tensor that is encoded inside its name, where that fails.
+
+    Args:
+        tensor: its name.
+        part_of: names the part of it where the first bad element lies, unless the codec has done so.
+
+    Raises:
+        NonFiniteTensor: in place of `NotFinite`.
+    """
+    try:
+        yield
+    except NotFinite as error:
+        inside = "" if part_of is None or error.named else f", in {part_of(error.first)}"
+        raise NonFiniteTensor(
+            f"{tensor} cannot be sent: {error}{inside}; a lower learning rate may keep it finite"
+        ) from error
+
+
+class CodecState(ABC):
+    """What a codec remembers of a stream: tensors and numbers only, so that a checkpoint can hold it."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of all of it by name, numbers as tensors without dimensions; `Codec.restored` takes them back."""
 
 
 @dataclass(frozen=True)
 class Encoded:
     """A tensor as it crosses the network: frames of raw bytes-like tensors, and the shape to decode to.
 
-    `state` is what the codec remembers from one message of a stream to the next (residuals, thresholds).
+    Attributes:
+        frames: what crosses.
+        shape: of the tensor.
+        state: what the codec remembers from one message of a stream to the next (residuals, thresholds).
+        kept: positions (int64, ascending, in the flattened tensor) of the elements that cross; None if all do.
+        refreshes: thresholds that were chosen anew for this message.
+        early: those of them that came early, because the share that crosses had left its band.
     """
 
     frames: tuple[Tensor, ...]
     shape: tuple[int, ...]
     state: Any = None
+    kept: Tensor | None = None
+    refreshes: int = 0
+    early: int = 0
 
     @property
     def byte_count(self) -> int:
         """Bytes of all frames."""
         return sum(frame.numel() * frame.element_size() for frame in self.frames)
 
+    @property
+    def kept_count(self) -> int:
+        """Elements that cross."""
+        return math.prod(self.shape) if self.kept is None else len(self.kept)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What frames stand for.
+
+    Attributes:
+        tensor: float32; what did not cross is zero.
+        kept: positions of the elements that crossed, as `Encoded.kept`.
+    """
+
+    tensor: Tensor
+    kept: Tensor | None = None
+
+    @property
+    def kept_count(self) -> int:
+        """Elements that crossed."""
+        return self.tensor.numel() if self.kept is None else len(self.kept)
+
 
 class Codec(ABC):
-    """Turns fp32 tensors into frames and back. Holds hyper-parameters only; moving state goes in and out."""
+    """Turns fp32 tensors into frames and back. Holds hyper-parameters only; moving state goes in and out.
+
+    A state is worth one message: what `encode` returns takes its place, and may use its memory from the message after
+    that one on. A message that was given up can be encoded again from the same state.
+
+    Frames may come from anyone: `decode` checks them, and raises one of `ValueError`, `TypeError`, `IndexError` and
+    `RuntimeError` where they are none of such a tensor. The shape has to be known to be right.
+    """
 
     name: ClassVar[str]
+    exact: ClassVar[bool] = False
+    """Every bit is kept."""
+    sparse: ClassVar[bool] = False
+    """What does not cross reads as zero, so that only gradients, differences and activations can be sent."""
+    elementwise: ClassVar[bool] = False
+    """A message is one tensor with a floating-point number for each element, so that sums can be taken of it."""
+    selecting: ClassVar[frozenset[str]] = frozenset()
+    """Options that say which elements cross; `encode_under` has no use for them."""
 
     @abstractmethod
-    def encode(self, tensor: Tensor, state: Any = None) -> Encoded:
-        """Frames of a float32 tensor of any shape; `state` is what the last message of this stream returned."""
+    def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:
+        """Frames of a tensor.
+
+        Args:
+            tensor: float32 of any shape; it is left as it is.
+            state: what the last message of this stream returned.
+            groups: widths of the groups of columns (features) in the last dimension, for codecs that look at each of
+                them apart; none is one group.
+
+        Raises:
+            NotFinite: it holds NaN or infinities, and the codec cannot carry them.
+        """
 
     @abstractmethod
     def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         """The float32 tensor that the frames stand for."""
+
+    def decode_kept(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Decoded:
+        """As `decode`, with the positions that crossed: the mask that both sides now know."""
+        return Decoded(self.decode(frames, shape))
+
+    def encode_under(self, tensor: Tensor, kept: Tensor | None, state: Any = None) -> Encoded:
+        """Frames of the elements at `kept` alone, whose positions the other side knows (DCT-MP's way back).
+
+        Args:
+            tensor: float32 of the shape that the mask was made for.
+            kept: positions as `Encoded.kept`.
+            state: as in `encode`, of the way back.
+
+        Raises:
+            NotFinite: one of those elements is NaN or infinite, whatever else the codec can carry; and as `encode`.
+        """
+        if kept is None:
+            return self.encode(tensor, state)
+        values = tensor.detach().reshape(-1)[kept]
+        if not bool(values.isfinite().all()):
+            raise NotFinite(tensor)
+        encoded = self.encode(values, state)
+        return Encoded(encoded.frames, tuple(tensor.shape), encoded.state, kept)
+
+    def decode_under(self, frames: Sequence[Tensor], shape: tuple[int, ...], kept: Tensor | None) -> Tensor:
+        """The float32 tensor of frames that `encode_under` made with the same `kept`; zero elsewhere."""
+        if kept is None:
+            return self.decode(frames, shape)
+        values = self.decode(frames, (len(kept),))
+        if values.dtype != torch.float32:
+            raise ValueError(f"values are {values.dtype}, not float32")
+        tensor = nothing(shape)
+        tensor.view(-1)[kept] = values
+        return tensor
+
+    @property
+    def by_feature(self) -> bool:
+        """`encode` looks at groups of columns, so that they have to be given."""
+        return False
+
+    @property
+    def ladder(self) -> "tuple[Codec, ...]":
+        """The codecs that messages may be in, weakest first; but for `auto` it is the codec itself."""
+        return (self,)
+
+    def rung(self, name: str) -> "Codec":
+        """The codec of the ladder with that name; the first one for an empty name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for codec in self.ladder:
+            if name in ("", codec.name):
+                return codec
+        allowed = ", ".join(codec.name for codec in self.ladder)
+        raise ValueError(f"codec {name[:20]!r} is not one that this job sends in; allowed: {allowed}")
+
+    @property
+    def everything(self) -> bool:
+        """All elements cross as they are, whatever is in them."""
+        return self.exact
+
+    def of_differences(self) -> "Codec":
+        """The codec for a stream of differences from what the receiver has, which hold what was left out before."""
+        return self
+
+    def resolved(self, key: str) -> Self:
+        """Defaults filled in for what the configuration key says (`compression.pull`, `.push`, `.dense`).
+
+        Raises:
+            ConfigError: an option makes no sense there.
+        """
+        return self
+
+    def restored(self, tensors: Mapping[str, Tensor]) -> Any:
+        """The state whose `tensors()` these are.
+
+        Raises:
+            ValueError: they are none of a state of this codec.
+        """
+        if tensors:
+            raise ValueError(f"{self.name} remembers nothing, but got {', '.join(sorted(tensors))}")
+        return None
+
+
+def nothing(shape: tuple[int, ...]) -> Tensor:
+    """Zeros (float32), of which memory is taken only where somebody touches them.
+
+    Raises:
+        ValueError: there is no such shape, or no memory for it.
+    """
+    try:
+        return torch.from_numpy(np.zeros(shape, np.float32))
+    except MemoryError as error:
+        raise ValueError(f"a tensor of shape {list(shape)} has no room in memory") from error
+
+
+def as_numbers(tensor: Tensor) -> Tensor:
+    """The tensor as contiguous float32 in main memory, not copied where it is that already."""
+    return tensor.detach().to("cpu", torch.float32).contiguous()

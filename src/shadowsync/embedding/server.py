@@ -206,6 +206,26 @@ class EmbeddingServer:
             finally:
                 self._watches.stepped(sums.rows)
 
+    def pooled_shape(self, lookup: Lookup) -> tuple[int, int]:
+        """Of `pull`'s answer and of its gradient, without a look at the ids.
+
+        Raises:
+            DataError: the tensors of the request do not fit each other, or a slot is not one of this server's.
+        """
+        bounds = self._bounds_for(lookup.slots)
+        check_shape(lookup.ids, len(lookup.slots))
+        return lookup.ids.samples, bounds.width
+
+    def row_shapes(self, lookup: RowLookup) -> tuple[tuple[int, int], ...]:
+        """Of `read_rows`' answer and of its gradients.
+
+        Raises:
+            DataError: as `read_rows`.
+        """
+        check_rows(lookup.rows, lookup.shards, self.shards, self.numbers)
+        counts = [len(rows) for rows in self.numbers.split(lookup.rows)]
+        return tuple((count, width.dim) for count, width in zip(counts, self.numbers.widths, strict=True))
+
     def _check_gradient(self, lookup: Lookup, gradient: Tensor) -> None:
         width = self._check(lookup).width
         if gradient.shape != (lookup.ids.samples, width) or gradient.dtype != torch.float32:
@@ -215,28 +235,27 @@ class EmbeddingServer:
             )
 
     def _check_sums(self, lookup: RowLookup, gradients: Sequence[Tensor]) -> None:
-        check_rows(lookup.rows, lookup.shards, self.shards, self.numbers)
-        counts = [len(rows) for rows in self.numbers.split(lookup.rows)]
-        shapes = [(count, width.dim) for count, width in zip(counts, self.numbers.widths, strict=True)]
-        if [tuple(g.shape) for g in gradients] != shapes or any(g.dtype != torch.float32 for g in gradients):
+        shapes = self.row_shapes(lookup)
+        if tuple(tuple(g.shape) for g in gradients) != shapes or any(g.dtype != torch.float32 for g in gradients):
             raise DataError(
                 f"gradients of {', '.join(f'{g.dtype} {list(g.shape)}' for g in gradients) or 'nothing'} do not fit "
                 f"rows of float32 {', '.join(str(list(shape)) for shape in shapes) or 'nothing'}"
             )
 
     def _check(self, lookup: Lookup) -> Bounds:
-        bounds = self._bounds.get(lookup.slots)
-        if bounds is None:
-            bounds = self._bounds[lookup.slots] = self._bounds_of(lookup.slots)
+        bounds = self._bounds_for(lookup.slots)
         check_shape(lookup.ids, len(lookup.slots))
         check_range(lookup.ids, bounds)
         return bounds
 
-    def _bounds_of(self, slots: Sequence[int]) -> Bounds:
+    def _bounds_for(self, slots: tuple[int, ...]) -> Bounds:
+        if (bounds := self._bounds.get(slots)) is not None:
+            return bounds
         unknown = [slot for slot in slots if not 0 <= slot < len(self.slots)]
         if unknown:
             raise DataError(f"slot {unknown[0]} is asked for and this server has {len(self.slots)} slots")
-        return Bounds.of([self.slots[slot] for slot in slots])
+        bounds = self._bounds[slots] = Bounds.of([self.slots[slot] for slot in slots])
+        return bounds
 
     def state(self) -> tuple[Rows, ...]:
         """Every shard's rows with their optimizer state, as live views."""

@@ -27,6 +27,11 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         wire_bytes: bytes between roles so far, by kind (`pull`, `push`, `dense`).
         saves: checkpoints written so far.
         wire_raw_bytes: what `wire_bytes` would be with every float as fp32; empty where that was not counted.
+        wire_codecs: by kind, the codec in use where `auto` chooses it; several, with commas between, where trainers
+            have chosen different ones.
+        wire_kept_share: share of the elements that crossed over the interval, by kind; kinds whose codec sends all of
+            them are not there.
+        wire_refreshes: thresholds chosen so far for that, by kind.
         checkpointing: a checkpoint is being written.
         failures: roles that died so far.
         roles: state of each role on a cluster (see `roles`); empty in one process.
@@ -63,6 +68,9 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wire_bytes: dict[str, int]
     saves: int
     wire_raw_bytes: dict[str, int] = {}
+    wire_codecs: dict[str, str] = {}
+    wire_kept_share: dict[str, float] = {}
+    wire_refreshes: dict[str, int] = {}
     checkpointing: bool = False
     failures: int = 0
     roles: dict[str, RoleState] = {}

@@ -39,7 +39,9 @@ class JobCounts:
         wire_bytes: bytes between roles so far, by kind.
         saves: checkpoints written so far.
         replica_distance: mean over trainers of ‖w_i − mean w‖ / ‖mean w‖, or None.
-        wire_raw_bytes, checkpointing, failures, roles, queue_depth, emulated_step_ms: as in `Frame`.
+        wire_elements, wire_kept: elements of messages of which a part crosses, and that part, by kind.
+        wire_raw_bytes, wire_codecs, wire_refreshes: as in `Frame`.
+        checkpointing, failures, roles, queue_depth, emulated_step_ms: as in `Frame`.
         toll: of failures.
         steps: of a gradient method; None where replicas are merged.
     """
@@ -50,6 +52,10 @@ class JobCounts:
     saves: int = 0
     replica_distance: float | None = None
     wire_raw_bytes: Mapping[str, int] = field(default_factory=dict)
+    wire_codecs: Mapping[str, str] = field(default_factory=dict)
+    wire_elements: Mapping[str, int] = field(default_factory=dict)
+    wire_kept: Mapping[str, int] = field(default_factory=dict)
+    wire_refreshes: Mapping[str, int] = field(default_factory=dict)
     checkpointing: bool = False
     failures: int = 0
     roles: Mapping[str, RoleState] = field(default_factory=dict)
@@ -128,6 +134,8 @@ class _Mark:
     loss_sum: float = 0.0
     applied: int = 0
     staleness_sum: int = 0
+    wire_elements: Mapping[str, int] = field(default_factory=dict)
+    wire_kept: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -259,6 +267,8 @@ class Recorder:
             sync_count=counts.sync_count,
             applied=0 if steps is None else steps.applied,
             staleness_sum=0 if steps is None else steps.staleness_sum,
+            wire_elements=dict(counts.wire_elements),
+            wire_kept=dict(counts.wire_kept),
         )
 
     def _counted(self, at: float) -> _Mark:
@@ -298,6 +308,9 @@ class Recorder:
             wire_bytes=dict(counts.wire_bytes),
             saves=counts.saves,
             wire_raw_bytes=dict(counts.wire_raw_bytes),
+            wire_codecs=dict(counts.wire_codecs),
+            wire_kept_share=_shares_since(before, now),
+            wire_refreshes=dict(counts.wire_refreshes),
             checkpointing=counts.checkpointing,
             failures=counts.failures,
             roles=dict(counts.roles),
@@ -389,3 +402,10 @@ class Recorder:
             )
             self._quality.restore(state["quality"])
             self._mark = dataclasses.replace(self._counted(self._clock()), seconds=seconds)
+
+
+def _shares_since(before: _Mark, now: _Mark) -> dict[str, float]:
+    """Share of the elements that crossed between two marks, by kind."""
+    elements = {kind: count - before.wire_elements.get(kind, 0) for kind, count in now.wire_elements.items()}
+    kept = {kind: count - before.wire_kept.get(kind, 0) for kind, count in now.wire_kept.items()}
+    return {kind: kept[kind] / count for kind, count in elements.items() if count > 0}

@@ -11,6 +11,8 @@ Happening = Literal[
     "alive", "dead", "restarted", "unreachable", "reachable", "saving", "saved", "restored", "left", "decided"
 ]
 
+About = Literal["", "codec"]
+
 _ENTERED: dict[Happening, RoleState] = {
     "alive": "alive",
     "dead": "dead",
@@ -32,14 +34,17 @@ class RoleEvent(msgspec.Struct, frozen=True, omit_defaults=True):
         role: its name: `driver`, `reader-0`, `trainer-0`, `embedding-1`, `dense-0`.
         event: `restarted` says that a new process has taken the role's place; it is at work again with the `restored`
             or `alive` that follows. `left` says that it ended as it should; `decided` that the driver chose what
-            happens after failures, or another gradient method, which changes nobody's state.
+            happens after failures, or another gradient method, or that a trainer chose another codec, which changes
+            nobody's state.
         detail: a few words on why or where, for a person.
+        about: of what is `decided`, `codec` where it is a codec; everything else is about recovery or methods.
     """
 
     seconds: float
     role: str
     event: Happening
     detail: str = ""
+    about: About = ""
 
 
 @dataclass(frozen=True)

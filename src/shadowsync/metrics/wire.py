@@ -1,37 +1,67 @@
-"""Counts the bytes that cross between roles, or would if they stood on different machines."""
+"""Counts what crosses between roles, or would if they stood on different machines."""
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
 class WireTotals:
-    """Bytes so far, by kind of message (`pull`, `push`, `dense`).
+    """What crossed so far, by kind of message (`pull`, `push`, `dense`).
 
     Attributes:
         bytes: as sent: with codecs applied, ids and offsets included, headers of the transport left out.
         raw_bytes: what the same messages take with every float as fp32.
+        elements: floats in the messages of codecs that send a part of them.
+        kept: those of them that crossed.
+        refreshes: thresholds chosen for that; a parameter of the dense part counts by itself.
+        early: those chosen early, because the share that crosses had left its band.
     """
 
-    bytes: dict[str, int]
-    raw_bytes: dict[str, int]
+    bytes: dict[str, int] = field(default_factory=dict)
+    raw_bytes: dict[str, int] = field(default_factory=dict)
+    elements: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+    refreshes: dict[str, int] = field(default_factory=dict)
+    early: dict[str, int] = field(default_factory=dict)
+
+    def by_name(self) -> dict[str, dict[str, int]]:
+        """The fields as a map, to be added up and stored."""
+        return {each.name: dict(getattr(self, each.name)) for each in fields(self)}
+
+
+def kept_shares(wire: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+    """By kind, the share of elements that crossed, of totals `by_name`; kinds that cross whole are left out."""
+    elements, kept = wire.get("elements", {}), wire.get("kept", {})
+    return {kind: kept.get(kind, 0) / count for kind, count in elements.items() if count}
 
 
 class WireCounter:
-    """Adds up bytes from any number of threads."""
+    """Adds up what crosses, from any number of threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent: dict[str, int] = {}
-        self._raw: dict[str, int] = {}
+        self._totals = WireTotals()
 
     def add(self, kind: str, sent: int, raw: int) -> None:
         """Counts one message: `sent` bytes of it on the wire, `raw` bytes of it uncompressed."""
         with self._lock:
-            self._sent[kind] = self._sent.get(kind, 0) + sent
-            self._raw[kind] = self._raw.get(kind, 0) + raw
+            _add(self._totals.bytes, kind, sent)
+            _add(self._totals.raw_bytes, kind, raw)
+
+    def add_kept(self, kind: str, elements: int, kept: int, refreshes: int, early: int) -> None:
+        """Counts of one message the elements, those that crossed, and the thresholds chosen for it."""
+        with self._lock:
+            _add(self._totals.elements, kind, elements)
+            _add(self._totals.kept, kind, kept)
+            _add(self._totals.refreshes, kind, refreshes)
+            _add(self._totals.early, kind, early)
 
     def totals(self) -> WireTotals:
         """A consistent copy of the sums."""
         with self._lock:
-            return WireTotals(dict(self._sent), dict(self._raw))
+            return WireTotals(**self._totals.by_name())
+
+
+def _add(sums: dict[str, int], kind: str, amount: int) -> None:
+    sums[kind] = sums.get(kind, 0) + amount

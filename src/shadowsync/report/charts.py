@@ -8,7 +8,7 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.report import words
 from shadowsync.report.canvas import Axis
 from shadowsync.report.plots import Band, Bar, Chart, Line, Reference, bar_chart, calibration_chart, line_chart
-from shadowsync.report.result import Result
+from shadowsync.report.result import Result, Wire
 from shadowsync.report.series import curve, kept, steady
 
 _NO_FRAMES = "The run ended before the first report; a smaller report.every_s gives a curve."
@@ -174,15 +174,21 @@ def _wire_card(result: Result) -> Card:
     for kind, amount in sent.items():
         bars.append(Bar(_KINDS.get(kind, kind), amount))
         if raw.get(kind, amount) != amount:
-            bars.append(Bar("… without codec", raw[kind], muted=True))
+            bars.append(Bar(f"… without codec{_kept(result.wire, kind)}", raw[kind], muted=True))
+    codecs = [f"{_KINDS.get(kind, kind)} {codec}" for kind, codec in result.wire.codecs.items() if codec != "plain"]
+    at_the_end = f" Codecs at the end: {'; '.join(codecs)}." if codecs else ""
     return Card(
         "Bytes between roles",
         "What the trainers pulled from and pushed to the embedding servers, and what synchronising the dense part "
-        "took; in one process nothing is sent, and this is what would be.",
+        f"took; in one process nothing is sent, and this is what would be.{at_the_end}",
         "as few as the quality allows; a codec (compression.*) makes them fewer.",
         bar_chart(bars, "wire", Axis("bytes", words.data_size)) if bars else None,
         "Nothing was sent.",
     )
+
+
+def _kept(wire: Wire, kind: str) -> str:
+    return f"; {words.shares({'kept': wire.kept_share[kind]})}" if kind in wire.kept_share else ""
 
 
 _KINDS = {"pull": "pulled embeddings", "push": "pushed gradients", "dense": "dense part"}

@@ -95,6 +95,8 @@ def scalars(frame: Frame) -> Iterator[tuple[str, float]]:
     yield from ((tag, value) for tag, value in single.items() if value is not None)
     yield from ((f"speed/eps_trainer_{i}", eps) for i, eps in enumerate(frame.eps_per_trainer))
     yield from ((f"wire/{kind}_bytes", count) for kind, count in frame.wire_bytes.items())
+    yield from ((f"wire/{kind}_kept_share", share) for kind, share in frame.wire_kept_share.items())
+    yield from ((f"wire/{kind}_refreshes", count) for kind, count in frame.wire_refreshes.items())
     emulated = "emulated_" if frame.emulated_job_s is not None else ""
     yield from ((f"recovery/{emulated}{kind}_s", seconds) for kind, seconds in frame.recovery_seconds.items())
     yield from ((f"aggregation/step_s_worker_{worker}", step_s) for worker, step_s in frame.step_seconds.items())

@@ -72,7 +72,8 @@ def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEv
     aggregation = make_aggregation(result, frames)
     recovery = make_recovery(result, frames, events)
     emulated = recovery is not None and recovery.emulated
-    timeline = make_timeline(events, frames, switch_sentences(result), emulated=emulated)
+    real = {*switch_sentences(result), *(event.detail for event in events if event.about == "codec")}
+    timeline = make_timeline(events, frames, real, emulated=emulated)
     return render(
         "page.html.j2",
         title=_title(result),

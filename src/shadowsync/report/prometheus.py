@@ -154,8 +154,21 @@ def _traffic(frame: Frame) -> list[Metric]:
     return [
         _counters("wire_bytes", "Bytes between roles as sent.", "kind", frame.wire_bytes),
         _counters("wire_raw_bytes", "The same with every float as fp32.", "kind", frame.wire_raw_bytes),
+        _codecs(frame.wire_codecs),
+        _gauges("wire_kept_ratio", "Share of elements that crossed of late.", "kind", frame.wire_kept_share),
+        _counters("wire_refreshes", "Thresholds chosen exactly.", "kind", frame.wire_refreshes),
         _gauges("queue_depth", "Requests that wait at a role.", "role", frame.queue_depth),
     ]
+
+
+def _codecs(chosen: Mapping[str, str]) -> Metric:
+    family = GaugeMetricFamily(
+        "shadowsync_wire_codec", "1 for a codec that a trainer has chosen.", labels=["kind", "codec"]
+    )
+    for kind, codecs in chosen.items():
+        for codec in codecs.split(", "):
+            family.add_metric([kind, codec], 1.0)
+    return family
 
 
 def _roles(frame: Frame) -> list[Metric]:

@@ -69,7 +69,8 @@ def make_recovery(result: Result, frames: Sequence[Frame], events: Sequence[Role
     if recovery is None:
         return None
     switches = switch_sentences(result)
-    decisions = [event for event in events if event.event == "decided" and event.detail not in switches]
+    decided_at_all = [event for event in events if event.event == "decided" and event.about != "codec"]
+    decisions = [event for event in decided_at_all if event.detail not in switches]
     decided = [(words.clock(event.seconds), event.detail) for event in decisions]
     return RecoverySection(
         why=recovery.why or "",

@@ -85,10 +85,24 @@ class Sync(_Section, frozen=True):
 
 
 class Wire(_Section, frozen=True):
-    """Bytes between roles by kind (`pull`, `push`, `dense`), as sent and as they would be without a codec."""
+    """What crossed between roles, by kind (`pull`, `push`, `dense`).
+
+    Attributes:
+        bytes: as sent.
+        raw_bytes: as they would be without a codec.
+        codecs: the codec at the end; where trainers chose different ones (`auto`), all of them, the weakest first and
+            with commas between.
+        kept_share: of the elements, those that crossed; only of messages whose codec sends a part of them.
+        refreshes: thresholds chosen exactly for that.
+        early_refreshes: those of them that came early, because the share had left its band.
+    """
 
     bytes: dict[str, int]
     raw_bytes: dict[str, int]
+    codecs: dict[str, str] = {}
+    kept_share: dict[str, float] = {}
+    refreshes: dict[str, int] = {}
+    early_refreshes: dict[str, int] = {}
 
 
 class Aggregation(_Section, frozen=True):

@@ -1,6 +1,7 @@
 """Numbers as a person reads them."""
 
 import math
+from collections.abc import Mapping
 
 MISSING = "—"
 
@@ -18,6 +19,11 @@ def decimal(value: float | None, digits: int = 4) -> str:
 def percent(share: float | None, digits: int = 0) -> str:
     """`93 %` of a share of 0.93."""
     return MISSING if share is None or _undefined(share) else f"{100 * share:.{digits}f} %"
+
+
+def shares(by_kind: Mapping[str, float]) -> str:
+    """`push 1.23 %, dense 0.951 %`."""
+    return ", ".join(f"{kind} {100 * share:.3g} %" for kind, share in by_kind.items())
 
 
 def pls(portion: float) -> str:

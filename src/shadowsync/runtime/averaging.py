@@ -1,6 +1,6 @@
 """When the trainers of a job average, and which of them: decided in one place, while they come, go and die."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,6 +21,37 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
+class Ground:
+    """What the members of an average have in common before it.
+
+    Attributes:
+        common: all of them have the newest average.
+        complete: and it was made of the replicas of exactly these members.
+    """
+
+    common: bool = False
+    complete: bool = False
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest average that counts.
+
+    Attributes:
+        round: its number, from 1; 0 before the first.
+        members: whose replicas it was made of, ascending.
+    """
+
+    round: int = 0
+    members: tuple[int, ...] = ()
+
+    def ground(self, members: tuple[int, ...], holds: Mapping[int, int]) -> Ground:
+        """What these members have in common, each of which has the average of the number that `holds` says."""
+        common = self.round > 0 and all(holds.get(rank) == self.round for rank in members)
+        return Ground(common, common and members == self.members)
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What a trainer is to do.
 
@@ -29,6 +60,7 @@ class Verdict:
         epoch: of the ring; a new one for other members and after a failure.
         members: ranks in the ring, ascending.
         round: number of this average, with `DONE`; each counts up by one.
+        ground: what the members have in common, with `GO`.
     """
 
     phase: Phase
@@ -36,6 +68,7 @@ class Verdict:
     epoch: int = 0
     members: tuple[int, ...] = ()
     round: int = 0
+    ground: Ground = Ground()
 
 
 @dataclass
@@ -47,6 +80,7 @@ class _Attempt:
     ring: tuple[int, ...]
     turns: dict[int, int]
     unreported: set[int]
+    ground: Ground
     void: bool = False
 
 
@@ -63,16 +97,16 @@ class AveragingBook:
         members: trainers that the first round waits for.
 
     Attributes:
-        round: averages so far.
         epoch: of the newest ring.
         version: changes with every change that may give somebody another verdict than the caller.
     """
 
     def __init__(self, members: Iterable[int] = ()) -> None:
-        self.round = 0
         self.epoch = 0
         self.version = 0
         self._members = set(members)
+        self._newest = Newest()
+        self._holds: dict[int, int] = {}
         self._arrived: dict[int, int] = {}
         self._settled: dict[int, tuple[int, int]] = {}
         self._attempt: _Attempt | None = None
@@ -83,6 +117,11 @@ class AveragingBook:
     def members(self) -> frozenset[int]:
         """Trainers that a round waits for."""
         return frozenset(self._members)
+
+    @property
+    def round(self) -> int:
+        """Averages so far."""
+        return self._newest.round
 
     def join(self, rank: int) -> None:
         """`rank` is waited for from the next round on."""
@@ -96,17 +135,21 @@ class AveragingBook:
     def dead(self, rank: int) -> None:
         """`rank` left and will not report; whoever comes under this rank later begins anew."""
         self._settled.pop(rank, None)
+        self._holds.pop(rank, None)
         self._remove(rank)
         self._drop_from_attempt(rank)
         self._start_if_all_here()
 
-    def arrive(self, rank: int, turn: int) -> None:
-        """`rank` has a vector for its average number `turn`, counted from 1; it has given up all earlier ones."""
+    def arrive(self, rank: int, turn: int, holds: int = 0) -> None:
+        """`rank` has a vector for its average number `turn`, counted from 1; it has given up all earlier ones.
+
+        It has the average of round `holds`, 0 for none.
+        """
         attempt = self._attempt
         started = attempt.turns.get(rank, 0) if attempt is not None else 0
         if rank not in self._members or turn <= max(started, self._settled.get(rank, (0, 0))[0]):
             return
-        self._arrived[rank] = turn
+        self._arrived[rank], self._holds[rank] = turn, holds
         self._drop_from_attempt(rank)
         self._start_if_all_here()
 
@@ -131,7 +174,7 @@ class AveragingBook:
             if rank not in attempt.unreported:
                 return Verdict(Phase.WAIT)
             phase = Phase.VOID if attempt.void else Phase.GO
-            return Verdict(phase, attempt.number, attempt.epoch, attempt.ring)
+            return Verdict(phase, attempt.number, attempt.epoch, attempt.ring, ground=attempt.ground)
         return Verdict(Phase.WAIT if self._arrived.get(rank) == turn else Phase.OUT)
 
     def reducing(self, rank: int, epoch: int) -> bool:
@@ -162,7 +205,8 @@ class AveragingBook:
             self.epoch += 1
             self._ring = ring
         self._attempts += 1
-        self._attempt = _Attempt(self._attempts, self.epoch, ring, dict(self._arrived), set(ring))
+        ground = self._newest.ground(ring, self._holds)
+        self._attempt = _Attempt(self._attempts, self.epoch, ring, dict(self._arrived), set(ring), ground)
         self._arrived.clear()
         self.version += 1
 
@@ -174,7 +218,7 @@ class AveragingBook:
             self._ring = ()
             self._arrived.update({rank: turn for rank, turn in attempt.turns.items() if rank in self._members})
         elif attempt.turns:
-            self.round += 1
+            self._newest = Newest(self.round + 1, attempt.ring)
             self._settled.update({rank: (turn, self.round) for rank, turn in attempt.turns.items()})
         self.version += 1
         self._start_if_all_here()

@@ -7,17 +7,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec
 from shadowsync.errors import RunError
-from shadowsync.runtime.averaging import Phase, Verdict
-from shadowsync.runtime.averaging_service import Answered, Member, Report, Turn
+from shadowsync.runtime.averaging import Ground, Phase, Verdict
+from shadowsync.runtime.averaging_service import Answered, Arrival, Member, Report, Turn
+from shadowsync.runtime.averaging_ways import Parcel, way_of
 from shadowsync.runtime.lines import Counter
 from shadowsync.runtime.ring import MakeRing, RemoteBoard, Ring, Seat
 from shadowsync.runtime.wire.connection import Connection
@@ -25,6 +25,7 @@ from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
 from shadowsync.runtime.wire.service import Meta
 from shadowsync.sync.rendezvous import Left
 
+T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 SLICE_S = 0.2
 """How often a wait for an answer looks whether the trainer has left."""
@@ -47,13 +48,8 @@ class AveragingOptions:
     give_up_s: float = 120.0
 
 
-@dataclass(frozen=True)
-class _Parcel:
-    """A vector as it moves: in the codec's own type where that is one number for each parameter, else decoded."""
-
-    vector: Tensor
-    state: Any
-    raw_bytes: int
+class _BrokenOff(Exception):
+    """This attempt gives no average; another one will."""
 
 
 @dataclass
@@ -63,9 +59,10 @@ class _Round:
     weights: Tensor
     turn: int
     generation: int
-    parcel: _Parcel | None = None
+    parcel: Parcel | None = None
     result: Tensor | None = None
     members: int = 1
+    ground: Ground = field(default_factory=Ground)
     failures: int = 0
     failing_since: float = 0.0
 
@@ -74,14 +71,14 @@ class RemoteAveraging:
     """The average of the trainers in other processes, for one of them (as `runtime.group.Averaging`).
 
     A vector passes the codec and is copied when the round starts, so that it is fresh, and once only, so that a round
-    that failed is repeated with the same. Bytes are counted as 2 (n − 1) / n of what moved, once the round counts.
-    The ring is kept from round to round as long as its members stay.
+    that failed is repeated with the same. Bytes are counted once the round counts. The ring is kept from round to round
+    as long as its members stay. How vectors cross is the affair of `averaging_ways`.
 
     Args:
         rank: of this trainer.
         connection: to the driver's `AveragingService`.
         make_ring: builds a ring, without waiting for the others.
-        codec: of the way there; where it keeps one number for each parameter, the way back takes its type too.
+        codec: as configured; a sparse one looks at each parameter apart (`compression.pieces`).
         counter: adds up the bytes.
         options: patience.
     """
@@ -98,13 +95,11 @@ class RemoteAveraging:
         self._rank = rank
         self._connection = connection
         self._make_ring = make_ring
-        self._codec = codec
-        self._counter = counter
+        self._way = way_of(codec, counter, f"the replica of trainer {rank}")
         self._options = options or AveragingOptions()
         self._turn = 0
         self._last_seen = 0
         self._missed = False
-        self._state: Any = None
         self._ring: tuple[int, Ring] | None = None
         self._one_at_a_time = threading.Lock()
         self._generation = 0
@@ -129,6 +124,10 @@ class RemoteAveraging:
     def missed(self) -> bool:
         """As `Group.missed`."""
         return self._missed
+
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach`."""
+        self._way.approach(weights, target, alpha)
 
     def join(self) -> None:
         """This trainer is waited for.
@@ -158,14 +157,17 @@ class RemoteAveraging:
             Phase.VOID: self._give_way,
             Phase.OUT: self._out,
         }
-        verdict = self._ask("arrive", Turn(self._rank, round_.turn), round_)
+        verdict = self._arrive(round_)
         while verdict.phase is not Phase.DONE:
             verdict = steps[verdict.phase](round_, verdict)
         return self._settle(round_, verdict)
 
     def _wait(self, round_: _Round, _: Verdict) -> Verdict:
         self._left.wait(self._options.poll_s)
-        return self._ask("arrive", Turn(self._rank, round_.turn), round_)
+        return self._arrive(round_)
+
+    def _arrive(self, round_: _Round) -> Verdict:
+        return self._ask("arrive", Arrival(self._rank, round_.turn, self._last_seen), round_)
 
     def _out(self, round_: _Round, _: Verdict) -> Verdict:
         if self._left.is_set() or self._generation != round_.generation:  # it may have joined again meanwhile
@@ -178,26 +180,35 @@ class RemoteAveraging:
 
     def _reduce(self, round_: _Round, verdict: Verdict) -> Verdict:
         if round_.parcel is None:
-            round_.parcel = self._pack(round_.weights)
-        round_.members = len(verdict.members)
-        round_.result = self._through_ring(round_, verdict, round_.parcel.vector)
-        if round_.result is None:
+            round_.parcel = self._way.pack(round_.weights)
+        round_.members, round_.ground = len(verdict.members), verdict.ground
+        try:
+            round_.result = self._average(round_, round_.parcel, verdict)
+        except _BrokenOff:
             self._drop_ring()
-        return self._report(round_, verdict, round_.result is not None)
+            return self._report(round_, verdict, False)
+        return self._report(round_, verdict, True)
 
-    def _through_ring(self, round_: _Round, verdict: Verdict, vector: Tensor) -> Tensor | None:
+    def _average(self, round_: _Round, parcel: Parcel, verdict: Verdict) -> Tensor:
         if round_.members == 1:
-            return vector.to(torch.float32)
-        mean = self._ring_of(verdict).mean(vector)
-        while not wait([mean], self._options.check_s).done:
+            return self._way.alone(parcel)
+
+        def come(future: Future[T]) -> T:
+            return self._come(round_, verdict, future)
+
+        average = self._way.mean(parcel, self._ring_of(verdict), verdict.ground, come)
+        round_.failures = 0
+        return average
+
+    def _come(self, round_: _Round, verdict: Verdict, future: Future[T]) -> T:
+        while not wait([future], self._options.check_s).done:
             if self._ask("check", Turn(self._rank, round_.turn), round_).phase is not Phase.GO:
-                return None
-        error = mean.exception()
-        if error is None:
-            round_.failures = 0
-            return mean.result()
-        self._bear(round_, verdict, error)
-        return None
+                raise _BrokenOff
+        error = future.exception()
+        if error is not None:
+            self._bear(round_, verdict, error)
+            raise _BrokenOff
+        return future.result()
 
     def _bear(self, round_: _Round, verdict: Verdict, error: BaseException) -> None:
         """Once is normal: somebody died. Again and again, ever slower, they may be cut off from each other for good."""
@@ -239,22 +250,10 @@ class RemoteAveraging:
                 raise Left
         return answer.result().read(Answered).verdict()
 
-    def _pack(self, weights: Tensor) -> _Parcel:
-        encoded = self._codec.encode(weights, self._state)
-        vector = encoded.frames[0].reshape(-1)
-        if len(encoded.frames) != 1 or vector.numel() != weights.numel() or not vector.is_floating_point():
-            vector = self._codec.decode(encoded.frames, encoded.shape)
-        if vector.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr():
-            vector = vector.clone()  # workers go on writing to it
-        return _Parcel(vector, encoded.state, weights.nbytes)
-
     def _settle(self, round_: _Round, verdict: Verdict) -> Tensor:
         assert round_.parcel is not None
         assert round_.result is not None
-        self._state = round_.parcel.state
-        share = 2 * (round_.members - 1) / round_.members
-        sent, raw = round_.parcel.vector.nbytes, round_.parcel.raw_bytes
-        self._counter.add("dense", round(sent * share), round(raw * share))
-        self._missed = verdict.round > self._last_seen + 1
+        self._way.settle(round_.parcel, round_.result, round_.members)
+        self._missed = self._way.missed(verdict.round > self._last_seen + 1, round_.ground)
         self._last_seen = verdict.round
         return round_.result

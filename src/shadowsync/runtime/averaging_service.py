@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from shadowsync.errors import DataError, RunError
-from shadowsync.runtime.averaging import AveragingBook, Phase, Verdict
+from shadowsync.runtime.averaging import AveragingBook, Ground, Phase, Verdict
 from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
 
 NOTE_BYTES = 1 << 16
@@ -26,6 +26,14 @@ class Turn(Meta, frozen=True):
     turn: int
 
 
+class Arrival(Meta, frozen=True):
+    """As `Turn`, of a trainer that has the average of round `holds`, 0 for none."""
+
+    rank: int
+    turn: int
+    holds: int = 0
+
+
 class Report(Meta, frozen=True):
     """How an attempt at that average ended for this trainer."""
 
@@ -43,15 +51,27 @@ class Answered(Meta, frozen=True):
     epoch: int
     members: tuple[int, ...]
     round: int
+    common: bool = False
+    complete: bool = False
 
     @classmethod
     def of(cls, verdict: Verdict) -> "Answered":
         """The same as a message."""
-        return cls(verdict.phase, verdict.attempt, verdict.epoch, verdict.members, verdict.round)
+        ground = verdict.ground
+        return cls(
+            verdict.phase,
+            verdict.attempt,
+            verdict.epoch,
+            verdict.members,
+            verdict.round,
+            ground.common,
+            ground.complete,
+        )
 
     def verdict(self) -> Verdict:
         """The same as the book gave it."""
-        return Verdict(self.phase, self.attempt, self.epoch, self.members, self.round)
+        ground = Ground(self.common, self.complete)
+        return Verdict(self.phase, self.attempt, self.epoch, self.members, self.round, ground)
 
 
 class Note(Meta, frozen=True):
@@ -173,8 +193,8 @@ class AveragingService:
         return Reply()
 
     def _arrive(self, request: Request) -> Reply:
-        asked = request.read(Turn)
-        self._change(asked.rank, request.client, lambda: self._book.arrive(asked.rank, asked.turn))
+        asked = request.read(Arrival)
+        self._change(asked.rank, request.client, lambda: self._book.arrive(asked.rank, asked.turn, asked.holds))
         return self._when_decided(asked.rank, asked.turn, request.client)
 
     def _report(self, request: Request) -> Reply:

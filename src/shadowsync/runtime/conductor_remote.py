@@ -1,14 +1,14 @@
 """A trainer's end of the conductor."""
 
 import contextlib
-from concurrent.futures import Future
 
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.conductor import Admitted, Arrived
-from shadowsync.embedding.pending import Pending, Promise
+from shadowsync.embedding.pending import Pending
 from shadowsync.errors import ShadowSyncError
+from shadowsync.runtime.fetched import Fetched, nothing
 from shadowsync.runtime.step_messages import ArrivedTold, BeginAsked, BeginGiven, WorkerTold
-from shadowsync.runtime.wire.connection import Answer, Connection
+from shadowsync.runtime.wire.connection import Connection
 from shadowsync.runtime.wire.errors import CallTimeout
 
 PATIENCE_S = 30.0
@@ -46,10 +46,8 @@ class ConductorRemote:
 
     def arrived(self, number: int, arrived: Arrived) -> Pending[None]:
         """As `Conductor.arrived`; ends when the service knows."""
-        told: Promise[None] = Promise()
-        sent = self._connection.call("arrived", ArrivedTold(number, arrived.version, self._generation))
-        sent.add_done_callback(lambda answer: _end(told, answer))
-        return told
+        told = ArrivedTold(number, arrived.version, self._generation)
+        return Fetched(self._connection.call("arrived", told), nothing)
 
     def idle(self, worker: Worker) -> None:
         """As `Conductor.idle`; returns when the service knows, so that a later `begin` comes after it."""
@@ -66,10 +64,3 @@ def _split(worker: Worker) -> tuple[int, int]:
     assert isinstance(worker, tuple)
     rank, index = worker
     return rank, index
-
-
-def _end(told: Promise[None], answer: "Future[Answer]") -> None:
-    if (error := answer.exception()) is None:
-        told.keep(None)
-    else:
-        told.fail(error)

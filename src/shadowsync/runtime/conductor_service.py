@@ -1,6 +1,6 @@
 """The conductor behind the wire, beside the desk: tokens and leases have one authority."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -30,8 +30,6 @@ class ConductorService:
     def __init__(self, conductor: Conductor, desk: Desk, generation: Generation = FIRST) -> None:
         self._conductor, self._desk, self._generation = conductor, desk, generation
         self._claimed: dict[int, _Claimed] = {}
-        self._clients: dict[int, str] = {}
-        self._gone: set[str] = set()
         self.methods: Mapping[str, Method] = {
             "begin": Method(self._begin, quick=True),
             "arrived": Method(self._arrived, quick=True),
@@ -49,10 +47,8 @@ class ConductorService:
     def abandoned(self, trainer: int) -> None:
         """As `Conductor.abandoned`; to be called before the desk gives the trainer's rows away.
 
-        What its process still says is not heard: another one may have its rank by then.
+        Its process must not be listened to any more by then (`FrontDesk.ban`): another one may have its rank soon.
         """
-        if (client := self._clients.pop(trainer, None)) is not None:
-            self._gone.add(client)
         self._conductor.abandoned(trainer)
         for number in [number for number, one in self._claimed.copy().items() if one.lease.trainer == trainer]:
             self._claimed.pop(number, None)
@@ -66,11 +62,10 @@ class ConductorService:
         asked = request.read(BeginAsked)
         self._generation.check(asked.generation)
         claimed = self._claimed.get(asked.number)
-        if claimed is None or request.client in self._gone:
+        if claimed is None:
             return Reply(BeginGiven(NEVER))
         if claimed.lease.trainer != asked.trainer:
             raise DataError(f"batch {asked.number} is trainer {claimed.lease.trainer}'s, not trainer {asked.trainer}'s")
-        self._clients[asked.trainer] = request.client
         reply: Future[Reply] = Future()
         answer = self._conductor.ask((asked.trainer, asked.worker), asked.number)
         answer.add_done_callback(partial(_pass_on, reply))
@@ -92,18 +87,17 @@ class ConductorService:
         return Reply()
 
     def _idle(self, request: Request) -> Reply:
-        return self._told(request, self._conductor.idle)
+        self._conductor.idle(self._worker(request))
+        return Reply()
 
     def _left(self, request: Request) -> Reply:
-        return self._told(request, self._conductor.left)
+        self._conductor.left(self._worker(request))
+        return Reply()
 
-    def _told(self, request: Request, tell: Callable[[tuple[int, int]], None]) -> Reply:
+    def _worker(self, request: Request) -> tuple[int, int]:
         told = request.read(WorkerTold)
         self._generation.check(told.generation)
-        if request.client not in self._gone:
-            self._clients[told.trainer] = request.client
-            tell((told.trainer, told.worker))
-        return Reply()
+        return told.trainer, told.worker
 
 
 def _pass_on(reply: "Future[Reply]", answer: "Future[Admitted | None]") -> None:

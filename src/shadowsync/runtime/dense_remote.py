@@ -3,7 +3,7 @@
 `P` dense parameters, of which server j holds those of span j.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec
-from shadowsync.runtime.dense_service import Exchange
-from shadowsync.runtime.lines import Counter, Encoder
+from shadowsync.runtime.dense_service import Exchange, Exchanged
+from shadowsync.runtime.elastic import Crossing, ElasticExchanges, Span
+from shadowsync.runtime.lines import Encoder, Line
 from shadowsync.runtime.wire.connection import Answer, Connection
-
-Span = tuple[int, int]
-"""First parameter of a part and the one after its last."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +24,23 @@ class DenseRemote:
     Attributes:
         connections: one to each dense server.
         spans: what each of them holds, in the same order (`runtime.group.split_evenly`).
-        codec: of exchanges in both directions; the service's own.
-        counter: adds up the bytes of exchanges, both directions.
+        line: of exchanges in both directions; the codec is the service's.
         timeout_s: deadline of a call; None is the connection's own.
         generation: of the parts that this trainer belongs to.
     """
 
     connections: Sequence[Connection]
     spans: Sequence[Span]
-    codec: Codec
-    counter: Counter
+    line: Line
     timeout_s: float | None = None
     generation: int = 0
     _exchanged: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
-    _there: dict[tuple[int, int], Encoder] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _differences: ElasticExchanges = field(init=False, repr=False, compare=False)
+    _there: dict[tuple[int, int, str], Encoder] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        differences = ElasticExchanges(self.spans, self.line, self._carry, self._count)
+        object.__setattr__(self, "_differences", differences)
 
     @property
     def exchanged_bytes(self) -> int:
@@ -52,7 +53,13 @@ class DenseRemote:
         Raises:
             RunError: a server was given up or did not answer in time; the others have their exchange done.
         """
-        return self._exchange("elastic", rank, weights, alpha)
+        if not self.line.now.codec.sparse:
+            return self._exchange("elastic", rank, weights, alpha)
+        return self._differences.exchange(rank, weights, alpha)
+
+    def catch_up(self, rank: int) -> bool:
+        """As `Group.catch_up` of trainer `rank`."""
+        return self._differences.catch_up(rank)
 
     def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential` of trainer `rank`; raises as `elastic`."""
@@ -73,34 +80,51 @@ class DenseRemote:
             ]
         )
 
-    def _exchange(self, method: str, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        asked = Exchange(rank, alpha, self.generation)
+    def _carry(self, sent: Mapping[int, Crossing], rank: int, alpha: float) -> Mapping[int, Crossing | None]:
+        codec = self.line.codec.name
         calls = [
-            connection.call(method, asked, self._encode(rank, index, weights[start:stop]), self.timeout_s)
+            self.connections[at].call(
+                "elastic", Exchange(rank, alpha, self.generation, codec, part.whole), part.frames, self.timeout_s
+            )
+            for at, part in sent.items()
+        ]
+        return {at: _crossing(answer, sent[at].whole) for at, answer in zip(sent, _answers(calls), strict=True)}
+
+    def _exchange(self, method: str, rank: int, weights: Tensor, alpha: float) -> Tensor:
+        codec = self.line.now.codec
+        asked = Exchange(rank, alpha, self.generation, codec.name)
+        calls = [
+            connection.call(method, asked, self._encode(codec, rank, index, weights[start:stop]), self.timeout_s)
             for index, (connection, (start, stop)) in enumerate(zip(self.connections, self.spans, strict=True))
         ]
         parts = [
-            self._decode(answer.tensors, stop - start)
+            self._decode(codec, answer.tensors, stop - start)
             for answer, (start, stop) in zip(_answers(calls), self.spans, strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _encode(self, rank: int, index: int, part: Tensor) -> tuple[Tensor, ...]:
-        key = (rank, index)
+    def _encode(self, codec: Codec, rank: int, index: int, part: Tensor) -> tuple[Tensor, ...]:
+        key = (rank, index, codec.name)
         # setdefault is atomic: of several workers that come first, all get one encoder
-        encoder = self._there.get(key) or self._there.setdefault(key, Encoder(self.codec))
+        about = f"the replica of trainer {rank} for dense server {index}"
+        encoder = self._there.get(key) or self._there.setdefault(key, Encoder(codec, about))
         encoded = encoder.encode(part)
         self._count(encoded.byte_count, part.nbytes)
         return encoded.frames
 
     def _count(self, sent: int, raw: int) -> None:
         self._exchanged[0] += sent  # of several workers at once a message may be missed
-        self.counter.add("dense", sent, raw)
+        self.line.count(sent, raw)
 
-    def _decode(self, frames: tuple[Tensor, ...], length: int) -> Tensor:
-        part = self.codec.decode(frames, (length,))
+    def _decode(self, codec: Codec, frames: tuple[Tensor, ...], length: int) -> Tensor:
+        part = codec.decode(frames, (length,))
         self._count(sum(frame.nbytes for frame in frames), part.nbytes)
         return part
+
+
+def _crossing(answer: Answer, whole: bool) -> Crossing | None:
+    told = answer.read(Exchanged)
+    return Crossing(answer.tensors, whole, told.refreshes, told.early) if told.known else None
 
 
 def _answers(calls: Sequence[Future[Answer]]) -> list[Answer]:

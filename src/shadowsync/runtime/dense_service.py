@@ -5,7 +5,6 @@ belongs to one trainer of one client, what it remembers of the way there is kept
 """
 
 import math
-import threading
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,8 +12,11 @@ from torch import Tensor
 
 from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
+from shadowsync.runtime.elastic import CenterEnd, Crossing
 from shadowsync.runtime.generation import FIRST, Generation
+from shadowsync.runtime.kept import Bounded
 from shadowsync.runtime.lines import Encoder
+from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
 from shadowsync.sync.dense import DenseServer, Sent
 
@@ -26,11 +28,56 @@ class Exchange(Meta, frozen=True):
         trainer_rank: which stream of the caller this is.
         alpha: elastic parameter, in (0, 1].
         generation: of the parts that the trainer belongs to.
+        codec: of both directions, by name.
+        whole: under a sparse codec: the vector itself comes, not the difference from what the server has.
     """
 
     trainer_rank: int
     alpha: float
     generation: int = 0
+    codec: str = ""
+    whole: bool = True
+
+
+class Exchanged(Meta, frozen=True):
+    """Answers an exchange of differences; tensors: the frames of the elastic difference.
+
+    Attributes:
+        known: False if the server has nothing that the message is a difference from; nothing was done.
+        refreshes, early: as in `Encoded`.
+    """
+
+    known: bool
+    refreshes: int = 0
+    early: int = 0
+
+
+MOST_TRAINERS = 16
+"""Trainers that one connection may speak for, each with two vectors here; in a job it is one."""
+
+
+class _Trainer:
+    """What is remembered of exchanges with one trainer, for each codec that they may be in."""
+
+    def __init__(self, trainer_rank: int, length: int) -> None:
+        self._rank, self._length = trainer_rank, length
+        self._back: dict[str, Encoder] = {}
+        self._ends: dict[str, CenterEnd] = {}
+
+    def encoder(self, codec: Codec) -> Encoder:
+        """Of the way back."""
+        # setdefault is atomic: of several threads that ask first, all get one
+        return self._back.setdefault(codec.name, Encoder(codec, f"the central copy for trainer {self._rank}"))
+
+    def forget(self) -> None:
+        """Differences begin anew."""
+        self._ends.clear()
+
+    def end(self, codec: Codec) -> CenterEnd:
+        """Of differences, under a sparse codec."""
+        found = self._ends.get(codec.name)
+        about = f"what the dense server has for trainer {self._rank}"
+        return found or self._ends.setdefault(codec.name, CenterEnd(codec, self._length, about))
 
 
 _Mix = Callable[[DenseServer, Tensor, float, Sent], Tensor]
@@ -39,17 +86,17 @@ _Mix = Callable[[DenseServer, Tensor, float, Sent], Tensor]
 class DenseService:
     """What a `DenseServer` offers: `elastic`, `sequential`, `read`, `write`.
 
-    `read` and `write` carry float32 as it stands: they serve checkpoints and new trainers.
+    `read` and `write` carry float32 as it stands: they serve checkpoints and new trainers. After a `write` differences
+    begin anew.
     """
 
     def __init__(self, server: DenseServer, codec: Codec, generation: Generation = FIRST) -> None:
         self._server = server
         self._generation = generation
         self._codec = codec
-        self._back: dict[str, dict[int, Encoder]] = {}
-        self._lock = threading.Lock()
+        self._clients: dict[str, Bounded[int, _Trainer]] = {}
         self.methods: Mapping[str, Method] = {
-            "elastic": Method(lambda request: self._exchange(DenseServer.elastic, request)),
+            "elastic": Method(self._elastic),
             "sequential": Method(lambda request: self._exchange(DenseServer.sequential, request)),
             "read": Method(lambda _: Reply(tensors=(self._server.read(),)), once=False),
             "write": Method(self._write),
@@ -57,25 +104,40 @@ class DenseService:
 
     def client_gone(self, client: str) -> None:
         """Forgets what the codec remembers of that connection."""
-        with self._lock:
-            self._back.pop(client, None)
+        self._clients.pop(client, None)
 
     def close(self) -> None:
         """Nothing to end."""
 
-    def _exchange(self, mix: _Mix, request: Request) -> Reply:
+    def _elastic(self, request: Request) -> Reply:
+        asked = self._asked(request)
+        codec = rung(self._codec, asked.codec)
+        if not codec.sparse:
+            return self._exchange(DenseServer.elastic, request)
+        end = self._trainer(request.client, asked.trainer_rank).end(codec)
+        answer = end.answer(self._server, Crossing(request.tensors, asked.whole), asked.alpha)
+        if answer is None:
+            return Reply(Exchanged(False))
+        return Reply(Exchanged(True, answer.refreshes, answer.early), answer.frames)
+
+    def _asked(self, request: Request) -> Exchange:
         asked = request.read(Exchange)
         self._generation.check(asked.generation)
         if not (math.isfinite(asked.alpha) and 0 < asked.alpha <= 1):
             raise DataError(f"an exchange came with alpha {asked.alpha}: it lies in (0, 1]")
-        local = self._decoded(request.tensors)
-        encoder = self._encoder(request.client, asked.trainer_rank)
+        return asked
+
+    def _exchange(self, mix: _Mix, request: Request) -> Reply:
+        asked = self._asked(request)
+        codec = rung(self._codec, asked.codec)
+        local = self._decoded(codec, request.tensors)
+        encoder = self._trainer(request.client, asked.trainer_rank).encoder(codec)
         frames: list[tuple[Tensor, ...]] = []
 
         def sent(tensor: Tensor) -> Tensor:
             encoded = encoder.encode(tensor)
             frames.append(encoded.frames)
-            return self._codec.decode(encoded.frames, encoded.shape)
+            return codec.decode(encoded.frames, encoded.shape)
 
         mix(self._server, local, asked.alpha, sent)
         return Reply(tensors=frames[0])
@@ -83,13 +145,16 @@ class DenseService:
     def _write(self, request: Request) -> Reply:
         (values,) = request.tensors if len(request.tensors) == 1 else (None,)
         self._server.write(self._checked(values))
+        for client in list(self._clients.values()):
+            for trainer in client.values():
+                trainer.forget()
         return Reply()
 
-    def _decoded(self, frames: tuple[Tensor, ...]) -> Tensor:
+    def _decoded(self, codec: Codec, frames: tuple[Tensor, ...]) -> Tensor:
         try:
-            values = self._codec.decode(frames, (self._server.length,))
+            values = codec.decode(frames, (self._server.length,))
         except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of an exchange are none of codec {self._codec.name}") from error
+            raise DataError(f"the frames of an exchange are none of codec {codec.name}") from error
         return self._checked(values)
 
     def _checked(self, values: Tensor | None) -> Tensor:
@@ -98,6 +163,8 @@ class DenseService:
             raise DataError(f"a dense server of {self._server.length} float32 parameters got {came}")
         return values
 
-    def _encoder(self, client: str, trainer_rank: int) -> Encoder:
-        with self._lock:
-            return self._back.setdefault(client, {}).setdefault(trainer_rank, Encoder(self._codec))
+    def _trainer(self, client: str, trainer_rank: int) -> _Trainer:
+        found = self._clients.get(client)
+        if found is None:
+            found = self._clients.setdefault(client, Bounded(MOST_TRAINERS, "trainers"))
+        return found.get(trainer_rank, lambda: _Trainer(trainer_rank, self._server.length))

@@ -1,8 +1,10 @@
 """The trainer's end of the wire to one embedding server."""
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -24,10 +26,13 @@ from shadowsync.runtime.embedding_messages import (
     StepAsked,
     pack_coded,
     pack_ids,
+    pack_masks,
     unpack_coded,
 )
 from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
-from shadowsync.runtime.lines import Line, id_type
+from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
+from shadowsync.runtime.lines import About, Line, RowRoute, Stream, embedding_stream, id_type, slot_widths
+from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.service import Meta
 
@@ -47,6 +52,7 @@ class Remote:
         learns: pushes follow the pulls; False for a client that only predicts: the server keeps nothing, and sends the
             rows as they are, whatever the codec (the line of pulls has to be `plain`).
         generation: of the parts that this client belongs to.
+        limits: of the masks that wait for their push; beyond, the oldest is dropped, and the gradient goes whole.
     """
 
     connection: Connection
@@ -56,14 +62,41 @@ class Remote:
     timeout_s: float | None = None
     learns: bool = True
     generation: int = 0
+    limits: KeptLimits = USUAL
 
 
 @dataclass(frozen=True)
 class _Message:
+    """A request; `sent` and `raw` are what is counted when it goes, in bytes, beside what was counted before."""
+
     method: str
     meta: Meta
     tensors: tuple[Tensor, ...]
-    id_bytes: int = 0
+    sent: int = 0
+    raw: int = 0
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Gradients as they cross.
+
+    Attributes:
+        coded, frames: of the gradients.
+        positions: of their mask, for a look-up that has to come again.
+    """
+
+    coded: Coded
+    frames: tuple[Tensor, ...]
+    positions: Callable[[], tuple[Tensor, ...]]
+
+    def message(self, method: str, meta: Meta, ids: tuple[Tensor, ...], again: bool) -> _Message:
+        """With the ids; if it goes `again`, with the mask, and all of it is counted: in fp32 it would, without a mask,
+        have gone again too."""
+        if not again:
+            return _Message(method, meta, (*ids, *self.frames))
+        tensors = (*ids, *self.positions(), *self.frames)
+        gradients = sum(4 * math.prod(shape) for shape in self.coded.shapes)
+        return _Message(method, meta, tensors, _bytes(tensors), _bytes(ids) + gradients)
 
 
 class EmbeddingRemote:
@@ -84,21 +117,23 @@ class EmbeddingRemote:
         self._id_type = id_type(max((shard.rows for shard in remote.shards), default=0))
         self._number_type = id_type(RowNumbers(remote.shards).total)
         self._bounds: dict[tuple[int, ...], Bounds] = {}
+        self._kept: Kept[int, Mask] = Kept(remote.limits)
 
     def pull(self, lookup: Lookup) -> Pending[Tensor]:
         """As `EmbeddingServer.pull`; an id outside its shard is refused here."""
         self._check(lookup)
         ids, tensors = pack_ids(lookup, self._id_type)
         self._pulls.count(*[_bytes(tensors)] * 2)
-        meta = PullAsked(self._remote.stream, self._number(lookup), ids)
-        return Fetched(self._call(_Message("pull", meta, tensors)), self._only)
+        meta = PullAsked(self._remote.stream, self._number(lookup), ids, self._pulls.now.codec.name)
+        return Fetched(self._call(_Message("pull", meta, tensors)), partial(self._only, lookup.number))
 
     def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
         """As `EmbeddingServer.read_rows`."""
         numbers = lookup.rows.to(self._number_type)
         self._pulls.count(*[numbers.nbytes] * 2)
-        meta = ReadAsked(self._remote.stream, self._number(lookup), lookup.shards)
-        return Fetched(self._call(_Message("read", meta, (numbers,))), self._decode)
+        codec = self._pulls.now.codec.name
+        meta = ReadAsked(self._remote.stream, self._number(lookup), lookup.shards, codec)
+        return Fetched(self._call(_Message("read", meta, (numbers,))), partial(self._decode, lookup.number))
 
     def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
         """As `EmbeddingServer.push`."""
@@ -136,23 +171,23 @@ class EmbeddingRemote:
         return Fetched(self._call(_Message("forget_held", meta, ())), nothing)
 
     def _push(self, lookup: Lookup, gradient: Tensor, lr: float, held: int | None) -> Pending[None]:
-        coded, frames = self._encode([(lookup.slots, gradient)])
+        sent = self._encode(lookup, [(lookup.slots, gradient)])
 
         def message(again: bool) -> _Message:
             ids, tensors = pack_ids(lookup, self._id_type) if again else (None, ())
-            meta = PushAsked(self._remote.stream, lookup.number, lr, coded, ids, self._remote.generation, held)
-            return _Message("push", meta, (*tensors, *frames), _bytes(tensors))
+            meta = PushAsked(self._remote.stream, lookup.number, lr, sent.coded, ids, self._remote.generation, held)
+            return sent.message("push", meta, tensors, again)
 
         return _Delivery(self._call, message, self._pushes)
 
     def _step(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float, held: int | None) -> Pending[None]:
-        coded, frames = self._encode([(("rows", width), gradient) for width, gradient in enumerate(gradients)])
+        sent = self._encode(lookup, [(RowRoute(width), gradient) for width, gradient in enumerate(gradients)])
 
         def message(again: bool) -> _Message:
-            numbers = (lookup.rows.to(self._number_type),) if again else ()
+            tensors = (lookup.rows.to(self._number_type),) if again else ()
             shards = lookup.shards if again else None
-            meta = StepAsked(self._remote.stream, lookup.number, lr, coded, shards, self._remote.generation, held)
-            return _Message("step", meta, (*numbers, *frames), _bytes(numbers))
+            meta = StepAsked(self._remote.stream, lookup.number, lr, sent.coded, shards, self._remote.generation, held)
+            return sent.message("step", meta, tensors, again)
 
         return _Delivery(self._call, message, self._pushes)
 
@@ -169,17 +204,42 @@ class EmbeddingRemote:
     def _call(self, message: _Message) -> Future[Answer]:
         return self._remote.connection.call(message.method, message.meta, message.tensors, self._remote.timeout_s)
 
-    def _encode(self, gradients: Sequence[tuple[Hashable, Tensor]]) -> tuple[Coded, tuple[Tensor, ...]]:
-        streams = [(self._pushes.stream((self._remote.position, about)), gradient) for about, gradient in gradients]
-        return pack_coded([stream.encode(gradient.contiguous()) for stream, gradient in streams])
+    def _encode(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[About, Tensor]]) -> _Sent:
+        """In the codec of pushes now; under the mask of their pull, if it came under one, whatever pulls are in now."""
+        line, mask = self._pushes.now, self._kept.take(lookup.number)
+        if mask is None:
+            groups = slot_widths(self.shards, lookup) if line.codec.by_feature else ()
+            streams = [(self._stream(line, about), gradient.contiguous()) for about, gradient in gradients]
+            encoded = [stream.encode(found, groups=groups) for stream, found in streams]
+            return _Sent(*pack_coded(encoded, line.codec.name), lambda: ())
+        if len(mask.kept) != len(gradients):
+            raise DataError(f"{len(gradients)} gradients came for a pull of {len(mask.kept)} tensors")
+        encoded = [
+            self._stream(line, about, masked=True).encode_under(gradient.contiguous(), kept)
+            for (about, gradient), kept in zip(gradients, mask.kept, strict=True)
+        ]
+        coded, frames = pack_coded(encoded, line.codec.name, mask.number)
+        return _Sent(coded, frames, lambda: pack_masks(mask.kept, coded.shapes))
 
-    def _decode(self, answer: Answer) -> tuple[Tensor, ...]:
-        tensors = unpack_coded(answer.read(Coded), answer.tensors, self._pulls.codec)
+    def _stream(self, line: Line, about: About, masked: bool = False) -> Stream:
+        return embedding_stream(line, self.shards, self._remote.position, (about, "gradients", "for"), masked)
+
+    def _decode(self, number: int, answer: Answer) -> tuple[Tensor, ...]:
+        coded = answer.read(Coded)
+        codec = rung(self._pulls.codec, coded.codec)
+        decoded = unpack_coded(coded, answer.tensors, codec)
+        tensors = tuple(found.tensor for found in decoded)
         self._pulls.count(_bytes(answer.tensors), _bytes(tensors))
+        if codec.sparse:
+            elements, kept = sum(t.numel() for t in tensors), sum(found.kept_count for found in decoded)
+            self._pulls.count_kept(elements, kept, coded.refreshes, coded.early)
+        if coded.mask is not None:
+            mask = Mask(coded.mask, tuple(found.kept for found in decoded))
+            self._kept.keep(number, mask, mask.nbytes)
         return tensors
 
-    def _only(self, answer: Answer) -> Tensor:
-        tensors = self._decode(answer)
+    def _only(self, number: int, answer: Answer) -> Tensor:
+        tensors = self._decode(number, answer)
         if len(tensors) != 1:
             raise DataError(f"an embedding server answered a pull with {len(tensors)} tensors instead of one")
         return tensors[0]
@@ -199,7 +259,7 @@ class _Delivery(Promise[None]):
 
     def _send(self, again: bool) -> None:
         message = self._message(again)
-        self._line.count(message.id_bytes, message.id_bytes)
+        self._line.count(message.sent, message.raw)
         self._request(message).add_done_callback(lambda future: self._answered(future, again))
 
     def _answered(self, future: Future[Answer], again: bool) -> None:

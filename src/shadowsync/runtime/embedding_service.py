@@ -1,14 +1,14 @@
 """An embedding server behind a wire."""
 
+import itertools
 import math
-import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from shadowsync.compression.codec import Codec
+from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
@@ -25,73 +25,85 @@ from shadowsync.runtime.embedding_messages import (
     RowsAsked,
     RowsFound,
     RowsGiven,
+    Shapes,
     ShardInfo,
     Shards,
     StepAsked,
+    check_shapes,
     pack_coded,
     row_numbers,
     unpack_coded,
     unpack_ids,
+    unpack_masks,
 )
 from shadowsync.runtime.embedding_saves import SaveMethods, check_size
 from shadowsync.runtime.generation import FIRST, Generation
-from shadowsync.runtime.lines import Encoder
-from shadowsync.runtime.step_messages import Committed
+from shadowsync.runtime.kept import MOST_STREAMS, USUAL, Bounded, Kept, KeptLimits, Mask
+from shadowsync.runtime.lines import Encoder, slot_widths
+from shadowsync.runtime.rungs import rung
+from shadowsync.runtime.step_messages import Committed, check_batch, checked_weights
 from shadowsync.runtime.wire.service import Method, Reply, Request
+from shadowsync.runtime.words import of_features, of_rows
+
+MOST_ROUTES = 256
+"""Combinations of features that one worker asks this server for, times the codecs it does so in. A job has a few: one
+for each set of features whose shards are on the same servers."""
+
+_Route = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class KeptLimits:
-    """How many look-ups of one client wait for their push; beyond, the oldest is dropped and has to come again.
+class _Asked:
+    """A look-up that waits for its push.
 
     Attributes:
-        count: look-ups; more lets more pulls be ahead of their pushes.
-        bytes: of their ids.
+        lookup: as it was asked for.
+        shapes: of its answer, and of the gradients that are to come.
+        mask: under which it was answered; None if it was under none.
     """
 
-    count: int = 1024
-    bytes: int = 256 << 20
+    lookup: Lookup | RowLookup
+    shapes: Shapes
+    mask: Mask | None
 
 
 class _Client:
     """What is kept for one connection."""
 
-    def __init__(self, limits: KeptLimits) -> None:
-        self._limits = limits
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[int, int], Lookup | RowLookup] = OrderedDict()
-        self._bytes = 0
-        self.encoders: dict[tuple[object, ...], Encoder] = {}
+    def __init__(self, limits: KeptLimits, streams: int) -> None:
+        self._kept: Kept[tuple[int, int], _Asked] = Kept(limits)
+        self._masks = itertools.count()
+        self._streams: Bounded[int, Bounded[_Route, Encoder]] = Bounded(streams, "streams")
 
-    def keep(self, stream: int, lookup: Lookup | RowLookup) -> None:
-        """Until its push comes, or newer ones need the room."""
-        with self._lock:
-            self._remove((stream, lookup.number))
-            self._kept[stream, lookup.number] = lookup
-            self._bytes += _bytes(lookup)
-            while len(self._kept) > self._limits.count or self._bytes > self._limits.bytes:
-                self._remove(next(iter(self._kept)))
+    def answer(self, stream: int | None, lookup: Lookup | RowLookup, encoded: Sequence[Encoded], codec: Codec) -> Reply:
+        """The reply to a pull; its look-up and its mask are kept until its push comes, where one will (`stream`)."""
+        if stream is None:
+            return Reply(*pack_coded(encoded, codec.name))
+        mask = Mask(next(self._masks), tuple(each.kept for each in encoded)) if codec.sparse else None
+        size = _bytes(lookup) + (0 if mask is None else mask.nbytes)
+        self._kept.keep((stream, lookup.number), _Asked(lookup, tuple(each.shape for each in encoded), mask), size)
+        return Reply(*pack_coded(encoded, codec.name, None if mask is None else mask.number))
 
-    def take(self, stream: int, number: int) -> Lookup | RowLookup | None:
-        """The look-up, which is not kept any more; None if it was dropped or never came."""
-        with self._lock:
-            return self._remove((stream, number))
+    def take(self, stream: int, number: int, mask: int | None) -> _Asked | None:
+        """The look-up, which is not kept any more; None if it was dropped or never came, or has another mask."""
+        found = self._kept.take((stream, number))
+        if found is None or mask is None:
+            return found
+        return found if found.mask is not None and found.mask.number == mask else None
 
-    def encoder(self, codec: Codec, about: tuple[object, ...]) -> Encoder:
-        """The stream back to this client about that."""
-        found = self.encoders.get(about)
-        # setdefault is atomic: of several threads that ask first, all get one
-        return found if found is not None else self.encoders.setdefault(about, Encoder(codec))
+    def encoder(self, codec: Codec, stream: int, route: tuple[object, ...], about: Callable[[], str]) -> Encoder:
+        """Of the answers to that stream about that.
+
+        Raises:
+            DataError: the client names more streams or asks for more combinations of features than a job has.
+        """
+        routes = self._streams.get(stream, lambda: Bounded(MOST_ROUTES, "combinations of features"))
+        return routes.get((codec.name, *route), lambda: Encoder(codec, f"what is pulled of {about()}"))
 
     @property
     def kept(self) -> int:
         """Look-ups that wait for their push."""
         return len(self._kept)
-
-    def _remove(self, key: tuple[int, int]) -> Lookup | RowLookup | None:
-        found = self._kept.pop(key, None)
-        self._bytes -= 0 if found is None else _bytes(found)
-        return found
 
 
 def _bytes(lookup: Lookup | RowLookup) -> int:
@@ -104,8 +116,10 @@ class EmbeddingService:
     """Serves an `EmbeddingServer`; its methods may run in any number of threads at once.
 
     `pull` and `read` keep their look-up until `push` and `step` refer to it by its number, so that ids cross once.
-    What is kept is bounded for each client and freed when the client goes. Rows go out as they are between two pushes
-    (see `embedding_saves` for those that are saved beside training).
+    Where the answer holds a part of the elements, the gradient comes under the same mask; a look-up that is not kept
+    any more, or has been answered again under another mask, comes again with its ids and the mask. What is kept is
+    bounded for each client and freed when the client goes. Rows go out as they are between two pushes (see
+    `embedding_saves` for those that are saved beside training).
 
     Args:
         server: what is served; checks ids, row numbers and the shapes of gradients.
@@ -113,6 +127,7 @@ class EmbeddingService:
         push: codec of their gradients.
         limits: what is kept for a client.
         generation: whose pushes are applied.
+        streams: that one client may have: the workers of a trainer.
     """
 
     def __init__(
@@ -120,8 +135,9 @@ class EmbeddingService:
         server: EmbeddingServer,
         pull: Codec,
         push: Codec,
-        limits: KeptLimits = KeptLimits(),
+        limits: KeptLimits = USUAL,
         generation: Generation = FIRST,
+        streams: int = MOST_STREAMS,
     ) -> None:
         self.methods: Mapping[str, Method] = {
             "pull": Method(self._pull, once=False),
@@ -139,7 +155,7 @@ class EmbeddingService:
         self._plain = Plain()
         self._pull_codec = pull
         self._push_codec = push
-        self._limits = limits
+        self._limits, self._streams = limits, streams
         self._clients: dict[str, _Client] = {}
 
     def client_gone(self, client: str) -> None:
@@ -151,7 +167,7 @@ class EmbeddingService:
 
     def _codec(self, asked: PullAsked | ReadAsked) -> Codec:
         """Who only predicts is to see the rows as they are."""
-        return self._plain if asked.number is None else self._pull_codec
+        return self._plain if asked.number is None else rung(self._pull_codec, asked.codec)
 
     @property
     def kept(self) -> int:
@@ -160,72 +176,78 @@ class EmbeddingService:
 
     def _client(self, request: Request) -> _Client:
         found = self._clients.get(request.client)
-        return found if found is not None else self._clients.setdefault(request.client, _Client(self._limits))
+        return (
+            found
+            if found is not None
+            else self._clients.setdefault(request.client, _Client(self._limits, self._streams))
+        )
 
     def _pull(self, request: Request) -> Reply:
         asked, client = request.read(PullAsked), self._client(request)
-        lookup = unpack_ids(asked.ids, request.tensors, asked.number or 0)
+        lookup, codec = unpack_ids(asked.ids, request.tensors, asked.number or 0), self._codec(asked)
+        encoder = client.encoder(
+            codec, asked.stream, lookup.slots, partial(of_features, self._server.shards, lookup.slots)
+        )
         pooled = self._server.pull(lookup)
-        if asked.number is not None:
-            client.keep(asked.stream, lookup)
-        encoder = client.encoder(self._codec(asked), (asked.stream, lookup.slots))
-        return Reply(*pack_coded([encoder.encode(pooled)]))
+        encoded = encoder.encode(pooled, slot_widths(self._server.shards, lookup) if codec.by_feature else ())
+        return client.answer(_stream(asked), lookup, [encoded], codec)
 
     def _push(self, request: Request) -> Reply:
         asked = request.read(PushAsked)
         self._generation.check(asked.generation)
         split = 0 if asked.ids is None else asked.ids.tensor_count
-        lookup = self._client(request).take(asked.stream, asked.number)
+        found = self._client(request).take(asked.stream, asked.number, asked.gradient.mask)
         if asked.ids is not None:
             lookup = unpack_ids(asked.ids, request.tensors[:split], asked.number)
-        if not isinstance(lookup, Lookup):
+            shapes = (self._server.pooled_shape(lookup),)
+            mask, split = _mask(asked.gradient, request.tensors, split, shapes)
+            found = _Asked(lookup, shapes, mask)
+        if found is None or not isinstance(found.lookup, Lookup):
             return Reply(Pushed(False))
-        gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr)
-        if len(gradients) != 1:
-            raise DataError(f"a push brings one gradient, not {len(gradients)}")
-        _check_held(asked.held)
+        gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr, found)
         if asked.held is None:
-            self._server.push(lookup, gradients[0], asked.lr)
+            self._server.push(found.lookup, gradients[0], asked.lr)
         else:
-            self._server.hold(asked.held, lookup, gradients[0])
+            check_batch(asked.held)
+            self._server.hold(asked.held, found.lookup, gradients[0])
         return Reply(Pushed(True))
 
     def _read(self, request: Request) -> Reply:
         asked, client = request.read(ReadAsked), self._client(request)
-        lookup = RowLookup(asked.shards, row_numbers(request.tensors), asked.number or 0)
+        lookup, codec = RowLookup(asked.shards, row_numbers(request.tensors), asked.number or 0), self._codec(asked)
         rows = self._server.read_rows(lookup)
-        if asked.number is not None:
-            client.keep(asked.stream, lookup)
-        encoders = [client.encoder(self._codec(asked), (asked.stream, "rows", width)) for width in range(len(rows))]
-        return Reply(*pack_coded([encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]))
+        dims = [width.dim for width in self._server.numbers.widths]
+        encoders = [
+            client.encoder(codec, asked.stream, ("rows", dim), partial(of_rows, self._server.shards, dim))
+            for dim in dims
+        ]
+        encoded = [encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]
+        return client.answer(_stream(asked), lookup, encoded, codec)
 
     def _step(self, request: Request) -> Reply:
         asked = request.read(StepAsked)
         self._generation.check(asked.generation)
         split = 0 if asked.shards is None else 1
-        lookup = self._client(request).take(asked.stream, asked.number)
+        found = self._client(request).take(asked.stream, asked.number, asked.gradients.mask)
         if asked.shards is not None:
             lookup = RowLookup(asked.shards, row_numbers(request.tensors[:split]), asked.number)
-        if not isinstance(lookup, RowLookup):
+            shapes = self._server.row_shapes(lookup)
+            mask, split = _mask(asked.gradients, request.tensors, split, shapes)
+            found = _Asked(lookup, shapes, mask)
+        if found is None or not isinstance(found.lookup, RowLookup):
             return Reply(Pushed(False))
-        gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr)
-        _check_held(asked.held)
+        gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr, found)
         if asked.held is None:
-            self._server.step_rows(lookup, gradients, asked.lr)
+            self._server.step_rows(found.lookup, gradients, asked.lr)
         else:
-            self._server.hold_rows(asked.held, lookup, gradients)
+            check_batch(asked.held)
+            self._server.hold_rows(asked.held, found.lookup, gradients)
         return Reply(Pushed(True))
 
     def _commit(self, request: Request) -> Reply:
         asked = request.read(CommitAsked)
         self._generation.check(asked.generation)
-        _check_finite(asked.lr, *asked.weights, 1.0 if asked.divisor is None else asked.divisor)
-        if len(asked.batches) != len(asked.weights) or (asked.divisor is not None and not asked.divisor > 0):
-            raise DataError(
-                f"{len(asked.batches)} batches with {len(asked.weights)} weights and divisor {asked.divisor} make no "
-                "global step"
-            )
-        weights = dict(zip(asked.batches, asked.weights, strict=True))
+        weights = checked_weights(asked.batches, asked.weights, asked.divisor, asked.lr)
         held_bytes = self._server.held_bytes
         self._server.commit(RowStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
         return Reply(Committed(held_bytes))
@@ -236,9 +258,12 @@ class EmbeddingService:
         self._server.forget_held(asked.stepped)
         return Reply()
 
-    def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float) -> tuple[Tensor, ...]:
-        _check_finite(lr)
-        return unpack_coded(coded, frames, self._push_codec)
+    def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, asked: _Asked) -> tuple[Tensor, ...]:
+        if not math.isfinite(lr):
+            raise DataError(f"a learning rate of {lr} is not finite")
+        check_shapes(coded, asked.shapes)
+        kept = None if asked.mask is None or coded.mask is None else asked.mask.kept
+        return tuple(found.tensor for found in unpack_coded(coded, frames, self._push_codec, kept))
 
     def _shards(self, _: Request) -> Reply:
         return Reply(Shards(tuple(ShardInfo.of(shard) for shard in self._server.shards)))
@@ -282,15 +307,17 @@ class EmbeddingService:
         return {name: t[first:last] if len(t) == count else t for name, t in own.tensors.items()}
 
 
-def _check_finite(*numbers: float) -> None:
-    for number in numbers:
-        if not math.isfinite(number):
-            raise DataError(f"a learning rate or weight of {number} is not finite")
+def _stream(asked: PullAsked | ReadAsked) -> int | None:
+    """Of the push that will follow; None if none will."""
+    return None if asked.number is None else asked.stream
 
 
-def _check_held(number: int | None) -> None:
-    if number is not None and number < 0:
-        raise DataError(f"a gradient came for batch {number}: they count from 0")
+def _mask(coded: Coded, tensors: Sequence[Tensor], start: int, shapes: Shapes) -> tuple[Mask | None, int]:
+    """The mask that comes with a look-up that comes again, from tensor `start` on, and where the frames begin."""
+    if coded.mask is None:
+        return None, start
+    split = start + len(shapes)
+    return Mask(coded.mask, unpack_masks(tensors[start:split], shapes)), split
 
 
 def _described(tensors: Mapping[str, Tensor]) -> str:

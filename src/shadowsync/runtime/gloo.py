@@ -6,10 +6,11 @@
 import atexit
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store  # torch.distribu
 
 from shadowsync.runtime.ring import Board, RingBroken, Seat
 
+T = TypeVar("T")
 END_S = 1.0
 """How long the end of the process waits for a ring that a vanished peer may hold."""
 
@@ -51,6 +53,22 @@ def all_mean(group: Collectives, vector: Tensor) -> Tensor:
     means = torch.empty_like(sent)
     group.allgather([list(means.view(members, own))], [total.div_(members).to(vector.dtype)]).wait()
     return means[:length].to(torch.float32)
+
+
+def all_messages(group: Collectives, message: Tensor, most: int) -> tuple[Tensor, ...] | None:
+    """The members' messages (uint8, of any lengths) in their order; None if they are more than `most` bytes together.
+
+    Each goes to every other member directly, after its length (8 bytes), by which all members decide alike.
+    """
+    members = group.size()
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(members)]
+    group.allgather([lengths], [torch.tensor([len(message)])]).wait()
+    sizes = [int(length) for length in lengths]
+    if sum(sizes) > most:
+        return None
+    received = torch.empty(sum(sizes), dtype=torch.uint8)
+    group.alltoall_base(received, message.repeat(members), sizes, [len(message)] * members).wait()
+    return received.split_with_sizes(sizes)
 
 
 class _BoardStore(Store):
@@ -94,7 +112,7 @@ class GlooRing:
     def __init__(self, seat: Seat, options: GlooOptions | None = None) -> None:
         self._seat = seat
         self._options = options or GlooOptions()
-        self._work: queue.SimpleQueue[tuple[Tensor, Future[Tensor]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Callable[[Collectives], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"ring-{seat.epoch}", daemon=True)
         # A process that ends while Gloo takes a group apart is aborted by it.
         atexit.register(self._end)
@@ -102,9 +120,11 @@ class GlooRing:
 
     def mean(self, vector: Tensor) -> Future[Tensor]:
         """As `ring.Ring.mean`; the future raises `RingBroken`."""
-        future: Future[Tensor] = Future()
-        self._work.put((vector, future))
-        return future
+        return self._do(lambda group: all_mean(group, vector))
+
+    def gather(self, message: Tensor, most: int) -> Future[tuple[Tensor, ...] | None]:
+        """As `ring.Ring.gather`; the future raises `RingBroken`."""
+        return self._do(lambda group: all_messages(group, message, most))
 
     def close(self) -> None:
         """As `ring.Ring.close`."""
@@ -114,6 +134,11 @@ class GlooRing:
         """Waits for the end of the thread after `close`; false if a vanished peer still holds it."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _do(self, work: Callable[[Collectives], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._work.put((work, future))
+        return future
 
     def _end(self) -> None:
         self.close()
@@ -126,12 +151,12 @@ class GlooRing:
     def _reduce_until_closed(self) -> None:
         group, reason = self._build()
         while (job := self._work.get()) is not None:
-            vector, future = job
+            work, future = job
             if group is None:
                 future.set_exception(RingBroken(reason))
                 continue
             try:
-                future.set_result(all_mean(group, vector))
+                future.set_result(work(group))
             except Exception as error:
                 reason = _in_one_line(error)
             if not future.done():

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shadowsync.runtime.averaging_local import meeting
+from shadowsync.runtime.elastic import CenterEnd, Crossing, ElasticExchanges
 from shadowsync.runtime.lines import Line
 from shadowsync.sync.dense import DenseServer, Sent
 from shadowsync.sync.rendezvous import Rendezvous
@@ -29,10 +31,21 @@ class DenseServers:
         self._line = line
         self._spans = split_evenly(len(center), count)
         self._servers = [DenseServer(center[start:stop].clone()) for start, stop in self._spans]
+        self._differences = ElasticExchanges(self._spans, line, self._carry)
+        self._ends: dict[tuple[int, int], CenterEnd] = {}
 
     def elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        """As `Group.elastic` of trainer `rank`, server by server."""
+        """As `Group.elastic` of trainer `rank`, server by server.
+
+        Under a sparse codec differences cross in part (`ElasticExchanges`), and workers of one trainer take turns.
+        """
+        if self._line.codec.sparse:
+            return self._differences.exchange(rank, weights, alpha)
         return self._each(DenseServer.elastic, rank, weights, alpha)
+
+    def catch_up(self, rank: int) -> bool:
+        """As `Group.catch_up` of trainer `rank`."""
+        return self._differences.catch_up(rank)
 
     def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential` of trainer `rank`, server by server."""
@@ -43,45 +56,55 @@ class DenseServers:
         return torch.cat([server.read() for server in self._servers])
 
     def write(self, center: Tensor) -> None:
-        """Replaces the whole, `[P]`."""
+        """Replaces the whole, `[P]`; trainers begin anew."""
+        self._ends.clear()
         for server, (start, stop) in zip(self._servers, self._spans, strict=True):
             server.write(center[start:stop])
+
+    def _carry(self, sent: Mapping[int, Crossing], rank: int, alpha: float) -> Mapping[int, Crossing | None]:
+        return {at: self._end(rank, at).answer(self._servers[at], part, alpha) for at, part in sent.items()}
+
+    def _end(self, rank: int, at: int) -> CenterEnd:
+        found = self._ends.get((rank, at))
+        if found is None:
+            about = f"what dense server {at} has for trainer {rank}"
+            found = self._ends[rank, at] = CenterEnd(self._line.codec, self._servers[at].length, about)
+        return found
 
     def _each(self, exchange: _Exchange, rank: int, weights: Tensor, alpha: float) -> Tensor:
         replies = []
         for index, (server, (start, stop)) in enumerate(zip(self._servers, self._spans, strict=True)):
-            there, back = (self._line.stream((way, rank, index)) for way in ("there", "back"))
+            there = self._line.stream(("there", rank, index), f"the replica of trainer {rank} for dense server {index}")
+            back = self._line.stream(("back", rank, index), f"what dense server {index} has for trainer {rank}")
             replies.append(exchange(server, there.send(weights[start:stop]), alpha, back.send))
         return replies[0] if len(replies) == 1 else torch.cat(replies)
 
 
 class Averaging:
-    """The all-reduce of the trainers in one process.
-
-    Traffic is counted as a ring all-reduce would cause it: each of n trainers sends 2 (n − 1) / n of its vector.
-    """
+    """The all-reduce of the trainers in one process."""
 
     def __init__(
         self, trainers: Sequence[int], line: Line, waiting: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._line = line
-        self._rendezvous: Rendezvous[Tensor, tuple[int, Tensor]] = Rendezvous(trainers, self._average, waiting)
-        self._round = 0
-        self._last_seen = dict.fromkeys(trainers, 0)
-        self._missed = dict.fromkeys(trainers, False)
+        self._meeting = meeting(trainers, line)
+        self._rendezvous: Rendezvous[Tensor, Tensor] = Rendezvous(trainers, self._meeting.mean, waiting)
 
     def mean(self, rank: int, weights: Tensor) -> Tensor:
         """As `Group.mean` of trainer `rank`: one tensor for all of them."""
         members = max(1, self._rendezvous.size)
-        sent = self._line.stream(("average", rank)).send(weights, 2 * (members - 1) / members)
-        number, average = self._rendezvous.arrive(rank, sent)
-        self._missed[rank] = number > self._last_seen[rank] + 1
-        self._last_seen[rank] = number
-        return average
+        return self._rendezvous.arrive(rank, self._meeting.given(rank, weights, members))
 
     def missed(self, rank: int) -> bool:
         """As `Group.missed` of trainer `rank`."""
-        return self._missed[rank]
+        return self._meeting.missed(rank)
+
+    def approach(self, rank: int, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach` of trainer `rank`."""
+        self._meeting.approach(rank, weights, target, alpha)
+
+    def forget(self) -> None:
+        """Replicas are about to become others; while nobody averages."""
+        self._meeting.forget()
 
     def join(self, rank: int) -> None:
         """Trainer `rank` is waited for again."""
@@ -90,15 +113,6 @@ class Averaging:
     def leave(self, rank: int) -> None:
         """Trainer `rank` is no longer waited for."""
         self._rendezvous.leave(rank)
-
-    def _average(self, vectors: Mapping[int, Tensor]) -> tuple[int, Tensor]:
-        # The vectors may be live replicas; a running sum in a fixed order gives every trainer the same result.
-        ordered = list(vectors.values())
-        total = ordered[0].clone()
-        for vector in ordered[1:]:
-            total.add_(vector)
-        self._round += 1
-        return self._round, total.div_(len(ordered))
 
 
 @dataclass(frozen=True)
@@ -117,9 +131,17 @@ class InProcessGroup:
         """As `Group.missed`."""
         return self.averaging.missed(self.rank)
 
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach`."""
+        self.averaging.approach(self.rank, weights, target, alpha)
+
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.elastic`."""
         return self.servers.elastic(self.rank, weights, alpha)
+
+    def catch_up(self) -> bool:
+        """As `Group.catch_up`."""
+        return self.servers.catch_up(self.rank)
 
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential`."""

@@ -1,22 +1,23 @@
 """What crosses between two roles: tensors pass a codec and are counted, also where nothing is really sent."""
 
+import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shadowsync.aggregation.stepping import DenseGradient, DenseStepper, Version
-from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.codec import Codec, Decoded, Encoded, PartOf, naming
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.pending import DONE, Callback, Done, Pending
+from shadowsync.embedding.pending import DONE, Done, Pending
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
-from shadowsync.embedding.table import Shard
+from shadowsync.embedding.table import Shard, slots_of
+from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
+from shadowsync.runtime.words import of_features, of_rows
 
-T = TypeVar("T")
-
+_LOG = logging.getLogger(__name__)
 _INT32_ROWS = 1 << 31
 
 
@@ -27,39 +28,120 @@ class Counter(Protocol):
         """Counts one message: `sent` bytes of it on the wire, `raw` bytes of it uncompressed."""
         ...
 
+    def add_kept(self, kind: str, elements: int, kept: int, refreshes: int, early: int) -> None:
+        """Counts of one message the elements, those that crossed, and the thresholds chosen for it."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowRoute:
+    """Distinct rows of one width; the first one is 0."""
+
+    width: int
+
+
+About = RowRoute | tuple[int, ...]
+"""Which route a message takes: rows, or the slots that are asked for together."""
+
 
 class Encoder:
-    """A codec with what it remembers of the messages of one sender to one receiver about one thing."""
+    """A codec with what it remembers of the messages of one sender to one receiver about one thing.
 
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
+    Args:
+        codec: the codec.
+        about: what the messages are called in errors.
+        part_of: what the element at a position belongs to, for errors.
+    """
+
+    def __init__(self, codec: Codec, about: str = "a tensor", part_of: PartOf | None = None) -> None:
+        self._codec, self._about, self._part_of = codec, about, part_of
         self._state: Any = None
         self._lock = threading.Lock()
 
-    def encode(self, tensor: Tensor) -> Encoded:
-        """The next message."""
-        with self._lock:  # workers of one trainer may share a stream; each message starts from the state of the last
-            encoded = self._codec.encode(tensor, self._state)
+    def encode(self, tensor: Tensor, groups: Sequence[int] = ()) -> Encoded:
+        """The next message; `groups` as `Codec.encode` has them.
+
+        Raises:
+            NonFiniteTensor: the tensor holds NaN or infinities, and the codec cannot carry them.
+        """
+        return self._next(lambda state: self._codec.encode(tensor, state, groups))
+
+    def encode_under(self, tensor: Tensor, kept: Tensor | None) -> Encoded:
+        """The next message, of the elements at `kept` alone; raises as `encode`. All messages are of one sort."""
+        return self._next(lambda state: self._codec.encode_under(tensor, kept, state))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of what the codec remembers, by name; nothing if it remembers nothing yet."""
+        with self._lock:
+            return {} if self._state is None else dict(self._state.tensors())
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Goes on from what `tensors` gave; False, and nothing is changed, if it is not this codec's."""
+        try:
+            state = self._codec.restored(tensors)
+        except ValueError:
+            return False
+        with self._lock:
+            self._state = state
+        return True
+
+    def _next(self, encode: Callable[[Any], Encoded]) -> Encoded:
+        with (
+            self._lock,
+            naming(self._about, self._part_of),
+        ):  # workers of one trainer may share a stream; each message starts from the state of the last
+            encoded = encode(self._state)
             self._state = encoded.state
         return encoded
+
+
+def restore_all(encoders: Iterable[tuple[Encoder, Mapping[str, Tensor]]]) -> None:
+    """`Encoder.restore` of each; a word in the log where a residual is lost."""
+    refused = [tensors for encoder, tensors in encoders if not encoder.restore(tensors)]
+    lost = sum(any(name.endswith("residual") for name in tensors) for tensors in refused)
+    if lost:
+        _LOG.warning(
+            "what %d workers had not sent of their gradients is not of this codec: it is lost, and they start from "
+            "nothing",
+            lost,
+        )
 
 
 class Stream:
     """The messages of one sender to one receiver about one thing: what the codec remembers belongs to them alone."""
 
-    def __init__(self, line: "Line") -> None:
+    def __init__(self, line: "Line", about: str, part_of: PartOf | None = None) -> None:
         self._line = line
-        self._encoder = Encoder(line.codec)
+        self.encoder = Encoder(line.codec, about, part_of)
 
     def send(self, tensor: Tensor, times: float = 1.0) -> Tensor:
         """The float32 tensor as the receiver sees it; `times` messages of its size are counted."""
         encoded = self.encode(tensor, times)
         return self._line.codec.decode(encoded.frames, encoded.shape)
 
-    def encode(self, tensor: Tensor, times: float = 1.0) -> Encoded:
+    def cross(self, tensor: Tensor, groups: Sequence[int] = ()) -> Decoded:
+        """As `send`, with the positions that crossed."""
+        encoded = self.encode(tensor, groups=groups)
+        return self._line.codec.decode_kept(encoded.frames, encoded.shape)
+
+    def send_under(self, tensor: Tensor, kept: Tensor | None) -> Tensor:
+        """The float32 tensor as the receiver sees it, who knows which elements come; the others are zero."""
+        encoded = self.encode_under(tensor, kept)
+        return self._line.codec.decode_under(encoded.frames, encoded.shape, kept)
+
+    def encode(self, tensor: Tensor, times: float = 1.0, groups: Sequence[int] = ()) -> Encoded:
         """The message that stands for the float32 tensor, counted `times` times."""
-        encoded = self._encoder.encode(tensor)
+        encoded = self.encoder.encode(tensor, groups)
         self._line.count(round(encoded.byte_count * times), round(tensor.numel() * tensor.element_size() * times))
+        if self._line.codec.sparse:
+            self._line.count_kept(tensor.numel(), encoded.kept_count, encoded.refreshes, encoded.early)
+        return encoded
+
+    def encode_under(self, tensor: Tensor, kept: Tensor | None) -> Encoded:
+        """The message that stands for the elements at `kept`, counted."""
+        encoded = self.encoder.encode_under(tensor, kept)
+        self._line.count(encoded.byte_count, tensor.numel() * tensor.element_size())
+        self._line.count_kept(tensor.numel(), encoded.kept_count)
         return encoded
 
 
@@ -72,21 +154,40 @@ class Line:
     counter: Counter
     _streams: dict[Hashable, Stream] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def stream(self, key: Hashable) -> Stream:
-        """The stream of that key, the same one each time."""
+    def stream(
+        self, key: Hashable, about: Callable[[], str] | str = "a tensor", part_of: PartOf | None = None
+    ) -> Stream:
+        """The stream of that key, the same one each time; `about` and `part_of` as in `Encoder`, when it is made."""
         found = self._streams.get(key)
+        if found is not None:
+            return found
+        named = about if isinstance(about, str) else about()
         # setdefault is atomic: of several threads that ask first, all get one stream
-        return found if found is not None else self._streams.setdefault(key, Stream(self))
+        return self._streams.setdefault(key, Stream(self, named, part_of))
 
     def count(self, sent: int, raw: int) -> None:
         """Counts one message, in bytes."""
         self.counter.add(self.kind, sent, raw)
 
+    def count_kept(self, elements: int, kept: int, refreshes: int = 0, early: int = 0) -> None:
+        """Counts the elements of one message, and those that crossed."""
+        self.counter.add_kept(self.kind, elements, kept, refreshes, early)
+
+    @property
+    def now(self) -> "Line":
+        """The line that the next message takes: this one, unless its codec changes while a job runs."""
+        return self
+
     @property
     def float_bytes(self) -> float:
-        """Bytes on the wire of one float, as the codec encodes numbers of all sizes."""
-        numbers = torch.linspace(-1, 1, 1 << 12).view(-1, 16)
-        return self.codec.encode(numbers).byte_count / numbers.numel()
+        """Bytes on the wire of one float."""
+        return float_bytes(self.codec)
+
+
+def float_bytes(codec: Codec) -> float:
+    """Bytes on the wire of one float, as the codec encodes numbers of all sizes."""
+    numbers = torch.linspace(-1, 1, 1 << 12).view(-1, 16)
+    return codec.encode(numbers).byte_count / numbers.numel()
 
 
 def id_type(rows: int) -> torch.dtype:
@@ -106,19 +207,26 @@ class EmbeddingLine:
 
     The ids of a pull are counted with it; a push refers to them, so that only the gradient is sent. Every route
     (the slots that are asked for together) is a stream of its own in either direction, and so are the rows of each
-    width.
+    width. Where a pull brings a part of its elements, the gradient goes back under the same mask: of what did not come,
+    the model saw zeros, and nothing is learnt.
 
     Attributes:
         server: the other end.
         position: of the server among those that share the two lines.
         pulls: the way of the pooled vectors and rows.
         pushes: the way of their gradients.
+        limits: of the masks that wait for their push; beyond, the oldest is dropped, and the gradient goes whole.
     """
 
     server: EmbeddingServer
     position: int
     pulls: Line
     pushes: Line
+    limits: KeptLimits = USUAL
+    _kept: Kept[int, Mask] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_kept", Kept(self.limits))
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -129,86 +237,97 @@ class EmbeddingLine:
         """As `EmbeddingServer.pull`."""
         asked = id_bytes(lookup.ids, self.server.shards)
         self.pulls.count(asked, asked)
-        return Done(self._stream(self.pulls, lookup.slots).send(self.server.pull(lookup)))
+        (pooled,) = self._cross(lookup, [(lookup.slots, self.server.pull(lookup))])
+        return Done(pooled)
 
     def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
         """As `EmbeddingServer.push`."""
-        self.server.push(lookup, self._stream(self.pushes, lookup.slots).send(gradient), lr)
+        (arrived,) = self._back(lookup, [(lookup.slots, gradient)])
+        self.server.push(lookup, arrived, lr)
         return DONE
 
     def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
         """As `EmbeddingServer.read_rows`."""
         asked = lookup.rows.numel() * id_type(self.server.numbers.total).itemsize
         self.pulls.count(asked, asked)
-        return Done(self._by_width(self.pulls, self.server.read_rows(lookup)))
+        return Done(self._cross(lookup, _by_width(self.server.read_rows(lookup))))
 
     def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
         """As `EmbeddingServer.step_rows`."""
-        self.server.step_rows(lookup, self._by_width(self.pushes, gradients), lr)
+        self.server.step_rows(lookup, self._back(lookup, _by_width(gradients)), lr)
         return DONE
 
     def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
         """As `EmbeddingServer.hold`."""
-        self.server.hold(number, lookup, self._stream(self.pushes, lookup.slots).send(gradient))
+        (arrived,) = self._back(lookup, [(lookup.slots, gradient)])
+        self.server.hold(number, lookup, arrived)
         return DONE
 
     def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
         """As `EmbeddingServer.hold_rows`."""
-        self.server.hold_rows(number, lookup, self._by_width(self.pushes, gradients))
+        self.server.hold_rows(number, lookup, self._back(lookup, _by_width(gradients)))
         return DONE
 
-    def _by_width(self, line: Line, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(self._stream(line, ("rows", width)).send(tensor) for width, tensor in enumerate(tensors))
+    def _cross(self, lookup: Lookup | RowLookup, tensors: Sequence[tuple[About, Tensor]]) -> tuple[Tensor, ...]:
+        """What arrives of an answer."""
+        streams = [(self._stream(self.pulls, about, "vectors", "from"), tensor) for about, tensor in tensors]
+        groups = slot_widths(self.server.shards, lookup) if self.pulls.codec.by_feature else ()
+        decoded = [stream.cross(tensor, groups) for stream, tensor in streams]
+        if not self.pulls.codec.sparse:
+            return tuple(found.tensor for found in decoded)
+        mask = Mask(0, tuple(found.kept for found in decoded))
+        self._kept.keep(lookup.number, mask, mask.nbytes)
+        return tuple(found.tensor for found in decoded)
 
-    def _stream(self, line: Line, about: Hashable) -> Stream:
-        return line.stream((self.position, about))
+    def _back(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[About, Tensor]]) -> tuple[Tensor, ...]:
+        """What arrives of gradients."""
+        mask = self._kept.take(lookup.number) if self.pulls.codec.sparse else None
+        if mask is not None:
+            pairs = zip(gradients, mask.kept, strict=True)
+            return tuple(
+                self._stream(self.pushes, about, "gradients", "for", masked=True).send_under(gradient, kept)
+                for (about, gradient), kept in pairs
+            )
+        groups = slot_widths(self.server.shards, lookup) if self.pushes.codec.by_feature else ()
+        streams = [(self._stream(self.pushes, about, "gradients", "for"), gradient) for about, gradient in gradients]
+        return tuple(stream.cross(gradient, groups).tensor for stream, gradient in streams)
+
+    def _stream(self, line: Line, about: About, what: str, way: str, masked: bool = False) -> Stream:
+        return embedding_stream(line, self.server.shards, self.position, (about, what, way), masked)
 
 
-class _Later(Pending[T]):
-    """An answer that is found when somebody asks for it; one thread."""
+def embedding_stream(
+    line: Line, shards: Sequence[Shard], position: int, about: tuple[About, str, str], masked: bool = False
+) -> Stream:
+    """The stream of one route to one embedding server or back, named by its features or tables.
 
-    def __init__(self, find: Callable[[], T]) -> None:
-        self._find = find
-        self._found: list[T] = []
-
-    def result(self) -> T:
-        if not self._found:
-            self._found.append(self._find())
-        return self._found[0]
-
-    def done(self) -> bool:
-        return True
-
-    def then(self, callback: Callback) -> None:
-        callback(None)
-
-
-@dataclass(frozen=True)
-class DenseLine:
-    """The dense part of gradient methods in this process as a worker sees it over a wire.
-
-    Attributes:
-        stepper: the other end.
-        line: of the dense part.
-        worker: whose streams these are.
+    Args:
+        line: of pulls or pushes.
+        shards: what the server holds.
+        position: of the server.
+        about: the route, what crosses (`vectors` or `gradients`), and `from` or `for`.
+        masked: gradients under the mask of their pull: a stream of its own.
     """
+    route, what, way = about
 
-    stepper: DenseStepper
-    line: Line
-    worker: Hashable
+    def named() -> str:
+        of = of_rows(shards, _dim(shards, route.width)) if isinstance(route, RowRoute) else of_features(shards, route)
+        return f"the {what} of {of} {way} embedding server {position}"
 
-    def newer(self, than: int) -> Pending[Version | None]:
-        """As `DenseStepper.newer`, when the answer is asked for: nothing has to cross before."""
-        return _Later(lambda: self._newer(than))
+    return line.stream((position, route, masked), named)
 
-    def _newer(self, than: int) -> Version | None:
-        found = self.stepper.newer(than)
-        return None if found is None else Version(found.number, self._stream("parameters").send(found.flat))
 
-    def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
-        """As `DenseStepper.hold`."""
-        self.stepper.hold(number, replace(gradient, flat=self._stream("gradients").send(gradient.flat)))
-        return DONE
+def _dim(shards: Sequence[Shard], width: int) -> int:
+    return sorted({shard.table.dim for shard in shards})[width]
 
-    def _stream(self, about: str) -> Stream:
-        return self.line.stream((about, self.worker))
+
+def _by_width(tensors: Sequence[Tensor]) -> list[tuple[About, Tensor]]:
+    return [(RowRoute(width), tensor) for width, tensor in enumerate(tensors)]
+
+
+def slot_widths(shards: Sequence[Shard], lookup: Lookup | RowLookup) -> tuple[int, ...]:
+    """Columns of each feature in the answer to a look-up; for distinct rows none, as their columns are no features."""
+    if isinstance(lookup, RowLookup):
+        return ()
+    slots = slots_of(shards)
+    return tuple(slots[slot].shard.table.dim for slot in lookup.slots)

@@ -35,9 +35,17 @@ class RemoteGroup:
         """As `Group.missed`."""
         return self.averaging.missed()
 
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach`."""
+        self.averaging.approach(weights, target, alpha)
+
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.elastic`."""
         return self.servers.elastic(self.rank, weights, alpha)
+
+    def catch_up(self) -> bool:
+        """As `Group.catch_up`."""
+        return self.servers.catch_up(self.rank)
 
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.sequential`."""

@@ -27,6 +27,10 @@ class Ring(Protocol):
         """The mean of the members' `[P]` vectors, float32, the same bits for all; they move in the vector's type."""
         ...
 
+    def gather(self, message: Tensor, most: int) -> Future[tuple[Tensor, ...] | None]:
+        """The members' messages (bytes) in their order, for all; None for all if they are more than `most` together."""
+        ...
+
     def close(self) -> None:
         """Ends what is under way, here and so at the other members; returns at once."""
         ...

@@ -1,5 +1,8 @@
 """What crosses under gradient methods beside rows: a worker with the conductor, and both with the dense part."""
 
+import math
+
+from shadowsync.errors import DataError
 from shadowsync.runtime.wire.service import Meta
 
 NEVER = -1
@@ -58,12 +61,14 @@ class GradientSent(Meta, frozen=True):
         stream: of the client's, one for each worker.
         used: of each parameter, whether the loss depended on it.
         generation: as in `BeginAsked`.
+        codec: of the frames, by name.
     """
 
     number: int
     stream: int
     used: tuple[bool, ...]
     generation: int
+    codec: str = ""
 
 
 class NewerAsked(Meta, frozen=True):
@@ -71,12 +76,23 @@ class NewerAsked(Meta, frozen=True):
 
     than: int
     stream: int
+    codec: str = ""
 
 
 class NewerGiven(Meta, frozen=True):
-    """Answers `NewerAsked`: the version whose frames are the tensors; None, without tensors, if there is no newer."""
+    """Answers `NewerAsked`; tensors: the frames of the parameters.
+
+    Attributes:
+        version: None, without tensors, if there is no newer.
+        whole: all of them come, and not what has changed since the version that the worker has.
+        kept, refreshes, early: as in `Encoded`.
+    """
 
     version: int | None
+    whole: bool = True
+    kept: int = 0
+    refreshes: int = 0
+    early: int = 0
 
 
 class StepAsked(Meta, frozen=True):
@@ -106,3 +122,26 @@ class RestartAsked(Meta, frozen=True):
 
     version: int
     generation: int
+
+
+def checked_weights(
+    batches: tuple[int, ...], weights: tuple[float, ...], divisor: float | None, lr: float
+) -> dict[int, float]:
+    """The weight of each batch of a global step; without a divisor each row has its own.
+
+    Raises:
+        DataError: this is no global step.
+    """
+    finite = all(map(math.isfinite, (lr, divisor or 0.0, *weights)))
+    if not finite or not (divisor is None or divisor > 0) or len(batches) != len(weights):
+        raise DataError(
+            f"{len(batches)} batches with {len(weights)} weights, divisor {divisor} and learning rate {lr} make no "
+            "global step"
+        )
+    return dict(zip(batches, weights, strict=True))
+
+
+def check_batch(number: int) -> None:
+    """Raises `DataError` for a number that no batch has under which a gradient is to be held."""
+    if number < 0:
+        raise DataError(f"a gradient came for batch {number}: they count from 0")

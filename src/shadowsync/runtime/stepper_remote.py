@@ -3,15 +3,19 @@
 `P` elements of the flat tensor.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, Version
+from shadowsync.compression.codec import Codec
 from shadowsync.embedding.pending import Pending
-from shadowsync.errors import DataError
+from shadowsync.runtime.dense_line import gradients
 from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
-from shadowsync.runtime.lines import Line
+from shadowsync.runtime.lines import Line, Stream
+from shadowsync.runtime.parameters import ParameterReceiver
 from shadowsync.runtime.step_messages import GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
 from shadowsync.runtime.wire.connection import Answer, Connection
+from shadowsync.training.replica import Slot
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class StepperRemote:
         length: `P`.
         stream: of this worker among those that share the connection.
         generation: of the parts that the caller belongs to.
+        trainer, slots: its rank, and the parameters of its replica, for errors.
     """
 
     connection: Connection
@@ -31,15 +36,29 @@ class StepperRemote:
     length: int
     stream: int = 0
     generation: int = 0
+    trainer: int = 0
+    slots: Sequence[Slot] = ()
+    _receiver: ParameterReceiver = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_receiver", ParameterReceiver(self.line, self.length))
+
+    @property
+    def gradients(self) -> Stream:
+        """As `DenseLine.gradients`."""
+        return self._gradients(self.line.now)
 
     def newer(self, than: int) -> Pending[Version | None]:
         """As `DenseParameters.newer`."""
-        return Fetched(self.connection.call("newer", NewerAsked(than, self.stream)), self._version)
+        codec = self.line.now.codec
+        asked = NewerAsked(than, self.stream, codec.name)
+        return Fetched(self.connection.call("newer", asked), lambda answer: self._version(codec, answer))
 
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
         """As `DenseParameters.hold`."""
-        encoded = self.line.stream(("gradients", self.stream)).encode(gradient.flat.cpu())
-        sent = GradientSent(number, self.stream, gradient.used, self.generation)
+        line = self.line.now
+        encoded = self._gradients(line).encode(gradient.flat.cpu())
+        sent = GradientSent(number, self.stream, gradient.used, self.generation, line.codec.name)
         return Fetched(self.connection.call("hold", sent, encoded.frames), nothing)
 
     def commit(self, step: DenseStep) -> Pending[int]:
@@ -59,12 +78,8 @@ class StepperRemote:
         """As `DenseStepper.restart`."""
         return Fetched(self.connection.call("restart", RestartAsked(version, self.generation)), nothing)
 
-    def _version(self, answer: Answer) -> Version | None:
-        given = answer.read(NewerGiven)
-        if given.version is None:
-            return None
-        flat = self.line.codec.decode(answer.tensors, (self.length,))
-        if flat.shape != (self.length,):
-            raise DataError(f"the dense server sent {list(flat.shape)} parameters to a model of {self.length}")
-        self.line.count(sum(frame.nbytes for frame in answer.tensors), flat.nbytes)
-        return Version(given.version, flat)
+    def _gradients(self, line: Line) -> Stream:
+        return gradients(line, (self.trainer, self.stream), self.slots)
+
+    def _version(self, codec: Codec, answer: Answer) -> Version | None:
+        return self._receiver.take(codec, answer.read(NewerGiven), answer.tensors)

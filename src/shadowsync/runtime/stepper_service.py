@@ -1,10 +1,8 @@
 """The dense part of gradient methods behind the wire.
 
-`P` elements of the flat tensor. Gradients and parameters cross as frames of the codec; what it remembers of the way
-back belongs to one stream of one client.
+`P` elements of the flat tensor. What is remembered of parameters that were sent belongs to one stream of one client.
 """
 
-import math
 import threading
 from collections.abc import Mapping
 
@@ -14,18 +12,54 @@ from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepp
 from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
 from shadowsync.runtime.generation import FIRST, Generation
-from shadowsync.runtime.lines import Encoder
-from shadowsync.runtime.step_messages import Committed, GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
+from shadowsync.runtime.kept import MOST_STREAMS, Bounded
+from shadowsync.runtime.parameters import ParameterSender
+from shadowsync.runtime.rungs import rung
+from shadowsync.runtime.step_messages import (
+    Committed,
+    GradientSent,
+    NewerAsked,
+    NewerGiven,
+    RestartAsked,
+    StepAsked,
+    check_batch,
+    checked_weights,
+)
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
 
-class StepperService:
-    """What a `DenseStepper` offers: `hold` and `newer` to workers, `commit` and `restart` to the driver."""
+class _Senders:
+    """The sender of one stream, another one when the codec changes."""
 
-    def __init__(self, stepper: DenseStepper, codec: Codec, generation: Generation = FIRST) -> None:
-        self._stepper, self._codec, self._generation = stepper, codec, generation
-        self._back: dict[str, dict[int, Encoder]] = {}
+    def __init__(self, about: str) -> None:
+        self._about = about
+        self._now: ParameterSender | None = None
         self._lock = threading.Lock()
+
+    def of(self, codec: Codec) -> ParameterSender:
+        """The one in that codec."""
+        with self._lock:
+            if self._now is None or self._now.codec.name != codec.name:
+                self._now = ParameterSender(codec, self._about)
+            return self._now
+
+
+class StepperService:
+    """What a `DenseStepper` offers: `hold` and `newer` to workers, `commit` and `restart` to the driver.
+
+    Args:
+        stepper: what is served.
+        codec: of the dense part.
+        generation: whose gradients are taken.
+        streams: that one client may have, each with up to one vector here: the workers of a trainer.
+    """
+
+    def __init__(
+        self, stepper: DenseStepper, codec: Codec, generation: Generation = FIRST, streams: int = MOST_STREAMS
+    ) -> None:
+        self._stepper, self._codec, self._generation = stepper, codec, generation
+        self._senders: dict[str, Bounded[int, _Senders]] = {}
+        self._streams = streams
         self.methods: Mapping[str, Method] = {
             "hold": Method(self._hold),
             "newer": Method(self._newer, once=False),
@@ -34,9 +68,8 @@ class StepperService:
         }
 
     def client_gone(self, client: str) -> None:
-        """Forgets what the codec remembers of that connection."""
-        with self._lock:
-            self._back.pop(client, None)
+        """Forgets what it was sent."""
+        self._senders.pop(client, None)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -44,24 +77,23 @@ class StepperService:
     def _hold(self, request: Request) -> Reply:
         sent = request.read(GradientSent)
         self._generation.check(sent.generation)
-        if sent.number < 0:
-            raise DataError(f"a gradient came for batch {sent.number}: they count from 0")
-        self._stepper.hold(sent.number, DenseGradient(self._decoded(request.tensors), sent.used))
+        check_batch(sent.number)
+        flat = self._decoded(rung(self._codec, sent.codec), request.tensors)
+        self._stepper.hold(sent.number, DenseGradient(flat, sent.used))
         return Reply()
 
     def _newer(self, request: Request) -> Reply:
         asked = request.read(NewerAsked)
+        codec = rung(self._codec, asked.codec)
         found = self._stepper.newer(asked.than)
         if found is None:
             return Reply(NewerGiven(None))
-        encoded = self._encoder(request.client, asked.stream).encode(found.flat.cpu())
-        return Reply(NewerGiven(found.number), encoded.frames)
+        return Reply(*self._sender(codec, request.client, asked.stream).answer(found, asked.than))
 
     def _commit(self, request: Request) -> Reply:
         asked = request.read(StepAsked)
         self._generation.check(asked.generation)
-        _check_step(asked)
-        weights = dict(zip(asked.batches, asked.weights, strict=True))
+        weights = checked_weights(asked.batches, asked.weights, asked.divisor, asked.lr)
         held_bytes = self._stepper.held_bytes
         self._stepper.commit(DenseStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
         return Reply(Committed(held_bytes))
@@ -74,24 +106,16 @@ class StepperService:
         self._stepper.restart(asked.version)
         return Reply()
 
-    def _decoded(self, frames: tuple[Tensor, ...]) -> Tensor:
+    def _decoded(self, codec: Codec, frames: tuple[Tensor, ...]) -> Tensor:
         flat = self._stepper.replica.flat
         try:
-            decoded = self._codec.decode(frames, tuple(flat.shape))
+            decoded = codec.decode(frames, tuple(flat.shape))
         except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of a gradient are none of codec {self._codec.name}") from error
+            raise DataError(f"the frames of a gradient are none of codec {codec.name}") from error
         return decoded.to(flat.device)
 
-    def _encoder(self, client: str, stream: int) -> Encoder:
-        with self._lock:
-            return self._back.setdefault(client, {}).setdefault(stream, Encoder(self._codec))
-
-
-def _check_step(asked: StepAsked) -> None:
-    """Raises `DataError` for what is no global step."""
-    finite = all(map(math.isfinite, (asked.lr, asked.divisor, *asked.weights)))
-    if not finite or not asked.divisor > 0 or len(asked.batches) != len(asked.weights):
-        raise DataError(
-            f"{len(asked.batches)} batches with {len(asked.weights)} weights, divisor {asked.divisor} and learning "
-            f"rate {asked.lr} make no global step"
-        )
+    def _sender(self, codec: Codec, client: str, stream: int) -> ParameterSender:
+        found = self._senders.get(client)
+        if found is None:
+            found = self._senders.setdefault(client, Bounded(self._streams, "streams"))
+        return found.get(stream, lambda: _Senders(f"the dense parameters for worker {stream} of a trainer")).of(codec)

@@ -18,7 +18,8 @@ class Bmuf(SyncMethod):
     model averaging exactly. Every trainer keeps `w_g` and `Δ`; they agree because all see the same averages.
     A trainer that missed some (in the foreground, while it had nothing to train) starts anew from the first average it
     sees again, `w_g = c, Δ = 0`. It then differs from the others by their `μ Δ`; as all go on with the same averages,
-    the difference shrinks by about `√μ` with each of them.
+    the difference shrinks by about `√μ` with each of them. Under a threshold all start anew together instead, as
+    they have to move towards one point.
 
     The BMUF paper ties `μ` to the number of trainers (1 − 1/n) for blocks of many steps; our default of 0.5 is milder,
     for the frequent synchronisation of the background. Default `α` as in model averaging.
@@ -35,6 +36,10 @@ class Bmuf(SyncMethod):
     eta: Annotated[float, Field(gt=0, le=2, description="block learning rate η; more follows the average faster")] = 1.0
     nesterov: Annotated[bool, Field(description="replicas look ahead by μ Δ")] = False
 
+    @property
+    def takes_differences(self) -> bool:
+        return True
+
     def resolved(self, trainers: int, foreground: bool) -> Self:
         return self if self.alpha is not None else replace(self, alpha=1.0 if foreground else 0.5)
 
@@ -49,5 +54,5 @@ class Bmuf(SyncMethod):
         delta = self.momentum * state["delta"] + self.eta * (average - state["global"])
         model = state["global"] + delta
         target = model + self.momentum * delta if self.nesterov else model
-        weights.lerp_(target, self.alpha)
+        group.approach(weights, target, self.alpha)
         return {"global": model, "delta": delta}

@@ -1,8 +1,8 @@
 """Elastic averaging SGD: each trainer and the central copy pull each other, two at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 from torch import Tensor
@@ -26,6 +26,7 @@ class Easgd(SyncMethod):
 
     name: ClassVar[str] = "easgd"
     centralised: ClassVar[bool] = True
+    codec_options: ClassVar[Mapping[str, Any]] = {"keep": 0.1}
 
     alpha: Annotated[
         float | None, Field(gt=0, le=1, description="elastic parameter; more pulls harder; None is 0.9 / trainers")
@@ -34,6 +35,10 @@ class Easgd(SyncMethod):
         Literal["elastic", "sequential"],
         Field(description="one difference for both sides, or the replica sees the new copy"),
     ] = "elastic"
+
+    @property
+    def takes_differences(self) -> bool:
+        return self.form == "elastic"
 
     def resolved(self, trainers: int, foreground: bool) -> Self:
         return self if self.alpha is not None else replace(self, alpha=min(0.5, 0.9 / trainers))

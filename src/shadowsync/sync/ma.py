@@ -28,6 +28,10 @@ class ModelAveraging(SyncMethod):
         ),
     ] = None
 
+    @property
+    def takes_differences(self) -> bool:
+        return True
+
     def resolved(self, trainers: int, foreground: bool) -> Self:
         return self if self.alpha is not None else replace(self, alpha=1.0 if foreground else 0.5)
 
@@ -36,5 +40,5 @@ class ModelAveraging(SyncMethod):
 
     def sync(self, weights: Tensor, group: Group, state: State) -> State:
         assert self.alpha is not None, "resolved() fills alpha in"
-        weights.lerp_(group.mean(weights), self.alpha)
+        group.approach(weights, group.mean(weights), self.alpha)
         return state

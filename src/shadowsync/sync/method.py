@@ -5,7 +5,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -28,11 +28,32 @@ class Group(Protocol):
         ...
 
     def missed(self) -> bool:
-        """Others averaged without this trainer right before its last `mean`: what it kept since then is not theirs."""
+        """Others averaged without this trainer right before its last `mean`: what it kept since then is not theirs.
+
+        Where averages cross in part, it says so to all trainers if any of them had not the average before, since
+        `approach` takes them to one point.
+        """
+        ...
+
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """`w_i ← (1−α) w_i + α target`, in place, after a `mean`.
+
+        Where averages cross in part, it is `w_i += α (target − v_i)`, v_i being what the last one has of this replica:
+        what it has not stays in full.
+
+        Args:
+            weights: `[P]`, the replica.
+            target: `[P]`, made of nothing but averages, so that all trainers know it; it is not changed.
+            alpha: in (0, 1].
+        """
         ...
 
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
         """`d = α (w_i − w_PS)` `[P]`, already added to `w_PS`; the caller takes it off `w_i`."""
+        ...
+
+    def catch_up(self) -> bool:
+        """The next `elastic` leaves out nothing of what a sparse codec has held back; False if nothing is held back."""
         ...
 
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
@@ -59,12 +80,19 @@ class SyncMethod(ABC):
         collective: all trainers of the group take part in a synchronisation at the same time.
         centralised: there is a central copy, held by the dense servers.
         active: there is something to do at all.
+        codec_options: of a sparse `compression.dense`, where the user does not give them.
     """
 
     name: ClassVar[str]
     active: ClassVar[bool] = True
     collective: ClassVar[bool] = False
     centralised: ClassVar[bool] = False
+    codec_options: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def takes_differences(self) -> bool:
+        """Whatever crosses may be a part of a difference from what the other side has."""
+        return False
 
     def resolved(self, trainers: int, foreground: bool) -> Self:
         """The method with every default that depends on the job's size or on the schedule filled in."""

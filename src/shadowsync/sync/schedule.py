@@ -79,6 +79,11 @@ class Synchronisation:
             self.state = state
             self.count += 1
 
+    def catch_up(self) -> None:
+        """Synchronises once more, leaving nothing out, if a sparse codec has held something back; nobody trains."""
+        if self.group.catch_up():
+            self.once()
+
 
 class Driver(ABC):
     """Runs a `Synchronisation` when its schedule says so. One for each trainer."""

@@ -41,6 +41,10 @@ class StepListener(Protocol):
     def stop(self) -> None: ...
 
 
+def _untold(computed_s: float, waited_s: float) -> None:
+    """Nobody wants to know."""
+
+
 def _even(worker: int, seconds: float) -> float:  # noqa: ARG001 - the signature of a slowness
     return 1.0
 
@@ -77,6 +81,8 @@ class Hooks:
         before_step: trainer rank and iteration; raises `TrainerLost` to script a death.
         place: where a leased batch comes from, for messages.
         ended: a worker has ended.
+        stepped: after each step, the seconds that it computed forward and backward, and those that the worker waited
+            for it: for its vectors and parameters, and until gradients and replica were handed over.
     """
 
     record: Callable[[int, Tensor, Tensor], None]
@@ -85,6 +91,7 @@ class Hooks:
     before_step: Callable[[int, int], None]
     place: Callable[[LeasedBatch], str]
     ended: Callable[[], None]
+    stepped: Callable[[float, float], None] = _untold
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,7 @@ class Worker:
         self.iterations = 0
         self.idle = False
         self._began = time.monotonic()
+        self._computed_s = self._waited_s = 0.0
 
     def run(self) -> None:
         """Trains until the feed ends or the job stops."""
@@ -138,8 +146,11 @@ class Worker:
     def _train(self, leased: LeasedBatch, pulled: Pulled) -> bool:
         """One step; whether there is to be another."""
         self._parts.hooks.before_step(self._parts.rank, self.iterations + 1)
+        began = time.monotonic()
         self._step(leased, pulled)
         self._parts.listener.after_step(self._parts.index, self.iterations)
+        waited_s = self._waited_s + time.monotonic() - began - self._computed_s
+        self._parts.hooks.stepped(self._computed_s, waited_s)
         if self._parts.gate.pausing:
             self._update.settle()
         self._parts.gate.step()
@@ -168,6 +179,7 @@ class Worker:
                 "lower train.lr or embedding.lr, set train.clip_norm=1, or check these rows for extreme values"
             )
         self._emulate(started)
+        self._computed_s = time.monotonic() - started
         self._update.apply(leased, pulled, parts.module, gradient, factor)
         self.iterations += 1
         parts.hooks.record(parts.rank, logits, batch.labels)
@@ -194,8 +206,14 @@ class Worker:
     def _pulled(self) -> Generator[_Ready, None, None]:
         """Batches with their pooled embeddings; when there is none now, waits for what others may give back."""
         with _Prefetcher(self._fetch, self._update.left, self._parts) as ahead:
-            while (ready := ahead.next() or self._wait_for_more()) is not None:
+            while (ready := self._next(ahead) or self._wait_for_more()) is not None:
                 yield ready
+
+    def _next(self, ahead: "_Prefetcher") -> _Ready | None:
+        began = time.monotonic()
+        ready = ahead.next()
+        self._waited_s = time.monotonic() - began
+        return ready
 
     def _fetch(self, wait: bool) -> _Ready | None:
         leased = self._parts.feed.next(wait)

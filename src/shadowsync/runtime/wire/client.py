@@ -133,8 +133,9 @@ class WireConnection(Connection):
             self._closed = True
             self._lost = "the connection is closed"
             given_up = self._calls.take_all()
+            listening = self._ready
             socket = self._detach()
-        self._courier.loop.post(partial(self._leave, socket))
+        self._courier.loop.post(partial(self._leave, socket, listening))
         self._courier.forget(self)
         _fail(given_up, lambda _: PeerLost("the connection is closed"))
 
@@ -163,11 +164,11 @@ class WireConnection(Connection):
                 return
         _fail(given_up, lambda _: PeerLost(self._lost))
 
-    def _leave(self, old: ClientSocket | None) -> None:
+    def _leave(self, old: ClientSocket | None, listening: bool) -> None:
         if old is not None:
-            if self._session:
+            if listening:
                 old.send([encode(Bye(self._session))])
-            old.close(self._courier.loop, _BYE_MS)
+            old.close(self._courier.loop, _BYE_MS if listening else 0)
 
     def receive(self, socket: ClientSocket) -> None:
         """Takes what has come on a socket."""
@@ -255,7 +256,7 @@ def _settle(pending: Pending, message: Done | Failed, frames: Sequence[Any]) -> 
         pending.future.set_exception(message.fault.error())
         return
     try:
-        answer = Answer(message.meta, tensors_of(frames, message.tensors))
+        answer = Answer(message.meta, tensors_of(frames, message.tensors), message.served_s)
     except Misfit as error:
         pending.future.set_exception(RunError(f"the answer to {pending.method} is damaged: {error}"))
     else:

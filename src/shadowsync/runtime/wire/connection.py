@@ -27,10 +27,15 @@ from shadowsync.runtime.wire.service import (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: the typed part in bytes, see `read`, and tensors that belong to the caller."""
+    """What came back: the typed part in bytes, see `read`, and tensors that belong to the caller.
+
+    Attributes:
+        served_s: of the time that the call took, what the server says it took itself; 0 where it does not say.
+    """
 
     meta: bytes
     tensors: tuple[Tensor, ...]
+    served_s: float = 0.0
 
     def read(self, kind: type[M]) -> M:
         """The typed part.

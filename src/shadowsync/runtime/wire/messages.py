@@ -76,11 +76,16 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Answers `Call`; its tensors follow."""
+    """Answers `Call`; its tensors follow.
+
+    Attributes:
+        served_s: from the moment the request was there until the answer was ready to be sent.
+    """
 
     number: int
     meta: bytes
     tensors: tuple[Spec, ...]
+    served_s: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=3):

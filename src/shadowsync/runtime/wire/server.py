@@ -144,9 +144,9 @@ class WireServer:
     def _begin(self, job: Job) -> None:
         method = self._service.methods.get(job.call.method)
         if method is not None and method.quick:
-            self._run(job)
+            self._run(job, time.monotonic())
         else:
-            self._jobs.put(partial(self._run, job))
+            self._jobs.put(partial(self._run, job, time.monotonic()))
 
     def _is_full(self) -> bool:
         if self.queue_depth >= self._options.max_waiting:
@@ -173,7 +173,7 @@ class WireServer:
             except Exception:
                 _LOG.exception("a thread of the wire goes on after an error")
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job, since_s: float) -> None:
         call = job.call
         request = Request(call.method, call.meta, job.tensors, job.record.client)
         try:
@@ -182,9 +182,9 @@ class WireServer:
             self._send(job, _failed(call.number, error))
             return
         if isinstance(outcome, Future):
-            outcome.add_done_callback(lambda later: self._send(job, self._later(job, later)))
+            outcome.add_done_callback(lambda later: self._send(job, self._later(job, later, since_s)))
         else:
-            self._send(job, self._packed(job, outcome))
+            self._send(job, self._packed(job, outcome, since_s))
 
     def _send(self, job: Job, reply: Frames) -> None:
         method = self._service.methods.get(job.call.method)
@@ -194,16 +194,16 @@ class WireServer:
         if gone:
             self._service.client_gone(job.record.client)
 
-    def _later(self, job: Job, later: "Future[Reply]") -> Frames:
+    def _later(self, job: Job, later: "Future[Reply]", since_s: float) -> Frames:
         if (error := later.exception()) is not None:
             return _failed(job.call.number, known_error(job.call.method, error))
-        return self._packed(job, later.result())
+        return self._packed(job, later.result(), since_s)
 
-    def _packed(self, job: Job, reply: Reply) -> Frames:
+    def _packed(self, job: Job, reply: Reply, since_s: float) -> Frames:
         call = job.call
         try:
             cargo = Cargo.of(reply.meta, reply.tensors, self._options.max_message_bytes)
-            return [encode(Done(call.number, cargo.meta, cargo.specs)), *cargo.frames]
+            return [encode(Done(call.number, cargo.meta, cargo.specs, time.monotonic() - since_s)), *cargo.frames]
         except ShadowSyncError as error:
             return _failed(call.number, error)
         except Exception as error:  # a reply that cannot be written down

@@ -1,0 +1,245 @@
+"""What training loses when fewer bytes cross: `python benchmarks/compression.py quality` (DCT, arXiv 2010.08899)."""
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from shadowsync import CompressedCut
+from shadowsync.choices import choose_all
+from shadowsync.config import Config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from clustered import Cells, load_average
+from emulated import train
+from machine import describe, table
+
+TASKS: Mapping[str, tuple[str, ...]] = {
+    "demo": (),
+    "synthetic": (
+        "data.name=synthetic",
+        "data.rows=1310720",
+        "data.test_rows=262144",
+        "data.dense=4",
+        "data.features=12",
+        "data.table_rows=20000",
+    ),
+}
+JOB = ("aggregation.method=gba", "aggregation.global_batch=1024", "train.workers=2", "train.batch_size=512")
+WIDE = 512
+"""Units of the layer behind which the wide cut is."""
+KINDS: Mapping[str, tuple[str, ...]] = {"dense": ("dense",), "cut": ("pull", "push"), "wide": ("wide",)}
+"""What crosses by the part that a setting changes."""
+KEPT = (0.25, 0.04, 0.018, 0.009)
+"""Shares whose messages, with int8 values, are about 10, 50, 100 and 200 times shorter."""
+UNIQUE = "embedding.unique_rows=always"
+
+
+def codec(kind: str, name: str, **options: object) -> tuple[str, ...]:
+    """Overrides that choose a codec for one kind of traffic."""
+    given = (f"compression.{kind}.{option}={value}" for option, value in options.items())
+    return (f"compression.{kind}.name={name}", *given)
+
+
+def both(name: str, **options: object) -> tuple[str, ...]:
+    """The same codec for pulls and pushes."""
+    return (*codec("pull", name, **options), *codec("push", name, **options))
+
+
+class Tally:
+    """What crosses the cuts of a job, whose workers train copies of the module; of two at once one may be missed."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def __deepcopy__(self, _: object) -> "Tally":
+        return self
+
+
+class WideModel(nn.Module):
+    """A wide ReLU layer over everything, the cut, and a tower."""
+
+    def __init__(self, dense: int, features: Mapping[str, int], tally: Tally, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.features, self.tally, self.counted = tuple(features), tally, 0
+        self.bottom = nn.Sequential(nn.Linear(dense + sum(features.values()), WIDE), nn.ReLU())
+        self.cut = CompressedCut(**{"codec": "plain", **options})
+        self.top = nn.Sequential(nn.Linear(WIDE, 256), nn.ReLU(), nn.Linear(256, 1))
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        """Logits `[B]`."""
+        vectors = torch.cat([dense, *(embeddings[name] for name in self.features)], dim=1)
+        sent = self.cut.forward_bytes + self.cut.backward_bytes  # both ways of all batches before this one
+        self.tally.sent, self.counted = self.tally.sent + sent - self.counted, sent
+        logits: Tensor = self.top(self.cut(self.bottom(vectors))).squeeze(1)
+        return logits
+
+
+def wide_model(config: Config, tally: Tally, options: Sequence[str]) -> WideModel:
+    """The model for the job's data."""
+    source = choose_all(config, own_model=True).source.open("train", "error")
+    assert source is not None
+    schema = source.schema
+    dims = {feature.name: config.model.embedding_dim for feature in schema.features}
+    given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(options)))
+    return WideModel(len(schema.dense), dims, tally, given)
+
+
+def settings() -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """What is changed, the name of the setting, and its overrides; for the wide cut the options of `CompressedCut`."""
+    yield "both", "plain", ()
+    yield "wide", "plain", ()
+    for name in ("bf16", "int8", "int4"):
+        yield "wide", name, (f"codec={name}",)
+    for keep in (0.2, 0.1, 0.05, 0.025):
+        kept = ("codec=threshold", f"keep={keep}", "values=int8")
+        yield "wide", f"threshold {keep:g}", kept
+        yield "wide", f"top-k {keep:g}", (*kept, "refresh=1")
+    for name in ("bf16", "int8", "int4"):
+        yield "dense", name, codec("dense", name)
+        yield "cut", name, both(name)
+    for keep in KEPT:
+        yield "dense", f"threshold {keep:g}", codec("dense", "threshold", keep=keep, values="int8")
+        yield "dense", f"top-k {keep:g}", codec("dense", "threshold", keep=keep, values="int8", refresh=1)
+    for keep in (0.2, 0.1, 0.05, 0.025):
+        yield "cut", f"threshold {keep:g}", codec("pull", "threshold", keep=keep, values="int8")
+        yield "cut", f"top-k {keep:g}", codec("pull", "threshold", keep=keep, values="int8", refresh=1)
+    low = codec("push", "int4", rounding="stochastic")
+    yield "cut", "unique", (UNIQUE,)
+    yield "cut", "unique, int8", (UNIQUE, *both("int8"))
+    yield "cut", "unique, int4", (UNIQUE, *codec("pull", "int4"), *low)
+    for keep in (0.25, 0.1):
+        sparse = codec("push", "threshold", keep=keep, values="int4", rounding="stochastic")
+        yield "cut", f"unique, int4, threshold {keep:g} back", (UNIQUE, *codec("pull", "int4"), *sparse)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    Attributes:
+        task: what is trained.
+        part: whose traffic is compressed: `dense`, `cut`, or none (`both`).
+        setting: name of the codecs.
+        overrides: that choose them.
+    """
+
+    task: str
+    part: str
+    setting: str
+    overrides: tuple[str, ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        setting = self.setting.replace(",", "").replace(" ", "-")
+        return f"{self.task}-{self.part}-{setting}-seed{self.seed}"
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    """Trains one."""
+    tally, base = Tally(), [*TASKS[cell.task], *JOB, f"train.seed={cell.seed}"]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        if cell.part == "wide":
+            result = train(base, out, model=lambda config: wide_model(config, tally, cell.overrides))
+        else:
+            result = train([*base, *cell.overrides], out)
+    assert result.test is not None
+    assert result.wire is not None
+    return {
+        **asdict(cell),
+        "auc": result.test.auc,
+        "ne": result.test.ne,
+        "bytes": {**result.wire.bytes, "wide": tally.sent},
+        "eps": result.throughput.eps,
+        "load": load_average(),
+    }
+
+
+def against_plain(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with how many times fewer bytes they sent than the plain run, and what they gained over it."""
+    plain = {(row["task"], row["seed"], row["part"]): row for row in rows if row["setting"] == "plain"}
+    found = []
+    for row in rows:
+        part = "wide" if row["part"] == "wide" else "both"
+        if (base := plain.get((row["task"], row["seed"], part))) is None or row["setting"] == "plain":
+            continue
+        sent = [sum(one["bytes"][kind] for kind in KINDS[row["part"]]) for one in (base, row)]
+        found.append({**row, "fewer": sent[0] / sent[1], "gain": row["auc"] - base["auc"]})
+    return found
+
+
+def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each task and setting, over its seeds."""
+    compared = against_plain(rows)
+    lines = []
+    for task, part, setting in dict.fromkeys((row["task"], row["part"], row["setting"]) for row in compared):
+        mine = [row for row in compared if (row["task"], row["part"], row["setting"]) == (task, part, setting)]
+        gains = [row["gain"] for row in mine]
+        lines.append(
+            (
+                *(task, part, setting, len(mine), f"{statistics.fmean(row['fewer'] for row in mine):.1f}"),
+                f"{statistics.fmean(row['auc'] for row in mine):.4f}",
+                *(f"{gain:+.4f}" for gain in (statistics.fmean(gains), min(gains))),
+                f"{statistics.fmean(row['ne'] for row in mine):.4f}",
+                f"{statistics.fmean(row['eps'] for row in mine):,.0f}",
+            )
+        )
+    head = ["task", "compressed", "codec", "seeds", "times fewer bytes", "AUC", "to plain", "worst", "NE", "examples/s"]
+    return table(head, lines)
+
+
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """What AUC is lost over how many times fewer bytes, a panel for each task and part."""
+    compared = against_plain(rows)
+    panels = sorted({(row["task"], row["part"]) for row in compared})
+    figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        mine = [row for row in compared if (row["task"], row["part"]) == panel]
+        families = dict.fromkeys(row["setting"].rstrip("0123456789. ") for row in mine)
+        for family in families:
+            own = [row for row in mine if row["setting"].rstrip("0123456789. ") == family]
+            axes.plot([row["fewer"] for row in own], [row["gain"] for row in own], "o", label=family, alpha=0.7)
+        axes.set(title=f"{panel[0]}: {panel[1]}", xlabel="times fewer bytes", ylabel="AUC over plain", xscale="log")
+        axes.axhline(-0.0005, color="grey", linewidth=0.8)
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of `quality`."""
+    parser.add_argument("--out", type=Path, required=True, help="a file for each run; started again, it goes on there")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--parts", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--report", action="store_true", help="only print what has been run")
+    parser.set_defaults(run=quality)
+
+
+def quality(given: argparse.Namespace) -> None:
+    """Runs what is missing, and prints the table."""
+    print("\n".join(describe()))
+    kept = Cells(given.out)
+    wanted = itertools.product(range(given.seeds), given.tasks, settings())
+    cells = [Cell(task, *setting, seed) for seed, task, setting in wanted if setting[0] in (*given.parts, "both")]
+    for cell in [] if given.report else cells:
+        if kept.read(cell.name) is None:
+            kept.write(cell.name, run(cell))
+            print(cell.name, file=sys.stderr, flush=True)
+    rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
+    print(result_table(rows))
+    if given.picture is not None:
+        picture(rows, given.picture)

@@ -1,0 +1,157 @@
+"""How much sooner a job is as good over a slow network when its messages are compressed.
+
+    python benchmarks/slow_network.py --out FOLDER [--rounds 3] [--variants int4 auto] [--rate 150mbit]
+    … --report      prints the table of what has been run so far
+
+Two hosts of one core each (see `testbed.py`) train the demo once through. First the rate of the links is found at which
+the plain job takes twice the time that it takes at 10 Gbit/s, so that it spends half of it on the network; then plain
+and compressed jobs take turns there. A job's time is that from its first batch to when the normalized entropy of its
+progressive predictions has come down to the worse of its own and the plain job's last. Root rights are needed.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from clustered import Cells, in_sentences, load_average, start_ray, train
+from machine import describe, table
+from namespaces import bits_per_second
+from testbed import RayNode, Testbed
+
+from shadowsync.report.history import read_frames
+
+JOB = ("train.trainers=2", "train.batch_size=1024", "data.name=completejourney")
+FREE = "10gbit"
+PROBES = 4
+PROBE_ROWS = 250_000
+TIMEOUT_S = 900.0
+VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "plain": (),
+    "bf16": ("compression.pull=bf16", "compression.push=bf16", "compression.dense=bf16"),
+    "int8": ("compression.pull=int8", "compression.push=int8", "compression.dense=int8"),
+    "int4": (
+        "compression.pull=int4",
+        "compression.push.name=int4",
+        "compression.push.rounding=stochastic",
+        "compression.dense=int8",
+    ),
+    "auto": ("compression.pull=auto", "compression.push=auto", "compression.dense=auto"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    rate: str
+    variant: str
+    round: int
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.rate}-{self.variant}-{self.round:02}"
+
+
+def run(rate: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Trains, and says how the progressive NE came down (`[seconds, NE]`)."""
+    with tempfile.TemporaryDirectory() as folder, Testbed(hosts=2, rate=rate, cores=1) as testbed:
+        start_ray(testbed, [RayNode(), RayNode()])
+        out = Path(folder) / "run"
+        result = train(testbed, out, [*JOB, *overrides], TIMEOUT_S)
+        course = [[frame.seconds, frame.ne_lifetime] for frame in read_frames(out) if frame.ne_lifetime is not None]
+    test = result["test"] or {}
+    return {
+        "eps": result["throughput"]["eps"],
+        "seconds": result["throughput"]["seconds"],
+        "auc": test.get("auc"),
+        "ne": test.get("ne"),
+        "wire": result["wire"],
+        "course": course,
+        "load": load_average(),
+    }
+
+
+def half_rate(kept: Cells) -> str:
+    """The rate at which the plain job has half of its speed, between two that were tried."""
+
+    def eps(rate: str) -> float:
+        name = f"probe-{rate}"
+        if (found := kept.read(name)) is None:
+            found = {"rate": rate, "probe": True, **run(rate, [f"data.rows={PROBE_ROWS}"])}
+            kept.write(name, found)
+            print(f"plain at {rate}: {found['eps']:,.0f} examples/s", file=sys.stderr, flush=True)
+        speed: float = found["eps"]
+        return speed
+
+    free, slow, fast = eps(FREE), 20e6, 1e9
+    for _ in range(PROBES):
+        middle = f"{(slow * fast) ** 0.5 / 1e6:.0f}mbit"
+        slow, fast = (slow, bits_per_second(middle)) if eps(middle) > free / 2 else (bits_per_second(middle), fast)
+    return f"{(slow * fast) ** 0.5 / 1e6:.0f}mbit"
+
+
+def seconds_to(course: Sequence[Sequence[float]], ne: float) -> float:
+    """When the progressive NE came down to that."""
+    return next(seconds for seconds, found in course if found <= ne)
+
+
+def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Medians over the rounds, each run against the plain one of its round."""
+    runs = {(row["rate"], row["round"], row["variant"]): row for row in rows if "probe" not in row}
+    lines = []
+    for rate, variant in dict.fromkeys((rate, variant) for rate, _, variant in runs):
+        mine, shares = [], []
+        for (other_rate, number, name), row in runs.items():
+            plain = runs.get((rate, number, "plain"))
+            if (other_rate, name) != (rate, variant) or plain is None:
+                continue
+            target = max(row["course"][-1][1], plain["course"][-1][1])
+            mine.append(row)
+            shares.append(seconds_to(row["course"], target) / seconds_to(plain["course"], target))
+        if mine:
+            sent = [sum(row["wire"]["raw_bytes"].values()) / sum(row["wire"]["bytes"].values()) for row in mine]
+            lines.append(
+                (
+                    *(rate, variant, len(mine), f"{statistics.median(row['eps'] for row in mine):,.0f}"),
+                    f"{statistics.median(row['seconds'] for row in mine):.1f}",
+                    f"{1 - statistics.median(shares):.0%}",
+                    f"{statistics.fmean(sent):.1f}",
+                    *(f"{statistics.fmean(row[name] for row in mine):.4f}" for name in ("auc", "ne")),
+                )
+            )
+    head = ["rate", "codecs", "rounds", "examples/s", "s", "less time to the same NE", "times fewer bytes", "AUC", "NE"]
+    return table(head, lines)
+
+
+def main() -> None:
+    """Runs what has not been run, and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--variants", nargs="+", default=["int4", "auto"], choices=VARIANTS)
+    parser.add_argument("--rate", help="of the links, instead of the one at which plain messages take half the time")
+    parser.add_argument("--report", action="store_true")
+    given = parser.parse_args()
+    kept = Cells(given.out)
+    if not given.report:
+        rate = given.rate or half_rate(kept)
+        for number in range(given.rounds):
+            for variant in dict.fromkeys(["plain", *given.variants]):
+                cell = Cell(rate, variant, number)
+                if kept.read(cell.name) is None:
+                    found = asdict(cell) | run(rate, [*VARIANTS[variant], f"train.seed={number}"])
+                    kept.write(cell.name, found)
+                    print(cell.name, f"{found['eps']:,.0f} examples/s", file=sys.stderr, flush=True)
+    print("\n".join(describe()))
+    print("\n" + result_table(kept.all()))
+
+
+if __name__ == "__main__":
+    in_sentences(main)

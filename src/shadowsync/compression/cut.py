@@ -1,0 +1,145 @@
+"""A cut through a model of one's own: what crosses it, forward and backward, passes a codec and is counted."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shadowsync.compression.codec import Codec, naming
+from shadowsync.compression.unused import check_used
+from shadowsync.errors import ConfigError, NonFiniteTensor
+from shadowsync.registry import build, choose, split_options
+
+FP32 = 4
+"""Bytes."""
+
+
+class CompressedCut(nn.Module):
+    """Stands between two stages of a model as a network would: DCT-MP (arXiv 2010.08899) with `codec="threshold"`.
+
+        model = nn.Sequential(bottom, CompressedCut(keep=0.05, values="int8"), top)
+
+    Forward, activations X become X·M as the other side would see them; M holds the elements that the codec keeps (for
+    `threshold` those of magnitude τ and more, chosen exactly every `refresh` batches). Backward, the gradient becomes
+    grad·M, so that its positions need not cross again. Nothing is made up for later: an activation's error belongs to
+    one sample. Without a mask (`bf16`, `int8`, `int4`) both ways are merely rounded, and the gradient passes straight
+    through. What the wire would carry is counted; nothing is sent.
+
+    In eval mode tensors pass as they are: predictions see what was computed, and thresholds and counts stay. In
+    training mode they are compressed under `torch.no_grad()` too. Tensors may have any shape, and batches any size.
+    What the module remembers is no part of its `state_dict`: thresholds are chosen anew with the first batch. One
+    module belongs to one thread.
+
+    Args:
+        codec: a codec by name: `threshold`, `int8`, `int4`, `bf16`, `plain`.
+        groups: widths of the groups of columns (features) in the last dimension, for `scope="group"`, and for `int8`
+            and `int4`, which then have a scale for each.
+        label: what the cut is called in errors.
+        options: of the codec, as under `compression` in the configuration.
+
+    Attributes:
+        forward_bytes, backward_bytes: sent so far in each direction.
+        raw_bytes: what both would have been in fp32.
+        kept_share: of the elements of the last batch that crossed.
+
+    Raises:
+        ConfigError: there is no such codec or option, or groups that it has no use for.
+    """
+
+    def __init__(
+        self, codec: str = "threshold", *, groups: Sequence[int] = (), label: str = "the cut", **options: Any
+    ) -> None:
+        super().__init__()
+        member = choose("codec", str(codec), "shadowsync.compression", Codec)
+        (own,) = split_options("codec", options, {f"codec={codec}": member})
+        self.codec = build(member, own, "codec").resolved("codec")
+        check_used("codec", self.codec, own)
+        self.groups, self.label = _widths(groups, self.codec), label
+        self.forward_bytes = self.backward_bytes = self.raw_bytes = 0
+        self.kept_share = 1.0
+        self._state: Any = None
+        self._way_back: Any = None
+
+    def forward(self, activations: Tensor) -> Tensor:
+        """`activations`, of any shape and floating type, as they arrive at the other side.
+
+        Under `torch.compile` it runs as it is, between two graphs.
+
+        Raises:
+            NonFiniteTensor: they, or in the backward pass their gradient, hold NaN or infinities where they would cross
+                (`plain` and `bf16` carry those), or numbers that float32 cannot hold.
+            TypeError: they are no floating-point numbers.
+        """
+        return self._cross(activations) if self.training else activations
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _cross(self, activations: Tensor) -> Tensor:
+        if not activations.is_floating_point():
+            raise TypeError(f"{self.label} takes floating-point numbers, not {activations.dtype}")
+        crossed: Tensor = _Cross.apply(activations, self)  # type: ignore[no-untyped-call]
+        return crossed
+
+    def extra_repr(self) -> str:
+        return f"{self.codec}" + (f", groups={self.groups}" if self.groups else "")
+
+    def send(self, activations: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What arrives of the activations, and the positions that crossed."""
+        with naming(about := f"the activations at {self.label}"):
+            activations = _single(activations, about)
+            encoded = self.codec.encode(activations, self._state, self.groups)
+        self._state = encoded.state
+        self.forward_bytes += encoded.byte_count
+        self.raw_bytes += FP32 * activations.numel()
+        self.kept_share = 1.0 if encoded.kept is None else len(encoded.kept) / activations.numel()
+        return self.codec.decode(encoded.frames, encoded.shape), encoded.kept
+
+    def send_back(self, gradient: Tensor, kept: Tensor | None) -> Tensor:
+        """What arrives of the gradient under the mask of its activations."""
+        with naming(about := f"the gradient at {self.label}"):
+            gradient = _single(gradient, about)
+            encoded = self.codec.encode_under(gradient, kept, self._way_back)
+        self._way_back = encoded.state
+        self.backward_bytes += encoded.byte_count
+        self.raw_bytes += FP32 * gradient.numel()
+        return self.codec.decode_under(encoded.frames, encoded.shape, kept)
+
+
+class _Cross(torch.autograd.Function):
+    """The way there, and the way back under the same mask."""
+
+    @staticmethod
+    def forward(ctx: Any, activations: Tensor, cut: CompressedCut) -> Tensor:
+        arrived, ctx.kept = cut.send(activations.detach())
+        ctx.cut = cut
+        return arrived.to(activations, copy=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.cut.send_back(gradient, ctx.kept).to(gradient), None
+
+
+def _widths(groups: Sequence[int], codec: Codec) -> tuple[int, ...]:
+    """The groups, checked."""
+    if isinstance(groups, str) or not isinstance(groups, Sequence):
+        raise ConfigError(f"groups={groups} are no widths of columns: give whole numbers, for instance groups=(16, 16)")
+    if wrong := [width for width in groups if isinstance(width, bool) or not isinstance(width, int) or width < 1]:
+        raise ConfigError(f"groups: a width is a whole number from 1 on, not {wrong[0]!r}")
+    if groups and not codec.by_feature:
+        raise ConfigError(
+            f"groups have no effect with codec={codec.name} here, but with threshold and scope=group, or with int8 and "
+            "int4 without block: leave them out"
+        )
+    if getattr(codec, "scope", None) == "group" and not groups:
+        raise ConfigError("codec.scope=group has no effect without groups, the widths of the groups: give them")
+    return tuple(groups)
+
+
+def _single(tensor: Tensor, about: str) -> Tensor:
+    """In float32 and main memory."""
+    single = tensor.to("cpu", torch.float32)
+    if tensor.dtype == torch.float64 and not bool((single.isfinite() == tensor.cpu().isfinite()).all()):
+        raise NonFiniteTensor(f"{about} cannot be sent: {float(tensor.abs().max()):g} is beyond the range of float32")
+    return single

@@ -1,0 +1,144 @@
+"""A flat tensor whose pieces, the parameters of a model, are encoded one by one.
+
+`N` elements, `Q` pieces.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shadowsync.compression.codec import Codec, CodecState, Decoded, Encoded, NotFinite, as_numbers
+from shadowsync.errors import ConfigError
+from shadowsync.training.replica import Slot
+
+MOST = 300
+"""Pieces; each takes up to three frames of a message."""
+
+
+@dataclass(frozen=True)
+class PiecesState(CodecState):
+    """What the codec remembers of each piece."""
+
+    states: tuple[Any, ...]
+
+    def tensors(self) -> dict[str, Tensor]:
+        kept = {index: state.tensors() for index, state in enumerate(self.states) if state is not None}
+        return {f"{index}.{name}": tensor for index, tensors in kept.items() for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Pieces(Codec):
+    """Each piece has a threshold, a drift and a residual of its own, as DCT-DP has it (arXiv 2010.08899).
+
+    No member that can be chosen by name: it goes by that of the codec.
+
+    Attributes:
+        codec: of every piece.
+        names: of the pieces, for errors; `Q`.
+        widths: elements of each, `N` in all.
+    """
+
+    sparse: ClassVar[bool] = True
+
+    codec: Codec
+    names: tuple[str, ...]
+    widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.codec.name)
+
+    def encode(self, tensor: Tensor, state: PiecesState | None = None, groups: Sequence[int] = ()) -> Encoded:
+        parts = as_numbers(tensor).view(-1).split_with_sizes(list(self.widths))
+        states = (None,) * len(parts) if state is None else state.states
+        each = [self._encode(*given) for given in zip(self.names, parts, states, strict=True)]
+        counts = torch.tensor([len(encoded.frames) for encoded in each], dtype=torch.uint8)
+        return Encoded(
+            (counts, *(frame for encoded in each for frame in encoded.frames)),
+            tuple(tensor.shape),
+            PiecesState(tuple(encoded.state for encoded in each)),
+            self._joined([encoded.kept for encoded in each]),
+            sum(encoded.refreshes for encoded in each),
+            sum(encoded.early for encoded in each),
+        )
+
+    def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        return self.decode_kept(frames, shape).tensor
+
+    def decode_kept(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Decoded:
+        counts, rest = frames[0], frames[1:]
+        if counts.dtype != torch.uint8 or counts.shape != (len(self.widths),) or int(counts.sum()) != len(rest):
+            raise ValueError(f"{len(rest)} frames for {len(self.widths)} pieces are counted by {list(counts.shape)}")
+        ends = list(accumulate(counts.tolist()))
+        starts = [0, *ends[:-1]]
+        decoded = [
+            self.codec.decode_kept(rest[start:end], (width,))
+            for start, end, width in zip(starts, ends, self.widths, strict=True)
+        ]
+        return Decoded(
+            torch.cat([part.tensor for part in decoded]).view(shape), self._joined([p.kept for p in decoded])
+        )
+
+    @property
+    def everything(self) -> bool:
+        return self.codec.everything
+
+    def of_differences(self) -> Codec:
+        return replace(self, codec=self.codec.of_differences())
+
+    def restored(self, tensors: Mapping[str, Tensor]) -> PiecesState | None:
+        if not tensors:
+            return None
+        own: list[dict[str, Tensor]] = [{} for _ in self.widths]
+        for key, tensor in tensors.items():
+            index, _, name = key.partition(".")
+            if not index.isdigit() or int(index) >= len(own):
+                raise ValueError(f"{key} belongs to none of {len(own)} parameters")
+            own[int(index)][name] = tensor
+        for name, width, kept in zip(self.names, self.widths, own, strict=True):
+            if "residual" in kept and kept["residual"].shape != (width,):
+                raise ValueError(f"the residual of {name} has {kept['residual'].numel()} elements, not {width}")
+        return PiecesState(tuple(self.codec.restored(kept) for kept in own))
+
+    def _encode(self, name: str, part: Tensor, state: Any) -> Encoded:
+        try:
+            return self.codec.encode(part, state)
+        except NotFinite as error:
+            raise NotFinite(error.tensor, f" of {name}") from None
+
+    def _joined(self, kept: Sequence[Tensor | None]) -> Tensor | None:
+        if all(positions is None for positions in kept):
+            return None
+        starts = accumulate(self.widths, initial=0)
+        parts = [
+            torch.arange(start, start + width) if positions is None else positions + start
+            for positions, start, width in zip(kept, starts, self.widths, strict=False)
+        ]
+        return torch.cat(parts)
+
+
+def by_parameter(codec: Codec, slots: Sequence[Slot], length: int) -> Codec:
+    """The codec of flat tensors of a replica: a sparse one looks at each parameter apart, with the gap behind it.
+
+    Args:
+        codec: as configured.
+        slots: of the replica.
+        length: of its flat tensor.
+
+    Raises:
+        ConfigError: there are too many parameters.
+    """
+    if not codec.sparse or not slots:
+        return codec
+    if len(slots) > MOST:
+        raise ConfigError(
+            f"compression.dense={codec.name} takes a model of at most {MOST} parameters, and this one has "
+            f"{len(slots)}: set compression.dense=int8"
+        )
+    ends = [*(slot.start for slot in slots[1:]), length]
+    return Pieces(
+        codec, tuple(slot.name for slot in slots), tuple(e - s.start for s, e in zip(slots, ends, strict=True))
+    )

@@ -1,0 +1,97 @@
+"""How parameters come back to a worker of a gradient method: all of them, or what has changed much.
+
+`P` elements of the flat tensor.
+"""
+
+import threading
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shadowsync.aggregation.stepping import Version
+from shadowsync.compression.codec import Codec
+from shadowsync.compression.plain import Plain
+from shadowsync.errors import DataError
+from shadowsync.runtime.lines import Line
+from shadowsync.runtime.mirror import Mirror
+from shadowsync.runtime.step_messages import NEVER, NewerGiven
+
+Message = tuple[NewerGiven, tuple[Tensor, ...]]
+
+
+class ParameterSender:
+    """The dense server's end towards one worker.
+
+    Unless the codec keeps everything, parameters cross as the difference from what the worker has (`Mirror`): what a
+    codec leaves out or rounds off comes when it has grown. The worker says which version it has; where that is not the
+    one sent last, because an answer was lost or the worker is new, it gets them whole.
+
+    Ours differs from DCT-DP (arXiv 2010.08899), where every trainer makes the step itself from the sum of the sparse
+    gradients: here the optimizer is the server's, and may move every parameter in each step (Adam does).
+
+    Args:
+        codec: of the dense part; an attribute.
+        about: what messages are called in errors.
+    """
+
+    def __init__(self, codec: Codec, about: str) -> None:
+        self.codec = codec
+        self._mirror = Mirror(codec.of_differences(), about)
+        self._sent = NEVER
+        self._lock = threading.Lock()
+
+    def answer(self, version: Version, than: int) -> Message:
+        """The message that brings a worker from version `than` to this one."""
+        flat = version.flat.cpu()
+        if self.codec.everything:
+            return NewerGiven(version.number), Plain().encode(flat).frames
+        with self._lock:
+            if than != self._sent:
+                self._mirror.forget()
+            self._sent = version.number
+            encoded, whole = self._mirror.encode(flat)
+        given = NewerGiven(version.number, whole, encoded.kept_count, encoded.refreshes, encoded.early)
+        return given, encoded.frames
+
+
+class ParameterReceiver:
+    """The worker's end.
+
+    Args:
+        line: of the dense part.
+        length: `P`.
+    """
+
+    def __init__(self, line: Line, length: int) -> None:
+        self._line, self._length = line, length
+        self._mirror: Mirror | None = None
+        self._name = ""
+
+    def take(self, codec: Codec, given: NewerGiven, frames: Sequence[Tensor]) -> Version | None:
+        """The parameters after a message in that codec, counted; None if there are no newer ones.
+
+        Raises:
+            DataError: it goes on from a message that never came, or the frames are none of such a message.
+        """
+        if given.version is None:
+            return None
+        try:
+            flat = self._decoded(codec, given, frames)
+        except Exception as error:  # a codec does not expect frames that it did not make
+            raise DataError(f"the frames of the dense parameters are none of codec {codec.name}") from error
+        if flat is None:
+            raise DataError("the dense server sent what has changed to a worker that has nothing")
+        if flat.shape != (self._length,):
+            raise DataError(f"the dense server sent {list(flat.shape)} parameters to a model of {self._length}")
+        self._line.count(sum(frame.nbytes for frame in frames), flat.nbytes)
+        if codec.sparse and not given.whole:
+            self._line.count_kept(self._length, given.kept, given.refreshes, given.early)
+        return Version(given.version, flat)
+
+    def _decoded(self, codec: Codec, given: NewerGiven, frames: Sequence[Tensor]) -> Tensor | None:
+        if codec.everything:
+            return Plain().decode(frames, (self._length,))
+        if self._mirror is None or self._name != codec.name:
+            self._mirror, self._name = Mirror(codec.of_differences(), "the dense parameters"), codec.name
+        known = self._mirror.take(frames, (self._length,), given.whole)
+        return None if known is None else known.clone()  # the next message is added to it

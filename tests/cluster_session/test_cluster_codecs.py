@@ -1,0 +1,164 @@
+"""Jobs on a cluster that choose their codecs by the link and the steps they see."""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_jobs import Tower, cluster_settings
+from job_helpers import beside_own_model, write_rows
+from torch import Tensor
+
+from shadowsync import Job, Result
+from shadowsync.cluster import trainer_part
+from shadowsync.cluster.trainer_part import TrainerPart
+from shadowsync.compression.codec import Codec
+from shadowsync.report.role_log import read_events
+from shadowsync.runtime import codec_choice
+from shadowsync.runtime.codec_choice import CodecChoice, Situation
+from shadowsync.runtime.link import Link, Traffic
+from shadowsync.runtime.wire.connection import Answer, Connection
+from shadowsync.runtime.wire.service import Meta
+
+pytestmark = pytest.mark.timeout(60)
+STEP_S, SPEED = 0.002, 100_000
+
+
+@dataclass(frozen=True)
+class SlowLink(Connection):
+    """A connection whose answers come as late as a link of `speed` bytes per second would have them."""
+
+    inner: Connection
+    speed: float
+
+    def call(
+        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
+    ) -> Future[Answer]:
+        late: Future[Answer] = Future()
+        sent = sum(tensor.nbytes for tensor in tensors)
+
+        def answered(done: Future[Answer]) -> None:
+            if (error := done.exception()) is not None:
+                late.set_exception(error)
+                return
+            answer = done.result()
+            seconds = (sent + sum(tensor.nbytes for tensor in answer.tensors)) / self.speed
+            timer = threading.Timer(seconds, late.set_result, [answer])
+            timer.daemon = True
+            timer.start()
+
+        self.inner.call(method, meta, tensors, timeout_s).add_done_callback(answered)
+        return late
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec_choice, "STRETCH_S", 0.03)
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
+    measured = TrainerPart._measured
+
+    def slowed(part: TrainerPart, kind: str, index: int, address: str) -> Connection:
+        found = measured(part, kind, index, address)
+        if isinstance(found, codec_choice.MeasuredConnection):
+            return codec_choice.MeasuredConnection(SlowLink(found.inner, speed), found.link)
+        return found
+
+    monkeypatch.setattr(TrainerPart, "_measured", slowed)
+
+
+def run(tmp_path: Path, rows: int = 1600, step_ms: float = 2.0, **sections: Any) -> Result:
+    data = write_rows(tmp_path / "rows.parquet", rows)
+    train = {"batch_size": 8, "emulate_step_ms": step_ms}
+    config = cluster_settings(data, data={"slice_rows": 64}, train=train, **sections)
+    if "aggregation" in sections:
+        del config["sync"]
+    return Job(beside_own_model(config), model=Tower(), out=tmp_path / "out").run()
+
+
+AUTO = {"name": "auto", "stay_s": 0.1}
+
+
+@pytest.mark.usefixtures("cluster", "quick_looks")
+def test_a_slow_link_leads_to_a_stronger_codec_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, speed=100_000)
+    result = run(tmp_path, compression={"pull": AUTO, "push": AUTO})
+    assert result.wire is not None
+    assert set(result.wire.codecs) == {"pull", "push", "dense"}
+    assert result.wire.codecs["dense"] == "plain"
+    assert result.wire.codecs["pull"] != "plain"
+    assert result.wire.bytes["pull"] < result.wire.raw_bytes["pull"]
+    told = [event for event in read_events(tmp_path / "out") if event.detail.startswith("compression.")]
+    assert {(event.role, event.event) for event in told} == {("trainer-0", "decided")}
+    first = next(event.detail for event in told if event.detail.startswith("compression.pull"))
+    assert " instead of plain, because the link carries 0.0" in first
+    assert first.endswith("above share=0.8, and workers wait")
+    frames = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert frames[0]["wire_codecs"] == {"pull": "plain", "push": "plain"}
+
+
+@pytest.mark.usefixtures("cluster", "quick_looks")
+def test_a_quick_link_stays_plain_and_nothing_is_told(tmp_path: Path) -> None:
+    result = run(tmp_path, rows=160, step_ms=20.0, compression={"pull": AUTO, "push": AUTO})
+    assert result.wire is not None
+    assert result.wire.codecs == dict.fromkeys(("pull", "push", "dense"), "plain")
+    assert result.wire.bytes == result.wire.raw_bytes
+    assert not any(event.detail.startswith("compression.") for event in read_events(tmp_path / "out"))
+
+
+class PacedLink(Link):
+    """What crosses took as long as on a link of `SPEED` bytes per second, however busy this machine is."""
+
+    def take(self, kind: str) -> Traffic:
+        seen = super().take(kind)
+        return seen._replace(busy_s=(seen.fixed_bytes + seen.float_bytes) / SPEED)
+
+
+class PacedChoice(CodecChoice):
+    """Every step computes and waits for `STEP_S` each, and no other time passes."""
+
+    def __init__(self, codecs: Mapping[str, Codec], situation: Situation) -> None:
+        self._now = 0.0
+        super().__init__(codecs, situation, lambda: self._now)
+        self._link = PacedLink(lambda: self._now)
+
+    def stepped(self, computed_s: float, waited_s: float) -> None:
+        self._now += 2 * STEP_S
+        super().stepped(STEP_S, STEP_S)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "replicas in the background": {"sync": {"method": "easgd"}},
+    "replicas in the foreground": {"sync": {"method": "easgd", "schedule": "every_k", "k": 1}},
+    "gradients": {"aggregation": {"method": "async"}},
+}
+
+
+@pytest.mark.usefixtures("cluster", "quick_looks")
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_dense_part_gets_out_of_the_way_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(trainer_part, "CodecChoice", PacedChoice)
+    result = run(tmp_path, rows=800, compression={"pull": AUTO, "dense": AUTO}, **family)
+    assert result.wire is not None
+    assert result.wire.codecs["dense"] != "plain"
+    assert result.wire.bytes["dense"] < result.wire.raw_bytes["dense"]
+
+
+@pytest.mark.usefixtures("cluster", "quick_looks")
+def test_averages_are_plain_and_say_so(tmp_path: Path) -> None:
+    result = run(tmp_path, rows=100, compression={"dense": "auto"}, sync={"method": "ma"})
+    assert result.wire is not None
+    assert result.wire.codecs["dense"] == "plain"
+    told = {event.detail for event in read_events(tmp_path / "out") if event.role == "driver"}
+    said = "all trainers have to send alike to be averaged by sync.method=ma"
+    assert f"compression.dense=auto is plain, because {said}" in told

@@ -129,9 +129,10 @@ class Cell:
 
     Attributes:
         task: what is trained.
-        part: whose traffic is compressed: `dense`, `cut`, or none (`both`).
+        part: whose traffic is compressed: `dense`, `cut`, `wide`, or none (`both`).
         setting: name of the codecs.
-        overrides: that choose them.
+        overrides: that choose them; for `wide`, options of `CompressedCut`.
+        seed: of the run.
     """
 
     task: str

@@ -31,16 +31,13 @@ FREE = "10gbit"
 PROBES = 4
 PROBE_ROWS = 250_000
 TIMEOUT_S = 900.0
+INT4 = ("compression.pull=int4", "compression.push.name=int4", "compression.push.rounding=stochastic")
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "plain": (),
     "bf16": ("compression.pull=bf16", "compression.push=bf16", "compression.dense=bf16"),
     "int8": ("compression.pull=int8", "compression.push=int8", "compression.dense=int8"),
-    "int4": (
-        "compression.pull=int4",
-        "compression.push.name=int4",
-        "compression.push.rounding=stochastic",
-        "compression.dense=int8",
-    ),
+    "int4": (*INT4, "compression.dense=int8"),
+    "int4, threshold": (*INT4, "compression.dense.name=threshold", "compression.dense.values=int8"),
     "auto": ("compression.pull=auto", "compression.push=auto", "compression.dense=auto"),
 }
 
@@ -56,7 +53,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Of its file."""
-        return f"{self.rate}-{self.variant}-{self.round:02}"
+        return f"{self.rate}-{self.variant}-{self.round:02}".replace(", ", "-")
 
 
 def run(rate: str, overrides: Sequence[str]) -> dict[str, Any]:

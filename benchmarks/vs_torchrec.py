@@ -46,7 +46,8 @@ OURS: Mapping[str, tuple[str, ...]] = {
         "compression.pull=int4",
         "compression.push.name=int4",
         "compression.push.rounding=stochastic",
-        "compression.dense=int8",
+        "compression.dense.name=threshold",
+        "compression.dense.values=int8",
     ),
     "shadowsync, bf16, auto wire": (
         "train.precision=bf16",

@@ -11,6 +11,7 @@ from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_replica, make_trainer, step_rule
 from shadowsync.choices import Aggregating, Choices
+from shadowsync.compression.codec import Codec
 from shadowsync.compression.pieces import by_parameter
 from shadowsync.config import Config
 from shadowsync.data.desk import Desk
@@ -56,12 +57,16 @@ class DenseMaterial:
     @property
     def line(self) -> Line:
         """The way of the dense part."""
-        return Line("dense", self.choices.codecs["dense"], self.wire)
+        return Line("dense", self._codec, self.wire)
 
     def line_of(self, replica: Replica) -> Line:
         """The way of gradients and averages of that replica, and of others like it."""
-        codec = by_parameter(self.choices.codecs["dense"], replica.slots, len(replica.flat))
-        return Line("dense", codec, self.wire)
+        return Line("dense", by_parameter(self._codec, replica.slots, len(replica.flat)), self.wire)
+
+    @property
+    def _codec(self) -> Codec:
+        """As nothing can be measured here, `auto` is its weakest."""
+        return self.choices.codecs["dense"].ladder[0]
 
 
 class LocalDense(ABC):

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -246,6 +247,28 @@ class Held(Connection):
 
 
 @pytest.mark.timeout(20)
+@dataclass
+class Garbled:
+    """A connection on which other frames come back."""
+
+    inner: Connection
+    frames: tuple[Tensor, ...] = ()
+
+    def call(self, *arguments: Any, **more: Any) -> Future[Answer]:
+        answer: Future[Answer] = Future()
+        answer.set_result(replace(self.inner.call(*arguments, **more).result(), tensors=self.frames))
+        return answer
+
+
+@pytest.mark.parametrize("codec", [FEW, Bf16()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("frames", [(), (torch.ones(2),) * 4], ids=["nothing", "too many"])
+def test_an_answer_that_is_no_exchange_is_an_error_in_a_sentence(codec: Codec, frames: tuple[Tensor, ...]) -> None:
+    garbled: Any = Garbled(DirectConnection(services(torch.ones(5), 1, codec)[0]), frames)
+    servers = DenseRemote([garbled], split_evenly(5, 1), Line("dense", codec, WireCounter()))
+    with pytest.raises(DataError, match="the frames of an exchange are none of codec"):
+        servers.elastic(0, torch.zeros(5), 0.5)
+
+
 def test_all_servers_are_asked_before_any_answer_is_awaited() -> None:
     """With one at a time this would never end; the answers come in the wrong order."""
     center, count, waiting = torch.arange(11.0), 3, []

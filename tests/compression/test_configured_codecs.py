@@ -164,6 +164,7 @@ GBA = ["aggregation.method=gba"]
         (["compression.push={name: threshold, scope: group}", "embedding.unique_rows=always"], "push.scope=group"),
         (["compression.dense={name: threshold, feedback: false}"], "dense.feedback=False"),
         (["compression.dense={name: threshold, feedback: true}"], "dense.feedback=True"),
+        (["compression.dense={name: threshold, keep: 1, feedback: false}", *GBA], "dense.feedback=False"),
         (["compression.dense=int8", "sync.method=none"], "dense=int8"),
         (["compression.dense=auto", "sync.method=none"], "dense=auto"),
         (["compression.dense=threshold", "sync.method=none"], "dense=threshold"),

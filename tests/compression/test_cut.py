@@ -181,6 +181,11 @@ def test_scales_are_of_features_where_they_are_given():
     inputs = torch.cat((numbers((10, 16)), 1e-4 * numbers((10, 16), 1)), 1)
     assert CompressedCut("int4", groups=(16, 16))(inputs)[:, 16:].any(1).all()
     assert not CompressedCut("int4")(inputs)[:, 16:].any()
+    cut, given = CompressedCut("int4", groups=(16, 16)), inputs.clone().requires_grad_()
+    cut(given).backward(inputs)
+    assert given.grad is not None
+    assert given.grad[:, 16:].any(1).all()
+    assert cut.backward_bytes == cut.forward_bytes
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it while it traces

@@ -56,6 +56,10 @@ def test_every_width_is_tried_out():
     assert {2, 3, 4, 6, 7, 8, 12, 15} <= widths
 
 
+def test_one_element_of_very_many_crosses():
+    assert unpack(pack(np.array([5]), 1 << 26), 1 << 26).tolist() == [5]
+
+
 def test_all_elements_take_no_byte():
     assert unpack(torch.empty(0, dtype=torch.uint8), 10) is None
 

@@ -99,7 +99,10 @@ class CompressedCut(nn.Module):
         """What arrives of the gradient under the mask of its activations."""
         with naming(about := f"the gradient at {self.label}"):
             gradient = _single(gradient, about)
-            encoded = self.codec.encode_under(gradient, kept, self._way_back)
+            if kept is None and not self.codec.sparse:
+                encoded = self.codec.encode(gradient, self._way_back, self.groups)
+            else:
+                encoded = self.codec.encode_under(gradient, kept, self._way_back)
         self._way_back = encoded.state
         self.backward_bytes += encoded.byte_count
         self.raw_bytes += FP32 * gradient.numel()

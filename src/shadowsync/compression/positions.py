@@ -74,7 +74,7 @@ def _small(gaps: Positions, width: int) -> Gaps:
 
 def _narrowest(gaps: Positions, count: int) -> int:
     """The width in bits with which the gaps take the fewest, by a sample of them."""
-    usual, some = (count // len(gaps)).bit_length(), gaps[:: 1 + len(gaps) // _SAMPLE]
+    usual, some = min((count // len(gaps)).bit_length(), WIDEST), gaps[:: 1 + len(gaps) // _SAMPLE]
     widths = range(max(NARROWEST, usual - 2), min(WIDEST, usual + 2) + 1)
     return min((width * (len(some) + int((some // _escape(width)).sum())), width) for width in widths)[1]
 

@@ -54,6 +54,12 @@ RULES = (
         lambda _: "with keep=1, where everything crosses: set a smaller keep",
     ),
     Rule(
+        _THRESHOLD,
+        ("feedback",),
+        lambda codec: codec.everything,
+        lambda _: "with keep=1 and values=fp32, where nothing is left: set a smaller keep",
+    ),
+    Rule(
         _AUTO,
         ("keep",),
         lambda codec: codec.strongest != "threshold",

@@ -6,7 +6,7 @@
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,13 +34,11 @@ class Parcel:
 
     Attributes:
         vector: `[P]`, as it moves where vectors cross whole; not the live replica.
-        state: what the codec of whole vectors is to remember.
         message: the difference, where the last attempt began with differences.
         whole: the last attempt sent the vector.
     """
 
     vector: Tensor
-    state: Any = None
     message: Encoded | None = None
     whole: bool = True
 
@@ -91,21 +89,19 @@ class Vectors(Way):
 
     def __init__(self, codec: Codec, counter: Counter, about: str) -> None:
         self._codec, self._counter, self._about = codec, counter, about
-        self._state: Any = None
 
     def pack(self, weights: Tensor) -> Parcel:
         with naming(self._about):
-            encoded = self._codec.encode(weights, self._state)
+            encoded = self._codec.encode(weights)
         (vector,) = encoded.frames
         if vector.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr():
             vector = vector.clone()  # workers go on writing to it
-        return Parcel(vector, encoded.state)
+        return Parcel(vector)
 
     def mean(self, parcel: Parcel, ring: Ring, ground: Ground, come: Come) -> Tensor:
         return come(ring.mean(parcel.vector))
 
     def settle(self, parcel: Parcel, average: Tensor, members: int) -> None:
-        self._state = parcel.state
         share, raw = 2 * (members - 1) / members, parcel.vector.numel() * torch.float32.itemsize
         self._counter.add("dense", round(parcel.vector.nbytes * share), round(raw * share))
 

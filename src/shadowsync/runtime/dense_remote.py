@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec
+from shadowsync.errors import DataError
 from shadowsync.runtime.dense_service import Exchange, Exchanged
 from shadowsync.runtime.elastic import Crossing, ElasticExchanges, Span
 from shadowsync.runtime.lines import Encoder, Line
@@ -117,7 +118,10 @@ class DenseRemote:
         self.line.count(sent, raw)
 
     def _decode(self, codec: Codec, frames: tuple[Tensor, ...], length: int) -> Tensor:
-        part = codec.decode(frames, (length,))
+        try:
+            part = codec.decode(frames, (length,))
+        except Exception as error:  # a codec does not expect frames that it did not make
+            raise DataError(f"the frames of an exchange are none of codec {codec.name}") from error
         self._count(sum(frame.nbytes for frame in frames), part.nbytes)
         return part
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, NotFinite, naming
+from shadowsync.compression.plain import Plain
 from shadowsync.errors import DataError
 from shadowsync.runtime.lines import Encoder, Line
 from shadowsync.runtime.mirror import Mirror
@@ -196,13 +197,12 @@ class ElasticExchanges:
         if mirror.known is None or answer is None:
             raise DataError("a dense server does not accept a replica that comes whole")
         shape = tuple(mirror.known.shape)
-        if answer.whole:
-            moved, kept = answer.frames[0], None
-            if moved.shape != shape or moved.dtype != torch.float32:
-                raise DataError(f"a dense server answered {list(shape)} parameters with {list(moved.shape)}")
-        else:
-            decoded = self._codec.decode_kept(answer.frames, shape)
-            moved, kept = decoded.tensor, decoded.kept_count
+        codec = Plain() if answer.whole else self._codec
+        try:
+            decoded = codec.decode_kept(answer.frames, shape)
+        except Exception as error:  # a codec does not expect frames that it did not make
+            raise DataError(f"the frames of an exchange are none of codec {codec.name}") from error
+        moved, kept = decoded.tensor, None if answer.whole else decoded.kept_count
         self._count(answer.nbytes, moved.nbytes)
         if kept is not None:
             self._line.count_kept(moved.numel(), kept, answer.refreshes, answer.early)

@@ -20,7 +20,7 @@ class Mirror:
     took another's place, gets the vector again.
 
     Args:
-        codec: sparse, without feedback (`Codec.of_differences`).
+        codec: any, as `Codec.of_differences` has it.
         about: what messages are called in errors.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""How parameters come back to a worker of a gradient method: all of them, or what has changed much.
+"""How parameters come back to a worker of a gradient method: all of them, or what has changed.
 
 `P` elements of the flat tensor.
 """

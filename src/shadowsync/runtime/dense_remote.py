@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec
-from shadowsync.errors import DataError
 from shadowsync.runtime.dense_service import Exchange, Exchanged
 from shadowsync.runtime.elastic import Crossing, ElasticExchanges, Span
 from shadowsync.runtime.lines import Encoder, Line
+from shadowsync.runtime.rungs import received
 from shadowsync.runtime.wire.connection import Answer, Connection
 
 
@@ -118,10 +118,8 @@ class DenseRemote:
         self.line.count(sent, raw)
 
     def _decode(self, codec: Codec, frames: tuple[Tensor, ...], length: int) -> Tensor:
-        try:
+        with received("an exchange", codec):
             part = codec.decode(frames, (length,))
-        except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of an exchange are none of codec {codec.name}") from error
         self._count(sum(frame.nbytes for frame in frames), part.nbytes)
         return part
 

@@ -16,7 +16,7 @@ from shadowsync.runtime.elastic import CenterEnd, Crossing
 from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.kept import Bounded
 from shadowsync.runtime.lines import Encoder
-from shadowsync.runtime.rungs import rung
+from shadowsync.runtime.rungs import received, rung
 from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
 from shadowsync.sync.dense import DenseServer, Sent
 
@@ -151,10 +151,8 @@ class DenseService:
         return Reply()
 
     def _decoded(self, codec: Codec, frames: tuple[Tensor, ...]) -> Tensor:
-        try:
+        with received("an exchange", codec):
             values = codec.decode(frames, (self._server.length,))
-        except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of an exchange are none of codec {codec.name}") from error
         return self._checked(values)
 
     def _checked(self, values: Tensor | None) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, Encoded, naming
-from shadowsync.errors import DataError
 from shadowsync.runtime.lines import Line
+from shadowsync.runtime.rungs import received
 
 Frames = Sequence[Tensor]
 
@@ -94,10 +94,8 @@ class PublicCopy:
 
     def _decoded(self, frames: Frames) -> Tensor:
         shape = tuple(self._last.known.shape)
-        try:
+        with received("an average", self._codec):
             return self._codec.decode(frames, shape)
-        except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of an average are none of codec {self._codec.name}") from error
 
 
 @dataclass(frozen=True)

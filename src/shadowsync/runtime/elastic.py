@@ -16,6 +16,7 @@ from shadowsync.compression.plain import Plain
 from shadowsync.errors import DataError
 from shadowsync.runtime.lines import Encoder, Line
 from shadowsync.runtime.mirror import Mirror
+from shadowsync.runtime.rungs import received
 from shadowsync.sync.dense import DenseServer
 
 Span = tuple[int, int]
@@ -97,10 +98,8 @@ class CenterEnd:
             return sent.frames[0] - self._owed
         if self._expected is None:
             return None
-        try:
+        with received("an exchange", self._codec):
             return self._expected + self._codec.decode(sent.frames, shape)
-        except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of an exchange are none of codec {self._codec.name}") from error
 
     def _encode(self, owed: Tensor, whole: bool) -> tuple[Crossing, Tensor]:
         """What crosses of `e_i`, and what is left of it."""
@@ -198,10 +197,8 @@ class ElasticExchanges:
             raise DataError("a dense server does not accept a replica that comes whole")
         shape = tuple(mirror.known.shape)
         codec = Plain() if answer.whole else self._codec
-        try:
+        with received("an exchange", codec):
             decoded = codec.decode_kept(answer.frames, shape)
-        except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of an exchange are none of codec {codec.name}") from error
         moved, kept = decoded.tensor, None if answer.whole else decoded.kept_count
         self._count(answer.nbytes, moved.nbytes)
         if kept is not None:

@@ -14,6 +14,7 @@ from shadowsync.compression.plain import Plain
 from shadowsync.errors import DataError
 from shadowsync.runtime.lines import Line
 from shadowsync.runtime.mirror import Mirror
+from shadowsync.runtime.rungs import received
 from shadowsync.runtime.step_messages import NEVER, NewerGiven
 
 Message = tuple[NewerGiven, tuple[Tensor, ...]]
@@ -75,10 +76,8 @@ class ParameterReceiver:
         """
         if given.version is None:
             return None
-        try:
+        with received("the dense parameters", codec):
             flat = self._decoded(codec, given, frames)
-        except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of the dense parameters are none of codec {codec.name}") from error
         if flat is None:
             raise DataError("the dense server sent what has changed to a worker that has nothing")
         if flat.shape != (self._length,):

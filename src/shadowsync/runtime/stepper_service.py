@@ -14,7 +14,7 @@ from shadowsync.errors import DataError
 from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.kept import MOST_STREAMS, Bounded
 from shadowsync.runtime.parameters import ParameterSender
-from shadowsync.runtime.rungs import rung
+from shadowsync.runtime.rungs import received, rung
 from shadowsync.runtime.step_messages import (
     Committed,
     GradientSent,
@@ -108,10 +108,8 @@ class StepperService:
 
     def _decoded(self, codec: Codec, frames: tuple[Tensor, ...]) -> Tensor:
         flat = self._stepper.replica.flat
-        try:
+        with received("a gradient", codec):
             decoded = codec.decode(frames, tuple(flat.shape))
-        except Exception as error:  # a codec does not expect frames that it did not make
-            raise DataError(f"the frames of a gradient are none of codec {codec.name}") from error
         return decoded.to(flat.device)
 
     def _sender(self, codec: Codec, client: str, stream: int) -> ParameterSender:

@@ -9,8 +9,8 @@ STAMP := $(VENV)/.installed
 train: $(STAMP)  ## Trains the demo and says where the report is.
 	@$(BIN)/shadowsync train $(ARGS)
 
-test: $(STAMP)  ## Runs every test.
-	@$(BIN)/pytest
+test: $(STAMP)  ## Runs every test, in two processes that take a file at a time.
+	@$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(STAMP)  ## Checks style and format.
 	@$(BIN)/ruff check .

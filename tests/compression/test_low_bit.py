@@ -65,11 +65,19 @@ def test_torch_draws_what_it_would_have_drawn():
 
 
 @pytest.mark.parametrize(
-    ("shape", "width"),
-    [((), 256), ((5000,), 256), ((10, 16), 16), ((10, 416), 416), ((10, 512), 256), ((10, 4), 256), ((2, 3, 40), 40)],
+    ("shape", "usual", "asked"),
+    [
+        ((), 256, 256),
+        ((5000,), 256, 256),
+        ((10, 16), 16, 256),
+        ((10, 416), 416, 416),
+        ((10, 512), 256, 256),
+        ((10, 4), 256, 256),
+        ((2, 3, 40), 40, 40),
+    ],
 )
-def test_what_shares_a_scale(shape, width):
-    assert row_width(shape, None) == row_width(shape, 256) == width
+def test_what_shares_a_scale(shape, usual, asked):
+    assert (row_width(shape, None), row_width(shape, 256)) == (usual, asked)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,7 @@ def test_what_shares_a_scale(shape, width):
 def test_what_shares_a_scale_where_there_are_features(groups, width):
     shape = (10, sum(groups))
     assert row_width(shape, None, groups) == width
-    assert row_width(shape, 1 << 20, groups) == sum(groups)
+    assert row_width(shape, 10007, groups) == sum(groups)
     assert row_width((10, 3), None, (1, 2)) == 256
 
 
@@ -131,6 +139,18 @@ def test_blocks_of_a_row_have_scales_of_their_own(kind):
     tensor = torch.cat((numbers((4, 16)), 1e-4 * numbers((4, 16), 1)), 1)
     assert not round_trip(kind(), tensor)[:, 16:].any()
     assert round_trip(kind(block=16), tensor)[:, 16:].any(1).all()
+
+
+@KINDS
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 101])
+def test_several_rows_share_a_scale(kind, rows):
+    tensor = numbers((rows, 16))
+    encoded = kind(block=64).encode(tensor)
+    assert encoded.frames[1].numel() == -(-rows // 4)
+    decoded = kind(block=64).decode(encoded.frames, encoded.shape)
+    for first in range(0, rows, 4):
+        error, of = (decoded - tensor)[first : first + 4], tensor[first : first + 4]
+        assert error.abs().max() <= of.abs().max() / kind.levels * ROUGHER * 0.5001
 
 
 @KINDS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shadowsync.compression.low_bit import LowBit
+from shadowsync.compression.low_bit import CHUNK, LowBit
 
 _ZERO = 8
 """What stands for 0 in 4 bits."""
@@ -26,11 +26,17 @@ class Int4(LowBit):
 
     def _packed(self, levels: Tensor) -> Tensor:
         even = levels if len(levels) % 2 == 0 else pad(levels, (0, 1))
-        pairs = (even + _ZERO).view(torch.int16)  # a + 256 b becomes a + 16 b
-        return (pairs | (pairs >> 4)).to(torch.uint8)
+        packed = torch.empty(len(even) // 2, dtype=torch.uint8)
+        for some, part in zip(torch.split(packed, CHUNK), torch.split(even, 2 * CHUNK), strict=True):
+            pairs = (part + _ZERO).view(torch.int16)  # a + 256 b becomes a + 16 b
+            some.copy_(pairs.bitwise_or_(pairs >> 4))
+        return packed
 
     def _unpacked(self, packed: Tensor, count: int) -> Tensor:
         if packed.dtype != torch.uint8 or len(packed) != -(-count // 2):
             raise ValueError(f"{len(packed)} pairs of {packed.dtype} for {count} elements")
-        pairs = packed.to(torch.int16)
-        return (pairs | (pairs << 4)).bitwise_and_(0x0F0F).view(torch.int8)[:count] - _ZERO
+        levels = torch.empty(2 * len(packed), dtype=torch.int8)
+        for some, part in zip(torch.split(levels, 2 * CHUNK), torch.split(packed, CHUNK), strict=True):
+            pairs = part.to(torch.int16)
+            torch.sub(pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.int8), _ZERO, out=some)
+        return levels[:count]

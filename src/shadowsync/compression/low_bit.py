@@ -23,6 +23,8 @@ NARROW = 8
 """A tensor whose rows are shorter is cut into blocks as a vector is: a scale per row would outweigh the rows."""
 BLOCK = 256
 """Elements that share a scale where nothing else says how many."""
+_SLOW = 16
+"""Rows of so many elements, and up to twice as many, torch reduces faster where each stands there twice."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -34,9 +36,9 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 63, description="of stochastic roundin
 Block = Annotated[
     Annotated[int, Field(ge=8, le=1 << 20)] | None,
     Field(
-        description="elements that share a scale, of a tensor without rows or of longer rows that it divides evenly; "
-        "more costs fewer bytes and rounds more coarsely. null: each feature's vector has a scale of its own, and "
-        f"{BLOCK} elements of what has no features",
+        description="elements that share a scale: of a tensor without rows, of longer rows that it divides evenly, or "
+        "of several rows whose width divides it; more costs fewer bytes and rounds more coarsely. null: each feature's "
+        f"vector has a scale of its own, and {BLOCK} elements of what has no features",
     ),
 ]
 
@@ -62,9 +64,10 @@ class LowBit(Codec):
 
     Scales are bfloat16, rounded up so that nothing has to be cut off: half the bytes of float32, for an error that is
     at most 1/128 larger. All parts of a row are of one width (`row_width`), so that the number of scales says how rows
-    were cut, and the other side need not know of features. Rounding at random draws from a generator that is seeded
-    anew for each message with `seed`, the number of the message, and bits of the tensor itself: the same messages round
-    the same in every run, and streams that carry different numbers do not round alike.
+    were cut, and the other side need not know of features; where several rows share a scale, both go by `block`.
+    Rounding at random draws from a generator that is seeded anew for each message with `seed`, the number of the
+    message, and bits of the tensor itself: the same messages round the same in every run, and streams that carry
+    different numbers do not round alike.
     """
 
     levels: ClassVar[int]
@@ -129,14 +132,12 @@ class LowBit(Codec):
     def _width(self, shape: tuple[int, ...], scales: int) -> int:
         """The elements that share a scale, where there are so many scales."""
         count, columns = math.prod(shape), _columns(shape)
-        if columns < NARROW:
-            width = row_width(shape, self.block)
-            fits = scales == -(-count // width)
-        else:
-            cuts, rest = divmod(scales, max(1, count // columns))
-            width = columns // max(1, cuts)
-            fits = cuts > 0 and not rest and columns % cuts == 0 and width >= NARROW
-        if not fits:
+        width = row_width(shape, self.block)
+        if scales == -(-count // width):
+            return width
+        cuts, rest = divmod(scales, max(1, count // max(1, columns)))  # of a row, where its features cut it
+        width = columns // max(1, cuts)
+        if not cuts or rest or columns % cuts or width < NARROW:
             raise ValueError(f"{scales} scales are not those of a tensor {list(shape)}")
         return width
 
@@ -156,13 +157,13 @@ class LowBit(Codec):
 
 
 def row_width(shape: tuple[int, ...], block: int | None, groups: Sequence[int] = ()) -> int:
-    """W: elements that share a scale; the last row of a vector may be shorter.
+    """W: elements that share a scale; the last of them may be fewer.
 
     Rows are cut into parts of one width, at features: `groups` of unequal widths at what divides them all, and narrow
     ones several together.
     """
     width = _columns(shape)
-    if width < NARROW:
+    if width < NARROW or (block is not None and block % width == 0):
         return block or BLOCK
     if block is None and groups:
         step = math.gcd(*groups)
@@ -187,7 +188,10 @@ def _parts(count: int, width: int) -> Iterator[tuple[slice, slice, int]]:
 
 def _scales(values: Tensor, levels: int) -> Tensor:
     """`[R]` scales of `[R, W]` values: bfloat16 numbers, none too small for its row, NaN or infinite where it is."""
-    exact = values.abs().amax(1).div_(levels)
+    magnitudes = values.abs()
+    if _SLOW <= values.shape[1] < 2 * _SLOW:
+        magnitudes = torch.cat((magnitudes, magnitudes), 1)
+    exact = magnitudes.amax(1).div_(levels)
     up = (exact.view(torch.int32) + 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
     return torch.where(torch.isfinite(exact), up, exact).clamp_min_(SMALLEST_SCALE)
 

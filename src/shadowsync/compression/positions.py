@@ -34,7 +34,7 @@ _SAMPLE = 1 << 14
 
 
 def pack(kept: Positions, count: int) -> Tensor:
-    """The frame (uint8) of `[K]` positions in `count` = N elements; K may not be 0 or N."""
+    """The frame (uint8) of `[K]` positions in `count` = N elements; K may not be 0, and N of them need no frame."""
     if len(kept) <= _DENSEST * count:
         gaps = np.diff(kept, prepend=-1) - 1
         width = _narrowest(gaps, count)

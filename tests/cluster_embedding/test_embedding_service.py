@@ -97,6 +97,9 @@ def row(*numbers, dtype=INT):
     return torch.tensor(numbers, dtype=dtype)
 
 
+FRAMES = [(), (0,), (0, *[255] * 9), (1, 7), (2,), (2, 255), (8, 200), (8, *[1] * 10), (25, 1, 1, 1, 1)]
+"""None of row numbers of these tables."""
+
 BAD = [
     ("pull", PullAsked(0, 1, IDS, "int8"), (VALUES, OFFSETS)),
     ("pull", PullAsked(0, 1, IDS, "auto"), (VALUES, OFFSETS)),
@@ -143,6 +146,8 @@ BAD = [
     ("read", ReadAsked(0, 1, (0, 1)), (row(1, 0),)),
     ("read", ReadAsked(0, 1, (0, 1)), (row(-1, 0),)),
     ("read", ReadAsked(0, 1, (0, 1)), (row(69, 70),)),
+    *[("read", ReadAsked(0, 1, (0, 1)), (row(*frame, dtype=torch.uint8),)) for frame in FRAMES],
+    ("read", ReadAsked(0, 1, (0, 1)), (row(2, 1, dtype=torch.uint8).view(1, 2),)),
     ("read", ReadAsked(0, 1, (1,)), (NUMBERS,)),
     ("read", ReadAsked(0, 1, (0, 2)), (NUMBERS,)),
     step(SHAPES, NUMBERS, SUMS[0]),

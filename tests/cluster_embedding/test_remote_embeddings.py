@@ -34,6 +34,7 @@ from shadowsync.runtime.embedding_messages import Coded, Pushed
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
 from shadowsync.runtime.kept import KeptLimits
 from shadowsync.runtime.lines import Line
+from shadowsync.runtime.row_numbers import unpack_rows
 from shadowsync.runtime.wire.connection import Answer, Connection, DirectConnection
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.service import encode_meta
@@ -304,15 +305,22 @@ def test_a_gradient_is_sent_as_it_lies_in_memory():
 def test_ids_are_narrow_where_rows_fit():
     slow, remote = slow_remote()
     remote.pull(LOOKUP)
-    remote.read_rows(RowLookup((0,), torch.tensor([0, 39])))
-    assert [call[2][0].dtype for call in slow.calls] == [torch.int32, torch.int32]
+    assert [call[2][0].dtype for call in slow.calls] == [torch.int32]
     long = Table("long", 2**31 + 1, 4, ("long",))
     slow, remote = slow_remote((Shard(long, 0, long.rows),))
     remote.pull(Lookup((0,), Jagged(torch.tensor([2**31]), None, None, 1, 1)))
     remote.read_rows(RowLookup((0,), torch.tensor([2**31])))
-    assert [call[2][0].tolist() for call in slow.calls] == [[2**31]] * 2
+    assert slow.calls[0][2][0].tolist() == unpack_rows(slow.calls[1][2], long.rows).tolist() == [2**31]
     halves = tuple(Shard(long, *edges) for edges in ((0, 2**30), (2**30, long.rows)))
     slow, remote = slow_remote(halves)
     remote.pull(Lookup((1,), Jagged(torch.tensor([2**30]), None, None, 1, 1)))
     remote.read_rows(RowLookup((1,), torch.tensor([2**31])))
-    assert [call[2][0].dtype for call in slow.calls] == [torch.int32, torch.int64]
+    assert slow.calls[0][2][0].dtype == torch.int32
+    assert unpack_rows(slow.calls[1][2], long.rows).tolist() == [2**31]
+
+
+def test_what_a_server_should_refuse_is_not_turned_into_other_rows():
+    for rows in ([3, 3], [5, 4], [-1, 2], [2**32]):
+        slow, remote = slow_remote()
+        remote.read_rows(RowLookup((0,), torch.tensor(rows)))
+        assert slow.calls[0][2][0].tolist() == rows

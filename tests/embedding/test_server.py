@@ -9,6 +9,7 @@ from embedding_cases import ADAGRAD, ADAM, OPTIMIZERS, SGD, STORAGES, dense_grad
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.slot_groups import KNOWN_REQUESTS
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import CheckpointError, DataError
@@ -126,6 +127,14 @@ def test_no_rows_of_no_shards_are_nothing():
         (0, 4),
         (0, 6),
     ]
+
+
+def test_requests_that_are_made_up_fill_no_memory():
+    made = server()
+    for bits in range(2 * KNOWN_REQUESTS):
+        slots = tuple(int(bit) for bit in f"{bits:010b}")
+        made.pull(Lookup(slots, jagged([[[0]]] * 10, 1)))
+    assert made._bounds.cache_info().currsize == KNOWN_REQUESTS
 
 
 def test_slots_are_looked_up_in_the_order_asked_for():

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.overwriting import check_covered, check_fits, held_rows, overwrite, wide_names
 from shadowsync.embedding.push_gate import PushGate
 from shadowsync.embedding.requests import Bounds, check_range, check_rows, check_shape, check_single
-from shadowsync.embedding.slot_groups import SlotGroups
+from shadowsync.embedding.slot_groups import KNOWN_REQUESTS, SlotGroups
 from shadowsync.embedding.storage import RowOptimizer, Storage
-from shadowsync.embedding.table import Rows, RowSet, Shard, slots_of
+from shadowsync.embedding.table import Rows, RowSet, Shard, Slot, slots_of
 from shadowsync.embedding.watching import RowWatches, Watching
 from shadowsync.errors import DataError
 
@@ -84,7 +85,7 @@ class EmbeddingServer:
         self._rule = rule_class(optimizer.name)
         shard_of_slot = [index for index, shard in enumerate(self.shards) for _ in shard.table.features]
         self._storage = storage(self.shards, shard_of_slot, optimizer, seed)
-        self._bounds: dict[tuple[int, ...], Bounds] = {}
+        self._bounds = lru_cache(KNOWN_REQUESTS)(partial(_bounds_of, self.slots))
         self._seed = seed
         self._gate = PushGate()
         self._watches = RowWatches(self.state(), self.numbers, watching)
@@ -212,7 +213,7 @@ class EmbeddingServer:
         Raises:
             DataError: the tensors of the request do not fit each other, or a slot is not one of this server's.
         """
-        bounds = self._bounds_for(lookup.slots)
+        bounds = self._bounds(lookup.slots)
         check_shape(lookup.ids, len(lookup.slots))
         return lookup.ids.samples, bounds.width
 
@@ -243,18 +244,9 @@ class EmbeddingServer:
             )
 
     def _check(self, lookup: Lookup) -> Bounds:
-        bounds = self._bounds_for(lookup.slots)
+        bounds = self._bounds(lookup.slots)
         check_shape(lookup.ids, len(lookup.slots))
         check_range(lookup.ids, bounds)
-        return bounds
-
-    def _bounds_for(self, slots: tuple[int, ...]) -> Bounds:
-        if (bounds := self._bounds.get(slots)) is not None:
-            return bounds
-        unknown = [slot for slot in slots if not 0 <= slot < len(self.slots)]
-        if unknown:
-            raise DataError(f"slot {unknown[0]} is asked for and this server has {len(self.slots)} slots")
-        bounds = self._bounds[slots] = Bounds.of([self.slots[slot] for slot in slots])
         return bounds
 
     def state(self) -> tuple[Rows, ...]:
@@ -397,3 +389,10 @@ class EmbeddingServer:
         if not 0 <= shard < len(self.shards):
             raise DataError(f"shard {shard} is asked for and this server has {len(self.shards)} shards")
         return shard
+
+
+def _bounds_of(slots: Sequence[Slot], asked: tuple[int, ...]) -> Bounds:
+    unknown = [slot for slot in asked if not 0 <= slot < len(slots)]
+    if unknown:
+        raise DataError(f"slot {unknown[0]} is asked for and this server has {len(slots)} slots")
+    return Bounds.of([slots[slot] for slot in asked])

@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from shadowsync.data.batch import Jagged
 from shadowsync.embedding.distinct import find_distinct
 from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.table import Shard
+
+KNOWN_REQUESTS = 256
+"""Sequences of features whose plans are remembered: a job has a few, and whoever makes up others fills no memory."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,11 @@ class SlotGroups:
         self._shards = tuple(shards)
         self.features = tuple(features)
         self.numbers = numbers
-        self._plans: dict[tuple[int, ...], tuple[Group, ...]] = {}
+        self._plan = lru_cache(KNOWN_REQUESTS)(self._groups)
 
     def plan(self, features: Sequence[int]) -> tuple[Group, ...]:
         """The groups of a request for these features, by ascending width."""
-        key = tuple(features)
-        groups = self._plans.get(key)
-        if groups is None:
-            groups = self._plans[key] = self._groups(key)
-        return groups
+        return self._plan(tuple(features))
 
     def dim(self, feature: int) -> int:
         """Width of a feature's table."""

@@ -1,6 +1,7 @@
 """Which tables cross the network as distinct rows, and which as pooled vectors."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -78,7 +79,14 @@ class UniqueChoice:
         per_bag = vector + (0 if mine.offsets is None else ID_BYTES)
         per_id = ID_BYTES * (1 + weighted)
         pooled = len(mine.values) * per_id + self._parts[table.name] * mine.samples * len(table.features) * per_bag
-        return Traffic(pooled, len(np.unique(mine.values.numpy())) * (ID_BYTES + vector))
+        distinct = len(np.unique(mine.values.numpy()))
+        return Traffic(pooled, distinct * vector + number_bytes(distinct, table.rows))
+
+
+def number_bytes(count: int, rows: int) -> float:
+    """About what the numbers of so many distinct of all rows take: as gaps `log2(e rows / count)` bits each, which is
+    the entropy of rows that are drawn independently. Tables of unlike density on one server take more."""
+    return count * min(ID_BYTES, math.log2(math.e * rows / count) / 8) if count else 0.0
 
 
 def choose(traffic: Mapping[str, Traffic], servers: int) -> frozenset[str]:

@@ -18,12 +18,11 @@ from shadowsync.data.source import Pooling
 from shadowsync.embedding.server import Lookup
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import DataError
+from shadowsync.runtime.row_numbers import as_int64
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.wire.service import Meta
 
 Shapes = tuple[tuple[int, ...], ...]
-
-_IDS = (torch.int32, torch.int64)
 
 
 class Ids(Meta, frozen=True):
@@ -314,28 +313,6 @@ def unpack_ids(ids: Ids, tensors: Sequence[Tensor], number: int) -> Lookup:
     offsets = as_int64(tensors[1]) if ids.jagged else None
     weights = tensors[-1] if ids.weighted else None
     return Lookup(ids.slots, Jagged(values, offsets, weights, len(ids.slots), ids.samples), number)
-
-
-def as_int64(tensor: Tensor) -> Tensor:
-    """Ids, offsets or row numbers in the type that operators want.
-
-    Raises:
-        DataError: they are not int32 or int64.
-    """
-    if tensor.dtype not in _IDS:
-        raise DataError(f"ids cross as int32 or int64, not as {str(tensor.dtype).removeprefix('torch.')}")
-    return tensor.to(torch.int64)
-
-
-def row_numbers(tensors: Sequence[Tensor]) -> Tensor:
-    """The row numbers of a message that holds nothing else; what is in them, the server checks.
-
-    Raises:
-        DataError: it does not hold one tensor of a type of ids.
-    """
-    if len(tensors) != 1:
-        raise DataError(f"row numbers are one tensor, not {len(tensors)}")
-    return as_int64(tensors[0])
 
 
 def pack_coded(encoded: Sequence[Encoded], codec: str, mask: int | None = None) -> tuple[Coded, tuple[Tensor, ...]]:

@@ -31,7 +31,8 @@ from shadowsync.runtime.embedding_messages import (
 )
 from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
 from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
-from shadowsync.runtime.lines import About, Line, RowRoute, Stream, embedding_stream, id_type, slot_widths
+from shadowsync.runtime.lines import About, Line, RowRoute, Stream, embedding_stream, slot_widths
+from shadowsync.runtime.row_numbers import id_type, pack_rows, raw_bytes
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.service import Meta
@@ -89,14 +90,14 @@ class _Sent:
     frames: tuple[Tensor, ...]
     positions: Callable[[], tuple[Tensor, ...]]
 
-    def message(self, method: str, meta: Meta, ids: tuple[Tensor, ...], again: bool) -> _Message:
-        """With the ids; if it goes `again`, with the mask, and all of it is counted: in fp32 it would, without a mask,
-        have gone again too."""
-        if not again:
-            return _Message(method, meta, (*ids, *self.frames))
+    def message(self, method: str, meta: Meta, ids: tuple[Tensor, ...] | None, raw_ids: int = 0) -> _Message:
+        """With the ids; if they go again, with the mask, and all of it is counted: in fp32 it would, without a mask and
+        with `raw_ids` bytes of ids, have gone again too."""
+        if ids is None:
+            return _Message(method, meta, self.frames)
         tensors = (*ids, *self.positions(), *self.frames)
         gradients = sum(4 * math.prod(shape) for shape in self.coded.shapes)
-        return _Message(method, meta, tensors, _bytes(tensors), _bytes(ids) + gradients)
+        return _Message(method, meta, tensors, _bytes(tensors), raw_ids + gradients)
 
 
 class EmbeddingRemote:
@@ -115,7 +116,7 @@ class EmbeddingRemote:
         self._pushes = pushes
         self._slots = slots_of(remote.shards)
         self._id_type = id_type(max((shard.rows for shard in remote.shards), default=0))
-        self._number_type = id_type(RowNumbers(remote.shards).total)
+        self._row_count = RowNumbers(remote.shards).total
         self._bounds: dict[tuple[int, ...], Bounds] = {}
         self._kept: Kept[int, Mask] = Kept(remote.limits)
 
@@ -129,8 +130,8 @@ class EmbeddingRemote:
 
     def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
         """As `EmbeddingServer.read_rows`."""
-        numbers = lookup.rows.to(self._number_type)
-        self._pulls.count(*[numbers.nbytes] * 2)
+        numbers = pack_rows(lookup.rows, self._row_count)
+        self._pulls.count(numbers.nbytes, raw_bytes(lookup.rows, self._row_count))
         codec = self._pulls.now.codec.name
         meta = ReadAsked(self._remote.stream, self._number(lookup), lookup.shards, codec)
         return Fetched(self._call(_Message("read", meta, (numbers,))), partial(self._decode, lookup.number))
@@ -174,9 +175,9 @@ class EmbeddingRemote:
         sent = self._encode(lookup, [(lookup.slots, gradient)])
 
         def message(again: bool) -> _Message:
-            ids, tensors = pack_ids(lookup, self._id_type) if again else (None, ())
+            ids, tensors = pack_ids(lookup, self._id_type) if again else (None, None)
             meta = PushAsked(self._remote.stream, lookup.number, lr, sent.coded, ids, self._remote.generation, held)
-            return sent.message("push", meta, tensors, again)
+            return sent.message("push", meta, tensors, _bytes(tensors or ()))
 
         return _Delivery(self._call, message, self._pushes)
 
@@ -184,10 +185,10 @@ class EmbeddingRemote:
         sent = self._encode(lookup, [(RowRoute(width), gradient) for width, gradient in enumerate(gradients)])
 
         def message(again: bool) -> _Message:
-            tensors = (lookup.rows.to(self._number_type),) if again else ()
+            tensors = (pack_rows(lookup.rows, self._row_count),) if again else None
             shards = lookup.shards if again else None
             meta = StepAsked(self._remote.stream, lookup.number, lr, sent.coded, shards, self._remote.generation, held)
-            return sent.message("step", meta, tensors, again)
+            return sent.message("step", meta, tensors, raw_bytes(lookup.rows, self._row_count))
 
         return _Delivery(self._call, message, self._pushes)
 

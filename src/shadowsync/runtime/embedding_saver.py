@@ -21,11 +21,10 @@ from shadowsync.runtime.embedding_messages import (
     SaveCostAsked,
     SavedTold,
     SinglesAsked,
-    as_int64,
 )
 from shadowsync.runtime.embedding_rows import CHUNK_BYTES, UNDER_WAY, tensors_of
 from shadowsync.runtime.embedding_saves import MOST_ROWS
-from shadowsync.runtime.lines import id_type
+from shadowsync.runtime.row_numbers import as_int64, id_type
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.service import Meta

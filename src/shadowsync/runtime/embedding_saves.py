@@ -21,9 +21,8 @@ from shadowsync.runtime.embedding_messages import (
     SaveCostAsked,
     SavedTold,
     SinglesAsked,
-    row_numbers,
 )
-from shadowsync.runtime.lines import id_type
+from shadowsync.runtime.row_numbers import id_type, row_numbers
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
 Handle = Callable[[Request], Reply]

@@ -31,7 +31,6 @@ from shadowsync.runtime.embedding_messages import (
     StepAsked,
     check_shapes,
     pack_coded,
-    row_numbers,
     unpack_coded,
     unpack_ids,
     unpack_masks,
@@ -40,6 +39,7 @@ from shadowsync.runtime.embedding_saves import SaveMethods, check_size
 from shadowsync.runtime.generation import FIRST, Generation
 from shadowsync.runtime.kept import MOST_STREAMS, USUAL, Bounded, Kept, KeptLimits, Mask
 from shadowsync.runtime.lines import Encoder, slot_widths
+from shadowsync.runtime.row_numbers import unpack_rows
 from shadowsync.runtime.rungs import rung
 from shadowsync.runtime.step_messages import Committed, check_batch, checked_weights
 from shadowsync.runtime.wire.service import Method, Reply, Request
@@ -214,7 +214,8 @@ class EmbeddingService:
 
     def _read(self, request: Request) -> Reply:
         asked, client = request.read(ReadAsked), self._client(request)
-        lookup, codec = RowLookup(asked.shards, row_numbers(request.tensors), asked.number or 0), self._codec(asked)
+        numbers = unpack_rows(request.tensors, self._server.numbers.total)
+        lookup, codec = RowLookup(asked.shards, numbers, asked.number or 0), self._codec(asked)
         rows = self._server.read_rows(lookup)
         dims = [width.dim for width in self._server.numbers.widths]
         encoders = [
@@ -230,7 +231,8 @@ class EmbeddingService:
         split = 0 if asked.shards is None else 1
         found = self._client(request).take(asked.stream, asked.number, asked.gradients.mask)
         if asked.shards is not None:
-            lookup = RowLookup(asked.shards, row_numbers(request.tensors[:split]), asked.number)
+            numbers = unpack_rows(request.tensors[:split], self._server.numbers.total)
+            lookup = RowLookup(asked.shards, numbers, asked.number)
             shapes = self._server.row_shapes(lookup)
             mask, split = _mask(asked.gradients, request.tensors, split, shapes)
             found = _Asked(lookup, shapes, mask)

@@ -15,10 +15,10 @@ from shadowsync.embedding.pending import DONE, Done, Pending
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Shard, slots_of
 from shadowsync.runtime.kept import USUAL, Kept, KeptLimits, Mask
+from shadowsync.runtime.row_numbers import id_type, pack_rows, raw_bytes
 from shadowsync.runtime.words import of_features, of_rows
 
 _LOG = logging.getLogger(__name__)
-_INT32_ROWS = 1 << 31
 
 
 class Counter(Protocol):
@@ -190,11 +190,6 @@ def float_bytes(codec: Codec) -> float:
     return codec.encode(numbers).byte_count / numbers.numel()
 
 
-def id_type(rows: int) -> torch.dtype:
-    """How ids in `[0, rows)` cross: int32 where they fit."""
-    return torch.int32 if rows <= _INT32_ROWS else torch.int64
-
-
 def id_bytes(ids: Jagged, shards: Sequence[Shard]) -> int:
     """Bytes of the ids of a look-up in these shards as they cross, with offsets (int32) and weights (float32)."""
     per_id = id_type(max((shard.rows for shard in shards), default=0)).itemsize + (0 if ids.weights is None else 4)
@@ -248,8 +243,8 @@ class EmbeddingLine:
 
     def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
         """As `EmbeddingServer.read_rows`."""
-        asked = lookup.rows.numel() * id_type(self.server.numbers.total).itemsize
-        self.pulls.count(asked, asked)
+        total = self.server.numbers.total
+        self.pulls.count(pack_rows(lookup.rows, total).nbytes, raw_bytes(lookup.rows, total))
         return Done(self._cross(lookup, _by_width(self.server.read_rows(lookup))))
 
     def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:

@@ -156,7 +156,7 @@ class Versions:
     def __init__(self, codec: Codec) -> None:
         self.replica, self.counter = Replica(Wide(), Adagrad(), {}), WireCounter()
         self.codec = by_parameter(codec, self.replica.slots, len(self.replica.flat))
-        self.sender = ParameterSender(self.codec, "parameters")
+        self.sender = ParameterSender("parameters")
         self.receiver = ParameterReceiver(Line("dense", self.codec, self.counter), len(self.replica.flat))
         self.number = 0
 
@@ -167,7 +167,7 @@ class Versions:
         return Version(self.number, self.replica.flat.clone())
 
     def cross(self, than: int, version: Version) -> Version:
-        taken = self.receiver.take(self.codec, *self.sender.answer(version, than))
+        taken = self.receiver.take(self.codec, *self.sender.answer(self.codec, version, than))
         assert taken is not None
         return taken
 
@@ -190,17 +190,30 @@ def test_what_a_threshold_leaves_out_of_parameters_comes_later(values: Literal["
 def test_a_worker_that_missed_an_answer_gets_the_parameters_whole() -> None:
     versions = Versions(Threshold(keep=0.05, feedback=True))
     first = versions.cross(-1, versions.move())
-    given, _ = versions.sender.answer(versions.move(), first.number)
+    given, _ = versions.sender.answer(versions.codec, versions.move(), first.number)
     assert not given.whole  # and it is lost
     newest = versions.move()
     assert torch.equal(versions.cross(first.number, newest).flat, newest.flat)
     assert not torch.equal(versions.cross(newest.number, versions.move()).flat, versions.replica.flat)
 
 
+def test_after_whole_parameters_in_between_changes_begin_anew() -> None:
+    versions = Versions(Threshold(keep=0.05, feedback=True))
+    coded = versions.codec
+    first = versions.cross(-1, versions.move())
+    lost = versions.move()
+    versions.sender.answer(coded, lost, first.number)
+    versions.codec = Plain()
+    whole = versions.cross(first.number, lost)
+    versions.codec = coded
+    newest = versions.move()
+    assert torch.equal(versions.cross(whole.number, newest).flat, newest.flat)
+
+
 def test_a_change_that_goes_on_from_nothing_is_refused() -> None:
     versions, other = Versions(Threshold(keep=0.05)), Versions(Threshold(keep=0.05))
     versions.cross(-1, versions.move())
-    given, frames = versions.sender.answer(versions.move(), 1)
+    given, frames = versions.sender.answer(versions.codec, versions.move(), 1)
     with pytest.raises(DataError, match="what has changed to a worker that has nothing"):
         other.receiver.take(other.codec, given, frames)
     with pytest.raises(DataError, match="frames of the dense parameters are none of codec threshold"):
@@ -228,12 +241,12 @@ def step_with(**changed: Any) -> StepAsked:
 
 
 MALFORMED: dict[str, tuple[str, Meta | None, tuple[Tensor, ...], str]] = {
-    "no gradient": ("hold", GradientSent(0, 0, (True, True), 0), (), "frames of a gradient"),
-    "another size": ("hold", GradientSent(0, 0, (True, True), 0), (torch.zeros(3),), "frames of a gradient|not fit"),
-    "another type": ("hold", GradientSent(0, 0, (True, True), 0), (FLAT.double(),), "frames of a gradient|not fit"),
-    "another model": ("hold", GradientSent(0, 0, (True,), 0), (FLAT,), "does not fit"),
-    "a number below 0": ("hold", GradientSent(-1, 0, (True, True), 0), (FLAT,), "count from 0"),
-    "another codec": ("hold", GradientSent(0, 0, (True, True), 0, "int8"), (FLAT,), "codec 'int8' is not one"),
+    "no gradient": ("hold", GradientSent(0, (True, True), 0), (), "frames of a gradient"),
+    "another size": ("hold", GradientSent(0, (True, True), 0), (torch.zeros(3),), "frames of a gradient|not fit"),
+    "another type": ("hold", GradientSent(0, (True, True), 0), (FLAT.double(),), "frames of a gradient|not fit"),
+    "another model": ("hold", GradientSent(0, (True,), 0), (FLAT,), "does not fit"),
+    "a number below 0": ("hold", GradientSent(-1, (True, True), 0), (FLAT,), "count from 0"),
+    "another codec": ("hold", GradientSent(0, (True, True), 0, "int8"), (FLAT,), "codec 'int8' is not one"),
     "an answer in another": ("newer", NewerAsked(-1, 0, "x" * 9000), (), "codec 'x{20}' is not .*; allowed: plain$"),
     "nothing at all": ("hold", None, (FLAT,), "does not hold a GradientSent"),
     "a weight too many": ("commit", step_with(weights=(1.0, 1.0)), (), "make no global step"),
@@ -261,7 +274,7 @@ def test_malformed_messages_to_the_dense_server_change_nothing(
 @pytest.mark.parametrize(
     ("method", "meta", "tensors"),
     [
-        ("hold", GradientSent(0, 0, (True, True), 1), (FLAT,)),
+        ("hold", GradientSent(0, (True, True), 1), (FLAT,)),
         ("commit", step_with(generation=1), ()),
         ("restart", RestartAsked(3, 1), ()),
     ],

@@ -61,9 +61,7 @@ class DenseLine:
     _receiver: ParameterReceiver = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        sender = ParameterSender(
-            self.line.codec, "the dense parameters for worker {1} of trainer {0}".format(*self.worker)
-        )
+        sender = ParameterSender("the dense parameters for worker {1} of trainer {0}".format(*self.worker))
         object.__setattr__(self, "_sender", sender)
         object.__setattr__(self, "_receiver", ParameterReceiver(self.line, len(self.stepper.replica.flat)))
 
@@ -82,5 +80,5 @@ class DenseLine:
         return gradients(self.line, self.worker, self.stepper.replica.slots)
 
     def _newer(self, than: int) -> Version | None:
-        found = self.stepper.newer(than)
-        return None if found is None else self._receiver.take(self.line.codec, *self._sender.answer(found, than))
+        found, codec = self.stepper.newer(than), self.line.codec
+        return None if found is None else self._receiver.take(codec, *self._sender.answer(codec, found, than))

@@ -14,7 +14,7 @@ from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
 from shadowsync.runtime.elastic import CenterEnd, Crossing
 from shadowsync.runtime.generation import FIRST, Generation
-from shadowsync.runtime.kept import Bounded
+from shadowsync.runtime.kept import PerClient
 from shadowsync.runtime.lines import Encoder
 from shadowsync.runtime.rungs import received, rung
 from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
@@ -94,7 +94,7 @@ class DenseService:
         self._server = server
         self._generation = generation
         self._codec = codec
-        self._clients: dict[str, Bounded[int, _Trainer]] = {}
+        self._clients = PerClient[int, _Trainer](MOST_TRAINERS, "trainers")
         self.methods: Mapping[str, Method] = {
             "elastic": Method(self._elastic),
             "sequential": Method(lambda request: self._exchange(DenseServer.sequential, request)),
@@ -104,7 +104,7 @@ class DenseService:
 
     def client_gone(self, client: str) -> None:
         """Forgets what the codec remembers of that connection."""
-        self._clients.pop(client, None)
+        self._clients.forget(client)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -145,9 +145,8 @@ class DenseService:
     def _write(self, request: Request) -> Reply:
         (values,) = request.tensors if len(request.tensors) == 1 else (None,)
         self._server.write(self._checked(values))
-        for client in list(self._clients.values()):
-            for trainer in client.values():
-                trainer.forget()
+        for trainer in self._clients.values():
+            trainer.forget()
         return Reply()
 
     def _decoded(self, codec: Codec, frames: tuple[Tensor, ...]) -> Tensor:
@@ -162,7 +161,4 @@ class DenseService:
         return values
 
     def _trainer(self, client: str, trainer_rank: int) -> _Trainer:
-        found = self._clients.get(client)
-        if found is None:
-            found = self._clients.setdefault(client, Bounded(MOST_TRAINERS, "trainers"))
-        return found.get(trainer_rank, lambda: _Trainer(trainer_rank, self._server.length))
+        return self._clients.of(client).get(trainer_rank, lambda: _Trainer(trainer_rank, self._server.length))

@@ -70,6 +70,32 @@ class Bounded(Generic[K, V]):
             return list(self._found.values())
 
 
+class PerClient(Generic[K, V]):
+    """A `Bounded` for each client that calls.
+
+    Args:
+        most: names of one client.
+        called: what they name, for errors.
+    """
+
+    def __init__(self, most: int, called: str) -> None:
+        self._most, self._called = most, called
+        self._clients: dict[str, Bounded[K, V]] = {}
+
+    def of(self, client: str) -> Bounded[K, V]:
+        """That client's."""
+        # setdefault is atomic: of several threads that ask first, all get one
+        return self._clients.get(client) or self._clients.setdefault(client, Bounded(self._most, self._called))
+
+    def forget(self, client: str) -> None:
+        """What a client named that is gone."""
+        self._clients.pop(client, None)
+
+    def values(self) -> list[V]:
+        """All that is remembered, of all clients."""
+        return [value for bounded in list(self._clients.values()) for value in bounded.values()]
+
+
 class Kept(Generic[K, V]):
     """Values by key, each until it is taken or newer ones need the room; any thread may call."""
 

@@ -20,6 +20,24 @@ from shadowsync.runtime.step_messages import NEVER, NewerGiven
 Message = tuple[NewerGiven, tuple[Tensor, ...]]
 
 
+class _Mirrored:
+    """What the worker has; with another codec both ends begin anew."""
+
+    def __init__(self, about: str) -> None:
+        self._about, self._name = about, ""
+        self._now: Mirror | None = None
+
+    def under(self, codec: Codec) -> Mirror:
+        """The mirror of messages in that codec."""
+        if self._now is None or self._name != codec.name:
+            self._now, self._name = Mirror(codec.of_differences(), self._about), codec.name
+        return self._now
+
+    def drop(self) -> None:
+        """Whole parameters cross without one: what comes after them begins anew."""
+        self._now = None
+
+
 class ParameterSender:
     """The dense server's end towards one worker.
 
@@ -31,26 +49,26 @@ class ParameterSender:
     gradients: here the optimizer is the server's, and may move every parameter in each step (Adam does).
 
     Args:
-        codec: of the dense part; an attribute.
         about: what messages are called in errors.
     """
 
-    def __init__(self, codec: Codec, about: str) -> None:
-        self.codec = codec
-        self._mirror = Mirror(codec.of_differences(), about)
+    def __init__(self, about: str) -> None:
+        self._mirror = _Mirrored(about)
         self._sent = NEVER
         self._lock = threading.Lock()
 
-    def answer(self, version: Version, than: int) -> Message:
-        """The message that brings a worker from version `than` to this one."""
+    def answer(self, codec: Codec, version: Version, than: int) -> Message:
+        """The message in that codec that brings a worker from version `than` to this one."""
         flat = version.flat.cpu()
-        if self.codec.everything:
-            return NewerGiven(version.number), Plain().encode(flat).frames
         with self._lock:
+            if codec.everything:
+                self._mirror.drop()
+                return NewerGiven(version.number), Plain().encode(flat).frames
+            mirror = self._mirror.under(codec)
             if than != self._sent:
-                self._mirror.forget()
+                mirror.forget()
             self._sent = version.number
-            encoded, whole = self._mirror.encode(flat)
+            encoded, whole = mirror.encode(flat)
         given = NewerGiven(version.number, whole, encoded.kept_count, encoded.refreshes, encoded.early)
         return given, encoded.frames
 
@@ -65,8 +83,7 @@ class ParameterReceiver:
 
     def __init__(self, line: Line, length: int) -> None:
         self._line, self._length = line, length
-        self._mirror: Mirror | None = None
-        self._name = ""
+        self._mirror = _Mirrored("the dense parameters")
 
     def take(self, codec: Codec, given: NewerGiven, frames: Sequence[Tensor]) -> Version | None:
         """The parameters after a message in that codec, counted; None if there are no newer ones.
@@ -89,8 +106,7 @@ class ParameterReceiver:
 
     def _decoded(self, codec: Codec, given: NewerGiven, frames: Sequence[Tensor]) -> Tensor | None:
         if codec.everything:
+            self._mirror.drop()
             return Plain().decode(frames, (self._length,))
-        if self._mirror is None or self._name != codec.name:
-            self._mirror, self._name = Mirror(codec.of_differences(), "the dense parameters"), codec.name
-        known = self._mirror.take(frames, (self._length,), given.whole)
+        known = self._mirror.under(codec).take(frames, (self._length,), given.whole)
         return None if known is None else known.clone()  # the next message is added to it

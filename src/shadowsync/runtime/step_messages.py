@@ -58,21 +58,25 @@ class GradientSent(Meta, frozen=True):
 
     Attributes:
         number: of the batch.
-        stream: of the client's, one for each worker.
         used: of each parameter, whether the loss depended on it.
         generation: as in `BeginAsked`.
         codec: of the frames, by name.
     """
 
     number: int
-    stream: int
     used: tuple[bool, ...]
     generation: int
     codec: str = ""
 
 
 class NewerAsked(Meta, frozen=True):
-    """Asks for the newest parameters if their version is above `than`, for a stream as in `GradientSent`."""
+    """Asks for the newest parameters if their version is above `than`.
+
+    Attributes:
+        than: the version that is there.
+        stream: of the client's, one for each worker.
+        codec: that the answer is to be in, by name.
+    """
 
     than: int
     stream: int

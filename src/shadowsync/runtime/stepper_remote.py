@@ -58,7 +58,7 @@ class StepperRemote:
         """As `DenseParameters.hold`."""
         line = self.line.now
         encoded = self._gradients(line).encode(gradient.flat.cpu())
-        sent = GradientSent(number, self.stream, gradient.used, self.generation, line.codec.name)
+        sent = GradientSent(number, gradient.used, self.generation, line.codec.name)
         return Fetched(self.connection.call("hold", sent, encoded.frames), nothing)
 
     def commit(self, step: DenseStep) -> Pending[int]:

@@ -3,7 +3,6 @@
 `P` elements of the flat tensor. What is remembered of parameters that were sent belongs to one stream of one client.
 """
 
-import threading
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepp
 from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
 from shadowsync.runtime.generation import FIRST, Generation
-from shadowsync.runtime.kept import MOST_STREAMS, Bounded
+from shadowsync.runtime.kept import MOST_STREAMS, PerClient
 from shadowsync.runtime.parameters import ParameterSender
 from shadowsync.runtime.rungs import received, rung
 from shadowsync.runtime.step_messages import (
@@ -26,22 +25,6 @@ from shadowsync.runtime.step_messages import (
     checked_weights,
 )
 from shadowsync.runtime.wire.service import Method, Reply, Request
-
-
-class _Senders:
-    """The sender of one stream, another one when the codec changes."""
-
-    def __init__(self, about: str) -> None:
-        self._about = about
-        self._now: ParameterSender | None = None
-        self._lock = threading.Lock()
-
-    def of(self, codec: Codec) -> ParameterSender:
-        """The one in that codec."""
-        with self._lock:
-            if self._now is None or self._now.codec.name != codec.name:
-                self._now = ParameterSender(codec, self._about)
-            return self._now
 
 
 class StepperService:
@@ -58,8 +41,7 @@ class StepperService:
         self, stepper: DenseStepper, codec: Codec, generation: Generation = FIRST, streams: int = MOST_STREAMS
     ) -> None:
         self._stepper, self._codec, self._generation = stepper, codec, generation
-        self._senders: dict[str, Bounded[int, _Senders]] = {}
-        self._streams = streams
+        self._senders = PerClient[int, ParameterSender](streams, "streams")
         self.methods: Mapping[str, Method] = {
             "hold": Method(self._hold),
             "newer": Method(self._newer, once=False),
@@ -69,7 +51,7 @@ class StepperService:
 
     def client_gone(self, client: str) -> None:
         """Forgets what it was sent."""
-        self._senders.pop(client, None)
+        self._senders.forget(client)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -88,7 +70,7 @@ class StepperService:
         found = self._stepper.newer(asked.than)
         if found is None:
             return Reply(NewerGiven(None))
-        return Reply(*self._sender(codec, request.client, asked.stream).answer(found, asked.than))
+        return Reply(*self._sender(request.client, asked.stream).answer(codec, found, asked.than))
 
     def _commit(self, request: Request) -> Reply:
         asked = request.read(StepAsked)
@@ -112,8 +94,6 @@ class StepperService:
             decoded = codec.decode(frames, tuple(flat.shape))
         return decoded.to(flat.device)
 
-    def _sender(self, codec: Codec, client: str, stream: int) -> ParameterSender:
-        found = self._senders.get(client)
-        if found is None:
-            found = self._senders.setdefault(client, Bounded(self._streams, "streams"))
-        return found.get(stream, lambda: _Senders(f"the dense parameters for worker {stream} of a trainer")).of(codec)
+    def _sender(self, client: str, stream: int) -> ParameterSender:
+        about = f"the dense parameters for worker {stream} of a trainer"
+        return self._senders.of(client).get(stream, lambda: ParameterSender(about))

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from namespaces import TestbedError
 from testbed import RayNode, Testbed
+
+_INT4 = ("compression.pull=int4", "compression.push.name=int4", "compression.push.rounding=stochastic")
+WIRES: Mapping[str, tuple[str, ...]] = {
+    "plain": (),
+    "bf16": ("compression.pull=bf16", "compression.push=bf16", "compression.dense=bf16"),
+    "int8": ("compression.pull=int8", "compression.push=int8", "compression.dense=int8"),
+    "int4": (*_INT4, "compression.dense=int8"),
+    "int4, threshold": (*_INT4, "compression.dense.name=threshold", "compression.dense.values=int8"),
+    "auto": ("compression.pull=auto", "compression.push=auto", "compression.dense=auto"),
+}
+"""Codecs of all traffic by the name that tables have."""
 
 
 class Cells:

@@ -18,6 +18,15 @@ from shadowsync.config import Config, load
 from shadowsync.metrics.frame import Frame
 
 QUIET = ("report.html=false", "report.tensorboard=false", "train.trainers=1")
+SYNTHETIC = (
+    "data.name=synthetic",
+    "data.rows=1310720",
+    "data.test_rows=262144",
+    "data.dense=4",
+    "data.features=12",
+    "data.table_rows=20000",
+)
+"""As many rows as the demo, with a teacher whose AUC is known."""
 METHODS = ("sync", "async", "bsp", "hop_bs", "hop_bw", "gba")
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import re
 import statistics
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
@@ -21,19 +23,12 @@ from shadowsync.config import Config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, load_average
-from emulated import train
+from emulated import SYNTHETIC, train
 from machine import describe, table
 
 TASKS: Mapping[str, tuple[str, ...]] = {
     "demo": (),
-    "synthetic": (
-        "data.name=synthetic",
-        "data.rows=1310720",
-        "data.test_rows=262144",
-        "data.dense=4",
-        "data.features=12",
-        "data.table_rows=20000",
-    ),
+    "synthetic": SYNTHETIC,
 }
 JOB = ("aggregation.method=gba", "aggregation.global_batch=1024", "train.workers=2", "train.batch_size=512")
 WIDE = 512
@@ -42,6 +37,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {"dense": ("dense",), "cut": ("pull", "pu
 """What crosses by the part that a setting changes."""
 KEPT = (0.25, 0.04, 0.018, 0.009)
 """Shares whose messages, with int8 values, are about 10, 50, 100 and 200 times shorter."""
+TICKS = (2, 5, 10, 20, 50, 100, 200)
+"""Of the picture."""
 UNIQUE = "embedding.unique_rows=always"
 
 
@@ -118,9 +115,13 @@ def settings() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     yield "cut", "unique", (UNIQUE,)
     yield "cut", "unique, int8", (UNIQUE, *both("int8"))
     yield "cut", "unique, int4", (UNIQUE, *codec("pull", "int4"), *low)
-    for keep in (0.25, 0.1):
+    coarser = (*codec("pull", "int4", block=64), *codec("push", "int4", block=64, rounding="stochastic"))
+    yield "cut", "unique, int4 by 64", (UNIQUE, *coarser)
+    for block, keep in ((None, 0.25), (None, 0.1), (64, 0.5), (256, 0.5), (64, 0.1), (64, 0.05), (64, 0.025)):
+        coarse = {} if block is None else {"block": block}
         sparse = codec("push", "threshold", keep=keep, values="int4", rounding="stochastic")
-        yield "cut", f"unique, int4, threshold {keep:g} back", (UNIQUE, *codec("pull", "int4"), *sparse)
+        name = f"unique, int4{'' if block is None else f' by {block}'}, threshold {keep:g} back"
+        yield "cut", name, (UNIQUE, *codec("pull", "int4", **coarse), *sparse)
 
 
 @dataclass(frozen=True)
@@ -203,20 +204,33 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """What AUC is lost over how many times fewer bytes, a panel for each task and part."""
+    """What AUC is lost over how many times fewer bytes: a row of panels for each task, a column for each part."""
     compared = against_plain(rows)
-    panels = sorted({(row["task"], row["part"]) for row in compared})
-    figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        mine = [row for row in compared if (row["task"], row["part"]) == panel]
-        families = dict.fromkeys(row["setting"].rstrip("0123456789. ") for row in mine)
-        for family in families:
-            own = [row for row in mine if row["setting"].rstrip("0123456789. ") == family]
-            axes.plot([row["fewer"] for row in own], [row["gain"] for row in own], "o", label=family, alpha=0.7)
-        axes.set(title=f"{panel[0]}: {panel[1]}", xlabel="times fewer bytes", ylabel="AUC over plain", xscale="log")
+    tasks = list(dict.fromkeys(row["task"] for row in compared))
+    parts = [part for part in KINDS if any(row["part"] == part for row in compared)]
+    families = dict.fromkeys(family(row["setting"]) for row in compared)
+    colours = dict(zip(families, matplotlib.colormaps["tab20"].colors, strict=False))
+    figure = Figure(figsize=(4.5 * len(parts) + 3, 4 * len(tasks)), layout="constrained")
+    every = figure.subplots(len(tasks), len(parts), squeeze=False, sharey=True)
+    shown = {}
+    for (task, part), axes in zip(itertools.product(tasks, parts), every.flat, strict=True):
+        mine = [row for row in compared if (row["task"], row["part"]) == (task, part)]
+        for name in dict.fromkeys(family(row["setting"]) for row in mine):
+            own = [row for row in mine if family(row["setting"]) == name]
+            points = [row["fewer"] for row in own], [row["gain"] for row in own]
+            (shown[name],) = axes.plot(*points, "o", color=colours[name], alpha=0.8)
+        axes.set(title=f"{task}: {part}", xlabel="times fewer bytes", ylabel="AUC over plain", xscale="log")
+        axes.set_xticks(TICKS, [str(tick) for tick in TICKS], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.set_yscale("symlog", linthresh=0.001)
         axes.axhline(-0.0005, color="grey", linewidth=0.8)
-        axes.legend(fontsize=7)
-    figure.savefig(path, dpi=130)
+    figure.legend(list(shown.values()), list(shown), loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=90)
+
+
+def family(setting: str) -> str:
+    """The settings that differ in how much is kept only."""
+    return re.sub(r"(threshold|top-k) [0-9.]+", r"\1", setting)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--parts", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--settings", nargs="+", help="names of those to run, as in the table; all if left out")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--report", action="store_true", help="only print what has been run")
     parser.set_defaults(run=quality)
@@ -236,7 +251,8 @@ def quality(given: argparse.Namespace) -> None:
     kept = Cells(given.out)
     wanted = itertools.product(range(given.seeds), given.tasks, settings())
     cells = [Cell(task, *setting, seed) for seed, task, setting in wanted if setting[0] in (*given.parts, "both")]
-    for cell in [] if given.report else cells:
+    chosen = [cell for cell in cells if given.settings is None or cell.setting in (*given.settings, "plain")]
+    for cell in [] if given.report else chosen:
         if kept.read(cell.name) is None:
             kept.write(cell.name, run(cell))
             print(cell.name, file=sys.stderr, flush=True)

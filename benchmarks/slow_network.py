@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import Cells, in_sentences, load_average, start_ray, train
+from clustered import WIRES, Cells, in_sentences, load_average, start_ray, train
 from machine import describe, table
 from namespaces import bits_per_second
 from testbed import RayNode, Testbed
@@ -31,15 +31,6 @@ FREE = "10gbit"
 PROBES = 4
 PROBE_ROWS = 250_000
 TIMEOUT_S = 900.0
-INT4 = ("compression.pull=int4", "compression.push.name=int4", "compression.push.rounding=stochastic")
-VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "plain": (),
-    "bf16": ("compression.pull=bf16", "compression.push=bf16", "compression.dense=bf16"),
-    "int8": ("compression.pull=int8", "compression.push=int8", "compression.dense=int8"),
-    "int4": (*INT4, "compression.dense=int8"),
-    "int4, threshold": (*INT4, "compression.dense.name=threshold", "compression.dense.values=int8"),
-    "auto": ("compression.pull=auto", "compression.push=auto", "compression.dense=auto"),
-}
 
 
 @dataclass(frozen=True)
@@ -132,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--variants", nargs="+", default=["int4", "auto"], choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=["int4", "auto"], choices=WIRES)
     parser.add_argument("--rate", help="of the links, instead of the one at which plain messages take half the time")
     parser.add_argument("--report", action="store_true")
     given = parser.parse_args()
@@ -143,7 +134,7 @@ def main() -> None:
             for variant in dict.fromkeys(["plain", *given.variants]):
                 cell = Cell(rate, variant, number)
                 if kept.read(cell.name) is None:
-                    found = asdict(cell) | run(rate, [*VARIANTS[variant], f"train.seed={number}"])
+                    found = asdict(cell) | run(rate, [*WIRES[variant], f"train.seed={number}"])
                     kept.write(cell.name, found)
                     print(cell.name, f"{found['eps']:,.0f} examples/s", file=sys.stderr, flush=True)
     print("\n".join(describe()))

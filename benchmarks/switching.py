@@ -5,8 +5,8 @@
     … --report      prints the table of what has been run so far
 
 A task is trained for half an epoch synchronously, then by another method from that checkpoint with the same optimizer
-state, learning rates and global batch (8,192 = 16 x 512); and the other way round. The yardstick stays synchronous.
-AUC is that of the test set: at the switch, after a quarter of the rest, and at the end.
+state, learning rates and global batch (8,192 = 16 x 512, or 16 x `--batch`); and the other way round. The yardstick
+stays synchronous. AUC is that of the test set: at the switch, after a quarter of the rest, and at the end.
 
 The other method runs on emulated workers (`emulated`), even ones or with stragglers; its gradients get as many batches
 old as there are workers. Synchronous phases run on one worker as fast as it goes: a round is the same large batch
@@ -32,26 +32,21 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, load_average
-from emulated import METHODS, auc_of, train, train_until, workers
+from emulated import METHODS, SYNTHETIC, auc_of, train, train_until, workers
 from machine import describe, table
 
 from shadowsync.metrics.frame import Frame
 
-GLOBAL_BATCH, BATCH = 8192, 512
+PER_STEP = 16
+"""Batches of a global step."""
+BATCH = 512
 STEP_MS = 10.0
 """Of an emulated step, for each worker: so two cores keep up with any number of workers, which mostly wait."""
 BUSY = "share=0.25,slow=3-10,for_s=2"
 TASKS = {
     "demo": ("data.history=true",),
     "ids": ("data.history=false",),
-    "synthetic": (
-        "data.name=synthetic",
-        "data.rows=1310720",
-        "data.test_rows=262144",
-        "data.dense=4",
-        "data.features=12",
-        "data.table_rows=20000",
-    ),
+    "synthetic": SYNTHETIC,
 }
 COURSE = ("train.warmup_samples=200000", "train.decay=linear")
 OPTIMIZERS = {
@@ -70,24 +65,29 @@ class Task:
         name: of the data.
         optimizer: of the dense part and of the rows.
         rows: to train on; None for all.
+        batch: samples of a worker's batch; a global step has 16 times as many.
+        step_ms: of an emulated step, for each worker.
     """
 
     name: str
     optimizer: str
     rows: int | None = None
     seed: int = 0
+    batch: int = BATCH
+    step_ms: float = STEP_MS
 
     @property
     def title(self) -> str:
         """Of its files."""
         rows = "" if self.rows is None else f"-{self.rows}"
-        return f"{self.name}{rows}-{self.optimizer}-seed{self.seed}"
+        batch = "" if self.batch == BATCH else f"-batch{self.batch}"
+        return f"{self.name}{rows}{batch}-{self.optimizer}-seed{self.seed}"
 
     def overrides(self, method: str, others: Sequence[str] = ("train.workers=1",)) -> list[str]:
         """The configuration under a method."""
         rows = [] if self.rows is None else [f"data.rows={self.rows}"]
-        batches = [f"aggregation.method={method}", f"aggregation.global_batch={GLOBAL_BATCH}"]
-        fixed = [f"train.batch_size={BATCH}", f"train.seed={self.seed}", "report.every_s=0.05"]
+        batches = [f"aggregation.method={method}", f"aggregation.global_batch={PER_STEP * self.batch}"]
+        fixed = [f"train.batch_size={self.batch}", f"train.seed={self.seed}", "report.every_s=0.05"]
         return [*TASKS[self.name], *OPTIMIZERS[self.optimizer], *rows, *batches, *fixed, *others]
 
 
@@ -118,13 +118,14 @@ class Cell:
     def overrides(self) -> list[str]:
         """The configuration of the part that is not synchronous."""
         slow = f"{BUSY},seed={self.task.seed}" if self.busy else None
-        return self.task.overrides(self.method, workers(self.workers, STEP_MS * self.workers, slow))
+        return self.task.overrides(self.method, workers(self.workers, self.task.step_ms * self.workers, slow))
 
 
 def grid(given: argparse.Namespace) -> list[Cell]:
     """Staying synchronous first, then every switch."""
     names = itertools.product(range(given.seeds), given.tasks, given.optimizers)
-    tasks = [Task(name, optimizer, given.rows, seed) for seed, name, optimizer in names]
+    batch, step_ms = given.batch, given.step_ms
+    tasks = [Task(name, optimizer, given.rows, seed, batch, step_ms) for seed, name, optimizer in names]
     cells = [Cell(task, "sync") for task in tasks]
     settings = itertools.product(tasks, given.methods, given.workers, (False, True), (False, True))
     return cells + [Cell(*setting) for setting in settings]
@@ -177,7 +178,7 @@ def _half(frame: Frame) -> bool:
 def same_task(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a run must share with the one that stays synchronous."""
     task = row["task"]
-    return task["name"], task["optimizer"], task["rows"], task["seed"]
+    return task["name"], task["optimizer"], task["rows"], task["seed"], task.get("batch", BATCH)
 
 
 def against_sync(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -237,6 +238,8 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS[1:], default=list(METHODS[1:]))
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4, 8, 16])
     parser.add_argument("--rows", type=int, help="to train on; all of them if it is left out")
+    parser.add_argument("--batch", type=int, default=BATCH, help="samples of a worker's batch, 16 of them in a step")
+    parser.add_argument("--step-ms", type=float, default=STEP_MS, help="of an emulated step, for each worker")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--report", action="store_true")
     given = parser.parse_args()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import Cells, in_sentences, load_average, start_ray, train
+from clustered import WIRES, Cells, in_sentences, load_average, start_ray, train
 from machine import describe, ratios, table
 from namespaces import TestbedError
 from testbed import RayNode, Testbed
@@ -36,25 +36,14 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "speed": ("data.name=synthetic", "data.table_rows=200000", "data.test_rows=0", "data.repeat_blocks=16"),
     "demo": ("data.name=completejourney",),
 }
-BF16_WIRE = ("compression.pull=bf16", "compression.push=bf16", "compression.dense=bf16")
 OURS: Mapping[str, tuple[str, ...]] = {
     "shadowsync, fp32": ("train.precision=fp32",),
-    "shadowsync, bf16": ("train.precision=bf16", *BF16_WIRE),
+    "shadowsync, bf16": ("train.precision=bf16", *WIRES["bf16"]),
     "shadowsync, bf16, plain wire": ("train.precision=bf16",),
-    "shadowsync, bf16, int4 wire": (
-        "train.precision=bf16",
-        "compression.pull=int4",
-        "compression.push.name=int4",
-        "compression.push.rounding=stochastic",
-        "compression.dense.name=threshold",
-        "compression.dense.values=int8",
-    ),
-    "shadowsync, bf16, auto wire": (
-        "train.precision=bf16",
-        *(f"compression.{k}=auto" for k in ("pull", "push", "dense")),
-    ),
+    "shadowsync, bf16, int4 wire": ("train.precision=bf16", *WIRES["int4, threshold"]),
+    "shadowsync, bf16, auto wire": ("train.precision=bf16", *WIRES["auto"]),
     "shadowsync, sync, fp32": ("train.precision=fp32", "aggregation.method=sync"),
-    "shadowsync, sync, bf16": ("train.precision=bf16", "aggregation.method=sync", *BF16_WIRE),
+    "shadowsync, sync, bf16": ("train.precision=bf16", "aggregation.method=sync", *WIRES["bf16"]),
 }
 THEIRS: Mapping[str, tuple[str, ...]] = {
     "TorchRec, fp32": ("train.precision=fp32",),

@@ -8,8 +8,8 @@ import torch
 from embedding_cases import ADAGRAD, ADAM, OPTIMIZERS, SGD, STORAGES, dense_gradient, jagged, random_ids, table, whole
 
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding.requests import KNOWN_REQUESTS
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
-from shadowsync.embedding.slot_groups import KNOWN_REQUESTS
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import CheckpointError, DataError

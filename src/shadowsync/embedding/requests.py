@@ -3,8 +3,9 @@
 `B` samples, `F` features of a request, `L` ids, `K` rows asked for by number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from shadowsync.data.batch import Jagged
 from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.table import Shard, Slot
 from shadowsync.errors import DataError
+
+KNOWN_REQUESTS = 256
+"""Sequences of features whose bounds and plans are remembered: a job has a few, and made-up ones fill no memory."""
 
 
 def check_shape(ids: Jagged, feature_count: int) -> None:
@@ -62,6 +66,19 @@ class Bounds:
         """The bounds of these slots."""
         last = torch.tensor([slot.shard.rows - 1 for slot in slots], dtype=torch.int64)
         return cls(tuple(slots), last, sum(slot.shard.table.dim for slot in slots))
+
+
+def bounds_of(slots: Sequence[Slot]) -> Callable[[tuple[int, ...]], Bounds]:
+    """Finds the bounds of requests for some of these slots, by number; raises `DataError` for a slot there is not."""
+
+    @lru_cache(KNOWN_REQUESTS)
+    def find(asked: tuple[int, ...]) -> Bounds:
+        unknown = [slot for slot in asked if not 0 <= slot < len(slots)]
+        if unknown:
+            raise DataError(f"slot {unknown[0]} is asked for and this server has {len(slots)} slots")
+        return Bounds.of([slots[slot] for slot in asked])
+
+    return find
 
 
 def check_range(ids: Jagged, bounds: Bounds) -> None:

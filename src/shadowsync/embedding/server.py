@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -16,10 +15,10 @@ from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.overwriting import check_covered, check_fits, held_rows, overwrite, wide_names
 from shadowsync.embedding.push_gate import PushGate
-from shadowsync.embedding.requests import Bounds, check_range, check_rows, check_shape, check_single
-from shadowsync.embedding.slot_groups import KNOWN_REQUESTS, SlotGroups
+from shadowsync.embedding.requests import Bounds, bounds_of, check_range, check_rows, check_shape, check_single
+from shadowsync.embedding.slot_groups import SlotGroups
 from shadowsync.embedding.storage import RowOptimizer, Storage
-from shadowsync.embedding.table import Rows, RowSet, Shard, Slot, slots_of
+from shadowsync.embedding.table import Rows, RowSet, Shard, slots_of
 from shadowsync.embedding.watching import RowWatches, Watching
 from shadowsync.errors import DataError
 
@@ -85,7 +84,7 @@ class EmbeddingServer:
         self._rule = rule_class(optimizer.name)
         shard_of_slot = [index for index, shard in enumerate(self.shards) for _ in shard.table.features]
         self._storage = storage(self.shards, shard_of_slot, optimizer, seed)
-        self._bounds = lru_cache(KNOWN_REQUESTS)(partial(_bounds_of, self.slots))
+        self._bounds = bounds_of(self.slots)
         self._seed = seed
         self._gate = PushGate()
         self._watches = RowWatches(self.state(), self.numbers, watching)
@@ -389,10 +388,3 @@ class EmbeddingServer:
         if not 0 <= shard < len(self.shards):
             raise DataError(f"shard {shard} is asked for and this server has {len(self.shards)} shards")
         return shard
-
-
-def _bounds_of(slots: Sequence[Slot], asked: tuple[int, ...]) -> Bounds:
-    unknown = [slot for slot in asked if not 0 <= slot < len(slots)]
-    if unknown:
-        raise DataError(f"slot {unknown[0]} is asked for and this server has {len(slots)} slots")
-    return Bounds.of([slots[slot] for slot in asked])

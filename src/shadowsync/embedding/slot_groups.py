@@ -14,10 +14,8 @@ from torch import Tensor
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.distinct import find_distinct
 from shadowsync.embedding.numbering import RowNumbers
+from shadowsync.embedding.requests import KNOWN_REQUESTS
 from shadowsync.embedding.table import Shard
-
-KNOWN_REQUESTS = 256
-"""Sequences of features whose plans are remembered: a job has a few, and whoever makes up others fills no memory."""
 
 
 @dataclass(frozen=True)

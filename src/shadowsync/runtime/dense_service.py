@@ -14,7 +14,7 @@ from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
 from shadowsync.runtime.elastic import CenterEnd, Crossing
 from shadowsync.runtime.generation import FIRST, Generation
-from shadowsync.runtime.kept import PerClient
+from shadowsync.runtime.kept import Bounded, PerClient
 from shadowsync.runtime.lines import Encoder
 from shadowsync.runtime.rungs import received, rung
 from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
@@ -94,7 +94,7 @@ class DenseService:
         self._server = server
         self._generation = generation
         self._codec = codec
-        self._clients = PerClient[int, _Trainer](MOST_TRAINERS, "trainers")
+        self._clients = PerClient(lambda: Bounded[int, _Trainer](MOST_TRAINERS, "trainers"))
         self.methods: Mapping[str, Method] = {
             "elastic": Method(self._elastic),
             "sequential": Method(lambda request: self._exchange(DenseServer.sequential, request)),
@@ -145,8 +145,9 @@ class DenseService:
     def _write(self, request: Request) -> Reply:
         (values,) = request.tensors if len(request.tensors) == 1 else (None,)
         self._server.write(self._checked(values))
-        for trainer in self._clients.values():
-            trainer.forget()
+        for client in self._clients.values():
+            for trainer in client.values():
+                trainer.forget()
         return Reply()
 
     def _decoded(self, codec: Codec, frames: tuple[Tensor, ...]) -> Tensor:

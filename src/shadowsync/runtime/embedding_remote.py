@@ -11,7 +11,7 @@ from torch import Tensor
 from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.pending import Pending, Promise
-from shadowsync.embedding.requests import Bounds, check_range
+from shadowsync.embedding.requests import bounds_of, check_range
 from shadowsync.embedding.server import Lookup, RowLookup
 from shadowsync.embedding.table import Shard, slots_of
 from shadowsync.errors import DataError, RunError
@@ -117,7 +117,7 @@ class EmbeddingRemote:
         self._slots = slots_of(remote.shards)
         self._id_type = id_type(max((shard.rows for shard in remote.shards), default=0))
         self._row_count = RowNumbers(remote.shards).total
-        self._bounds: dict[tuple[int, ...], Bounds] = {}
+        self._bounds = bounds_of(self._slots)
         self._kept: Kept[int, Mask] = Kept(remote.limits)
 
     def pull(self, lookup: Lookup) -> Pending[Tensor]:
@@ -194,10 +194,7 @@ class EmbeddingRemote:
 
     def _check(self, lookup: Lookup) -> None:
         """Before ids are narrowed to 32 bits, where one that is too large could become another row's."""
-        bounds = self._bounds.get(lookup.slots)
-        if bounds is None:
-            bounds = self._bounds[lookup.slots] = Bounds.of([self._slots[slot] for slot in lookup.slots])
-        check_range(lookup.ids, bounds)
+        check_range(lookup.ids, self._bounds(lookup.slots))
 
     def _number(self, lookup: Lookup | RowLookup) -> int | None:
         return lookup.number if self._remote.learns else None

@@ -37,7 +37,7 @@ from shadowsync.runtime.embedding_messages import (
 )
 from shadowsync.runtime.embedding_saves import SaveMethods, check_size
 from shadowsync.runtime.generation import FIRST, Generation
-from shadowsync.runtime.kept import MOST_STREAMS, USUAL, Bounded, Kept, KeptLimits, Mask
+from shadowsync.runtime.kept import MOST_STREAMS, USUAL, Bounded, Kept, KeptLimits, Mask, PerClient
 from shadowsync.runtime.lines import Encoder, slot_widths
 from shadowsync.runtime.row_numbers import unpack_rows
 from shadowsync.runtime.rungs import rung
@@ -155,12 +155,11 @@ class EmbeddingService:
         self._plain = Plain()
         self._pull_codec = pull
         self._push_codec = push
-        self._limits, self._streams = limits, streams
-        self._clients: dict[str, _Client] = {}
+        self._clients = PerClient(lambda: _Client(limits, streams))
 
     def client_gone(self, client: str) -> None:
         """As `Service.client_gone`."""
-        self._clients.pop(client, None)
+        self._clients.forget(client)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -172,15 +171,10 @@ class EmbeddingService:
     @property
     def kept(self) -> int:
         """Look-ups of all clients that wait for their push."""
-        return sum(client.kept for client in list(self._clients.values()))
+        return sum(client.kept for client in self._clients.values())
 
     def _client(self, request: Request) -> _Client:
-        found = self._clients.get(request.client)
-        return (
-            found
-            if found is not None
-            else self._clients.setdefault(request.client, _Client(self._limits, self._streams))
-        )
+        return self._clients.of(request.client)
 
     def _pull(self, request: Request) -> Reply:
         asked, client = request.read(PullAsked), self._client(request)

@@ -70,30 +70,29 @@ class Bounded(Generic[K, V]):
             return list(self._found.values())
 
 
-class PerClient(Generic[K, V]):
-    """A `Bounded` for each client that calls.
+class PerClient(Generic[V]):
+    """What is remembered of each client that calls, from its first call until it is gone.
 
     Args:
-        most: names of one client.
-        called: what they name, for errors.
+        make: what a new client has.
     """
 
-    def __init__(self, most: int, called: str) -> None:
-        self._most, self._called = most, called
-        self._clients: dict[str, Bounded[K, V]] = {}
+    def __init__(self, make: Callable[[], V]) -> None:
+        self._make = make
+        self._clients: dict[str, V] = {}
 
-    def of(self, client: str) -> Bounded[K, V]:
-        """That client's."""
-        # setdefault is atomic: of several threads that ask first, all get one
-        return self._clients.get(client) or self._clients.setdefault(client, Bounded(self._most, self._called))
+    def of(self, client: str) -> V:
+        """That client's; of several threads that ask first, all get the same."""
+        found = self._clients.get(client)
+        return found if found is not None else self._clients.setdefault(client, self._make())
 
     def forget(self, client: str) -> None:
-        """What a client named that is gone."""
+        """It is gone."""
         self._clients.pop(client, None)
 
     def values(self) -> list[V]:
-        """All that is remembered, of all clients."""
-        return [value for bounded in list(self._clients.values()) for value in bounded.values()]
+        """Of all clients."""
+        return list(self._clients.values())
 
 
 class Kept(Generic[K, V]):

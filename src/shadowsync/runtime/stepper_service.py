@@ -11,7 +11,7 @@ from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepp
 from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
 from shadowsync.runtime.generation import FIRST, Generation
-from shadowsync.runtime.kept import MOST_STREAMS, PerClient
+from shadowsync.runtime.kept import MOST_STREAMS, Bounded, PerClient
 from shadowsync.runtime.parameters import ParameterSender
 from shadowsync.runtime.rungs import received, rung
 from shadowsync.runtime.step_messages import (
@@ -41,7 +41,7 @@ class StepperService:
         self, stepper: DenseStepper, codec: Codec, generation: Generation = FIRST, streams: int = MOST_STREAMS
     ) -> None:
         self._stepper, self._codec, self._generation = stepper, codec, generation
-        self._senders = PerClient[int, ParameterSender](streams, "streams")
+        self._senders = PerClient(lambda: Bounded[int, ParameterSender](streams, "streams"))
         self.methods: Mapping[str, Method] = {
             "hold": Method(self._hold),
             "newer": Method(self._newer, once=False),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shadowsync.compression.codec import NotFinite
 from shadowsync.compression.int4 import Int4
 from shadowsync.compression.int8 import Int8
-from shadowsync.compression.low_bit import row_width
+from shadowsync.compression.low_bit import CHUNK, row_width
 
 KINDS = pytest.mark.parametrize("kind", [Int8, Int4])
 ROUGHER = 1 + 2**-7
@@ -160,6 +160,16 @@ def test_what_is_not_finite_is_refused(kind, value, shape):
     tensor = numbers(shape)
     tensor.view(-1)[3] = value
     with pytest.raises(NotFinite, match=f"1 of {tensor.numel():,} elements are NaN or infinite, the first at"):
+        kind().encode(tensor)
+
+
+@KINDS
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x7FFFFF])
+def test_every_nan_is_refused_in_whatever_piece_it_is(kind, bits):
+    tensor = numbers((CHUNK + 100,))
+    tensor.view(torch.int32)[-7] = bits
+    assert tensor[-7].isnan()
+    with pytest.raises(NotFinite, match=r"1 of .* elements are NaN or infinite, the first at"):
         kind().encode(tensor)
 
 

@@ -27,16 +27,20 @@ class Int4(LowBit):
     def _packed(self, levels: Tensor) -> Tensor:
         even = levels if len(levels) % 2 == 0 else pad(levels, (0, 1))
         packed = torch.empty(len(even) // 2, dtype=torch.uint8)
+        work = torch.empty(min(len(packed), CHUNK), dtype=torch.int16)
         for some, part in zip(torch.split(packed, CHUNK), torch.split(even, 2 * CHUNK), strict=True):
-            pairs = (part + _ZERO).view(torch.int16)  # a + 256 b becomes a + 16 b
-            some.copy_(pairs.bitwise_or_(pairs >> 4))
+            pairs = part.add_(_ZERO).view(torch.int16)  # a + 256 b becomes a + 16 b
+            some.copy_(pairs.bitwise_or_(torch.bitwise_right_shift(pairs, 4, out=work[: len(pairs)])))
         return packed
 
     def _unpacked(self, packed: Tensor, count: int) -> Tensor:
         if packed.dtype != torch.uint8 or len(packed) != -(-count // 2):
             raise ValueError(f"{len(packed)} pairs of {packed.dtype} for {count} elements")
         levels = torch.empty(2 * len(packed), dtype=torch.int8)
+        work = torch.empty(min(len(packed), CHUNK), dtype=torch.int16)
         for some, part in zip(torch.split(levels, 2 * CHUNK), torch.split(packed, CHUNK), strict=True):
-            pairs = part.to(torch.int16)
-            torch.sub(pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.int8), _ZERO, out=some)
+            pairs = some.view(torch.int16).copy_(part)
+            shifted = torch.bitwise_left_shift(pairs, 4, out=work[: len(part)])
+            pairs.bitwise_or_(shifted).bitwise_and_(0x0F0F)
+            some.sub_(_ZERO)
         return levels[:count]

@@ -17,16 +17,18 @@ from torch import Tensor
 from shadowsync.compression.codec import Codec, CodecState, Encoded, NotFinite, as_numbers
 from shadowsync.compression.selection import check_groups
 
-CHUNK = 1 << 16
+CHUNK = 1 << 18
 """Elements that are worked on at a time, so that what lies between two operations stays in the processor's cache."""
 NARROW = 8
 """A tensor whose rows are shorter is cut into blocks as a vector is: a scale per row would outweigh the rows."""
 BLOCK = 256
 """Elements that share a scale where nothing else says how many."""
-_SLOW = 16
-"""Rows of so many elements, and up to twice as many, torch reduces faster where each stands there twice."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
+_MAGNITUDE = 0x7FFFFFFF
+"""The bits of a float32 without its sign: as integers in the order of the magnitudes, infinities and NaN last."""
+_NAN = 0x7FC00000
+"""The bits of one."""
 
 Rounding = Annotated[
     Literal["nearest", "stochastic"],
@@ -79,7 +81,7 @@ class LowBit(Codec):
 
     @abstractmethod
     def _packed(self, levels: Tensor) -> Tensor:
-        """The `N` levels (int8) as they cross, one-dimensional."""
+        """The `N` levels (int8) as they cross, one-dimensional; may be written over."""
 
     @abstractmethod
     def _unpacked(self, packed: Tensor, count: int) -> Tensor:
@@ -96,10 +98,13 @@ class LowBit(Codec):
         levels = torch.empty(flat.shape, dtype=torch.int8)
         scales = torch.empty(-(-len(flat) // width))
         noise, after = self._noise(flat, state or Draws())
+        # one piece of memory for all pieces of the tensor: new memory for each costs as much as the work
+        work = torch.empty(min(len(flat), max(width, CHUNK)))
         for part, rows, cut in _parts(len(flat), width):
             values = flat[part].view(-1, cut)
-            scales[rows] = scale = _scales(values, self.levels)
-            scaled = values * scale.reciprocal().unsqueeze(1)
+            scaled = work[: values.numel()].view(-1, cut)
+            scales[rows] = scale = _scales(values, self.levels, scaled)
+            torch.mul(values, scale.reciprocal().unsqueeze(1), out=scaled)
             if noise is not None:
                 scaled.view(-1).add_(_uniform(noise, scaled.numel()))
             levels[part].view(-1, cut).copy_(scaled.round_().clamp_(-self.levels, self.levels))
@@ -186,14 +191,15 @@ def _parts(count: int, width: int) -> Iterator[tuple[slice, slice, int]]:
         yield slice(whole * width, count), slice(whole, whole + 1), rest
 
 
-def _scales(values: Tensor, levels: int) -> Tensor:
-    """`[R]` scales of `[R, W]` values: bfloat16 numbers, none too small for its row, NaN or infinite where it is."""
-    magnitudes = values.abs()
-    if _SLOW <= values.shape[1] < 2 * _SLOW:
-        magnitudes = torch.cat((magnitudes, magnitudes), 1)
-    exact = magnitudes.amax(1).div_(levels)
-    up = (exact.view(torch.int32) + 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
-    return torch.where(torch.isfinite(exact), up, exact).clamp_min_(SMALLEST_SCALE)
+def _scales(values: Tensor, levels: int, work: Tensor) -> Tensor:
+    """`[R]` scales of `[R, W]` values: bfloat16 numbers, none too small for its row, NaN or infinite where it is.
+
+    `work` is written over. Magnitudes are compared as integers, which is several times faster for short rows.
+    """
+    magnitudes = torch.bitwise_and(values.view(torch.int32), _MAGNITUDE, out=work.view(torch.int32))
+    scales = magnitudes.amax(1).view(torch.float32).div_(levels)
+    scales.view(torch.int32).clamp_max_(_NAN).add_(0xFFFF).bitwise_and_(-0x10000)
+    return scales.clamp_min_(SMALLEST_SCALE)
 
 
 def _uniform(noise: np.random.Generator, count: int) -> Tensor:

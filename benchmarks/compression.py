@@ -25,6 +25,7 @@ from torch import Tensor
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.positions import pack, unpack
 from shadowsync.compression.selection import exact_floors, mask_of, reach
+from shadowsync.embedding.pages import keep_freed_memory
 from shadowsync.registry import build, members
 
 STEPS = 1000
@@ -137,6 +138,7 @@ def selection_table(tensor: Tensor, keep: float, rounds: int) -> str:
 def speed(arguments: argparse.Namespace) -> None:
     """Prints the tables."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a job does
     tensors = gradients(arguments.elements // WIDTH * WIDTH)
     print("\n".join(describe()))
     print(f"{arguments.elements:,} elements, {arguments.keep:.2%} asked, one thread, {arguments.rounds} rounds\n")

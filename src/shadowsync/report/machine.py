@@ -31,12 +31,18 @@ def machine() -> dict[str, str | int | float]:
 
 
 def _processor() -> str:
+    """Its name, and family and model, since virtual machines name several generations alike."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    found: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    name = found.get("model name") or platform.processor() or platform.machine()
+    about = [f"{word} {found[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if found.get(key)]
+    return f"{name} ({', '.join(about)})" if about else name
 
 
 def _cores() -> int:

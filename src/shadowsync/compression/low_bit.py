@@ -106,7 +106,7 @@ class LowBit(Codec):
             scales[rows] = scale = _scales(values, self.levels, scaled)
             torch.mul(values, scale.reciprocal().unsqueeze(1), out=scaled)
             if noise is not None:
-                scaled.view(-1).add_(_uniform(noise, scaled.numel()))
+                scaled.view(-1).add_(_drawn(noise, scaled.numel()), alpha=2**-16)
             levels[part].view(-1, cut).copy_(scaled.round_().clamp_(-self.levels, self.levels))
         if not bool(torch.isfinite(scales).all()):
             raise NotFinite(tensor)
@@ -202,7 +202,7 @@ def _scales(values: Tensor, levels: int, work: Tensor) -> Tensor:
     return scales.clamp_min_(SMALLEST_SCALE)
 
 
-def _uniform(noise: np.random.Generator, count: int) -> Tensor:
-    """Numbers between -1/2 and 1/2, of 16 bits each and with a mean of zero."""
+def _drawn(noise: np.random.Generator, count: int) -> Tensor:
+    """The odd numbers between -2^15 and 2^15, each as likely: their mean is zero."""
     drawn = noise.integers(0, 1 << 64, size=-(-count // 4), dtype=np.uint64).view(np.int16)[:count]
-    return torch.from_numpy(drawn).to(torch.float32).add_(0.5).mul_(2**-16)
+    return torch.from_numpy(drawn).bitwise_or_(1).to(torch.float32)

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, CodecState, Encoded, NotFinite, as_numbers
-from shadowsync.compression.selection import check_groups
+from shadowsync.compression.selection import MAGNITUDE, check_groups
 
 CHUNK = 1 << 18
 """Elements that are worked on at a time, so that what lies between two operations stays in the processor's cache."""
@@ -25,8 +25,6 @@ BLOCK = 256
 """Elements that share a scale where nothing else says how many."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
-_MAGNITUDE = 0x7FFFFFFF
-"""The bits of a float32 without its sign: as integers in the order of the magnitudes, infinities and NaN last."""
 _NAN = 0x7FC00000
 """The bits of one."""
 
@@ -196,7 +194,7 @@ def _scales(values: Tensor, levels: int, work: Tensor) -> Tensor:
 
     `work` is written over. Magnitudes are compared as integers, which is several times faster for short rows.
     """
-    magnitudes = torch.bitwise_and(values.view(torch.int32), _MAGNITUDE, out=work.view(torch.int32))
+    magnitudes = torch.bitwise_and(values.view(torch.int32), MAGNITUDE, out=work.view(torch.int32))
     scales = magnitudes.amax(1).view(torch.float32).div_(levels)
     scales.view(torch.int32).clamp_max_(_NAN).add_(0xFFFF).bitwise_and_(-0x10000)
     return scales.clamp_min_(SMALLEST_SCALE)

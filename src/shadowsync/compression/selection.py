@@ -23,7 +23,8 @@ CHUNK = 1 << 17
 """Elements that are compared at a time, so that what lies between two operations stays in the processor's cache."""
 _MANY, _FEW = 16, 128
 """Where more than one of so many elements crosses, all bits are looked at; or words of 2 bytes in place of 8."""
-_MAGNITUDE = 0x7FFFFFFF
+MAGNITUDE = 0x7FFFFFFF
+"""The bits of a float32 without its sign: as integers in the order of the magnitudes, infinities and NaN last."""
 LEAST = 1
 """The bits of the smallest number above zero: a zero never has to cross, it is what the other side fills in."""
 
@@ -36,7 +37,7 @@ def exact_floors(flat: Floats, keep: float, groups: Sequence[int] = ()) -> Bits:
         keep: share of the elements, in (0, 1]; at least one.
         groups: widths that add up to C, where `flat` is `[N / C, C]`; none is one group.
     """
-    magnitudes = flat.view(np.int32) & _MAGNITUDE
+    magnitudes = flat.view(np.int32) & MAGNITUDE
     if not groups:
         return np.array([_floor(magnitudes, keep)], np.int32)
     rows, edges = magnitudes.reshape(-1, sum(groups)), np.cumsum(groups)[:-1]

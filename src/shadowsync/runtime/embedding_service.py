@@ -173,11 +173,8 @@ class EmbeddingService:
         """Look-ups of all clients that wait for their push."""
         return sum(client.kept for client in self._clients.values())
 
-    def _client(self, request: Request) -> _Client:
-        return self._clients.of(request.client)
-
     def _pull(self, request: Request) -> Reply:
-        asked, client = request.read(PullAsked), self._client(request)
+        asked, client = request.read(PullAsked), self._clients.of(request.client)
         lookup, codec = unpack_ids(asked.ids, request.tensors, asked.number or 0), self._codec(asked)
         encoder = client.encoder(
             codec, asked.stream, lookup.slots, partial(of_features, self._server.shards, lookup.slots)
@@ -190,7 +187,7 @@ class EmbeddingService:
         asked = request.read(PushAsked)
         self._generation.check(asked.generation)
         split = 0 if asked.ids is None else asked.ids.tensor_count
-        found = self._client(request).take(asked.stream, asked.number, asked.gradient.mask)
+        found = self._clients.of(request.client).take(asked.stream, asked.number, asked.gradient.mask)
         if asked.ids is not None:
             lookup = unpack_ids(asked.ids, request.tensors[:split], asked.number)
             shapes = (self._server.pooled_shape(lookup),)
@@ -207,7 +204,7 @@ class EmbeddingService:
         return Reply(Pushed(True))
 
     def _read(self, request: Request) -> Reply:
-        asked, client = request.read(ReadAsked), self._client(request)
+        asked, client = request.read(ReadAsked), self._clients.of(request.client)
         numbers = unpack_rows(request.tensors, self._server.numbers.total)
         lookup, codec = RowLookup(asked.shards, numbers, asked.number or 0), self._codec(asked)
         rows = self._server.read_rows(lookup)
@@ -223,7 +220,7 @@ class EmbeddingService:
         asked = request.read(StepAsked)
         self._generation.check(asked.generation)
         split = 0 if asked.shards is None else 1
-        found = self._client(request).take(asked.stream, asked.number, asked.gradients.mask)
+        found = self._clients.of(request.client).take(asked.stream, asked.number, asked.gradients.mask)
         if asked.shards is not None:
             numbers = unpack_rows(request.tensors[:split], self._server.numbers.total)
             lookup = RowLookup(asked.shards, numbers, asked.number)

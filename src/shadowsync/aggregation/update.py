@@ -19,11 +19,18 @@ from shadowsync.training.replica import Replica, WorkerModule
 from shadowsync.training.update import MOST_UNDER_WAY
 
 
+class Answer(Protocol):
+    """What a worker is told that asks to compute a batch."""
+
+    def result(self) -> Admitted | None:
+        """Waits for it."""
+
+
 class Authority(Protocol):
     """What a worker needs of the `Conductor`, near or behind a wire."""
 
-    def begin(self, worker: Worker, number: int) -> Admitted | None:
-        """As `Conductor.begin`."""
+    def ask(self, worker: Worker, number: int) -> Answer:
+        """As `Conductor.ask`."""
 
     def arrived(self, number: int, arrived: Arrived) -> Pending[None]:
         """As `Conductor.arrived`; ends when the conductor knows."""
@@ -79,9 +86,12 @@ class GradientUpdate:
     _admitted: dict[int, Admitted] = field(default_factory=dict, init=False, repr=False)
     _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False)
 
-    def begin(self, leased: LeasedBatch) -> bool:
+    def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
         """As `Update.begin`."""
-        admitted = self.authority.begin(self.worker, leased.number)
+        answer = self.authority.ask(self.worker, leased.number)
+        return lambda: self._begun(leased, answer.result())
+
+    def _begun(self, leased: LeasedBatch, admitted: Admitted | None) -> bool:
         if admitted is None:
             return False
         self._admitted[leased.number] = admitted

@@ -15,7 +15,7 @@ from shadowsync.embedding.catalog import check_tables
 from shadowsync.embedding.gathering import Gathered
 from shadowsync.embedding.pending import DONE, Done, Pending, all_of
 from shadowsync.embedding.requests import check_shape
-from shadowsync.embedding.routing import Route, Router
+from shadowsync.embedding.routing import Fan, Route, Router
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Shard, Table, group_by_table
 from shadowsync.embedding.unique_rows import NEVER, UniqueChoice, UniqueRows
@@ -97,6 +97,23 @@ class Near:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """What servers are going to be asked for a batch.
+
+    Attributes:
+        fan: the ways to them.
+        samples: `B`.
+        lookups: what each route is to ask its server.
+        gathered: the distinct rows to be read, if there are any.
+    """
+
+    fan: Fan
+    samples: int
+    lookups: tuple[tuple[Route, Lookup], ...]
+    gathered: Gathered | None
+
+
+@dataclass(frozen=True)
 class Pulled:
     """A batch's vectors and what the push of their gradient needs.
 
@@ -154,24 +171,34 @@ class EmbeddingClient:
     def pull(self, ids: Jagged) -> Pulled:
         """Pooled vectors and sequences for the ids of all features, in the order of the source's schema.
 
-        All servers are asked before the first answer is waited for.
-
         Raises:
             DataError: an id is not a row of its table, or the tensors of `ids` do not fit each other.
         """
+        return self.fetch(self.prepare(ids))
+
+    def prepare(self, ids: Jagged) -> Prepared:
+        """What can be done of a `pull` before the servers are asked; raises as `pull`."""
         check_shape(ids, self._feature_count)
         # single ids need no mean, and where all ids carry weights already there is nothing to keep apart
         apart = ids.offsets is not None and ids.weights is None
         fan = self._router.fan(apart, self._unique.tables(ids))
         gathered = None if fan.gathering is None else fan.gathering.find(ids, self._next_number)
         lookups = tuple((route, Lookup(route.slots, route.ids(ids), self._next_number())) for route in fan.routes)
+        return Prepared(fan, ids.samples, lookups, gathered)
+
+    def fetch(self, prepared: Prepared) -> Pulled:
+        """The rest of a `pull`, with the rows as they are now.
+
+        All servers are asked before the first answer is waited for. Raises what they or the way to them find out.
+        """
+        fan, samples, lookups, gathered = prepared.fan, prepared.samples, prepared.lookups, prepared.gathered
         pooled = [self._servers[route.server].pull(lookup) for route, lookup in lookups]
         rows = self._read(gathered) if gathered else []
         answers = [pending.result() for pending in pooled]
         if gathered is None:
-            return Pulled(fan.assemble(answers, ids.samples), lookups)
+            return Pulled(fan.assemble(answers, samples), lookups)
         more, sequences = gathered.put_together([pending.result() for pending in rows])
-        return Pulled(fan.assemble([*answers, *more], ids.samples), lookups, gathered, sequences)
+        return Pulled(fan.assemble([*answers, *more], samples), lookups, gathered, sequences)
 
     def push(self, pulled: Pulled, gradient: VectorGradients | Tensor, lr: float) -> Pending[None]:
         """Applies the optimizer to every row that was looked up, once per push.

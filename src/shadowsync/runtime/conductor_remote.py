@@ -1,6 +1,8 @@
 """A trainer's end of the conductor."""
 
 import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future
 
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.conductor import Admitted, Arrived
@@ -8,7 +10,7 @@ from shadowsync.embedding.pending import Pending
 from shadowsync.errors import ShadowSyncError
 from shadowsync.runtime.fetched import Fetched, nothing
 from shadowsync.runtime.step_messages import ArrivedTold, BeginAsked, BeginGiven, WorkerTold
-from shadowsync.runtime.wire.connection import Connection
+from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.errors import CallTimeout
 
 PATIENCE_S = 30.0
@@ -30,19 +32,13 @@ class ConductorRemote:
         self._connection, self._generation, self._patience_s = connection, generation, patience_s
 
     def begin(self, worker: Worker, number: int) -> Admitted | None:
-        """As `Conductor.begin`.
+        """As `Conductor.begin`; raises what the answer to `ask` does."""
+        return self.ask(worker, number).result()
 
-        Raises:
-            PeerLost: the connection was closed.
-            RunError: the trainer was given up, or a step could not be carried out.
-        """
-        rank, index = _split(worker)
-        asked = BeginAsked(rank, index, number, self._generation)
-        while True:
-            with contextlib.suppress(CallTimeout):
-                answer = self._connection.call("begin", asked, timeout_s=self._patience_s).result()
-                version = answer.read(BeginGiven).version
-                return Admitted(version) if version >= 0 else None
+    def ask(self, worker: Worker, number: int) -> "_Patient":
+        """As `Conductor.ask`."""
+        asked = BeginAsked(*_split(worker), number, self._generation)
+        return _Patient(lambda: self._connection.call("begin", asked, timeout_s=self._patience_s))
 
     def arrived(self, number: int, arrived: Arrived) -> Pending[None]:
         """As `Conductor.arrived`; ends when the service knows."""
@@ -58,6 +54,29 @@ class ConductorRemote:
         with contextlib.suppress(ShadowSyncError):
             told = WorkerTold(*_split(worker), self._generation)
             self._connection.call("left", told, timeout_s=self._patience_s).result()
+
+
+class _Patient:
+    """An answer for which the question is asked again until it comes."""
+
+    def __init__(self, ask: Callable[[], Future[Answer]]) -> None:
+        self._ask = ask
+        self._asked = ask()
+
+    def result(self) -> Admitted | None:
+        """Waits for it.
+
+        Raises:
+            PeerLost: the connection was closed.
+            RunError: the trainer was given up, or a step could not be carried out.
+        """
+        while True:
+            try:
+                version = self._asked.result().read(BeginGiven).version
+            except CallTimeout:
+                self._asked = self._ask()
+            else:
+                return Admitted(version) if version >= 0 else None
 
 
 def _split(worker: Worker) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The seam of a worker's last act in a step: what becomes of its gradients."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,11 +21,12 @@ class Update(Protocol):
     thread of the worker's own, before an earlier one is ready.
     """
 
-    def begin(self, leased: LeasedBatch) -> bool:
-        """The worker has taken a batch; when this returns its rows are pulled.
+    def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
+        """The worker has taken a batch, and asks to compute it.
 
         Returns:
-            False if nothing is to be trained any more.
+            waits for the answer; when it returns the batch's rows are pulled, or nothing is to be trained any more if
+            it says False.
         """
         ...
 
@@ -91,9 +93,9 @@ class LocalUpdate:
     most_under_way: int = MOST_UNDER_WAY
     _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False, compare=False)
 
-    def begin(self, leased: LeasedBatch) -> bool:
+    def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
         """As `Update.begin`: nobody has to be asked."""
-        return True
+        return lambda: True
 
     def ready(self, leased: LeasedBatch) -> None:
         """As `Update.ready`: the worker's module shares the replica's parameters."""

@@ -217,9 +217,11 @@ class Worker:
 
     def _fetch(self, wait: bool) -> _Ready | None:
         leased = self._parts.feed.next(wait)
-        if leased is None or not self._update.begin(leased):
+        if leased is None:
             return None
-        return leased, self._parts.embeddings.pull(leased.batch.ids)
+        admitted = self._update.begin(leased)
+        prepared = self._parts.embeddings.prepare(leased.batch.ids)
+        return (leased, self._parts.embeddings.fetch(prepared)) if admitted() else None
 
     def _wait_for_more(self) -> _Ready | None:
         self._update.idle()

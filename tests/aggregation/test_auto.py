@@ -53,10 +53,10 @@ def test_it_goes_to_gba_under_a_straggler_and_back() -> None:
     assert modes(cluster) == ["gba", "sync"]
     to_gba, back = cluster.aggregator.switches
     assert 200 < cluster.commit_times[to_gba.step - 1] < 280
-    assert 500 < cluster.commit_times[back.step - 1] < 520
+    assert 500 < cluster.commit_times[back.step - 1] < 540
     assert "above share=20% for 5 commits" in to_gba.why
     assert "of 8 workers the slowest takes 2.75 s a batch on average, the median 1 s" in to_gba.why
-    assert "below even=10%" in back.why
+    assert "below even=10% for 25 commits" in back.why
     assert cluster.aggregator.mode == "sync"
 
 
@@ -98,6 +98,25 @@ def test_a_hiccup_now_and_then_changes_nothing() -> None:
         return 20.0 if number % 397 == 396 else 1.0
 
     assert modes(run(Auto(), hiccups, 500)) == []
+
+
+@pytest.mark.parametrize(("takes_s", "expected"), [(2.5, []), (3.5, ["gba"])])
+def test_a_batch_is_under_way_for_long_before_its_round_is_left(takes_s: float, expected: list[str]) -> None:
+    def pauses(worker: int, number: int, now: float) -> float:
+        return takes_s if number == 400 else 1.0
+
+    cluster = Cluster(Auto(), WORKERS, 10**6, pauses, 60)
+    for worker in range(WORKERS):
+        cluster.join(worker)
+    cluster.look(0.25, 60)
+    assert modes(cluster.run())[:1] == expected
+
+
+@pytest.mark.parametrize(("commits", "seconds", "lasting"), [(1, 0.0, 5), (9, 0.0, 45), (1, 10.0, 51)])
+def test_the_way_back_takes_five_times_as_many_commits_and_seconds(commits: int, seconds: float, lasting: int) -> None:
+    """A second a commit."""
+    cluster = run(Auto(steady_commits=commits, steady_s=seconds), scripted(EVEN_BUSY_EVEN), 900)
+    assert f"for {lasting} commits" in cluster.aggregator.switches[1].why
 
 
 def test_it_takes_as_many_commits_and_seconds_as_it_is_told() -> None:
@@ -145,7 +164,7 @@ def test_a_worker_that_hangs_in_a_round_is_not_waited_for() -> None:
     cluster.run()
     (switch,) = cluster.aggregator.switches
     assert switch.mode == "gba"
-    assert 105 < cluster.commit_times[switch.step] < 110, "five usual batches later, what has arrived begins a step"
+    assert 103 < cluster.commit_times[switch.step] < 108, "three usual batches later, what has arrived begins a step"
     assert "a batch has taken" in switch.why
     assert trained(cluster) > 100 * WORKERS + 90 * (WORKERS - 1)
     assert cluster.dropped == 0
@@ -195,7 +214,7 @@ def test_a_straggler_that_dies_is_forgotten() -> None:
         cluster.join(worker)
     cluster.die(0, 200)
     assert modes(cluster.run()) == ["gba", "sync"]
-    assert cluster.commit_times[cluster.aggregator.switches[1].step - 1] < 220
+    assert cluster.commit_times[cluster.aggregator.switches[1].step - 1] < 240
 
 
 def test_one_batch_a_worker_is_the_rate_of_the_rounds_over_the_sum_of_rates() -> None:

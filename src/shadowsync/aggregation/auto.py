@@ -14,6 +14,11 @@ from shadowsync.aggregation.step_times import Round, StepTimes, lost_share
 from shadowsync.aggregation.synchronous import Sync
 from shadowsync.errors import ConfigError
 
+BACK = 5
+"""How many times longer the workers have to be even than they have to be uneven."""
+HANGING = 3
+"""Usual batches in the time of one that does not end, from which on its round is not waited for."""
+
 
 @dataclass(frozen=True)
 class Auto(Aggregation):
@@ -21,11 +26,12 @@ class Auto(Aggregation):
     2205.11048). The rule of when to switch is ours.
 
     What synchronous rounds lose to stragglers is estimated after every commit, in either mode, from the last step times
-    of the living workers (`step_times.lost_share`). Above `share` it goes to GBA, below `even` back; both only after
-    the estimate has been there for `steady_commits` commits and `steady_s` seconds in a row. It starts synchronously.
+    of the living workers (`step_times.lost_share`). Above `share` it goes to GBA, once the estimate has been there for
+    `steady_commits` commits and `steady_s` seconds in a row; below `even` back, for which it takes `BACK` times as
+    much of both: rounds are no faster among even workers, so nothing is lost by staying. It starts synchronously.
 
-    A round need not end for that: a batch that takes as long as `steady_commits` usual ones, and `steady_s`, says as
-    much, so that a worker that hangs holds nobody up for longer. What has arrived of that round is the beginning of the
+    A round need not end for that: a batch that takes as long as `HANGING` usual ones, and `steady_s`, says as much, so
+    that a worker that hangs holds nobody up for longer. What has arrived of that round is the beginning of the
     first global batch of GBA. The way back is taken right after a commit, and gradients in flight are kept: the first
     round waits for them instead of admitting as many new ones.
     """
@@ -39,10 +45,11 @@ class Auto(Aggregation):
         float, Field(gt=0, lt=1, description="loss of synchronous throughput to return at; more returns sooner")
     ] = 0.1
     steady_commits: Annotated[
-        int, Field(ge=1, description="commits in a row that a switch needs; more follows later and flaps less")
+        int, Field(ge=1, description="commits in a row to go to GBA, five times as many to return; more flaps less")
     ] = 5
     steady_s: Annotated[
-        float, Field(ge=0, allow_inf_nan=False, description="seconds in a row; more follows later and flaps less")
+        float,
+        Field(ge=0, allow_inf_nan=False, description="seconds in a row to go to GBA, five times that to return"),
     ] = 1.0
     tolerance: Tolerance = Gba.tolerance
     divide_by: DivideBy = Gba.divide_by
@@ -135,7 +142,7 @@ class _Switching(Aggregator):
         if longest < options.steady_s or not (usual := self._times.usual_s):
             return False
         times = longest / usual
-        if times < options.steady_commits:
+        if times < HANGING:
             return False
         lost = lost_share(self._times.rounds(now), self._size)  # last: this is called often and seldom gets here
         if lost <= options.share:
@@ -164,7 +171,8 @@ class _Switching(Aggregator):
         lost = lost_share(rounds, self._size)
         options, waits = self._options, self.mode == Sync.name
         self._streak.add(lost > options.share if waits else lost < options.even, now)
-        if self._streak.lasts(options.steady_commits, options.steady_s, now):
+        times = 1 if waits else BACK
+        if self._streak.lasts(times * options.steady_commits, times * options.steady_s, now):
             bound = f"above share={options.share:.0%}" if waits else f"below even={options.even:.0%}"
             lasting = f"{bound} for {self._streak.count} commits"
             self._switch(f"stragglers cost synchronous rounds {lost:.0%}, {lasting}; {_spread(rounds)}", now)

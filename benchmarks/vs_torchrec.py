@@ -36,14 +36,16 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "speed": ("data.name=synthetic", "data.table_rows=200000", "data.test_rows=0", "data.repeat_blocks=16"),
     "demo": ("data.name=completejourney",),
 }
+SYNC = ("aggregation.method=sync", "cluster.dense_servers=2")
+"""About half of the dense part on each host: as much crosses as in a ring of two."""
 OURS: Mapping[str, tuple[str, ...]] = {
     "shadowsync, fp32": ("train.precision=fp32",),
     "shadowsync, bf16": ("train.precision=bf16", *WIRES["bf16"]),
     "shadowsync, bf16, plain wire": ("train.precision=bf16",),
     "shadowsync, bf16, int4 wire": ("train.precision=bf16", *WIRES["int4, threshold"]),
     "shadowsync, bf16, auto wire": ("train.precision=bf16", *WIRES["auto"]),
-    "shadowsync, sync, fp32": ("train.precision=fp32", "aggregation.method=sync"),
-    "shadowsync, sync, bf16": ("train.precision=bf16", "aggregation.method=sync", *WIRES["bf16"]),
+    "shadowsync, sync, fp32": ("train.precision=fp32", *SYNC),
+    "shadowsync, sync, bf16": ("train.precision=bf16", *SYNC, *WIRES["bf16"]),
 }
 THEIRS: Mapping[str, tuple[str, ...]] = {
     "TorchRec, fp32": ("train.precision=fp32",),

@@ -112,7 +112,7 @@ def server_count(config: Config) -> int:
 
 
 def _most_roles(config: Config, method: SyncMethod) -> dict[str, int]:
-    """How many of each kind may fail at most; servers that get no rows drop out later."""
+    """How many of each kind may fail at most; servers that get no rows or no parameters drop out later."""
     cluster, trainers = config.cluster, config.train.trainers
     most = {"embedding": server_count(config), "trainer": trainers}
     if cluster.runtime == "inprocess":
@@ -140,7 +140,21 @@ def without_foreign_options(values: dict[str, Any], changed: Mapping[str, Any] |
     kept.pop("aggregation" if config.aggregation.method is None else "sync", None)
     if parse({"cluster": values.get("cluster", {})}).cluster.runtime == "inprocess" and "cluster" in values:
         kept["cluster"] = {key: value for key, value in values["cluster"].items() if key in IN_PROCESS_KEYS}
-    return kept if changed is None else _without_idle_codecs(kept, changed.get("compression") or {})
+    if changed is None:
+        return kept
+    kept = _without_idle_servers(kept, changed.get("cluster") or {})
+    return _without_idle_codecs(kept, changed.get("compression") or {})
+
+
+def _without_idle_servers(values: dict[str, Any], changed: Any) -> dict[str, Any]:
+    """Without a stored number of dense servers that has no effect any more, where nobody gave it now."""
+    config = parse(values)
+    by_gradients = config.aggregation.method is not None
+    method = None if by_gradients else choose("sync.method", config.sync.method, "shadowsync.sync", SyncMethod)
+    if "dense_servers" in changed or not _one_dense_server(config, method):
+        return values
+    cluster = {key: value for key, value in (values.get("cluster") or {}).items() if key != "dense_servers"}
+    return {**values, "cluster": cluster} if "cluster" in values else values
 
 
 def _without_idle_codecs(values: dict[str, Any], changed: Any) -> dict[str, Any]:
@@ -365,13 +379,23 @@ def global_batch(config: Config) -> int:
     return config.aggregation.global_batch or train.batch_size * train.trainers * train.workers
 
 
+def _check_dense_servers(config: Config, method: type[SyncMethod] | None) -> None:
+    servers = config.cluster.dense_servers
+    if servers > 1 and (why := _one_dense_server(config, method)):
+        raise ConfigError(f"cluster.dense_servers={servers} has no effect with {why}: set it to 1")
+
+
+def _one_dense_server(config: Config, method: type[SyncMethod] | None) -> str | None:
+    """With what more than one would have no effect; None if they have one. Gradient methods have no `SyncMethod`."""
+    if method is not None:
+        return None if method.centralised else f"sync.method={config.sync.method}, which keeps no central copy"
+    near = config.cluster.runtime == "inprocess"
+    return f"aggregation.method={config.aggregation.method} in one process" if near else None
+
+
 def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:
     if config.aggregation.method is not None:
-        if config.cluster.dense_servers > 1:
-            raise ConfigError(
-                f"cluster.dense_servers={config.cluster.dense_servers} has no effect with aggregation.method="
-                f"{config.aggregation.method}, which steps the dense part on one server: set it to 1"
-            )
+        _check_dense_servers(config, None)
         return NoSync(), Background()
     sync = config.sync
     method = choose("sync.method", sync.method, "shadowsync.sync", SyncMethod)
@@ -380,11 +404,7 @@ def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:
     own = split_options("sync", sync.options, chosen, SyncConfig.model_fields)
     if own[1] and not method.active:
         raise ConfigError(f"sync.{next(iter(own[1]))} has no effect with sync.method={sync.method}: leave it out")
-    if config.cluster.dense_servers > 1 and not method.centralised:
-        raise ConfigError(
-            f"cluster.dense_servers={config.cluster.dense_servers} has no effect with sync.method={sync.method}, which "
-            "keeps no central copy: set it to 1"
-        )
+    _check_dense_servers(config, method)
     built: SyncMethod = build(method, own[0], "sync")
     timed: Schedule = build(schedule, own[1], "sync")
     return built.resolved(config.train.trainers, timed.foreground), timed

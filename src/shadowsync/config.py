@@ -284,7 +284,10 @@ class ClusterConfig(Section):
         description="of the Ray cluster to join, host:port or auto; null starts one of its own on this machine",
     )
     dense_servers: int = Field(
-        1, ge=1, le=1024, description="servers over which the central dense copy is split; more shortens the sync gap"
+        1,
+        ge=1,
+        le=1024,
+        description="servers that share the dense part; more shortens the sync gap, or a global step",
     )
     readers: int | None = Field(
         None, ge=1, le=1024, description="processes that parse; more feeds more trainers; null is one per machine"

@@ -12,6 +12,8 @@ from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.sync.method import State, SyncMethod
 from shadowsync.training.replica import Replica
 
+_BUFFER = "buffer."
+
 
 @dataclass(frozen=True)
 class TrainerImage:
@@ -71,8 +73,13 @@ def layout(replica: Replica) -> dict[str, list[int]]:
 def dense_tensors(replica: Replica) -> dict[str, Tensor]:
     """What a replica holds, live: its parameters as `weight`, the optimizer's state, the module's buffers by name."""
     kept = replica.module.state_dict().keys()  # constants that the module can make again are not among them
-    buffers = {f"buffer.{name}": buffer for name, buffer in replica.module.named_buffers() if name in kept}
+    buffers = {_BUFFER + name: buffer for name, buffer in replica.module.named_buffers() if name in kept}
     return {"weight": replica.flat} | replica.state | buffers
+
+
+def is_buffer(name: str) -> bool:
+    """Whether `dense_tensors` gives a buffer of the module that name."""
+    return name.startswith(_BUFFER)
 
 
 def check_layout(saved: LoadedCheckpoint, replica: Replica) -> None:
@@ -141,7 +148,7 @@ def restore_final(saved: LoadedCheckpoint, replica: Replica) -> None:
     check_layout(saved, replica)
     replica.load(saved.dense_tensor("final", len(replica.flat)))
     for name, tensor in dense_tensors(replica).items():
-        if name.startswith("buffer."):
+        if is_buffer(name):
             tensor.copy_(saved.dense_tensor(f"replica.0.{name}", tensor.numel()).view_as(tensor))
 
 

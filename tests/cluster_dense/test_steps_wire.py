@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.conductor import Arrived, Conductor, StepParts, StepRule
+from shadowsync.aggregation.dense_shares import DenseShare, divide
 from shadowsync.aggregation.gba import Gba
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper, Version
 from shadowsync.aggregation.synchronous import Sync
@@ -30,6 +31,7 @@ from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.runtime.conductor_remote import ConductorRemote
 from shadowsync.runtime.conductor_service import ConductorService
 from shadowsync.runtime.dense_line import DenseLine
+from shadowsync.runtime.divided_steppers import DividedSteppers
 from shadowsync.runtime.generation import Generation
 from shadowsync.runtime.lines import Line
 from shadowsync.runtime.parameters import ParameterReceiver, ParameterSender
@@ -220,6 +222,36 @@ def test_a_change_that_goes_on_from_nothing_is_refused() -> None:
         versions.receiver.take(versions.codec, given, frames[1:])
 
 
+def test_the_whole_is_as_new_as_its_oldest_part(connect: Connect) -> None:
+    whole = DenseStepper(Replica(Wide(), Adagrad(), {}), None)
+    parts = divide(whole.replica.slots, 2)
+    servers = [DenseStepper(Replica(part.module(Wide(), buffers=False), Adagrad(), {}), None) for part in parts]
+    line = Line("dense", Plain(), WireCounter())
+
+    def there(index: int, part: DenseShare) -> StepperRemote:
+        (connection,) = connect(StepperService(servers[index], Plain()), 1)
+        return StepperRemote(connection, line, part.length, server=index)
+
+    worker, flat = DividedSteppers(parts, there, len(whole.replica.flat)), torch.randn(whole.replica.flat.shape)
+    first = worker.newer(-1).result()
+    assert first is not None
+    assert (first.number, first.flat.tolist()) == (0, whole.newest.flat.tolist())
+    worker.hold(0, DenseGradient(flat, (True, False))).result()
+    whole.hold(0, DenseGradient(flat, (True, False)))
+    step = DenseStep(0, {0: 1.0}, 1.0, 0.1, 1)
+    whole.commit(step)
+    servers[0].commit(step)
+    asked, told = worker.newer(0), list[BaseException | None]()
+    asked.then(told.append)
+    assert asked.result() is None
+    assert asked.done()
+    assert told == [None]
+    servers[1].commit(step)
+    second = worker.newer(0).result()
+    assert second is not None
+    assert (second.number, second.flat.tolist()) == (1, whole.newest.flat.tolist())
+
+
 def test_a_step_that_comes_again_changes_nothing(connect: Connect) -> None:
     made = stepper()
     far = remote(StepperService(made, Plain()), connect, Plain(), WireCounter())
@@ -253,6 +285,8 @@ MALFORMED: dict[str, tuple[str, Meta | None, tuple[Tensor, ...], str]] = {
     "a divisor of 0": ("commit", step_with(divisor=0.0), (), "make no global step"),
     "no number": ("commit", step_with(lr=float("nan")), (), "make no global step"),
     "an infinite weight": ("commit", step_with(weights=(float("inf"),)), (), "make no global step"),
+    "a norm below 0": ("norm", step_with(norm=-1.0), (), "no norm of -1"),
+    "a step by a norm below 0": ("commit", step_with(norm=-0.5), (), "no norm of -0.5"),
     "another message": ("commit", NewerAsked(0, 0), (), "does not hold a StepAsked"),
     "a version below 0": ("restart", RestartAsked(-3, 0), (), "count from 0"),
     "not what is asked": ("newer", STEP, (), "does not hold a NewerAsked"),
@@ -276,6 +310,7 @@ def test_malformed_messages_to_the_dense_server_change_nothing(
     [
         ("hold", GradientSent(0, (True, True), 1), (FLAT,)),
         ("commit", step_with(generation=1), ()),
+        ("norm", step_with(generation=1), ()),
         ("restart", RestartAsked(3, 1), ()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

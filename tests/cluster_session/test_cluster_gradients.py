@@ -98,15 +98,18 @@ def steps_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("steps_in_turn")
-@pytest.mark.parametrize(("method", "optimizer"), [("sync", "adagrad"), ("gba", "adam")])
-def test_one_worker_gives_the_same_model_as_in_process_bit_by_bit(tmp_path: Path, method: str, optimizer: str) -> None:
+@pytest.mark.parametrize(("method", "optimizer", "servers"), [("sync", "adagrad", 1), ("gba", "adam", 3)])
+def test_one_worker_gives_the_same_model_as_in_process_bit_by_bit(
+    tmp_path: Path, method: str, optimizer: str, servers: int
+) -> None:
     data = write_rows(tmp_path / "rows.parquet", 64)
     sections = EXACT | {
+        "cluster": {"dense_servers": servers},
         "train": {"batch_size": 2, "optimizer": optimizer, "prefetch": 0, "warmup_samples": 40},
         "embedding": {"servers": 2},
         "aggregation": {"global_batch": 8},
     }
-    near = settings(data, data, **sections) | {"aggregation": {"method": method, "global_batch": 8}}
+    near = settings(data, data, **in_process(sections)) | {"aggregation": {"method": method, "global_batch": 8}}
     del near["sync"]
     Job(near, out=tmp_path / "near").run()
     result = Job(gradient_settings(data, method, **sections), out=tmp_path / "far").run()
@@ -142,12 +145,13 @@ def test_what_was_not_sent_of_gradients_goes_on_after_a_resume(tmp_path: Path, m
     """With parameters that always come whole, as they do after a resume; what they leave out is not in checkpoints."""
     monkeypatch.setattr(Threshold, "of_differences", lambda codec: replace(codec, keep=1.0, feedback=False))
     data, script = write_rows(tmp_path / "rows.parquet", 256), SignalInCluster(9)
-    config = gradient_settings(data, "sync", **sparse_sections(0.1, 16))
+    config = gradient_settings(data, "sync", **sparse_sections(0.1, 16), cluster={"dense_servers": 3})
     del config["compression"]["pull"], config["compression"]["push"]
     Job(in_process(config), out=tmp_path / "near").run()
     script.run(Job(config, out=tmp_path / "far", failures=script))
     stopped = weights(tmp_path / "far")
     assert any(bool(tensor.any()) for name, tensor in stopped.items() if name.endswith(".residual"))
+    config["cluster"]["dense_servers"] = 2
     Job(config, out=tmp_path / "far", resume=tmp_path / "far").run()
     expected, found = weights(tmp_path / "near"), weights(tmp_path / "far")
     assert found.keys() == expected.keys()
@@ -169,12 +173,12 @@ def test_what_a_codec_draws_is_in_checkpoints_as_it_is_in_process(tmp_path: Path
 
 
 @pytest.mark.usefixtures("steps_in_turn")
-@pytest.mark.parametrize("keep", [1.0, 0.1])
-def test_a_threshold_does_on_a_cluster_what_it_does_in_process(tmp_path: Path, keep: float) -> None:
+@pytest.mark.parametrize(("keep", "servers"), [(1.0, 1), (0.1, 1), (0.1, 2)])
+def test_a_threshold_does_on_a_cluster_what_it_does_in_process(tmp_path: Path, keep: float, servers: int) -> None:
     """Bit by bit and byte by byte; keeping everything it is the plain job."""
     data = write_rows(tmp_path / "rows.parquet", 256)
     sections = sparse_sections(keep, 64, "plain" if keep == 1 else "int8")
-    config = gradient_settings(data, "sync", **sections)
+    config = gradient_settings(data, "sync", **sections, cluster={"dense_servers": servers})
     near = in_process(config) | ({"compression": {}} if keep == 1 else {})
     here = Job(near, out=tmp_path / "near").run()
     there = Job(config, out=tmp_path / "far").run()
@@ -186,6 +190,18 @@ def test_a_threshold_does_on_a_cluster_what_it_does_in_process(tmp_path: Path, k
         assert found.keys() == expected.keys()
         assert there.wire.kept_share == here.wire.kept_share
         assert there.wire.bytes == here.wire.bytes
+
+
+@pytest.mark.parametrize("servers", [2, 40])
+def test_the_norm_of_a_gradient_is_that_of_all_dense_servers(tmp_path: Path, servers: int) -> None:
+    data, train = write_rows(tmp_path / "rows.parquet", 64), {"batch_size": 8, "prefetch": 0, "clip_norm": 0.01}
+    config = gradient_settings(data, "sync", **EXACT, train=train, cluster={"dense_servers": servers})
+    Job(in_process(config), out=tmp_path / "near").run()
+    Job(config, out=tmp_path / "far").run()
+    assert_close(weights(tmp_path / "far"), weights(tmp_path / "near"))
+    Job(in_process(config) | {"train": train | {"clip_norm": None}}, out=tmp_path / "unclipped").run()
+    with pytest.raises(AssertionError):
+        assert_close(weights(tmp_path / "far"), weights(tmp_path / "unclipped"))
 
 
 def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -362,13 +378,14 @@ def test_several_at_once(tmp_path: Path, cluster: Cluster, roles: tuple[str, ...
     assert min(ledger.rows.values()) >= EPOCHS
 
 
-@pytest.mark.parametrize("method", ["sync", "gba"])
+@pytest.mark.parametrize(("method", "role", "servers"), [("sync", "dense-0", 1), ("gba", "dense-1", 2)])
 def test_a_dead_dense_server_takes_everybody_back_to_the_newest_checkpoint(
-    tmp_path: Path, cluster: Cluster, method: str
+    tmp_path: Path, cluster: Cluster, method: str, role: str, servers: int
 ) -> None:
     out, ledger = tmp_path / "out", Ledger()
-    config = job_settings(tmp_path, method, train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 80.0})
-    script = Killing(cluster, ["dense-0"], when=lambda: len(checkpoints(out)) >= 2)
+    train = {"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 80.0}
+    config = job_settings(tmp_path, method, train=train, cluster={"dense_servers": servers})
+    script = Killing(cluster, [role], when=lambda: len(checkpoints(out)) >= 2)
     result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
     assert script.done
     assert result.data.trained_samples == ROWS * EPOCHS

@@ -27,8 +27,9 @@ from test_resume import interrupt
 
 from shadowsync import Job
 from shadowsync.aggregation.aggregator import Aggregation
-from shadowsync.data.batch import Jagged
-from shadowsync.embedding.client import EmbeddingClient, Pulled
+from shadowsync.choices import choose_all, without_foreign_options
+from shadowsync.config import merge, parse
+from shadowsync.embedding.client import EmbeddingClient, Prepared, Pulled
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.job import train_from_command_line
 from shadowsync.registry import members
@@ -243,18 +244,18 @@ def test_a_trainer_with_pulls_ahead_may_die_too(tmp_path: Path, method: str, wor
 @pytest.mark.parametrize("method", ["sync", "hop_bw"])
 def test_a_pull_ahead_that_fails_ends_the_job(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one waits for a round of which the batch that was not pulled is a part."""
-    pull, pulls = EmbeddingClient.pull, itertools.count()
+    fetch, fetches = EmbeddingClient.fetch, itertools.count()
 
-    def failing(client: EmbeddingClient, ids: Jagged) -> Pulled:
-        if next(pulls) == 1:
-            raise DataError("an id beyond its table")
-        return pull(client, ids)
+    def failing(client: EmbeddingClient, prepared: Prepared) -> Pulled:
+        if next(fetches) == 1:
+            raise DataError("a server that cannot be reached")
+        return fetch(client, prepared)
 
-    monkeypatch.setattr(EmbeddingClient, "pull", failing)
+    monkeypatch.setattr(EmbeddingClient, "fetch", failing)
     data = write_rows(tmp_path / "rows.parquet", 101)
     config = gradient_settings(data, method, model=SMALL_DLRM, train={"prefetch": 3}, aggregation={"global_batch": 4})
     started = time.monotonic()
-    with pytest.raises(DataError, match="an id beyond its table"):
+    with pytest.raises(DataError, match="a server that cannot be reached"):
         Job(config, out=tmp_path / "out").run()
     assert time.monotonic() - started < 15  # a job that the test's timeout interrupts raises the same
 
@@ -296,6 +297,28 @@ def test_what_belongs_to_the_other_family_is_refused(tmp_path: Path, extra: dict
     error = error_of(lambda: Job(config | extra, out=tmp_path / "out").run())
     assert isinstance(error, ConfigError)
     assert "aggregation.method=gba" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("now", "servers"),
+    [
+        (["cluster.runtime=inprocess"], 1),
+        (["aggregation.method=null", "sync.method=ma"], 1),
+        (["aggregation.method=null", "sync.method=easgd"], 2),
+        (["aggregation.method=sync"], 2),
+    ],
+    ids=str,
+)
+def test_stored_dense_servers_that_have_no_effect_any_more_are_left_out(now: list[str], servers: int) -> None:
+    stored = {"cluster": {"runtime": "ray", "dense_servers": 2}, "aggregation": {"method": "gba"}}
+    changed = merge({}, {}, now)
+    config = parse(merge(without_foreign_options(merge(stored, changed, []), changed), changed, []))
+    assert choose_all(config, own_model=False) is not None
+    assert config.cluster.dense_servers == servers
+    given = merge(changed, {"cluster": {"dense_servers": 2}}, [])
+    if servers == 1:
+        with pytest.raises(ConfigError, match="dense_servers=2 has no effect"):
+            without_foreign_options(merge(stored, given, []), given)
 
 
 BUSY = {"trainers": 2, "workers": 2, "emulate_step_ms": 2.0, "stragglers": "index=0,slow=20"}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shadowsync.errors import DataError
 from shadowsync.training.replica import Replica, Stepper
@@ -37,6 +37,8 @@ class DenseStep:
         divisor: of the weighted sum.
         lr: learning rate.
         below: as in `RowStep`.
+        norm: L2 norm of the step's gradient by all parameters, where several steppers have a part of them each and
+            gradients are clipped; None if the stepper has all.
     """
 
     step: int
@@ -44,6 +46,7 @@ class DenseStep:
     divisor: float
     lr: float
     below: int
+    norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,16 @@ class DenseStepper:
                 return
             gradients = self._step_gradients(step)
             if gradients is not None:
-                self._stepper.step(gradients, step.lr)
+                self._stepper.step(gradients, step.lr, step.norm)
             self._newest = Version(step.step + 1, self.replica.flat.clone())
+
+    def norm(self, step: DenseStep) -> float:
+        """The L2 norm of the gradient that `commit` of this step would take, unclipped; nothing is changed."""
+        with self._stepping:
+            with self._lock:
+                named = [(self._held.get(number), weight) for number, weight in step.weights.items()]
+            gradients = self._sum(named, step.divisor)
+            return 0.0 if gradients is None else float(nn.utils.get_total_norm(g for g in gradients if g is not None))
 
     def restart(self, version: int) -> None:
         """Whoever loaded the replica says so: all gradients are forgotten, and the parameters have this version."""
@@ -122,19 +133,22 @@ class DenseStepper:
             self._held.clear()
             self._newest = Version(version, self.replica.flat.clone())
 
-    def _step_gradients(self, step: DenseStep) -> Sequence[Tensor | None] | None:
+    def _step_gradients(self, step: DenseStep) -> list[Tensor | None] | None:
         """The gradient of each parameter; None if no batch brings any."""
         with self._lock:
             named = [(self._held.pop(number, None), weight) for number, weight in step.weights.items()]
             self._below = max(self._below, step.below)
             for number in [number for number in self._held if number < self._below]:
                 del self._held[number]
+        return self._sum(named, step.divisor)
+
+    def _sum(self, named: Sequence[tuple[DenseGradient | None, float]], divisor: float) -> list[Tensor | None] | None:
         kept = [(gradient, weight) for gradient, weight in named if gradient is not None and weight]
         if not kept:
             return None
         total = torch.zeros_like(self.replica.flat)
         for gradient, weight in kept:
             total.add_(gradient.flat, alpha=weight)
-        total /= step.divisor
+        total /= divisor
         used = [any(flags) for flags in zip(*(gradient.used for gradient, _ in kept), strict=True)]
         return [slot.view(total) if there else None for slot, there in zip(self.replica.slots, used, strict=True)]

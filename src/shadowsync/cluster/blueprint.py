@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from shadowsync.aggregation.dense_shares import DenseShare, divide
 from shadowsync.assembly import place_tables, row_optimizer
 from shadowsync.choices import Choices, server_count
 from shadowsync.cluster.parts import DenseSpec, EmbeddingSpec, ReaderSpec, build_dense
@@ -32,7 +33,8 @@ class Blueprint:
         session: what it knows of tables, schema and samples.
         config: for the roles: the storage is the one that the driver chose.
         shards: what each embedding server holds.
-        spans: what each dense server holds; empty where replicas are merged and the method keeps no central copy.
+        spans: what each dense server holds of the central copy; empty where the method keeps none.
+        parts: what each dense server steps under a gradient method; empty where replicas are merged.
     """
 
     material: Material
@@ -40,6 +42,7 @@ class Blueprint:
     config: Config
     shards: tuple[tuple[Shard, ...], ...]
     spans: tuple[tuple[int, int], ...]
+    parts: tuple[DenseShare, ...]
 
     @classmethod
     def of(cls, material: Material, session: Session) -> "Blueprint":
@@ -50,16 +53,21 @@ class Blueprint:
         """
         config, choices = material.config, material.choices
         shards = place_tables(config, choices, session.schema, session.tables, material.train)
-        central = choices.method.centralised or choices.aggregation is not None
-        servers = config.cluster.dense_servers if central else 0
-        spans = split_evenly(len(session.template.flat), servers) if servers else []
+        servers, template = config.cluster.dense_servers, session.template
+        spans = split_evenly(len(template.flat), servers) if choices.method.centralised else []
+        parts = divide(template.slots, servers) if choices.aggregation is not None else ()
         chosen = config.embedding.model_copy(update={"storage": choices.storage.name})
-        return cls(material, session, config.model_copy(update={"embedding": chosen}), shards, tuple(spans))
+        return cls(material, session, config.model_copy(update={"embedding": chosen}), shards, tuple(spans), parts)
 
     @property
     def choices(self) -> Choices:
         """Of the job."""
         return self.material.choices
+
+    @property
+    def dense_servers(self) -> int:
+        """How many there are."""
+        return len(self.spans) or len(self.parts)
 
     @property
     def trainers(self) -> int:
@@ -89,7 +97,7 @@ class Blueprint:
     def servers(self) -> list[Need]:
         """The servers of rows, the largest first, and of the dense part."""
         rows = [self.need(f"embedding-{index}") for index in range(len(self.shards))]
-        dense = [self.need(f"dense-{index}") for index in range(len(self.spans))]
+        dense = [self.need(f"dense-{index}") for index in range(self.dense_servers)]
         return sorted(rows, key=lambda need: -need.bytes) + dense
 
     # --- specifications ----------------------------------------------------------------------------------------------
@@ -102,8 +110,9 @@ class Blueprint:
         """Of a dense server, with what makes it."""
         session = self.session
         if self.choices.aggregation is not None:
-            model = self.material.own.model
-            return build_stepper, StepperSpec(self.config, session.schema, session.tables, generation, model)
+            model, part = self.material.own.model, self.parts[index]
+            given = self.config, session.schema, session.tables, generation, model, part, index == 0
+            return build_stepper, StepperSpec(*given)
         start, stop = self.spans[index]
         return build_dense, DenseSpec(self.choices.codecs["dense"], stop - start, generation)
 

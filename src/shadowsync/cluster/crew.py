@@ -123,7 +123,7 @@ class Crew:
 
     def dense_servers(self) -> list[Member]:
         """All dense servers; raises as `row_servers`."""
-        return self._complete("dense", len(self.blueprint.spans))
+        return self._complete("dense", self.blueprint.dense_servers)
 
     def vacant_row_servers(self) -> tuple[int, ...]:
         """Embedding servers that are not there."""

@@ -1,10 +1,11 @@
-"""Gradient methods on a cluster: the conductor is the driver's, the dense part one server's."""
+"""Gradient methods on a cluster: the conductor is the driver's, the dense part the dense servers'."""
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.dense_side import DenseSide, NobodyLeft
 from shadowsync.cluster.images import Images
+from shadowsync.cluster.part_images import PartImages
 from shadowsync.cluster.staff import Member
 from shadowsync.compression.plain import Plain
 from shadowsync.data.reader import Reader
@@ -39,7 +41,7 @@ class RemoteSteps:
     """Carries global steps out on all servers at once (a `Carrier`), for one generation.
 
     An embedding server that dies meanwhile is left out: whoever takes its place holds none of the step's gradients.
-    Without the dense server there is no step, and everybody is about to go back to a checkpoint.
+    Without a dense server there is no step, and everybody is about to go back to a checkpoint.
 
     Attributes:
         crew: whose servers.
@@ -63,11 +65,20 @@ class RemoteSteps:
         """
         sent = [self._of_rows(member).commit(rows) for member in self.crew.serving("embedding")]
         try:
-            held_bytes = self.stepper().commit(dense).result()
+            held_bytes = self._step_dense(dense)
         except GONE:
             self._over.wait()
             raise
         self.held_bytes = held_bytes + sum(_unless_gone(answer, 0) for answer in sent)
+
+    def _step_dense(self, step: DenseStep) -> int:
+        """Has all dense servers make a step; the bytes of the gradients that waited there."""
+        steppers = self._steppers()
+        clipped = self.crew.blueprint.config.train.clip_norm is not None
+        if clipped and len(steppers) > 1:  # each has only some of the parameters
+            norms = [answer.result() for answer in [stepper.norm(step) for stepper in steppers]]
+            step = replace(step, norm=math.hypot(*norms))
+        return sum(answer.result() for answer in [stepper.commit(step) for stepper in steppers])
 
     def restart(self, steps: int) -> None:
         """So many steps were made before, and no gradient waits anywhere.
@@ -76,18 +87,13 @@ class RemoteSteps:
             PeerLost: a server is not there.
         """
         sent = [self._of_rows(member).forget_held(steps - 1) for member in self.crew.row_servers()]
-        sent.append(self.stepper().restart(steps))
+        sent += [stepper.restart(steps) for stepper in self._steppers()]
         for answer in sent:
             answer.result()
 
-    def stepper(self) -> StepperRemote:
-        """The dense server's.
-
-        Raises:
-            PeerLost: it is not there.
-        """
-        (server,) = self.crew.dense_servers()
-        return StepperRemote(server.connection, _line("dense"), 0, generation=self.generation)
+    def _steppers(self) -> list[StepperRemote]:
+        servers = self.crew.dense_servers()
+        return [StepperRemote(server.connection, _line("dense"), 0, generation=self.generation) for server in servers]
 
     def end(self) -> None:
         """The generation is over."""
@@ -127,7 +133,7 @@ class _Generation:
 
 
 class Stepped(DenseSide):
-    """One copy, on the dense server, moved by the global steps of a conductor beside the desk.
+    """One copy, on the dense servers, moved by the global steps of a conductor beside the desk.
 
     Args:
         method: says what goes into which step.
@@ -152,7 +158,7 @@ class Stepped(DenseSide):
         return ConductorService(self._now.conductor, desk, Generation(generation))
 
     def fill(self) -> None:
-        """The server has made them itself."""
+        """The servers have made them themselves."""
 
     def look(self) -> None:
         if self._now is not None:
@@ -197,13 +203,18 @@ class Stepped(DenseSide):
         return 1
 
     def image(self) -> DenseImage:
-        return DenseImage(tuple(self._images.of(self._crew.dense_servers())), None, self._feedback())
+        return DenseImage((self._parts.join(self._images.of(self._crew.dense_servers())),), None, self._feedback())
 
     def load(self, image: DenseImage) -> None:
-        (server,) = self._crew.dense_servers()
-        self._images.restore(server, image.trainers[0])
+        for server, own in zip(self._crew.dense_servers(), self._parts.split(image.trainers[0]), strict=True):
+            self._images.restore(server, own)
         for member in self._with_feedback():
             self._images.restore(member, TrainerImage({}, image.feedback_of(member.index)))
+
+    @property
+    def _parts(self) -> PartImages:
+        blueprint = self._crew.blueprint
+        return PartImages(blueprint.parts, blueprint.session.template)
 
     def _feedback(self) -> dict[str, Tensor]:
         """What the trainers' workers have not sent of their gradients."""

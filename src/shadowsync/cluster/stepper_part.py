@@ -1,10 +1,11 @@
-"""The dense server of gradient methods: one copy of the dense part with one optimizer state, and its images."""
+"""A dense server of gradient methods: the one copy of its parameters with their optimizer state, and its images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from shadowsync.aggregation.dense_shares import DenseShare
 from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.assembly import make_module, make_replica
 from shadowsync.choices import choose_all
@@ -24,20 +25,23 @@ from shadowsync.runtime.wire.service import Method, Reply, Request
 
 @dataclass(frozen=True)
 class StepperSpec:
-    """What it is made from; the fields are those of `TrainerSpec`."""
+    """What it is made from: the fields of `TrainerSpec`, the parameters, and whether it has the module's buffers."""
 
     config: Config
     schema: Schema
     tables: tuple[Table, ...]
     generation: int
     model: nn.Module | None = field(repr=False)
+    part: DenseShare
+    first: bool
 
 
 def build_stepper(spec: StepperSpec, _: Home) -> "StepperPart":
     """Makes one with the initial values."""
     choices = choose_all(spec.config, own_model=spec.model is not None)
     module = make_module(spec.config, choices, spec.schema, spec.tables, spec.model)
-    replica = make_replica(spec.config, choices, module, widths(spec.tables))
+    own = spec.part.module(module, buffers=spec.first)
+    replica = make_replica(spec.config, choices, own, widths(spec.tables))
     stepper = DenseStepper(replica, spec.config.train.clip_norm)
     codec = by_parameter(choices.codecs["dense"], replica.slots, len(replica.flat))
     workers = spec.config.train.workers

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from shadowsync.aggregation.dense_shares import DenseShare, divide
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_module, make_replica, make_trainer
 from shadowsync.cluster.dense_messages import check_image
@@ -17,6 +18,7 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.averaging_remote import RemoteAveraging
 from shadowsync.runtime.conductor_remote import ConductorRemote
 from shadowsync.runtime.dense_remote import DenseRemote
+from shadowsync.runtime.divided_steppers import DividedSteppers
 from shadowsync.runtime.gloo import GlooOptions, GlooRing
 from shadowsync.runtime.group import split_evenly
 from shadowsync.runtime.lines import Line, restore_all
@@ -135,16 +137,18 @@ class MergedReplica(TrainerDense):
 
 
 class GradientWorkers(TrainerDense):
-    """Workers that send gradients, each with a copy of its own of the dense part, which follows the server's."""
+    """Workers that send gradients, each with a copy of its own of the dense part, which follows the servers'."""
 
     def __init__(self, material: TrainerMaterial) -> None:
         spec, make_replica, driver = material.spec, material.replicas(), Unsynchronised()
         replicas = [make_replica() for _ in material.clients]
-        codec = by_parameter(material.line.codec, replicas[0].slots, len(replicas[0].flat))
         self._conductor = ConductorRemote(material.connect("driver", 0, spec.addresses.driver), spec.generation)
-        self._dense = material.connect("dense", 0, spec.addresses.dense[0])
-        self._line = material.line if codec is material.line.codec else replace(material.line, codec=codec)
-        self._remotes: list[StepperRemote] = []
+        by_parameter(material.line.codec, replicas[0].slots, len(replicas[0].flat))  # of any number of servers, or none
+        addresses = enumerate(spec.addresses.dense)
+        self._servers = [material.connect("dense", index, address) for index, address in addresses]
+        self._parts = divide(replicas[0].slots, len(self._servers))
+        self._lines = [_line_of(material.line, part) for part in self._parts]
+        self._steppers: list[DividedSteppers] = []
         pairs = zip(material.clients, replicas, strict=True)
         workers = [self._worker(material, index, client, replica) for index, (client, replica) in enumerate(pairs)]
         trainer = Trainer(spec.rank, workers[0].replica, driver, material.gate)
@@ -152,10 +156,13 @@ class GradientWorkers(TrainerDense):
 
     def _worker(self, material: TrainerMaterial, index: int, client: EmbeddingClient, replica: Replica) -> WorkerKit:
         spec = material.spec
-        dense = StepperRemote(
-            self._dense, self._line, len(replica.flat), index, spec.generation, spec.rank, replica.slots
-        )
-        self._remotes.append(dense)
+
+        def remote(server: int, part: DenseShare) -> StepperRemote:
+            there = self._servers[server], self._lines[server], part.length
+            return StepperRemote(*there, index, spec.generation, spec.rank, part.own, server)
+
+        dense = DividedSteppers(self._parts, remote, len(replica.flat))
+        self._steppers.append(dense)
         update = GradientUpdate(
             (spec.rank, index),
             self._conductor,
@@ -173,15 +180,18 @@ class GradientWorkers(TrainerDense):
 
     def image(self) -> TrainerImage:
         """What its workers have not sent of their gradients."""
-        streams = enumerate(remote.gradients for remote in self._remotes)
-        return TrainerImage(
-            {}, {f"{index}.{name}": t for index, stream in streams for name, t in stream.encoder.tensors().items()}
-        )
+        unsent = enumerate(stepper.unsent for stepper in self._steppers)
+        return TrainerImage({}, {f"{index}.{name}": t for index, tensors in unsent for name, t in tensors.items()})
 
     def restore(self, image: TrainerImage) -> None:
-        """The parameters are the server's: workers pull them before their first batch."""
-        remotes = enumerate(self._remotes)
-        restore_all((remote.gradients.encoder, below(image.method, str(index))) for index, remote in remotes)
+        """The parameters are the servers': workers pull them before their first batch."""
+        restore_all((stepper, below(image.method, str(index))) for index, stepper in enumerate(self._steppers))
+
+
+def _line_of(line: Line, part: DenseShare) -> Line:
+    """The way to the server of a part."""
+    codec = by_parameter(line.codec, part.own, part.length)
+    return line if codec is line.codec else replace(line, codec=codec)
 
 
 def _group(material: TrainerMaterial, replica: Replica) -> RemoteGroup:

@@ -30,6 +30,21 @@ class PiecesState(CodecState):
         return {f"{index}.{name}": tensor for index, tensors in kept.items() for name, tensor in tensors.items()}
 
 
+def renumbered(tensors: Mapping[str, Tensor], numbers: Mapping[int, int]) -> dict[str, Tensor]:
+    """What `PiecesState.tensors` gave, with other numbers for the pieces; those that get none are left out.
+
+    What another codec's state gave has no numbers, and stays as it is.
+    """
+    found = {}
+    for key, tensor in tensors.items():
+        index, _, name = key.partition(".")
+        if not (name and index.isdigit()):
+            found[key] = tensor
+        elif int(index) in numbers:
+            found[f"{numbers[int(index)]}.{name}"] = tensor
+    return found
+
+
 @dataclass(frozen=True)
 class Pieces(Codec):
     """Each piece has a threshold, a drift and a residual of its own, as DCT-DP has it (arXiv 2010.08899).

@@ -7,8 +7,9 @@ another thread.
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 Callback = Callable[[BaseException | None], None]
@@ -111,8 +112,28 @@ class Promise(Pending[T]):
             self._error = self._error or error
 
 
-def all_of(parts: Sequence[Pending[None]]) -> Pending[None]:
-    """Ends when all parts have ended, with the first error that came."""
+class Joined(Pending[T], Generic[S, T]):
+    """The answers of all parts as one, put together by the one thread that asks for it."""
+
+    def __init__(self, parts: Sequence[Pending[S]], join: Callable[[Sequence[S]], T]) -> None:
+        self._parts = parts
+        self._join = join
+        self._joined: list[T] = []
+
+    def result(self) -> T:
+        if not self._joined:
+            self._joined.append(self._join([part.result() for part in self._parts]))
+        return self._joined[0]
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def then(self, callback: Callback) -> None:
+        all_of(self._parts).then(callback)
+
+
+def all_of(parts: Sequence[Pending[Any]]) -> Pending[None]:
+    """Ends when all parts have ended, with the first error that came; what they answer is left to them."""
     waiting = [part for part in parts if not isinstance(part, Done)]
     if len(waiting) < 2:
         return waiting[0] if waiting else DONE
@@ -120,7 +141,7 @@ def all_of(parts: Sequence[Pending[None]]) -> Pending[None]:
 
 
 class _All(Promise[None]):
-    def __init__(self, parts: Sequence[Pending[None]]) -> None:
+    def __init__(self, parts: Sequence[Pending[Any]]) -> None:
         super().__init__()
         self._left = len(parts)
         self._first: BaseException | None = None

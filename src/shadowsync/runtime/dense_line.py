@@ -36,12 +36,13 @@ class _Later(Pending[T], Generic[T]):
         callback(None)
 
 
-def gradients(line: Line, worker: tuple[int, int], slots: Sequence[Slot]) -> Stream:
-    """The stream of a worker's gradients; `slots` of its replica name the parameters in errors, as far as known."""
+def gradients(line: Line, worker: tuple[int, int], slots: Sequence[Slot], server: int = 0) -> Stream:
+    """The stream of a worker's gradients to a dense server; `slots` there name the parameters in errors, as far as
+    known."""
     (rank, index), starts = worker, [slot.start for slot in slots]
     named = f"the dense gradient of worker {index} of trainer {rank}"
     part_of = (lambda at: slots[bisect_right(starts, at) - 1].name) if slots else None
-    return line.stream(("gradients", worker), named, part_of)
+    return line.stream(("gradients", worker, server), named, part_of)
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,17 @@ class Encoder:
         return encoded
 
 
-def restore_all(encoders: Iterable[tuple[Encoder, Mapping[str, Tensor]]]) -> None:
-    """`Encoder.restore` of each; a word in the log where a residual is lost."""
-    refused = [tensors for encoder, tensors in encoders if not encoder.restore(tensors)]
+class Restoring(Protocol):
+    """Goes on from what was kept of a worker's gradients."""
+
+    def restore(self, tensors: Mapping[str, Tensor], /) -> bool:
+        """As `Encoder.restore`."""
+        ...
+
+
+def restore_all(workers: Iterable[tuple[Restoring, Mapping[str, Tensor]]]) -> None:
+    """`restore` of each worker; a word in the log where a residual is lost."""
+    refused = [tensors for worker, tensors in workers if not worker.restore(tensors)]
     lost = sum(any(name.endswith("residual") for name in tensors) for tensors in refused)
     if lost:
         _LOG.warning(

@@ -100,7 +100,8 @@ class NewerGiven(Meta, frozen=True):
 
 
 class StepAsked(Meta, frozen=True):
-    """A global step, as `aggregation.stepping.DenseStep`; `batches` and `weights` are of one length."""
+    """A global step, or the norm of its gradient, as `aggregation.stepping.DenseStep`; `batches` and `weights` are of
+    one length."""
 
     step: int
     batches: tuple[int, ...]
@@ -109,6 +110,13 @@ class StepAsked(Meta, frozen=True):
     lr: float
     below: int
     generation: int
+    norm: float | None = None
+
+
+class NormGiven(Meta, frozen=True):
+    """The L2 norm of a step's gradient by the parameters of one server."""
+
+    norm: float
 
 
 class Committed(Meta, frozen=True):

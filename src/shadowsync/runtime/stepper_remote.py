@@ -13,7 +13,7 @@ from shadowsync.runtime.dense_line import gradients
 from shadowsync.runtime.fetched import Fetched, held_bytes, nothing
 from shadowsync.runtime.lines import Line, Stream
 from shadowsync.runtime.parameters import ParameterReceiver
-from shadowsync.runtime.step_messages import GradientSent, NewerAsked, NewerGiven, RestartAsked, StepAsked
+from shadowsync.runtime.step_messages import GradientSent, NewerAsked, NewerGiven, NormGiven, RestartAsked, StepAsked
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.training.replica import Slot
 
@@ -25,10 +25,11 @@ class StepperRemote:
     Attributes:
         connection: to the service.
         line: of the dense part; the codec is the service's.
-        length: `P`.
+        length: `P`, of what the service steps.
         stream: of this worker among those that share the connection.
         generation: of the parts that the caller belongs to.
-        trainer, slots: its rank, and the parameters of its replica, for errors.
+        trainer, slots: its rank, and the parameters that the service steps, for errors.
+        server: number of the service among those that share the line.
     """
 
     connection: Connection
@@ -38,6 +39,7 @@ class StepperRemote:
     generation: int = 0
     trainer: int = 0
     slots: Sequence[Slot] = ()
+    server: int = 0
     _receiver: ParameterReceiver = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +65,18 @@ class StepperRemote:
 
     def commit(self, step: DenseStep) -> Pending[int]:
         """As `DenseStepper.commit`; answered with the bytes of the gradients that waited."""
-        asked = StepAsked(
+        return Fetched(self.connection.call("commit", self._asked(step)), held_bytes)
+
+    def norm(self, step: DenseStep) -> Pending[float]:
+        """As `DenseStepper.norm`."""
+        return Fetched(self.connection.call("norm", self._asked(step)), lambda answer: answer.read(NormGiven).norm)
+
+    def restart(self, version: int) -> Pending[None]:
+        """As `DenseStepper.restart`."""
+        return Fetched(self.connection.call("restart", RestartAsked(version, self.generation)), nothing)
+
+    def _asked(self, step: DenseStep) -> StepAsked:
+        return StepAsked(
             step.step,
             tuple(step.weights),
             tuple(step.weights.values()),
@@ -71,15 +84,11 @@ class StepperRemote:
             step.lr,
             step.below,
             self.generation,
+            step.norm,
         )
-        return Fetched(self.connection.call("commit", asked), held_bytes)
-
-    def restart(self, version: int) -> Pending[None]:
-        """As `DenseStepper.restart`."""
-        return Fetched(self.connection.call("restart", RestartAsked(version, self.generation)), nothing)
 
     def _gradients(self, line: Line) -> Stream:
-        return gradients(line, (self.trainer, self.stream), self.slots)
+        return gradients(line, (self.trainer, self.stream), self.slots, self.server)
 
     def _version(self, codec: Codec, answer: Answer) -> Version | None:
         return self._receiver.take(codec, answer.read(NewerGiven), answer.tensors)

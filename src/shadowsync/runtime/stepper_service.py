@@ -19,6 +19,7 @@ from shadowsync.runtime.step_messages import (
     GradientSent,
     NewerAsked,
     NewerGiven,
+    NormGiven,
     RestartAsked,
     StepAsked,
     check_batch,
@@ -28,7 +29,7 @@ from shadowsync.runtime.wire.service import Method, Reply, Request
 
 
 class StepperService:
-    """What a `DenseStepper` offers: `hold` and `newer` to workers, `commit` and `restart` to the driver.
+    """What a `DenseStepper` offers: `hold` and `newer` to workers, `norm`, `commit` and `restart` to the driver.
 
     Args:
         stepper: what is served.
@@ -45,6 +46,7 @@ class StepperService:
         self.methods: Mapping[str, Method] = {
             "hold": Method(self._hold),
             "newer": Method(self._newer, once=False),
+            "norm": Method(self._norm, once=False),
             "commit": Method(self._commit),
             "restart": Method(self._restart),
         }
@@ -72,13 +74,21 @@ class StepperService:
             return Reply(NewerGiven(None))
         return Reply(*self._sender(request.client, asked.stream).answer(codec, found, asked.than))
 
+    def _norm(self, request: Request) -> Reply:
+        return Reply(NormGiven(self._stepper.norm(self._step(request))))
+
     def _commit(self, request: Request) -> Reply:
+        step, held_bytes = self._step(request), self._stepper.held_bytes
+        self._stepper.commit(step)
+        return Reply(Committed(held_bytes))
+
+    def _step(self, request: Request) -> DenseStep:
         asked = request.read(StepAsked)
         self._generation.check(asked.generation)
         weights = checked_weights(asked.batches, asked.weights, asked.divisor, asked.lr)
-        held_bytes = self._stepper.held_bytes
-        self._stepper.commit(DenseStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
-        return Reply(Committed(held_bytes))
+        if asked.norm is not None and asked.norm < 0:
+            raise DataError(f"a gradient has no norm of {asked.norm}")
+        return DenseStep(asked.step, weights, asked.divisor, asked.lr, asked.below, asked.norm)
 
     def _restart(self, request: Request) -> Reply:
         asked = request.read(RestartAsked)

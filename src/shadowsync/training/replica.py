@@ -5,7 +5,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,7 @@ class Replica:
         self.dims = dict(dims)
         self.optimizer = optimizer
         self.slots = _layout(self.module)
-        self.flat = torch.zeros(_padded(self.slots), device=device)
+        self.flat = torch.zeros(flat_length(self.slots), device=device)
         for slot, parameter in zip(self.slots, _trainable(self.module), strict=True):
             slot.view(self.flat).copy_(parameter.detach())
         self._alias(self.module)
@@ -162,12 +162,13 @@ class Stepper:
         self._views = [slot.view(replica.flat) for slot in replica.slots]
         self._state = {name: replica.parts(name) for name in replica.state}
 
-    def step(self, gradients: Sequence[Tensor | None], lr: float) -> None:
+    def step(self, gradients: Sequence[Tensor | None], lr: float, norm: float | None = None) -> None:
         """One step.
 
         Args:
             gradients: one for each slot in its order; a slot without one, and its state, stay as they are.
             lr: the learning rate.
+            norm: L2 norm of the gradient that these are a part of; None if they are all of it.
         """
         used = [(index, _solid(found)) for index, found in enumerate(gradients) if found is not None]
         if not used:
@@ -175,15 +176,15 @@ class Stepper:
         where = [index for index, _ in used]
         state = {name: [parts[index] for index in where] for name, parts in self._state.items()}
         with torch.no_grad():
-            clipped = self._clip([gradient for _, gradient in used])
+            clipped = self._clip([gradient for _, gradient in used], norm)
             self._optimizer.step([self._views[index] for index in where], clipped, state, lr)
 
-    def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
+    def _clip(self, gradients: list[Tensor], norm: float | None) -> list[Tensor]:
         """Equal to `torch.nn.utils.clip_grad_norm_`; not in place, since autograd may return one tensor twice."""
         if self._clip_norm is None:
             return gradients
-        norm = nn.utils.get_total_norm(gradients)
-        scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+        total = nn.utils.get_total_norm(gradients) if norm is None else gradients[0].new_tensor(norm)
+        scale = torch.clamp(self._clip_norm / (total + 1e-6), max=1.0)
         return list(torch._foreach_mul(gradients, scale))
 
 
@@ -281,18 +282,29 @@ def _shared(module: nn.Module) -> Iterator[Tensor]:
     return itertools.chain(frozen, module.buffers())
 
 
-def _layout(module: nn.Module) -> tuple[Slot, ...]:
+def laid_out(shapes: Iterable[tuple[str, torch.Size]]) -> tuple[Slot, ...]:
+    """Where parameters of these names and shapes lie in a flat tensor."""
     slots, start = [], 0
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            _check(name, parameter)
-            slots.append(Slot(name, parameter.shape, start))
-            start += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+    for name, shape in shapes:
+        slots.append(Slot(name, shape, start))
+        start += _aligned(shape.numel())
     return tuple(slots)
 
 
-def _padded(slots: tuple[Slot, ...]) -> int:
-    return -(-(slots[-1].start + slots[-1].numel) // _ALIGNMENT) * _ALIGNMENT if slots else 0
+def flat_length(slots: Sequence[Slot]) -> int:
+    """`P` of the flat tensor with these slots."""
+    return slots[-1].start + _aligned(slots[-1].numel) if slots else 0
+
+
+def _layout(module: nn.Module) -> tuple[Slot, ...]:
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    for name, parameter in trained:
+        _check(name, parameter)
+    return laid_out((name, parameter.shape) for name, parameter in trained)
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:

@@ -1,0 +1,69 @@
+"""A dense part that several dense servers share, as one worker sees it.
+
+`P` elements of the flat tensor.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shadowsync.aggregation.dense_shares import DenseShare
+from shadowsync.aggregation.stepping import DenseGradient, Version
+from shadowsync.compression.pieces import renumbered
+from shadowsync.embedding.pending import Joined, Pending, all_of
+from shadowsync.runtime.step_messages import NEVER
+from shadowsync.runtime.stepper_remote import StepperRemote
+
+
+class DividedSteppers:
+    """Gradients go to all servers at once, and parameters come back from all of them (an
+    `aggregation.update.DenseParameters`).
+
+    Servers make a step at about the same time, not at the same: the version of the whole is the oldest of its parts.
+
+    Args:
+        parts: of the parameters.
+        remote: the way to the server of the part with a number.
+        length: `P`.
+    """
+
+    def __init__(self, parts: Sequence[DenseShare], remote: Callable[[int, DenseShare], StepperRemote], length: int):
+        self._parts = parts
+        self._remotes = [remote(index, part) for index, part in enumerate(parts)]
+        self._flat = torch.zeros(length)
+        self._versions = [NEVER] * len(parts)
+
+    def newer(self, than: int) -> Pending[Version | None]:
+        """As `DenseParameters.newer`; what a server has sent, it does not send again before it is newer."""
+        pairs = zip(self._remotes, self._versions, strict=True)
+        return Joined([remote.newer(version) for remote, version in pairs], lambda found: self._version(than, found))
+
+    def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
+        """As `DenseParameters.hold`."""
+        pairs = zip(self._remotes, self._parts, strict=True)
+        return all_of([remote.hold(number, part.gradient(gradient)) for remote, part in pairs])
+
+    @property
+    def unsent(self) -> dict[str, Tensor]:
+        """What codecs remember of the worker's gradients, with the numbers that parameters have in the model."""
+        found: dict[str, Tensor] = {}
+        for remote, part in zip(self._remotes, self._parts, strict=True):
+            found |= renumbered(remote.gradients.encoder.tensors(), dict(enumerate(part.indices)))
+        return found
+
+    def restore(self, unsent: Mapping[str, Tensor]) -> bool:
+        """Goes on from what `unsent` gave, of any number of servers; False if that is not of this codec."""
+        restored = [
+            remote.gradients.encoder.restore(renumbered(unsent, {whole: own for own, whole in enumerate(part.indices)}))
+            for remote, part in zip(self._remotes, self._parts, strict=True)
+        ]
+        return all(restored)
+
+    def _version(self, than: int, found: Sequence[Version | None]) -> Version | None:
+        for index, (part, version) in enumerate(zip(self._parts, found, strict=True)):
+            if version is not None:
+                part.put(version.flat, self._flat)
+                self._versions[index] = version.number
+        oldest = min(self._versions)
+        return Version(oldest, self._flat.clone()) if oldest > than else None

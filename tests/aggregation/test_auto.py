@@ -54,9 +54,9 @@ def test_it_goes_to_gba_under_a_straggler_and_back() -> None:
     to_gba, back = cluster.aggregator.switches
     assert 200 < cluster.commit_times[to_gba.step - 1] < 280
     assert 500 < cluster.commit_times[back.step - 1] < 540
-    assert "above share=20% for 5 commits" in to_gba.why
-    assert "of 8 workers the slowest takes 2.75 s a batch on average, the median 1 s" in to_gba.why
-    assert "below even=10% for 25 commits" in back.why
+    assert "above share=20% for 2 commits" in to_gba.why
+    assert "of 8 workers the slowest takes 2 s a batch on average, the median 1 s" in to_gba.why
+    assert "below even=10% for 20 commits" in back.why
     assert cluster.aggregator.mode == "sync"
 
 
@@ -112,8 +112,8 @@ def test_a_batch_is_under_way_for_long_before_its_round_is_left(takes_s: float, 
     assert modes(cluster.run())[:1] == expected
 
 
-@pytest.mark.parametrize(("commits", "seconds", "lasting"), [(1, 0.0, 5), (9, 0.0, 45), (1, 10.0, 51)])
-def test_the_way_back_takes_five_times_as_many_commits_and_seconds(commits: int, seconds: float, lasting: int) -> None:
+@pytest.mark.parametrize(("commits", "seconds", "lasting"), [(1, 0.0, 10), (9, 0.0, 90), (1, 5.0, 51)])
+def test_the_way_back_takes_ten_times_as_many_commits_and_seconds(commits: int, seconds: float, lasting: int) -> None:
     """A second a commit."""
     cluster = run(Auto(steady_commits=commits, steady_s=seconds), scripted(EVEN_BUSY_EVEN), 900)
     assert f"for {lasting} commits" in cluster.aggregator.switches[1].why

@@ -14,7 +14,7 @@ from shadowsync.aggregation.step_times import Round, StepTimes, lost_share
 from shadowsync.aggregation.synchronous import Sync
 from shadowsync.errors import ConfigError
 
-BACK = 5
+BACK = 10
 """How many times longer the workers have to be even than they have to be uneven."""
 HANGING = 3
 """Usual batches in the time of one that does not end, from which on its round is not waited for."""
@@ -45,11 +45,11 @@ class Auto(Aggregation):
         float, Field(gt=0, lt=1, description="loss of synchronous throughput to return at; more returns sooner")
     ] = 0.1
     steady_commits: Annotated[
-        int, Field(ge=1, description="commits in a row to go to GBA, five times as many to return; more flaps less")
-    ] = 5
+        int, Field(ge=1, description="commits in a row to go to GBA, ten times as many to return; more flaps less")
+    ] = 2
     steady_s: Annotated[
         float,
-        Field(ge=0, allow_inf_nan=False, description="seconds in a row to go to GBA, five times that to return"),
+        Field(ge=0, allow_inf_nan=False, description="seconds in a row to go to GBA, ten times that to return"),
     ] = 1.0
     tolerance: Tolerance = Gba.tolerance
     divide_by: DivideBy = Gba.divide_by

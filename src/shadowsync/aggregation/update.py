@@ -19,17 +19,17 @@ from shadowsync.training.replica import Replica, WorkerModule
 from shadowsync.training.update import MOST_UNDER_WAY
 
 
-class Answer(Protocol):
-    """What a worker is told that asks to compute a batch."""
+class Asked(Protocol):
+    """A worker has asked to compute a batch."""
 
     def result(self) -> Admitted | None:
-        """Waits for it."""
+        """Waits for the answer."""
 
 
 class Authority(Protocol):
     """What a worker needs of the `Conductor`, near or behind a wire."""
 
-    def ask(self, worker: Worker, number: int) -> Answer:
+    def ask(self, worker: Worker, number: int) -> Asked:
         """As `Conductor.ask`."""
 
     def arrived(self, number: int, arrived: Arrived) -> Pending[None]:

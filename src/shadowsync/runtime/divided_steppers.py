@@ -61,9 +61,12 @@ class DividedSteppers:
         return all(restored)
 
     def _version(self, than: int, found: Sequence[Version | None]) -> Version | None:
-        for index, (part, version) in enumerate(zip(self._parts, found, strict=True)):
-            if version is not None:
-                part.put(version.flat, self._flat)
-                self._versions[index] = version.number
+        newer = [(index, version) for index, version in enumerate(found) if version is not None]
+        for index, version in newer:
+            self._versions[index] = version.number
+        if len(self._parts) == 1:  # all of the model, in its order: nothing to be put together
+            return newer[0][1] if newer else None
+        for index, version in newer:
+            self._parts[index].put(version.flat, self._flat)
         oldest = min(self._versions)
         return Version(oldest, self._flat.clone()) if oldest > than else None

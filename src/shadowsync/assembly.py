@@ -1,5 +1,6 @@
 """Builds the parts that a job, an evaluation and an export share, from a configuration."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,6 +51,8 @@ PREFETCH = {"inprocess": 0, "ray": 2}
 PROFILED_ROWS = 2048
 PROFILED_SLICES = 4
 LOADED_ROWS = 1 << 20
+_SEEDING = threading.Lock()
+"""torch has one generator for all threads, and roles of one process may be made at the same time."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +283,7 @@ def make_module(
     if own is not None:
         return copy_module(own)
     assert choices.model is not None
-    with torch.random.fork_rng(devices=[]):
+    with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         return choices.model.build(len(schema.dense), widths(tables), sequence_inputs(tables, schema))
 

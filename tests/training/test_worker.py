@@ -1,7 +1,7 @@
 """A worker's step: what it hands to its update, and what the update of the replica methods does with it."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -42,8 +42,14 @@ class Rows:
     """An embedding client whose answer is in the ids, and that keeps what is pushed."""
 
     pushed: list[tuple[Tensor, float]] = field(default_factory=list)
+    happened: list[str] = field(default_factory=list)
 
-    def pull(self, ids: Jagged) -> Pulled:
+    def prepare(self, ids: Jagged) -> Jagged:
+        self.happened.append("prepared")
+        return ids
+
+    def fetch(self, ids: Jagged) -> Pulled:
+        self.happened.append("fetched")
         return Pulled(ids.values.view(B, 1).float().expand(B, D) / 10, ())
 
     def push(self, pulled: Pulled, gradient: VectorGradients, lr: float) -> Pending[None]:
@@ -77,9 +83,15 @@ class Kept:
 
     begun: list[int] = field(default_factory=list)
     quiet: bool = True
+    happened: list[str] = field(default_factory=list)
 
-    def begin(self, leased: LeasedBatch) -> bool:
-        self.begun.append(leased.number)
+    def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
+        self.happened.append("asked")
+        return lambda: self._admitted(leased.number)
+
+    def _admitted(self, number: int) -> bool:
+        self.happened.append("admitted")
+        self.begun.append(number)
         return True
 
     def ready(self, leased: LeasedBatch) -> None:
@@ -164,13 +176,19 @@ def test_every_batch_reaches_the_update_once_and_in_order() -> None:
     assert set(update.settled_at) == {bench.count}, "nothing is on its way while the worker idles, and at its end"
 
 
+def test_a_look_up_is_prepared_while_the_answer_is_waited_for() -> None:
+    bench = Bench(Rates(), count=2)
+    bench.train(Kept(happened=bench.rows.happened))
+    assert bench.rows.happened == ["asked", "prepared", "admitted", "fetched"] * 2
+
+
 def test_the_local_update_is_sgd_on_both_parts() -> None:
     bench = Bench(Rates())
     tower = Tower()
     tower.load_state_dict(bench.replica.module.state_dict())
     bench.train(bench.local())
     for leased, (pushed, lr) in zip(batches(bench.count), bench.rows.pushed, strict=True):
-        pooled = Rows().pull(leased.batch.ids).pooled.clone().requires_grad_()
+        pooled = Rows().fetch(leased.batch.ids).pooled.clone().requires_grad_()
         logits = tower(leased.batch.dense, {"user": pooled})
         loss = nn.functional.binary_cross_entropy_with_logits(logits, leased.batch.labels)
         by_pooled, *gradients = torch.autograd.grad(loss, [pooled, *tower.parameters()])

@@ -148,13 +148,10 @@ def without_foreign_options(values: dict[str, Any], changed: Mapping[str, Any] |
 
 def _without_idle_servers(values: dict[str, Any], changed: Any) -> dict[str, Any]:
     """Without a stored number of dense servers that has no effect any more, where nobody gave it now."""
-    config = parse(values)
-    by_gradients = config.aggregation.method is not None
-    method = None if by_gradients else choose("sync.method", config.sync.method, "shadowsync.sync", SyncMethod)
-    if "dense_servers" in changed or not _one_dense_server(config, method):
+    stored = values.get("cluster") or {}
+    if "dense_servers" not in stored or "dense_servers" in changed or not _one_dense_server(parse(values)):
         return values
-    cluster = {key: value for key, value in (values.get("cluster") or {}).items() if key != "dense_servers"}
-    return {**values, "cluster": cluster} if "cluster" in values else values
+    return {**values, "cluster": {key: value for key, value in stored.items() if key != "dense_servers"}}
 
 
 def _without_idle_codecs(values: dict[str, Any], changed: Any) -> dict[str, Any]:
@@ -379,23 +376,24 @@ def global_batch(config: Config) -> int:
     return config.aggregation.global_batch or train.batch_size * train.trainers * train.workers
 
 
-def _check_dense_servers(config: Config, method: type[SyncMethod] | None) -> None:
+def _check_dense_servers(config: Config) -> None:
     servers = config.cluster.dense_servers
-    if servers > 1 and (why := _one_dense_server(config, method)):
+    if servers > 1 and (why := _one_dense_server(config)):
         raise ConfigError(f"cluster.dense_servers={servers} has no effect with {why}: set it to 1")
 
 
-def _one_dense_server(config: Config, method: type[SyncMethod] | None) -> str | None:
-    """With what more than one would have no effect; None if they have one. Gradient methods have no `SyncMethod`."""
-    if method is not None:
-        return None if method.centralised else f"sync.method={config.sync.method}, which keeps no central copy"
-    near = config.cluster.runtime == "inprocess"
-    return f"aggregation.method={config.aggregation.method} in one process" if near else None
+def _one_dense_server(config: Config) -> str | None:
+    """With what more than one would have no effect; None if they have one."""
+    if config.aggregation.method is not None:
+        near = config.cluster.runtime == "inprocess"
+        return f"aggregation.method={config.aggregation.method} in one process" if near else None
+    method = choose("sync.method", config.sync.method, "shadowsync.sync", SyncMethod)
+    return None if method.centralised else f"sync.method={config.sync.method}, which keeps no central copy"
 
 
 def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:
     if config.aggregation.method is not None:
-        _check_dense_servers(config, None)
+        _check_dense_servers(config)
         return NoSync(), Background()
     sync = config.sync
     method = choose("sync.method", sync.method, "shadowsync.sync", SyncMethod)
@@ -404,7 +402,7 @@ def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:
     own = split_options("sync", sync.options, chosen, SyncConfig.model_fields)
     if own[1] and not method.active:
         raise ConfigError(f"sync.{next(iter(own[1]))} has no effect with sync.method={sync.method}: leave it out")
-    _check_dense_servers(config, method)
+    _check_dense_servers(config)
     built: SyncMethod = build(method, own[0], "sync")
     timed: Schedule = build(schedule, own[1], "sync")
     return built.resolved(config.train.trainers, timed.foreground), timed

@@ -65,7 +65,7 @@ class Bench:
 
     def begin(self, worker: tuple[int, int]) -> int:
         number = self.conductor.dispatch(worker[0])
-        assert self.conductor.begin(worker, number)
+        assert self.conductor.ask(worker, number).result()
         return number
 
     def arrive(self, number: int, trainer: int = 0, version: int = 0, samples: int = 4) -> None:
@@ -243,8 +243,8 @@ def test_rounds_take_batches_in_the_order_in_which_they_were_handed_out() -> Non
     first = bench.conductor.dispatch(0)
     second = bench.conductor.dispatch(1)
     with ThreadPoolExecutor(1) as pool:
-        later = pool.submit(bench.conductor.begin, B, second)
-        assert bench.conductor.begin(A, first)
+        later = pool.submit(bench.conductor.ask(B, second).result)
+        assert bench.conductor.ask(A, first).result()
         assert not later.done()
         bench.arrive(first)
         assert later.result(20)
@@ -253,7 +253,7 @@ def test_rounds_take_batches_in_the_order_in_which_they_were_handed_out() -> Non
 def waiting_in(bench: Bench, pool: ThreadPoolExecutor) -> "Future[bool]":
     """A worker that waits for the round of another one."""
     bench.begin(A)
-    return pool.submit(bench.conductor.begin, B, bench.conductor.dispatch(1))
+    return pool.submit(bench.conductor.ask(B, bench.conductor.dispatch(1)).result)
 
 
 @pytest.mark.parametrize("leave", [lambda c: c.left(A), lambda c: c.idle(A)], ids=["left", "idle"])
@@ -277,7 +277,7 @@ def test_nobody_waits_for_batches_that_a_dead_trainer_never_began() -> None:
     bench = Bench(Sync(), size=1)
     bench.conductor.dispatch(0)
     with ThreadPoolExecutor(1) as pool:
-        later = pool.submit(bench.conductor.begin, B, bench.conductor.dispatch(1))
+        later = pool.submit(bench.conductor.ask(B, bench.conductor.dispatch(1)).result)
         bench.conductor.abandoned(0)
         assert later.result(20)
 
@@ -286,7 +286,7 @@ def test_a_batch_that_was_given_up_is_not_begun_and_does_not_count() -> None:
     bench = Bench(Gba(), size=1)
     number = bench.conductor.dispatch(0)
     bench.conductor.abandoned(0)
-    assert not bench.conductor.begin(A, number)
+    assert not bench.conductor.ask(A, number).result()
     late = bench.begin(A)
     bench.conductor.left(A)
     bench.arrive(late)
@@ -376,7 +376,7 @@ def test_steps_may_be_carried_out_elsewhere() -> None:
     parts = StepParts(steps, [Rows(steps)], lambda: 0)
     conductor = Conductor(Sync(), StepRule(1, 0.5, 2.0, STEADY, False), parts, run=later.append)
     number = conductor.dispatch(0)
-    assert conductor.begin(A, number)
+    assert conductor.ask(A, number).result()
     conductor.arrived(number, Arrived(0, 4, 0, lambda: None))
     after = conductor.ask(B, conductor.dispatch(1))
     assert (steps.dense, after.done()) == ([], False)

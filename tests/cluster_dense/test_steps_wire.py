@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.conductor import Arrived, Conductor, StepParts, StepRule
-from shadowsync.aggregation.dense_shares import DenseShare, divide
+from shadowsync.aggregation.dense_shares import divide
 from shadowsync.aggregation.gba import Gba
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper, Version
 from shadowsync.aggregation.synchronous import Sync
@@ -227,12 +227,10 @@ def test_the_whole_is_as_new_as_its_oldest_part(connect: Connect) -> None:
     parts = divide(whole.replica.slots, 2)
     servers = [DenseStepper(Replica(part.module(Wide(), buffers=False), Adagrad(), {}), None) for part in parts]
     line = Line("dense", Plain(), WireCounter())
-
-    def there(index: int, part: DenseShare) -> StepperRemote:
-        (connection,) = connect(StepperService(servers[index], Plain()), 1)
-        return StepperRemote(connection, line, part.length, server=index)
-
-    worker, flat = DividedSteppers(parts, there, len(whole.replica.flat)), torch.randn(whole.replica.flat.shape)
+    ways = [connect(StepperService(server, Plain()), 1)[0] for server in servers]
+    pairs = enumerate(zip(ways, parts, strict=True))
+    remotes = [StepperRemote(way, line, part.length, server=index) for index, (way, part) in pairs]
+    worker, flat = DividedSteppers(parts, remotes, len(whole.replica.flat)), torch.randn(whole.replica.flat.shape)
     first = worker.newer(-1).result()
     assert first is not None
     assert (first.number, first.flat.tolist()) == (0, whole.newest.flat.tolist())
@@ -361,8 +359,8 @@ class Bench:
 def test_rows_are_done_once_when_the_step_is_made(connect: Connect) -> None:
     bench = Bench(connect, Gba())
     first, second = bench.claim(0).number, bench.claim(1).number
-    assert bench.remote.begin((0, 0), first) == (0,)
-    assert bench.remote.begin((1, 0), second) == (0,)
+    assert bench.remote.ask((0, 0), first).result() == (0,)
+    assert bench.remote.ask((1, 0), second).result() == (0,)
     bench.arrive(first)
     assert bench.desk.trained == 0
     bench.arrive(second)
@@ -374,7 +372,7 @@ def test_rows_are_done_once_when_the_step_is_made(connect: Connect) -> None:
 def test_whoever_waits_longer_than_the_patience_of_a_call_asks_again(connect: Connect) -> None:
     bench = Bench(connect, Sync(), size=1)
     first, second = bench.claim(0).number, bench.claim(1).number
-    assert bench.remote.begin((0, 0), first) == (0,)
+    assert bench.remote.ask((0, 0), first).result() == (0,)
     asked: list[int] = []
     ask = bench.conductor.ask
 
@@ -386,7 +384,7 @@ def test_whoever_waits_longer_than_the_patience_of_a_call_asks_again(connect: Co
 
     bench.conductor.ask = counted  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as pool:
-        assert pool.submit(bench.remote.begin, (1, 0), second).result(PATIENCE_S) == (1,)
+        assert pool.submit(bench.remote.ask((1, 0), second).result).result(PATIENCE_S) == (1,)
     assert set(asked) == {second}
 
 
@@ -395,7 +393,7 @@ def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
     arrived, computing, waiting = (bench.claim(0).number for _ in range(3))
     other = bench.claim(1).number
     for worker, number in enumerate((arrived, computing)):
-        assert bench.remote.begin((0, worker), number)
+        assert bench.remote.ask((0, worker), number).result()
     bench.arrive(arrived)
     held_up = bench.conductor.ask((0, 0), waiting)
     bench.service.abandoned(0)
@@ -403,8 +401,8 @@ def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
     assert held_up.result(PATIENCE_S) is None
     assert bench.desk.trained == 2
     bench.arrive(computing)
-    assert bench.remote.begin((0, 0), computing) is None
-    assert bench.remote.begin((1, 0), other)
+    assert bench.remote.ask((0, 0), computing).result() is None
+    assert bench.remote.ask((1, 0), other).result()
     bench.remote.left((1, 0))
     assert not bench.conductor.aggregator.held
     assert bench.conductor.state.received == 1
@@ -413,9 +411,9 @@ def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
 def test_a_stopped_conductor_lets_everybody_go(connect: Connect) -> None:
     bench = Bench(connect, Sync(), size=1)
     first, second = bench.claim(0).number, bench.claim(1).number
-    assert bench.remote.begin((0, 0), first)
+    assert bench.remote.ask((0, 0), first).result()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ConductorRemote(bench.connection).begin, (1, 0), second)
+        waiting = pool.submit(ConductorRemote(bench.connection).ask((1, 0), second).result)
         bench.conductor.stop()
         assert waiting.result(PATIENCE_S) is None
 
@@ -439,7 +437,7 @@ def test_malformed_messages_to_the_conductor_change_nothing(
     number = bench.claim(0).number
     with pytest.raises(DataError, match=said):
         bench.connection.call(method, meta).result(PATIENCE_S)
-    assert bench.remote.begin((0, 0), number)
+    assert bench.remote.ask((0, 0), number).result()
     bench.arrive(number)
     assert bench.desk.trained == 2
 
@@ -463,6 +461,6 @@ def test_the_conductor_refuses_another_generation(connect: Connect, method: str,
 
 def test_unknown_batches_are_not_to_be_trained(connect: Connect) -> None:
     bench = Bench(connect, Gba())
-    assert bench.remote.begin((0, 0), 77) is None
+    assert bench.remote.ask((0, 0), 77).result() is None
     bench.arrive(77)
     assert bench.conductor.state.received == 0

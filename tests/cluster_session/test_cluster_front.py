@@ -66,15 +66,15 @@ def test_late_words_of_a_trainer_that_was_given_up_do_not_touch_its_successor() 
     old, new = DirectConnection(served), DirectConnection(served)
     zombie, successor = ConductorRemote(old), ConductorRemote(new)
     lost = first_batch(desk, lease(old).read(LeaseGiven).lease)
-    assert zombie.begin((0, 0), lost)
+    assert zombie.ask((0, 0), lost).result()
     served.ban(0)
     assert not conductor.aggregator.in_flight
     number = first_batch(desk, lease(new).read(LeaseGiven).lease)
-    assert successor.begin((0, 0), number)
+    assert successor.ask((0, 0), number).result()
     with pytest.raises(RunError, match="given up"):
         zombie.idle((0, 0))
     with pytest.raises(RunError, match="given up"):
-        zombie.begin((0, 0), number)
+        zombie.ask((0, 0), number).result()
     zombie.left((0, 0))
     assert set(conductor.aggregator.in_flight) == {number}
     successor.left((0, 0))

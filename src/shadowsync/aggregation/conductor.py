@@ -207,19 +207,14 @@ class Conductor:
             self._dispatched[number] = (trainer, self._tokens.dispatch())
             return number
 
-    def begin(self, worker: Worker, number: int) -> Admitted | None:
+    def ask(self, worker: Worker, number: int) -> "Future[Admitted | None]":
         """A worker is about to compute a batch that was dispatched.
 
-        Returns:
-            None if it is not to be trained any more. A method that makes workers wait returns when the batch may be
-            computed, with parameters as they are then.
-        """
-        return self.ask(worker, number).result()
-
-    def ask(self, worker: Worker, number: int) -> "Future[Admitted | None]":
-        """As `begin`, but nobody waits: the answer comes in whatever thread brings it about.
-
         Who asks once more for the same batch is answered as before, or instead of the first time.
+
+        Returns:
+            None if it is not to be trained any more. With a method that makes workers wait the answer comes when the
+            batch may be computed, with parameters as they are then, in whatever thread brings it about.
         """
         answer: Future[Admitted | None] = Future()
         with self._changed:

@@ -143,7 +143,8 @@ class GradientWorkers(TrainerDense):
         spec, make_replica, driver = material.spec, material.replicas(), Unsynchronised()
         replicas = [make_replica() for _ in material.clients]
         self._conductor = ConductorRemote(material.connect("driver", 0, spec.addresses.driver), spec.generation)
-        by_parameter(material.line.codec, replicas[0].slots, len(replicas[0].flat))  # of any number of servers, or none
+        # refuses a model that is too much for one server: what a job may do does not depend on how many there are
+        by_parameter(material.line.codec, replicas[0].slots, len(replicas[0].flat))
         addresses = enumerate(spec.addresses.dense)
         self._servers = [material.connect("dense", index, address) for index, address in addresses]
         self._parts = divide(replicas[0].slots, len(self._servers))
@@ -156,12 +157,12 @@ class GradientWorkers(TrainerDense):
 
     def _worker(self, material: TrainerMaterial, index: int, client: EmbeddingClient, replica: Replica) -> WorkerKit:
         spec = material.spec
-
-        def remote(server: int, part: DenseShare) -> StepperRemote:
-            there = self._servers[server], self._lines[server], part.length
-            return StepperRemote(*there, index, spec.generation, spec.rank, part.own, server)
-
-        dense = DividedSteppers(self._parts, remote, len(replica.flat))
+        ways = enumerate(zip(self._servers, self._lines, self._parts, strict=True))
+        remotes = [
+            StepperRemote(connection, line, part.length, index, spec.generation, spec.rank, part.own, server)
+            for server, (connection, line, part) in ways
+        ]
+        dense = DividedSteppers(self._parts, remotes, len(replica.flat))
         self._steppers.append(dense)
         update = GradientUpdate(
             (spec.rank, index),

@@ -31,10 +31,6 @@ class ConductorRemote:
     def __init__(self, connection: Connection, generation: int = 0, patience_s: float = PATIENCE_S) -> None:
         self._connection, self._generation, self._patience_s = connection, generation, patience_s
 
-    def begin(self, worker: Worker, number: int) -> Admitted | None:
-        """As `Conductor.begin`; raises what the answer to `ask` does."""
-        return self.ask(worker, number).result()
-
     def ask(self, worker: Worker, number: int) -> "_Patient":
         """As `Conductor.ask`."""
         asked = BeginAsked(*_split(worker), number, self._generation)
@@ -46,7 +42,7 @@ class ConductorRemote:
         return Fetched(self._connection.call("arrived", told), nothing)
 
     def idle(self, worker: Worker) -> None:
-        """As `Conductor.idle`; returns when the service knows, so that a later `begin` comes after it."""
+        """As `Conductor.idle`; returns when the service knows, so that a later `ask` comes after it."""
         self._connection.call("idle", WorkerTold(*_split(worker), self._generation)).result()
 
     def left(self, worker: Worker) -> None:

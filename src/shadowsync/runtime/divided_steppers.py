@@ -3,7 +3,7 @@
 `P` elements of the flat tensor.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,13 +24,12 @@ class DividedSteppers:
 
     Args:
         parts: of the parameters.
-        remote: the way to the server of the part with a number.
+        remotes: the ways to their servers.
         length: `P`.
     """
 
-    def __init__(self, parts: Sequence[DenseShare], remote: Callable[[int, DenseShare], StepperRemote], length: int):
-        self._parts = parts
-        self._remotes = [remote(index, part) for index, part in enumerate(parts)]
+    def __init__(self, parts: Sequence[DenseShare], remotes: Sequence[StepperRemote], length: int) -> None:
+        self._parts, self._remotes = parts, remotes
         self._flat = torch.zeros(length)
         self._versions = [NEVER] * len(parts)
 

@@ -77,6 +77,12 @@ class Cluster:
         threading.Thread(target=process.kill, name=f"kill-{role}", daemon=True).start()
 
 
+def soon(when: Callable[[], bool]) -> bool:
+    """Looks again and again, for half a second only: a worker that waits for longer holds up a checkpoint."""
+    nothing = threading.Event()
+    return any(when() or nothing.wait(0.005) for _ in range(100))
+
+
 class Killing:
     """Kills processes once, before an iteration of any worker; everybody waits then until all that was seen.
 
@@ -85,7 +91,7 @@ class Killing:
         roles: to kill, at once.
         iteration: before which.
         until: what has to happen to each of them before anybody goes on.
-        when: is asked too.
+        when: is asked too; until it is so, steps take half a second each, so that the job does not end before.
     """
 
     def __init__(
@@ -101,15 +107,19 @@ class Killing:
         self._lock = threading.Lock()
 
     def __call__(self, rank: int, iteration: int) -> None:
-        if iteration < self.iteration or not self.when():
+        if iteration < self.iteration or not soon(self.when):
             return
         with self._lock:
             first, self.done = not self.done, True
         if first:
-            for role in self.roles:
-                self.cluster.kill(role)
+            self.strike()
         for role in self.roles:
             assert self.cluster.wait_for(role, self.until), f"{role} is not {self.until}"
+
+    def strike(self) -> None:
+        """Kills all of them."""
+        for role in self.roles:
+            self.cluster.kill(role)
 
 
 class SignalInCluster:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_jobs import Cluster, Killing, Tower, cluster_settings, events_of
+from cluster_jobs import Cluster, Killing, Tower, cluster_settings, events_of, soon
 from job_helpers import METHODS, Ledger, Witness, beside_own_model, checkpoints, error_of, name_of, write_rows
 
 from shadowsync import Job, Result
@@ -148,7 +148,7 @@ def test_a_server_of_rows_goes_back_to_the_newest_checkpoint(tmp_path: Path, clu
     out = tmp_path / "out"
     config = job_settings(
         tmp_path,
-        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 60.0},
+        train={"save_every_s": 0.02, "keep": 1000},
         recovery={"mode": "full"},
     )
     ledger = Ledger()
@@ -170,15 +170,25 @@ def test_only_the_replacement_of_a_server_of_rows_goes_back(tmp_path: Path, clus
     out = tmp_path / "out"
     config = job_settings(
         tmp_path,
-        train={"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 60.0},
+        train={"save_every_s": 1.0, "keep": 1000},
+        data={"epochs": 2 * EPOCHS},
         recovery={"mode": "partial", "priority": priority, **({"min_rows": 1} if priority != "all" else {})},
     )
     ledger = Ledger()
-    script = Killing(cluster, ["embedding-0"], until="restored", when=lambda: len(checkpoints(out)) >= 2)
-    result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
+
+    script = Killing(cluster, ["embedding-0"], until="restored")
+
+    def with_something_to_lose(rank: int, iteration: int) -> None:
+        if iteration < 5 or not soon(lambda: len(checkpoints(out)) >= 2):
+            return
+        saved = max(int(found.name.removeprefix("samples-")) for found in checkpoints(out))
+        if script.done or ledger.rows.total() - saved > 3 * UNTOLD:
+            script(rank, iteration)
+
+    result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=with_something_to_lose).run()
     assert script.done
-    assert ledger.rows == dict.fromkeys(range(ROWS), EPOCHS)
-    assert result.data.trained_samples == ROWS * EPOCHS
+    assert ledger.rows == dict.fromkeys(range(ROWS), 2 * EPOCHS)
+    assert result.data.trained_samples == ROWS * 2 * EPOCHS
     assert result.recovery.failures == 1
     assert result.recovery.mode == "partial"
     assert 0 < result.recovery.pls < 0.5
@@ -270,9 +280,14 @@ def test_a_death_before_a_run_is_resumed_whose_rows_are_older(
 ) -> None:
     """The newest checkpoint is a share of the rows on an older one, as `kill -9` leaves it."""
     recovery = {"mode": "partial", "priority": "mfu", "min_rows": 1}
-    train = {"save_every_s": 0.1, "keep": 1000, "emulate_step_ms": 60.0}
+    train = {"save_every_s": 0.1, "keep": 1000}
     out, config = tmp_path / "out", job_settings(tmp_path, train=train, recovery=recovery)
-    Job(beside_own_model(config), model=Witness(Ledger()), out=out).run()
+
+    def slow_until_saved(rank: int, iteration: int) -> None:
+        if iteration >= 5:
+            soon(lambda: len(checkpoints(out)) >= 2)
+
+    Job(beside_own_model(config), model=Witness(Ledger()), out=out, failures=slow_until_saved).run()
     for newest in reversed(checkpoints(out)):
         body = json.loads((newest / "manifest.json").read_text())["body"]
         if body.get("parent") is not None and body["samples"] < ROWS * EPOCHS:
@@ -314,10 +329,10 @@ class Shrinking(InProcess):
 class Alone(Killing):
     """Nobody can be replaced."""
 
-    def __call__(self, rank: int, iteration: int) -> None:
-        if iteration >= self.iteration and self.when() and isinstance(self.cluster.runtime, Shrinking):
-            self.cluster.runtime.gone = True
-        super().__call__(rank, iteration)
+    def strike(self) -> None:
+        assert isinstance(self.cluster.runtime, Shrinking)
+        self.cluster.runtime.gone = True
+        super().strike()
 
 
 def test_a_dead_trainers_rows_are_trained_by_the_others_where_nobody_can_take_its_place(
@@ -334,7 +349,7 @@ def test_a_dead_trainers_rows_are_trained_by_the_others_where_nobody_can_take_it
 def test_without_trainers_and_room_the_job_ends_with_a_sentence(tmp_path: Path, cluster: Cluster, saved: bool) -> None:
     cluster.make = Shrinking
     out = tmp_path / "out"
-    train = {"trainers": 2, "save_every_s": 0.02, "emulate_step_ms": 30.0} if saved else {"trainers": 2}
+    train = {"trainers": 2, **({"save_every_s": 0.02} if saved else {})}
     config = job_settings(tmp_path, train=train, cluster={"lost_after_s": PATIENCE_S})
     roles = ["trainer-0", "trainer-1"]
     script = Alone(cluster, roles, when=lambda: not saved or len(checkpoints(out)) >= 1)

@@ -383,7 +383,7 @@ def test_a_dead_dense_server_takes_everybody_back_to_the_newest_checkpoint(
     tmp_path: Path, cluster: Cluster, method: str, role: str, servers: int
 ) -> None:
     out, ledger = tmp_path / "out", Ledger()
-    train = {"save_every_s": 0.02, "keep": 1000, "emulate_step_ms": 80.0}
+    train = {"save_every_s": 0.02, "keep": 1000}
     config = job_settings(tmp_path, method, train=train, cluster={"dense_servers": servers})
     script = Killing(cluster, [role], when=lambda: len(checkpoints(out)) >= 2)
     result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()

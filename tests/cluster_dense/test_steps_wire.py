@@ -34,7 +34,7 @@ from shadowsync.runtime.dense_line import DenseLine
 from shadowsync.runtime.divided_steppers import DividedSteppers
 from shadowsync.runtime.generation import Generation
 from shadowsync.runtime.lines import Line
-from shadowsync.runtime.parameters import ParameterReceiver, ParameterSender
+from shadowsync.runtime.parameters import Message, ParameterReceiver, ParameterSender
 from shadowsync.runtime.step_messages import (
     ArrivedTold,
     BeginAsked,
@@ -168,21 +168,24 @@ class Versions:
         self.replica.flat.add_(torch.randn(len(self.replica.flat), generator=noise).pow(3))
         return Version(self.number, self.replica.flat.clone())
 
-    def cross(self, than: int, version: Version) -> Version:
-        taken = self.receiver.take(self.codec, *self.sender.answer(self.codec, version, than))
+    def cross(self, version: Version) -> Version:
+        taken = self.receiver.take(self.codec, *self.answer(version))
         assert taken is not None
         return taken
+
+    def answer(self, version: Version) -> Message:
+        """What is sent to the worker as it is now."""
+        return self.sender.answer(self.codec, version, self.receiver.having)
 
 
 @pytest.mark.parametrize("values", ["fp32", "int8", "int4"])
 def test_what_a_threshold_leaves_out_of_parameters_comes_later(values: Literal["fp32", "int8", "int4"]) -> None:
-    versions, known = Versions(Threshold(keep=0.05, values=values, feedback=True)), -1
+    versions = Versions(Threshold(keep=0.05, values=values, feedback=True))
     for _ in range(20):
-        known = versions.cross(known, versions.move()).number
+        known = versions.cross(versions.move()).number
     still, apart = versions.replica.flat.clone(), []
     for number in range(known + 1, known + 400):
-        taken = versions.cross(known, Version(number, still))
-        known = taken.number
+        taken = versions.cross(Version(number, still))
         apart.append(float((taken.flat - still).abs().max()))
     assert apart[0] > 0.1
     assert apart[-1] <= apart[0] / 1000
@@ -191,31 +194,49 @@ def test_what_a_threshold_leaves_out_of_parameters_comes_later(values: Literal["
 
 def test_a_worker_that_missed_an_answer_gets_the_parameters_whole() -> None:
     versions = Versions(Threshold(keep=0.05, feedback=True))
-    first = versions.cross(-1, versions.move())
-    given, _ = versions.sender.answer(versions.codec, versions.move(), first.number)
+    versions.cross(versions.move())
+    given, _ = versions.answer(versions.move())
     assert not given.whole  # and it is lost
     newest = versions.move()
-    assert torch.equal(versions.cross(first.number, newest).flat, newest.flat)
-    assert not torch.equal(versions.cross(newest.number, versions.move()).flat, versions.replica.flat)
+    assert torch.equal(versions.cross(newest).flat, newest.flat)
+    assert not torch.equal(versions.cross(versions.move()).flat, versions.replica.flat)
+
+
+@pytest.mark.parametrize("codec", [Threshold(keep=0.05, feedback=True), Int8()], ids=lambda codec: codec.name)
+def test_an_answer_that_is_made_twice_leaves_both_ends_alike(codec: Codec) -> None:
+    """As where a connection is lost between an answer and its receipt, and the question is asked once more."""
+    versions = Versions(codec)
+    for _ in range(3):
+        versions.cross(versions.move())
+    newest = versions.move()
+    first, again = versions.answer(newest), versions.answer(newest)
+    assert first[0].version == again[0].version
+    versions.receiver.take(versions.codec, *first)
+    known = versions.cross(versions.move())
+    assert torch.equal(known.flat, versions.replica.flat)
+    still = versions.replica.flat.clone()
+    for number in range(known.number + 1, known.number + 100):
+        known = versions.cross(Version(number, still))
+    torch.testing.assert_close(known.flat, still, rtol=0, atol=1e-4)
 
 
 def test_after_whole_parameters_in_between_changes_begin_anew() -> None:
     versions = Versions(Threshold(keep=0.05, feedback=True))
     coded = versions.codec
-    first = versions.cross(-1, versions.move())
+    versions.cross(versions.move())
     lost = versions.move()
-    versions.sender.answer(coded, lost, first.number)
+    versions.answer(lost)
     versions.codec = Plain()
-    whole = versions.cross(first.number, lost)
+    versions.cross(lost)
     versions.codec = coded
     newest = versions.move()
-    assert torch.equal(versions.cross(whole.number, newest).flat, newest.flat)
+    assert torch.equal(versions.cross(newest).flat, newest.flat)
 
 
 def test_a_change_that_goes_on_from_nothing_is_refused() -> None:
     versions, other = Versions(Threshold(keep=0.05)), Versions(Threshold(keep=0.05))
-    versions.cross(-1, versions.move())
-    given, frames = versions.sender.answer(versions.codec, versions.move(), 1)
+    versions.cross(versions.move())
+    given, frames = versions.answer(versions.move())
     with pytest.raises(DataError, match="what has changed to a worker that has nothing"):
         other.receiver.take(other.codec, given, frames)
     with pytest.raises(DataError, match="frames of the dense parameters are none of codec threshold"):

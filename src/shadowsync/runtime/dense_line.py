@@ -82,4 +82,6 @@ class DenseLine:
 
     def _newer(self, than: int) -> Version | None:
         found, codec = self.stepper.newer(than), self.line.codec
-        return None if found is None else self._receiver.take(codec, *self._sender.answer(codec, found, than))
+        if found is None:
+            return None
+        return self._receiver.take(codec, *self._sender.answer(codec, found, self._receiver.having))

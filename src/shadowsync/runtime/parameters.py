@@ -15,7 +15,7 @@ from shadowsync.errors import DataError
 from shadowsync.runtime.lines import Line
 from shadowsync.runtime.mirror import Mirror
 from shadowsync.runtime.rungs import received
-from shadowsync.runtime.step_messages import NEVER, NewerGiven
+from shadowsync.runtime.step_messages import NewerGiven
 
 Message = tuple[NewerGiven, tuple[Tensor, ...]]
 
@@ -42,8 +42,9 @@ class ParameterSender:
     """The dense server's end towards one worker.
 
     Unless the codec keeps everything, parameters cross as the difference from what the worker has (`Mirror`): what a
-    codec leaves out or rounds off comes when it has grown. The worker says which version it has; where that is not the
-    one sent last, because an answer was lost or the worker is new, it gets them whole.
+    codec leaves out or rounds off comes when it has grown. The worker says which message it had last; where that is not
+    the one sent last, because an answer was lost or made twice or the worker is new, it gets them whole. Versions would
+    not do: two messages may bring the same one, and leave different things out.
 
     Ours differs from DCT-DP (arXiv 2010.08899), where every trainer makes the step itself from the sum of the sparse
     gradients: here the optimizer is the server's, and may move every parameter in each step (Adam does).
@@ -54,22 +55,23 @@ class ParameterSender:
 
     def __init__(self, about: str) -> None:
         self._mirror = _Mirrored(about)
-        self._sent = NEVER
+        self._serial = 0
         self._lock = threading.Lock()
 
-    def answer(self, codec: Codec, version: Version, than: int) -> Message:
-        """The message in that codec that brings a worker from version `than` to this one."""
+    def answer(self, codec: Codec, version: Version, having: int) -> Message:
+        """The message in that codec that brings a worker to this version, who had message `having` last."""
         flat = version.flat.cpu()
         with self._lock:
+            expected, self._serial = self._serial, self._serial + 1
+            serial = self._serial
             if codec.everything:
                 self._mirror.drop()
-                return NewerGiven(version.number), Plain().encode(flat).frames
+                return NewerGiven(version.number, serial), Plain().encode(flat).frames
             mirror = self._mirror.under(codec)
-            if than != self._sent:
+            if having != expected:
                 mirror.forget()
-            self._sent = version.number
             encoded, whole = mirror.encode(flat)
-        given = NewerGiven(version.number, whole, encoded.kept_count, encoded.refreshes, encoded.early)
+        given = NewerGiven(version.number, serial, whole, encoded.kept_count, encoded.refreshes, encoded.early)
         return given, encoded.frames
 
 
@@ -79,9 +81,13 @@ class ParameterReceiver:
     Args:
         line: of the dense part.
         length: `P`.
+
+    Attributes:
+        having: the serial number of the last message; 0 before the first.
     """
 
     def __init__(self, line: Line, length: int) -> None:
+        self.having = 0
         self._line, self._length = line, length
         self._mirror = _Mirrored("the dense parameters")
 
@@ -99,6 +105,7 @@ class ParameterReceiver:
             raise DataError("the dense server sent what has changed to a worker that has nothing")
         if flat.shape != (self._length,):
             raise DataError(f"the dense server sent {list(flat.shape)} parameters to a model of {self._length}")
+        self.having = given.serial
         self._line.count(sum(frame.nbytes for frame in frames), flat.nbytes)
         if codec.sparse and not given.whole:
             self._line.count_kept(self._length, given.kept, given.refreshes, given.early)

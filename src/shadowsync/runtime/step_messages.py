@@ -76,11 +76,13 @@ class NewerAsked(Meta, frozen=True):
         than: the version that is there.
         stream: of the client's, one for each worker.
         codec: that the answer is to be in, by name.
+        having: the serial number of the message that brought it; 0 if none did.
     """
 
     than: int
     stream: int
     codec: str = ""
+    having: int = 0
 
 
 class NewerGiven(Meta, frozen=True):
@@ -88,11 +90,13 @@ class NewerGiven(Meta, frozen=True):
 
     Attributes:
         version: None, without tensors, if there is no newer.
+        serial: counts the messages with tensors to this worker, from 1 on.
         whole: all of them come, and not what has changed since the version that the worker has.
         kept, refreshes, early: as in `Encoded`.
     """
 
     version: int | None
+    serial: int = 0
     whole: bool = True
     kept: int = 0
     refreshes: int = 0

@@ -53,7 +53,7 @@ class StepperRemote:
     def newer(self, than: int) -> Pending[Version | None]:
         """As `DenseParameters.newer`."""
         codec = self.line.now.codec
-        asked = NewerAsked(than, self.stream, codec.name)
+        asked = NewerAsked(than, self.stream, codec.name, self._receiver.having)
         return Fetched(self.connection.call("newer", asked), lambda answer: self._version(codec, answer))
 
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:

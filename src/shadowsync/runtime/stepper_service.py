@@ -72,7 +72,7 @@ class StepperService:
         found = self._stepper.newer(asked.than)
         if found is None:
             return Reply(NewerGiven(None))
-        return Reply(*self._sender(request.client, asked.stream).answer(codec, found, asked.than))
+        return Reply(*self._sender(request.client, asked.stream).answer(codec, found, asked.having))
 
     def _norm(self, request: Request) -> Reply:
         return Reply(NormGiven(self._stepper.norm(self._step(request))))

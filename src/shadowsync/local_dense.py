@@ -24,6 +24,7 @@ from shadowsync.runtime.dense_line import DenseLine
 from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
 from shadowsync.runtime.lines import Line, Stream, restore_all
 from shadowsync.session import distance
+from shadowsync.sync.main_memory import for_replica
 from shadowsync.sync.schedule import Synchronisation, Unsynchronised
 from shadowsync.training.gate import Gate
 from shadowsync.training.replica import Replica
@@ -142,14 +143,14 @@ class LocalReplicas(LocalDense):
         self._material = material
         config, choices, line = material.config, material.choices, material.line
         self.replicas = [material.replica() for _ in range(config.train.trainers)]
-        self.servers = DenseServers(material.template.flat.detach(), config.cluster.dense_servers, line)
+        self.servers = DenseServers(material.template.flat.detach().cpu(), config.cluster.dense_servers, line)
         averaged = material.line_of(self.replicas[0]) if choices.method.collective else line
         self._averaging = Averaging(range(len(self.replicas)), averaged, material.gate.waiting)
         self.synchronisations = [
             Synchronisation(
                 choices.method,
                 replica.flat,
-                InProcessGroup(rank, self._averaging, self.servers),
+                for_replica(replica.flat, InProcessGroup(rank, self._averaging, self.servers)),
                 config.train.workers,
                 material.gate,
                 choices.method.init(replica.flat),

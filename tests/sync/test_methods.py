@@ -1,5 +1,6 @@
 """Every replica method: the seam's contract, then the algebra that tells the methods apart."""
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import ConfigError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.registry import build, members
@@ -20,7 +23,8 @@ from shadowsync.runtime.lines import Line
 from shadowsync.sync.bmuf import Bmuf
 from shadowsync.sync.easgd import Easgd
 from shadowsync.sync.ma import ModelAveraging
-from shadowsync.sync.method import State, SyncMethod
+from shadowsync.sync.main_memory import MainMemory
+from shadowsync.sync.method import Group, State, SyncMethod
 from shadowsync.training.gate import Gate
 
 METHODS: list[Callable[[], SyncMethod]] = [
@@ -42,6 +46,7 @@ class Cluster:
         self.servers = DenseServers(start, dense_servers, line)
         self.averaging = Averaging(range(n), line, Gate().waiting)
         self.groups = [InProcessGroup(rank, self.averaging, self.servers) for rank in range(n)]
+        self.ways: Sequence[Group] = self.groups
         self.states: list[State] = [self.method.init(start) for _ in range(n)]
         self.weights = [start + torch.randn(SIZE, generator=generator) for _ in range(n)]
 
@@ -56,7 +61,7 @@ class Cluster:
             assert not thread.is_alive(), "a synchronisation hangs"
 
     def sync_one(self, rank: int) -> None:
-        self.states[rank] = self.method.sync(self.weights[rank], self.groups[rank], self.states[rank])
+        self.states[rank] = self.method.sync(self.weights[rank], self.ways[rank], self.states[rank])
 
     def spread(self) -> float:
         stacked = torch.stack(self.weights)
@@ -85,6 +90,48 @@ def test_repeated_synchronisation_brings_replicas_together(make: Callable[[], Sy
     for _ in range(60):
         cluster.sync_all()
     assert cluster.spread() < 0.01 * before
+
+
+CODECS: list[Codec] = [Plain(), Bf16(), Int8(rounding="nearest"), Threshold(keep=0.5)]
+
+
+@pytest.mark.parametrize(
+    ("make", "codec"),
+    [
+        (make, codec)
+        for make, codec in itertools.product(METHODS, CODECS)
+        if not (codec.sparse and make() == Easgd(alpha=0.3, form="sequential"))  # the pair is refused
+    ],
+)
+def test_a_replica_on_another_device_is_synchronised_alike(make: Callable[[], SyncMethod], codec: Codec) -> None:
+    """Here the other device is this one too: what is tested is that nothing of the way there is taken for the way
+    back."""
+    near, far = Cluster(3, make(), codec=codec), Cluster(3, make(), codec=codec)
+    far.ways = [MainMemory(group, torch.device("cpu")) for group in far.groups]
+    noise = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        for cluster in (near, far):
+            for rank in range(3) if cluster.method.centralised else [None]:
+                cluster.sync_all(None if rank is None else [rank])
+        for here, there in zip(near.weights, far.weights, strict=True):
+            torch.testing.assert_close(there, here, rtol=0, atol=1e-5)
+            moved = torch.randn(SIZE, generator=noise)
+            here.add_(moved)
+            there.add_(moved)
+    torch.testing.assert_close(far.servers.read(), near.servers.read(), rtol=0, atol=1e-5)
+
+
+def test_what_workers_do_while_a_replica_on_another_device_is_averaged_is_kept() -> None:
+    class Meanwhile(InProcessGroup):
+        def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+            cluster.weights[0].add_(1.0)
+            super().approach(weights, target, alpha)
+
+    cluster = Cluster(1, ModelAveraging(alpha=1.0))
+    before = cluster.weights[0].clone()
+    cluster.ways = [MainMemory(Meanwhile(0, cluster.averaging, cluster.servers), torch.device("cpu"))]
+    cluster.sync_one(0)
+    torch.testing.assert_close(cluster.weights[0], before + 1.0)
 
 
 @given(n=st.integers(1, 6), alpha=st.floats(0.05, 1.0), order=st.lists(st.integers(0, 5), max_size=12))

@@ -25,6 +25,8 @@ from shadowsync.runtime.lines import Line, restore_all
 from shadowsync.runtime.remote_group import RemoteGroup
 from shadowsync.runtime.stepper_remote import StepperRemote
 from shadowsync.runtime.wire.connection import Connection
+from shadowsync.sync.main_memory import for_replica
+from shadowsync.sync.method import Group
 from shadowsync.sync.schedule import Synchronisation, Unsynchronised
 from shadowsync.training.gate import Gate
 from shadowsync.training.replica import Replica
@@ -195,7 +197,7 @@ def _line_of(line: Line, part: DenseShare) -> Line:
     return line if codec is line.codec else replace(line, codec=codec)
 
 
-def _group(material: TrainerMaterial, replica: Replica) -> RemoteGroup:
+def _group(material: TrainerMaterial, replica: Replica) -> Group:
     spec, length = material.spec, len(replica.flat)
     codec = material.kit.choices.codecs["dense"]
     if material.kit.choices.method.collective:
@@ -211,4 +213,4 @@ def _group(material: TrainerMaterial, replica: Replica) -> RemoteGroup:
     dense = [material.connect("dense", index, address) for index, address in enumerate(spec.addresses.dense)]
     spans = split_evenly(length, max(1, len(dense)))[: len(dense)]
     servers = DenseRemote(dense, spans, material.line, None, spec.generation)
-    return RemoteGroup(spec.rank, averaging, servers, material.gate)
+    return for_replica(replica.flat, RemoteGroup(spec.rank, averaging, servers, material.gate))

@@ -72,7 +72,8 @@ class DenseLine:
 
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
         """As `DenseStepper.hold`."""
-        self.stepper.hold(number, replace(gradient, flat=self.gradients.send(gradient.flat)))
+        arrived = self.gradients.send(gradient.flat).to(gradient.flat.device)
+        self.stepper.hold(number, replace(gradient, flat=arrived))
         return DONE
 
     @property

@@ -232,7 +232,7 @@ class _Run:
         """Puts the checkpoint back, if there is one; the seconds that took."""
         started = time.monotonic()
         if self.saved is not None:
-            _check_order(self.saved, self.config)
+            _check_same(self.saved, self.config)
             self._unless_somebody_dies(partial(put_back, self.session, self.saved))
         return time.monotonic() - started
 
@@ -502,8 +502,8 @@ def _plain_options(member: Any) -> dict[str, Any]:
     return builtins
 
 
-def _check_order(saved: LoadedCheckpoint, config: Config) -> None:
-    """Raises `ConfigError` if the order of the data would not be that of the checkpoint."""
+def _check_same(saved: LoadedCheckpoint, config: Config) -> None:
+    """Raises `ConfigError` if the order of the data, or what a step is made of, would not be that of the checkpoint."""
     there = parse(saved.config)
     for key, was, now in (
         ("train.seed", there.train.seed, config.train.seed),
@@ -512,6 +512,13 @@ def _check_order(saved: LoadedCheckpoint, config: Config) -> None:
     ):
         if was != now:
             raise ConfigError(f"{key}={now}: {saved.name} was trained with {was}, which decides what is left to train")
+    if None in (there.aggregation.method, config.aggregation.method) or config.aggregation.global_batch is not None:
+        return
+    if (was := global_batch(there)) != (now := global_batch(config)):
+        raise ConfigError(
+            f"aggregation.global_batch: a global step of {saved.name} was made of {was} samples, and would be of {now} "
+            f"with this number of workers: set it to {was} to go on with the same steps, or to {now} if you mean it"
+        )
 
 
 def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -> Config:

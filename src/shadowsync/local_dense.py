@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from shadowsync.aggregation.aggregator import Worker
@@ -128,6 +129,10 @@ class LocalDense(ABC):
     @abstractmethod
     def settle(self, living: Iterable[int]) -> None:
         """Called when everybody stands still, before an image is taken of the living trainers."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """While inside everybody stands still."""
+        return nullcontext()
 
     def look(self) -> None:  # noqa: B027 (matters to gradient methods only)
         """Called several times a second while trainers are at work."""
@@ -276,6 +281,9 @@ class LocalGradients(LocalDense):
 
     def settle(self, living: Iterable[int]) -> None:
         self.conductor.settle(0.0)
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self.conductor.paused()
 
     def look(self) -> None:
         self.conductor.look()

@@ -164,7 +164,7 @@ class LocalSession(Session):
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
-        with self.gate.pause():
+        with self.gate.pause(), self.dense.paused():
             self.dense.settle(self._living())
             yield
 

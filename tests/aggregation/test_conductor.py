@@ -9,6 +9,7 @@ import pytest
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.asynchronous import Async
+from shadowsync.aggregation.auto import Auto
 from shadowsync.aggregation.conductor import Arrived, Conductor, StepParts, StepRule
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.gba import Gba
@@ -271,6 +272,37 @@ def test_nobody_waits_once_the_job_stops() -> None:
         later = waiting_in(bench, pool)
         bench.conductor.stop()
         assert not later.result(20)
+
+
+def test_a_job_that_stops_makes_no_short_step() -> None:
+    bench = Bench(Sync(), size=4)
+    bench.arrive(bench.begin(A))
+    bench.conductor.stop()
+    bench.conductor.left(A)
+    assert not bench.steps.dense
+    assert not bench.steps.done
+    bench.conductor.abandoned(0)  # its rows go to nobody: what counts as trained is a step before an image is taken
+    assert bench.conductor.settle(0.0)
+    assert len(bench.steps.dense) == 1
+
+
+def test_a_pause_is_nobodys_step_time() -> None:
+    bench = Bench(Auto(steady_s=1.0), size=2)
+    for _ in range(4):
+        for worker in (A, B):
+            number = bench.begin(worker)
+            bench.now += 0.1
+            bench.arrive(number, worker[0])
+    bench.begin(A)
+    with bench.conductor.paused():
+        bench.now += 60.0
+        bench.conductor.look()
+    bench.conductor.look()
+    assert bench.conductor.state.mode == "sync"
+    assert bench.conductor.recent_step_s()[A] < 1.0
+    bench.now += 60.0
+    bench.conductor.look()
+    assert bench.conductor.state.mode == "gba"
 
 
 def test_nobody_waits_for_batches_that_a_dead_trainer_never_began() -> None:

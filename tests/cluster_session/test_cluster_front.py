@@ -5,8 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from shadowsync.aggregation.conductor import Conductor, StepParts, StepRule
+from shadowsync.aggregation.conductor import Arrived, Conductor, StepParts, StepRule
 from shadowsync.aggregation.gba import Gba
+from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.cluster.front import FrontDesk
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.data.desk import Desk
@@ -79,6 +80,41 @@ def test_late_words_of_a_trainer_that_was_given_up_do_not_touch_its_successor() 
     assert set(conductor.aggregator.in_flight) == {number}
     successor.left((0, 0))
     assert not conductor.aggregator.in_flight
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["not told", "told"])
+def test_rows_that_a_trainer_gives_back_itself_are_in_no_two_gradients(told: bool) -> None:
+    """Some of its gradients wait for their step: they count as trained. Of others nobody was told: they never count."""
+    desk, steps = make_desk(), list[DenseStep]()
+    parts = StepParts(cast("Any", SimpleNamespace(commit=steps.append)), [], lambda: desk.trained)
+    conductor = Conductor(Gba(), StepRule(2, 0.1, 0.1, Rates(), rows_by_buffer=False), parts)
+    served = front(desk=desk, conducting=ConductorService(conductor, desk))
+    gone, other = DirectConnection(served), DirectConnection(served)
+    number, others = (
+        first_batch(desk, lease(trainer, rank).read(LeaseGiven).lease) for rank, trainer in enumerate((gone, other))
+    )
+    assert ConductorRemote(gone).ask((0, 0), number).result()
+    assert ConductorRemote(other).ask((1, 0), others).result()
+    if told:
+        ConductorRemote(gone).arrived(number, Arrived(0, 2, 0, lambda: None)).result()
+    gone.call("abandon", LeaseAsked(0, False)).result()
+    assert desk.trained == (2 if told else 0)
+    ConductorRemote(gone).arrived(number, Arrived(0, 2, 0, lambda: None)).result()  # too late
+    again = lease(other, 1).read(LeaseGiven).lease
+    assert again is not None
+    assert desk.opened(again, 10)
+    claims = [desk.claim(again, start, start + 2) for start in range(0, 10, 2)]
+    numbers = [others, *(claim.number for claim in claims if claim is not None)]
+    assert len(numbers) == 1 + (4 if told else 5)
+    for index, each in enumerate(numbers):
+        assert ConductorRemote(other).ask((1, 0), each).result()
+        ConductorRemote(other).arrived(each, Arrived(1, 2, 0, lambda: None)).result()
+        assert len(steps) == (index + 1 + told) // 2
+    ConductorRemote(other).left((1, 0))
+    assert conductor.settle(0.0)
+    stepped = [each for step in steps for each, weight in step.weights.items() if weight > 0]
+    assert sorted(stepped) == sorted([*numbers, number] if told else numbers)
+    assert desk.trained == 12
 
 
 def test_whoever_spoke_before_is_not_heard_in_the_next_generation() -> None:

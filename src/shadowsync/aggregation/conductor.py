@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,6 +14,7 @@ from shadowsync.aggregation.counts import AggregationCounts, AggregationState
 from shadowsync.aggregation.step_times import Paces
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.aggregation.tokens import TokenBook
+from shadowsync.aggregation.work_clock import WorkClock
 from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.pending import DONE, Pending
 from shadowsync.training.rates import Rates
@@ -160,7 +162,8 @@ class Conductor:
         run: Callable[[Callable[[], None]], object] = _at_once,
         paces: Paces | None = None,
     ) -> None:
-        self._method, self._rule, self._parts, self._clock, self._run = method, rule, parts, clock, run
+        self._method, self._rule, self._parts, self._run = method, rule, parts, run
+        self._clock = WorkClock(clock)
         self._most_behind = MOST_BEHIND * rule.size // method.batches_per_step(rule.size)
         self._changed = threading.Condition()
         self._carrying = threading.Lock()
@@ -237,26 +240,26 @@ class Conductor:
 
         Whoever has to wait for a step waits until it is carried out, and for the batches before.
         """
+        if self._error is not None or self._stopped:
+            self._answers.extend((asked.answer, self._error) for asked in self._asked.values())
+            self._asked.clear()
         for number in sorted(self._asked):
             batch, answer = self._asked[number]
-            if self._error is not None:
-                del self._asked[number]
-                self._answers.append((answer, self._error))
-            elif self._stopped:
-                self._refuse(number)
-            elif self._admits(batch):
+            if self._admits(batch):
                 del self._asked[number]
                 trainer, _ = self._dispatched.pop(number)
                 admitted = Admitted(self._carried if self.aggregator.waits else 0)
                 self._begun[number] = _Begun(batch.worker, trainer, admitted)
                 self._paces.began(number, batch.worker, self._clock())
                 self._answers.append((answer, admitted))
+            elif self.aggregator.waits:
+                return  # and so do all that were dispatched after it
 
     def _admits(self, batch: Begun) -> bool:
         behind = self.aggregator.step - self._carried
         if behind > self._most_behind:
             return False
-        if self.aggregator.waits and (behind or min(self._dispatched) < batch.number):
+        if self.aggregator.waits and (behind or next(iter(self._dispatched)) < batch.number):
             return False
         return self.aggregator.begin(batch, self._clock())
 
@@ -339,7 +342,9 @@ class Conductor:
         self._decided(self.aggregator.left(worker, self._clock()))
 
     def _flush(self) -> None:
-        if not self._working and self.aggregator.held:
+        """Under the lock: nobody is at work, so nothing will complete the step. A job that was stopped goes on later,
+        and makes whole steps of these rows then."""
+        if not self._working and not self._stopped and self.aggregator.held:
             self._commit_held()
 
     def _commit_held(self) -> None:
@@ -362,6 +367,10 @@ class Conductor:
             self._admit()
             self._changed.notify_all()
         self._tell()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """While inside everybody stands still, and that time is nobody's step time."""
+        return self._clock.stopped()
 
     @property
     def state(self) -> AggregationState:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -84,6 +85,10 @@ class DenseSide(ABC):
     @abstractmethod
     def settle(self, timeout_s: float) -> bool:
         """Waits, while trainers stand still, until nothing changes anything any more; False if it does after that."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """While inside, trainers stand still."""
+        return nullcontext()
 
     @property
     @abstractmethod

@@ -42,7 +42,7 @@ class FrontDesk:
         self._banned = set(banned)
         self._heard: set[str] = set()
         self._lock = threading.Lock()
-        desk = DeskService(reader.desk)
+        desk = DeskService(reader.desk, self._give_back)
         methods = {**desk.methods, "records": Method(records.take), "place": Method(self._place, once=False)}
         methods |= {} if conducting is None else conducting.methods
         self.methods = {name: Method(self._guarded(name, m.handle), m.once, m.quick) for name, m in methods.items()}
@@ -63,6 +63,10 @@ class FrontDesk:
         """Gives up a trainer: its leases go to the others, and its connections are not listened to any more."""
         with self._lock:
             self._banned |= self._clients.pop(rank, set())
+        self._give_back(rank)
+
+    def _give_back(self, rank: int) -> None:
+        """What a trainer has leased goes to the others."""
         self._forget_batches(rank)  # first: what it has sent and not seen stepped is not to be trained again
         self._reader.desk.abandon(rank)
         self._forget_batches(rank)  # it may just have claimed one more

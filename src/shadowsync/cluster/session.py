@@ -448,7 +448,7 @@ class ClusterSession(Session):
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
-        with self._images.standing_still(self._disturbed):
+        with self._images.standing_still(self._disturbed), self._dense.paused():
             while not self._dense.settle(QUICK_STATUS_S):
                 if self._disturbed() or self._dense.error is not None:
                     raise PeerLost("somebody died or cannot be reached, so the job cannot stand still")

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -197,6 +198,9 @@ class Stepped(DenseSide):
 
     def settle(self, timeout_s: float) -> bool:
         return self._now is None or self._now.conductor.settle(timeout_s)
+
+    def paused(self) -> AbstractContextManager[None]:
+        return super().paused() if self._now is None else self._now.conductor.paused()
 
     @property
     def copies(self) -> int:

@@ -1,6 +1,6 @@
 """The desk behind the wire: the job's one authority over who trains which rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shadowsync.data.desk import Desk
 from shadowsync.data.leases import Lease
@@ -21,10 +21,17 @@ from shadowsync.runtime.wire.service import Method, Reply, Request
 
 
 class DeskService:
-    """What a `Desk` offers to trainers elsewhere. Every reply says how things stand, so that nobody has to ask."""
+    """What a `Desk` offers to trainers elsewhere. Every reply says how things stand, so that nobody has to ask.
 
-    def __init__(self, desk: Desk) -> None:
+    Args:
+        desk: what is served.
+        give_back: has the desk give a trainer's rows to others; in place of `Desk.abandon`, where more than the desk
+            has to know.
+    """
+
+    def __init__(self, desk: Desk, give_back: Callable[[int], None] | None = None) -> None:
         self._desk = desk
+        self._give_back = give_back or desk.abandon
         self.methods: Mapping[str, Method] = {
             "lease": Method(self._lease, quick=True),
             "opened": Method(self._opened, quick=True),
@@ -74,7 +81,7 @@ class DeskService:
             raise DataError(str(error)) from error
 
     def _abandon(self, request: Request) -> Reply:
-        self._desk.abandon(request.read(LeaseAsked).trainer)
+        self._give_back(request.read(LeaseAsked).trainer)
         return Reply(self._status())
 
     def _say_status(self, request: Request) -> Reply:

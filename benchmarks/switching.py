@@ -81,7 +81,8 @@ class Task:
         """Of its files."""
         rows = "" if self.rows is None else f"-{self.rows}"
         batch = "" if self.batch == BATCH else f"-batch{self.batch}"
-        return f"{self.name}{rows}{batch}-{self.optimizer}-seed{self.seed}"
+        step = "" if self.step_ms == STEP_MS else f"-step{self.step_ms:g}"
+        return f"{self.name}{rows}{batch}{step}-{self.optimizer}-seed{self.seed}"
 
     def overrides(self, method: str, others: Sequence[str] = ("train.workers=1",)) -> list[str]:
         """The configuration under a method."""
@@ -145,6 +146,7 @@ def run(cell: Cell, halves: Path) -> dict[str, Any]:
     assert result.test is not None
     assert result.aggregation is not None
     done, own = result.aggregation, watched or leg
+    trained = max(1, own[-1].samples - own[0].samples)
     ages = [frame.staleness for frame in own if frame.staleness is not None]
     return {
         **asdict(cell),
@@ -152,10 +154,10 @@ def run(cell: Cell, halves: Path) -> dict[str, Any]:
         "quarter": quarter,
         "end": result.test.auc,
         "best": result.test.best_auc,
-        "eps": (own[-1].samples - own[0].samples) / max(1e-9, own[-1].seconds - own[0].seconds),
+        "eps": trained / max(1e-9, own[-1].seconds - own[0].seconds),
         "staleness": statistics.fmean(ages) if ages else 0.0,
         "max_staleness": done.max_staleness,
-        "dropped": done.dropped / max(1, done.received or 0),
+        "dropped": ((own[-1].dropped or 0) - (own[0].dropped or 0)) * cell.task.batch / trained,
         "load": load_average(),
     }
 

@@ -57,6 +57,7 @@ class RemoteSteps:
     held_bytes: int = field(default=0, init=False)
     _over: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
     _rows: dict[Member, EmbeddingRemote] = field(default_factory=dict, init=False, repr=False)
+    _dense: dict[Member, StepperRemote] = field(default_factory=dict, init=False, repr=False)
 
     def carry_out(self, dense: DenseStep, rows: RowStep) -> None:
         """As `Carrier.carry_out`.
@@ -93,12 +94,18 @@ class RemoteSteps:
             answer.result()
 
     def _steppers(self) -> list[StepperRemote]:
-        servers = self.crew.dense_servers()
-        return [StepperRemote(server.connection, _line("dense"), 0, generation=self.generation) for server in servers]
+        return [self._of_dense(member) for member in self.crew.dense_servers()]
 
     def end(self) -> None:
         """The generation is over."""
         self._over.set()
+
+    def _of_dense(self, member: Member) -> StepperRemote:
+        found = self._dense.get(member)
+        if found is None:
+            made = StepperRemote(member.connection, _line("dense"), 0, generation=self.generation)
+            found = self._dense[member] = made
+        return found
 
     def _of_rows(self, member: Member) -> EmbeddingRemote:
         found = self._rows.get(member)

@@ -276,6 +276,8 @@ class _Prefetcher:
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
-        self._leave()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
+        try:
+            self._leave()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown(wait=True)

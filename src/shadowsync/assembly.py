@@ -37,7 +37,7 @@ from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.matching import match_optimizer, match_tables
 from shadowsync.runtime.codec_choice import Situation, unmeasured
-from shadowsync.runtime.lines import EmbeddingLine, Line, float_bytes
+from shadowsync.runtime.lines import EmbeddingLine, Line, pulled_and_pushed_bytes
 from shadowsync.sync.background import Background
 from shadowsync.sync.schedule import Driver
 from shadowsync.training.rates import Rates
@@ -168,7 +168,7 @@ def unique_rows(config: Config, choices: Choices) -> UniqueRows:
     mode = config.embedding.unique_rows
     if mode == "auto" and config.cluster.address is None:
         return NEVER
-    return UniqueRows(mode, sum(float_bytes(choices.codecs[kind]) for kind in ("pull", "push")))
+    return UniqueRows(mode, pulled_and_pushed_bytes(choices.codecs["pull"], choices.codecs["push"]))
 
 
 @dataclass(frozen=True)

@@ -288,12 +288,15 @@ def test_what_goes_wrong_on_the_way_is_raised():
         nonsense.result()
 
 
-def test_an_answer_of_another_number_of_tensors_is_refused():
+@pytest.mark.parametrize("shapes", [(), ((1 << 40, 8),), ((8, 6),), ((6, 8), (6, 8))], ids=str)
+def test_an_answer_of_other_shapes_is_refused_before_memory_is_taken(shapes):
     slow, remote = slow_remote()
-    pulled = remote.pull(LOOKUP)
-    slow.calls[-1][-1].set_result(Answer(encode_meta(Coded((), ())), ()))
-    with pytest.raises(DataError, match="answered a pull with 0 tensors"):
-        pulled.result()
+    rows = RowLookup((0,), torch.tensor([1, 5]), 3)
+    for ask, asked in ((lambda: remote.pull(LOOKUP), r"\[6, 8\]"), (lambda: remote.read_rows(rows), r"\[2, 8\]")):
+        pulled = ask()
+        slow.calls[-1][-1].set_result(Answer(encode_meta(Coded(shapes, (0,) * len(shapes), "plain")), ()))
+        with pytest.raises(DataError, match=f"^vectors of .* do not fit a look-up whose answer is {asked}$"):
+            pulled.result()
 
 
 def test_a_gradient_is_sent_as_it_lies_in_memory():

@@ -157,6 +157,16 @@ def test_where_delay_takes_the_time_nothing_is_lost_for_nothing(delay):
     assert in_use < 0.1 * 1000
 
 
+def test_what_brought_nothing_is_left_alone_though_the_link_gets_better_for_a_while():
+    chooser, delayed = Chooser(RULES), World(1e9, 5.0)
+    assert [codec for _, codec, _ in changes(chooser, [World(3e6)] * 20)] == ["bf16"]
+    ((_, tried, _), (futile, back, _)) = changes(chooser, [delayed] * 40, 20.0)
+    assert (tried, back) == ("int4", "bf16")
+    assert [codec for _, codec, _ in changes(chooser, [World(1e9)] * 20, 60.0)] == ["plain"]
+    (again, _, _), *_ = changes(chooser, [delayed] * 200, 80.0)
+    assert again >= futile + FUTILE_STAYS * RULES.stay_s
+
+
 def test_who_comes_back_from_a_weaker_codec_waits_longer_each_time():
     """A link that is quick only for those who send little: each try of a weaker codec fails."""
     chooser, times = Chooser(RULES), []

@@ -8,6 +8,8 @@ from codec_cases import CODECS, MEMBERS, numbers, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowsync.compression.int8 import Int8
+
 EACH = pytest.mark.parametrize("codec", [pytest.param(codec, id=name) for name, codec in CODECS.items()])
 SHAPES = [(), (0,), (1,), (7,), (300,), (1000,), (3, 0), (0, 4), (2, 3, 5), (60, 9), (31, 16), (5, 512), (300, 1)]
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
@@ -114,6 +116,12 @@ def test_a_state_goes_through_a_checkpoint(codec):
         there, here = one.state, other.state
     with pytest.raises(ValueError, match="wrong"):
         codec.restored({"wrong": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("draws", [torch.zeros(2), torch.tensor(-1)], ids=str)
+def test_draws_that_no_stream_has_made_are_refused(draws):
+    with pytest.raises(ValueError, match=r"^draws are "):
+        Int8(rounding="stochastic").restored({"draws": draws})
 
 
 @EACH

@@ -160,6 +160,8 @@ GBA = ["aggregation.method=gba"]
         (["compression.push={name: threshold, keep: 1, refresh: 7}"], "push.refresh=7"),
         (["compression.push={name: threshold, keep: 1, band: 3}"], "push.band=3"),
         (["compression.push={name: threshold, keep: 1, correction: 0}"], "push.correction=0"),
+        (["compression.push={name: threshold, refresh: 1, band: 3}"], "push.band=3"),
+        (["compression.push={name: threshold, refresh: 1, correction: 0}"], "push.correction=0"),
         (["compression.pull={name: threshold, scope: group}", "embedding.unique_rows=always"], "pull.scope=group"),
         (["compression.push={name: threshold, scope: group}", "embedding.unique_rows=always"], "push.scope=group"),
         (["compression.dense={name: threshold, feedback: false}"], "dense.feedback=False"),

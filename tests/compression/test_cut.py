@@ -103,6 +103,21 @@ def test_the_type_of_the_model_is_kept(dtype):
     assert arrived.dtype == inputs.grad.dtype == dtype
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4", "bf16", "plain"])
+def test_rounding_up_does_not_lead_out_of_a_narrow_type(codec):
+    largest = torch.finfo(torch.float16).max
+    inputs = torch.full((4, 16), largest, dtype=torch.float16, requires_grad=True)
+    arrived = CompressedCut(codec)(inputs)
+    arrived.backward(torch.full_like(inputs, largest))
+    assert bool((arrived == largest).all())
+    assert bool((inputs.grad == largest).all())
+
+
+def test_what_carries_infinities_does_so_in_a_narrow_type():
+    inputs = torch.full((4, 16), float("inf"), dtype=torch.float16)
+    assert bool(CompressedCut("plain")(inputs).isinf().all())
+
+
 def test_what_is_not_finite_is_named_in_both_directions():
     cut, inputs = CompressedCut(keep=0.5, values="int8", label="the middle"), numbers((64, 16)).requires_grad_()
     with pytest.raises(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.pieces import by_parameter
@@ -22,7 +23,7 @@ from shadowsync.errors import NonFiniteTensor
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.dense_line import gradients
 from shadowsync.runtime.group import Averaging, DenseServers
-from shadowsync.runtime.lines import EmbeddingLine, Encoder, Line, restore_all
+from shadowsync.runtime.lines import EmbeddingLine, Encoder, Line, float_bytes, pulled_and_pushed_bytes, restore_all
 from shadowsync.training.gate import Gate
 from shadowsync.training.replica import Slot
 
@@ -192,3 +193,11 @@ def test_residuals_that_another_codec_cannot_read_are_told_of_once(caplog: pytes
     restore_all([(Encoder(Int8()), threshold.tensors())] * 2)
     (told,) = caplog.messages
     assert told.startswith("what 2 workers had not sent of their gradients is not of this codec")
+
+
+def test_a_gradient_under_a_mask_is_reckoned_with_its_share():
+    pull = Threshold(keep=0.25, feedback=False)
+    assert pulled_and_pushed_bytes(Plain(), Bf16()) == 6.0
+    there = float_bytes(pull)
+    assert pulled_and_pushed_bytes(pull, Plain()) == pytest.approx(there + 4 * 0.25, rel=0.05)
+    assert pulled_and_pushed_bytes(pull, Int8()) < there + 0.5

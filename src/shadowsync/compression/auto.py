@@ -305,7 +305,8 @@ class Chooser:
 
     def _weaker(self, target: int, seen: Measured, now: float) -> Change:
         expected, rules = self._expected(target, seen), self._rules
-        self._state = _State(target, now, rest_s=self._state.rest_s, went_down=True)
+        before = self._state
+        self._state = _State(target, now, rest_s=before.rest_s, went_down=True, futile_until=before.futile_until)
         return Change(self.codec, f"{seen.words}, so that it is expected at {expected:.2g} of share={rules.share:g}")
 
     def _regret(self, seen: Measured, now: float) -> Change | None:

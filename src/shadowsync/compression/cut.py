@@ -116,12 +116,20 @@ class _Cross(torch.autograd.Function):
     def forward(ctx: Any, activations: Tensor, cut: CompressedCut) -> Tensor:
         arrived, ctx.kept = cut.send(activations.detach())
         ctx.cut = cut
-        return arrived.to(activations, copy=True)
+        return _like(arrived, activations)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.cut.send_back(gradient, ctx.kept).to(gradient), None
+        return _like(ctx.cut.send_back(gradient, ctx.kept), gradient), None
+
+
+def _like(arrived: Tensor, tensor: Tensor) -> Tensor:
+    """In the type and on the device of another tensor; rounding up does not lead out of a narrower type."""
+    largest = torch.finfo(tensor.dtype).max
+    if largest < torch.finfo(torch.float32).max:
+        arrived = torch.where(arrived.isinf(), arrived, arrived.clamp(-largest, largest))
+    return arrived.to(tensor, copy=True)
 
 
 def _widths(groups: Sequence[int], codec: Codec) -> tuple[int, ...]:

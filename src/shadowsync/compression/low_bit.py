@@ -149,7 +149,10 @@ class LowBit(Codec):
             return None
         if set(tensors) != {"draws"}:
             raise ValueError(f"{self.name} remembers draws, but got {', '.join(sorted(tensors))}")
-        return Draws(int(tensors["draws"]))
+        draws = tensors["draws"]
+        if draws.numel() != 1 or not 0 <= int(draws) < 1 << 63:
+            raise ValueError(f"draws are {list(draws.shape) if draws.numel() > 1 else draws.tolist()}")
+        return Draws(int(draws))
 
     def _noise(self, flat: Tensor, state: Draws) -> tuple[np.random.Generator | None, Any]:
         if self.rounding == "nearest":

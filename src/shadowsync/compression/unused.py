@@ -55,6 +55,12 @@ RULES = (
     ),
     Rule(
         _THRESHOLD,
+        ("band", "correction"),
+        lambda codec: codec.refresh == 1,
+        lambda _: "with refresh=1, where every message has a threshold of its own: set a larger refresh",
+    ),
+    Rule(
+        _THRESHOLD,
         ("feedback",),
         lambda codec: codec.everything,
         lambda _: "with keep=1 and values=fp32, where nothing is left: set a smaller keep",

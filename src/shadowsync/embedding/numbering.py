@@ -63,6 +63,10 @@ class RowNumbers:
         cut = [0, *torch.searchsorted(rows, self._edges).tolist()]
         return [rows[cut[w] : cut[w + 1]] - width.start for w, width in enumerate(self.widths)]
 
+    def shapes(self, rows: Tensor) -> tuple[tuple[int, int], ...]:
+        """Of the rows with these ascending numbers, int64 `[K]`: how many there are of each width, and the width."""
+        return tuple((len(own), width.dim) for own, width in zip(self.split(rows), self.widths, strict=True))
+
 
 def starts_of(sizes: Mapping[int, int]) -> tuple[int, ...]:
     """Where each of things of these sizes starts when they lie side by side in the order given; by key `0 … n − 1`."""

@@ -223,8 +223,7 @@ class EmbeddingServer:
             DataError: as `read_rows`.
         """
         check_rows(lookup.rows, lookup.shards, self.shards, self.numbers)
-        counts = [len(rows) for rows in self.numbers.split(lookup.rows)]
-        return tuple((count, width.dim) for count, width in zip(counts, self.numbers.widths, strict=True))
+        return self.numbers.shapes(lookup.rows)
 
     def _check_gradient(self, lookup: Lookup, gradient: Tensor) -> None:
         width = self._check(lookup).width

@@ -323,14 +323,19 @@ def pack_coded(encoded: Sequence[Encoded], codec: str, mask: int | None = None) 
     return Coded(shapes, counts, codec, mask, refreshes, early), frames
 
 
-def check_shapes(coded: Coded, shapes: Shapes) -> None:
+def check_shapes(coded: Coded, shapes: Shapes, what: str) -> None:
     """Before anything is decoded: memory is taken for the shapes of a look-up, not for what its sender claims.
+
+    Args:
+        coded: the typed part.
+        shapes: of the look-up's answer.
+        what: comes.
 
     Raises:
         DataError: the tensors are claimed to have other shapes.
     """
     if coded.shapes != shapes:
-        raise DataError(f"gradients of {_shown(coded.shapes)} do not fit a look-up whose answer is {_shown(shapes)}")
+        raise DataError(f"{what} of {_shown(coded.shapes)} do not fit a look-up whose answer is {_shown(shapes)}")
 
 
 def _shown(shapes: Shapes) -> str:

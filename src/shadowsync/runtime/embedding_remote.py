@@ -11,7 +11,7 @@ from torch import Tensor
 from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.pending import Pending, Promise
-from shadowsync.embedding.requests import bounds_of, check_range
+from shadowsync.embedding.requests import Bounds, bounds_of, check_range
 from shadowsync.embedding.server import Lookup, RowLookup
 from shadowsync.embedding.table import Shard, slots_of
 from shadowsync.errors import DataError, RunError
@@ -23,7 +23,9 @@ from shadowsync.runtime.embedding_messages import (
     PushAsked,
     Pushed,
     ReadAsked,
+    Shapes,
     StepAsked,
+    check_shapes,
     pack_coded,
     pack_ids,
     pack_masks,
@@ -116,25 +118,28 @@ class EmbeddingRemote:
         self._pushes = pushes
         self._slots = slots_of(remote.shards)
         self._id_type = id_type(max((shard.rows for shard in remote.shards), default=0))
-        self._row_count = RowNumbers(remote.shards).total
+        self._numbers = RowNumbers(remote.shards)
         self._bounds = bounds_of(self._slots)
         self._kept: Kept[int, Mask] = Kept(remote.limits)
 
     def pull(self, lookup: Lookup) -> Pending[Tensor]:
         """As `EmbeddingServer.pull`; an id outside its shard is refused here."""
-        self._check(lookup)
+        shape = lookup.ids.samples, self._check(lookup).width
         ids, tensors = pack_ids(lookup, self._id_type)
         self._pulls.count(*[_bytes(tensors)] * 2)
         meta = PullAsked(self._remote.stream, self._number(lookup), ids, self._pulls.now.codec.name)
-        return Fetched(self._call(_Message("pull", meta, tensors)), partial(self._only, lookup.number))
+        return Fetched(self._call(_Message("pull", meta, tensors)), partial(self._only, lookup.number, shape))
 
     def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
         """As `EmbeddingServer.read_rows`."""
-        numbers = pack_rows(lookup.rows, self._row_count)
-        self._pulls.count(numbers.nbytes, raw_bytes(lookup.rows, self._row_count))
+        numbers = pack_rows(lookup.rows, self._numbers.total)
+        self._pulls.count(numbers.nbytes, raw_bytes(lookup.rows, self._numbers.total))
         codec = self._pulls.now.codec.name
         meta = ReadAsked(self._remote.stream, self._number(lookup), lookup.shards, codec)
-        return Fetched(self._call(_Message("read", meta, (numbers,))), partial(self._decode, lookup.number))
+        return Fetched(
+            self._call(_Message("read", meta, (numbers,))),
+            partial(self._decode, lookup.number, self._numbers.shapes(lookup.rows)),
+        )
 
     def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
         """As `EmbeddingServer.push`."""
@@ -185,16 +190,18 @@ class EmbeddingRemote:
         sent = self._encode(lookup, [(RowRoute(width), gradient) for width, gradient in enumerate(gradients)])
 
         def message(again: bool) -> _Message:
-            tensors = (pack_rows(lookup.rows, self._row_count),) if again else None
+            tensors = (pack_rows(lookup.rows, self._numbers.total),) if again else None
             shards = lookup.shards if again else None
             meta = StepAsked(self._remote.stream, lookup.number, lr, sent.coded, shards, self._remote.generation, held)
-            return sent.message("step", meta, tensors, raw_bytes(lookup.rows, self._row_count))
+            return sent.message("step", meta, tensors, raw_bytes(lookup.rows, self._numbers.total))
 
         return _Delivery(self._call, message, self._pushes)
 
-    def _check(self, lookup: Lookup) -> None:
+    def _check(self, lookup: Lookup) -> Bounds:
         """Before ids are narrowed to 32 bits, where one that is too large could become another row's."""
-        check_range(lookup.ids, self._bounds(lookup.slots))
+        bounds = self._bounds(lookup.slots)
+        check_range(lookup.ids, bounds)
+        return bounds
 
     def _number(self, lookup: Lookup | RowLookup) -> int | None:
         return lookup.number if self._remote.learns else None
@@ -222,8 +229,9 @@ class EmbeddingRemote:
     def _stream(self, line: Line, about: About, masked: bool = False) -> Stream:
         return embedding_stream(line, self.shards, self._remote.position, (about, "gradients", "for"), masked)
 
-    def _decode(self, number: int, answer: Answer) -> tuple[Tensor, ...]:
+    def _decode(self, number: int, shapes: Shapes, answer: Answer) -> tuple[Tensor, ...]:
         coded = answer.read(Coded)
+        check_shapes(coded, shapes, "vectors")
         codec = rung(self._pulls.codec, coded.codec)
         decoded = unpack_coded(coded, answer.tensors, codec)
         tensors = tuple(found.tensor for found in decoded)
@@ -236,11 +244,9 @@ class EmbeddingRemote:
             self._kept.keep(number, mask, mask.nbytes)
         return tensors
 
-    def _only(self, number: int, answer: Answer) -> Tensor:
-        tensors = self._decode(number, answer)
-        if len(tensors) != 1:
-            raise DataError(f"an embedding server answered a pull with {len(tensors)} tensors instead of one")
-        return tensors[0]
+    def _only(self, number: int, shape: tuple[int, int], answer: Answer) -> Tensor:
+        (tensor,) = self._decode(number, (shape,), answer)
+        return tensor
 
 
 class _Delivery(Promise[None]):

@@ -254,7 +254,7 @@ class EmbeddingService:
     def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, asked: _Asked) -> tuple[Tensor, ...]:
         if not math.isfinite(lr):
             raise DataError(f"a learning rate of {lr} is not finite")
-        check_shapes(coded, asked.shapes)
+        check_shapes(coded, asked.shapes, "gradients")
         kept = None if asked.mask is None or coded.mask is None else asked.mask.kept
         return tuple(found.tensor for found in unpack_coded(coded, frames, self._push_codec, kept))
 

@@ -186,16 +186,22 @@ class Line:
         """The line that the next message takes: this one, unless its codec changes while a job runs."""
         return self
 
-    @property
-    def float_bytes(self) -> float:
-        """Bytes on the wire of one float."""
-        return float_bytes(self.codec)
-
 
 def float_bytes(codec: Codec) -> float:
     """Bytes on the wire of one float, as the codec encodes numbers of all sizes."""
-    numbers = torch.linspace(-1, 1, 1 << 12).view(-1, 16)
-    return codec.encode(numbers).byte_count / numbers.numel()
+    return codec.encode(numbers := _numbers()).byte_count / numbers.numel()
+
+
+def pulled_and_pushed_bytes(pull: Codec, push: Codec) -> float:
+    """Bytes on the wire of one float and of its gradient, which goes back under the mask of what came, if there is
+    one."""
+    there = pull.encode(numbers := _numbers())
+    back = push.encode_under(numbers, there.kept) if pull.sparse else push.encode(numbers)
+    return (there.byte_count + back.byte_count) / numbers.numel()
+
+
+def _numbers() -> Tensor:
+    return torch.linspace(-1, 1, 1 << 12).view(-1, 16)
 
 
 def id_bytes(ids: Jagged, shards: Sequence[Shard]) -> int:

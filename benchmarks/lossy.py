@@ -111,6 +111,9 @@ def settings() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     for keep in (0.2, 0.1, 0.05, 0.025):
         yield "cut", f"threshold {keep:g}", codec("pull", "threshold", keep=keep, values="int8")
         yield "cut", f"top-k {keep:g}", codec("pull", "threshold", keep=keep, values="int8", refresh=1)
+    for keep in (0.3, 0.15):
+        sparse = (*codec("pull", "threshold", keep=keep, values="int8"), *codec("push", "int8"))
+        yield "cut", f"unique, threshold {keep:g}", (UNIQUE, *sparse)
     low = codec("push", "int4", rounding="stochastic")
     yield "cut", "unique", (UNIQUE,)
     yield "cut", "unique, int8", (UNIQUE, *both("int8"))

@@ -1,8 +1,9 @@
 """Whole jobs under gradient methods whose roles are reached through the wire only."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,12 +32,18 @@ from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.auto import Auto
 from shadowsync.aggregation.conductor import StepRule
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.cluster import stepped, trainer_dense
 from shadowsync.compression.threshold import Threshold
+from shadowsync.data.leases import Lease
+from shadowsync.embedding.holding import RowStep
 from shadowsync.errors import DataError
 from shadowsync.job_state import job_state
 from shadowsync.runs import load_checkpoint
+from shadowsync.runtime.conductor_remote import ConductorRemote
+from shadowsync.runtime.conductor_service import ConductorService
+from shadowsync.runtime.divided_steppers import DividedSteppers
 from shadowsync.runtime.step_messages import StepAsked
 from shadowsync.runtime.stepper_service import StepperService
 from shadowsync.runtime.wire.service import Request
@@ -343,11 +350,40 @@ def test_whoever_dies_holds_nobody_up(
     assert ("restored" in events["trainer-0"]) == everybody
 
 
-@pytest.mark.parametrize(("method", "iteration", "prefetch"), [("sync", 1, None), ("sync", 5, 2)])
+@dataclass
+class Stepped:
+    """Which rows were in which gradient that a step named."""
+
+    rows: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    named: list[int] = field(default_factory=list)
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From now on, of all jobs."""
+        dispatch, carry_out = ConductorService._dispatch, stepped.RemoteSteps.carry_out
+
+        def dispatched(service: ConductorService, lease: Lease, start: int, stop: int) -> int:
+            number = dispatch(service, lease, start, stop)
+            self.rows[number] = [(lease.epoch, lease.slice, row) for row in range(start, stop)]
+            return number
+
+        def carried_out(steps: stepped.RemoteSteps, dense: DenseStep, rows: RowStep) -> None:
+            self.named.extend(dense.weights)
+            carry_out(steps, dense, rows)
+
+        monkeypatch.setattr(ConductorService, "_dispatch", dispatched)
+        monkeypatch.setattr(stepped.RemoteSteps, "carry_out", carried_out)
+
+    def counts(self) -> Counter[tuple[int, int, int]]:
+        """In how many gradients that a step took or dropped each row of each epoch was."""
+        return Counter(row for number in self.named for row in self.rows[number])
+
+
+@pytest.mark.parametrize(("method", "iteration", "prefetch"), [("sync", 1, None), ("sync", 5, 2), ("gba", 5, 2)])
 def test_a_trainer_that_dies_by_script_holds_nobody_up(
-    tmp_path: Path, method: str, iteration: int, prefetch: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, iteration: int, prefetch: int | None
 ) -> None:
-    dead: list[int] = []
+    dead, done = list[int](), Stepped()
+    done.watch(monkeypatch)
 
     def script(rank: int, step: int) -> None:
         if step == iteration and (not dead or rank in dead):
@@ -359,6 +395,61 @@ def test_a_trainer_that_dies_by_script_holds_nobody_up(
     assert result.data.trained_samples == ROWS * EPOCHS
     assert set(rows) == set(range(ROWS))
     assert result.recovery.failures == 1
+    assert set(done.counts().values()) == {1}
+
+
+@dataclass(frozen=True)
+class Point:
+    """In the cycle of a worker: before or after a call of some object, by what it is called with."""
+
+    owner: type
+    method: str
+    rank: Callable[..., int]
+    after: bool = False
+
+
+POINTS = {
+    "before it asks": Point(GradientUpdate, "begin", lambda update, *_: update.worker[0]),
+    "before it computes": Point(GradientUpdate, "ready", lambda update, *_: update.worker[0]),
+    "before it sends": Point(GradientUpdate, "apply", lambda update, *_: update.worker[0]),
+    "before it sends the gradients of rows": Point(
+        DividedSteppers, "hold", lambda dense, *_: dense._remotes[0].trainer, after=True
+    ),
+    "before it tells": Point(ConductorRemote, "arrived", lambda _, __, arrived: arrived.trainer),
+    "when it has told": Point(ConductorRemote, "arrived", lambda _, __, arrived: arrived.trainer, after=True),
+}
+
+
+@pytest.mark.parametrize("method", ["sync", "gba"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_trainer_killed_at_any_point_of_its_cycle_counts_once(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, point: str, method: str
+) -> None:
+    """No step waits for it, and every row of every epoch is in one gradient, no more, that a step took or dropped."""
+    at, done, counted = POINTS[point], Stepped(), Counter[int]()
+    done.watch(monkeypatch)
+    original = getattr(at.owner, at.method)
+
+    def disturbed(*given: Any) -> Any:
+        counted.update([rank := at.rank(*given)])
+        strike = rank == 1 and counted[1] == 3
+        if strike and not at.after:
+            cluster.kill("trainer-1")
+            assert cluster.wait_for("trainer-1", "dead")
+        found = original(*given)
+        if strike and at.after:
+            cluster.kill("trainer-1")
+            assert cluster.wait_for("trainer-1", "dead")
+        return found
+
+    monkeypatch.setattr(at.owner, at.method, disturbed)
+    out, ledger = tmp_path / "out", Ledger()
+    result = Job(beside_own_model(job_settings(tmp_path, method)), model=Witness(ledger), out=out).run()
+    assert "dead" in events_of(out)["trainer-1"]
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert set(done.counts().values()) == {1}
+    assert done.counts().total() == ROWS * EPOCHS
+    assert min(ledger.rows.values()) >= EPOCHS
 
 
 @pytest.mark.parametrize(

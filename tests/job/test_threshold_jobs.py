@@ -118,8 +118,8 @@ def test_what_was_not_sent_goes_on_after_a_resume_bit_for_bit(tmp_path: Path, mo
     [
         ({"compression": {"dense": "plain"}}, []),
         ({"compression": {"dense": {"name": "threshold", "values": "int8", "rounding": "stochastic"}}}, ["0.0", "0.1"]),
-        ({"train": {"workers": 1}}, ["0.0"]),
-        ({"train": {"workers": 3}}, ["0.0", "0.1", "0.2"]),
+        ({"train": {"workers": 1}, "aggregation": {"global_batch": 16}}, ["0.0"]),
+        ({"train": {"workers": 3}, "aggregation": {"global_batch": 16}}, ["0.0", "0.1", "0.2"]),
     ],
     ids=["another codec", "other values", "fewer workers", "more workers"],
 )

@@ -198,9 +198,9 @@ class Link:
         self._server.close()
         await self._server.wait_closed()
         self._flowing.set()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # one that was just accepted starts another
             await asyncio.wait(others, timeout=PATIENCE_S)
+        await asyncio.sleep(0)  # transports that were aborted close in the next turn
 
     def close(self) -> None:
         self._do(self._end())

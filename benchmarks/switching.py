@@ -146,7 +146,7 @@ def run(cell: Cell, halves: Path) -> dict[str, Any]:
     assert result.test is not None
     assert result.aggregation is not None
     done, own = result.aggregation, watched or leg
-    trained = max(1, own[-1].samples - own[0].samples)
+    trained = own[-1].samples - own[0].samples
     ages = [frame.staleness for frame in own if frame.staleness is not None]
     return {
         **asdict(cell),
@@ -157,7 +157,7 @@ def run(cell: Cell, halves: Path) -> dict[str, Any]:
         "eps": trained / max(1e-9, own[-1].seconds - own[0].seconds),
         "staleness": statistics.fmean(ages) if ages else 0.0,
         "max_staleness": done.max_staleness,
-        "dropped": ((own[-1].dropped or 0) - (own[0].dropped or 0)) * cell.task.batch / trained,
+        "dropped": ((own[-1].dropped or 0) - (own[0].dropped or 0)) * cell.task.batch / max(1, trained),
         "load": load_average(),
     }
 

@@ -515,9 +515,10 @@ def _check_same(saved: LoadedCheckpoint, config: Config) -> None:
     if None in (there.aggregation.method, config.aggregation.method) or config.aggregation.global_batch is not None:
         return
     if (was := global_batch(there)) != (now := global_batch(config)):
+        same = f"{was} to go on with the same steps, or to " if was % config.train.batch_size == 0 else ""
         raise ConfigError(
             f"aggregation.global_batch: a global step of {saved.name} was made of {was} samples, and would be of {now} "
-            f"with this number of workers: set it to {was} to go on with the same steps, or to {now} if you mean it"
+            f"with these trainers, workers and train.batch_size: set it to {same}{now} if you mean it"
         )
 
 

@@ -145,8 +145,8 @@ class LocalSession(Session):
         return taken
 
     def stop(self) -> None:
+        self.dense.stop()  # first: the last worker to leave would otherwise complete a step with what there is
         self.stopping = True
-        self.dense.stop()
         self.reader.close()
 
     def finish(self) -> None:

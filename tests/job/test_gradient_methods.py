@@ -67,6 +67,7 @@ def test_every_row_is_trained_once(tmp_path: Path, method: str, global_batch: in
     assert result.sync is None
     assert result.aggregation is not None
     assert result.aggregation.global_steps > 0
+    assert result_of(tmp_path / "out")["aggregation"]["dropped"] == result.aggregation.dropped
     if method in ("sync", "async"):
         assert result.aggregation.dropped == 0
     assert {"auc", "ne"} <= result_of(tmp_path / "out")["test"].keys()
@@ -128,7 +129,8 @@ def test_an_interrupted_job_is_resumed_where_it_was(tmp_path: Path, method: str)
     body = json.loads((checkpoints(out)[-1] / "manifest.json").read_text())["body"]
     stepped = body["samples"]
     assert f"stopped by SIGTERM after {stepped} samples" in said
-    assert 0 <= before.total() - stepped < 8 + 2 * 2 * 2  # less than a step, and what hop_bw's slow ones were at
+    late = 8 if method == "hop_bw" else 0  # what its slow ones were at
+    assert 0 <= before.total() - stepped < 8 + late
     result, after = train_counted(config, out, resume=out)
     assert min((before + after).values()) == 2
     assert (before + after).total() == 202 + before.total() - stepped  # what waited for its step is trained anew

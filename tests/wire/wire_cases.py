@@ -198,8 +198,9 @@ class Link:
         self._server.close()
         await self._server.wait_closed()
         self._flowing.set()
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # one that was just accepted starts another
-            await asyncio.wait(others, timeout=PATIENCE_S)
+        until = self._loop.time() + PATIENCE_S
+        while (others := asyncio.all_tasks() - {asyncio.current_task()}) and (left := until - self._loop.time()) > 0:
+            await asyncio.wait(others, timeout=left)  # one that was just accepted starts another
         await asyncio.sleep(0)  # transports that were aborted close in the next turn
 
     def close(self) -> None:

@@ -274,9 +274,12 @@ class ClusterSession(Session):
     def stop(self) -> None:
         if not self._stopping:
             self._stopping = True
-            self._crew.ask_to_stop()
-            self._dense.stop()
+            self._ask_to_stop()
         self.reader.close()
+
+    def _ask_to_stop(self) -> None:
+        self._dense.stop()  # first: the last worker to leave would otherwise complete a step with what there is
+        self._crew.ask_to_stop()
 
     def finish(self) -> None:
         until = time.monotonic() + FINISH_S
@@ -393,7 +396,7 @@ class ClusterSession(Session):
         if training and not self.reader.finished:
             self.start()
             if self._stopping:
-                self._crew.ask_to_stop()
+                self._ask_to_stop()
 
     def _begin_from(self, saved: LoadedCheckpoint | None) -> None:
         """Everybody gets a fresh part and what the checkpoint holds for it; may be done again with an older one."""

@@ -47,7 +47,7 @@ class ConductorService:
     def abandoned(self, trainer: int) -> None:
         """As `Conductor.abandoned`; to be called before the desk gives the trainer's rows away.
 
-        Its process must not be listened to any more by then (`FrontDesk.ban`): another one may have its rank soon.
+        Its process is at its end, or not listened to any more (`FrontDesk.ban`), before another one has its rank.
         """
         self._conductor.abandoned(trainer)
         for number in [number for number, one in self._claimed.copy().items() if one.lease.trainer == trainer]:

@@ -41,6 +41,7 @@ class MainMemory:
         before = _copied(weights)
         after = before.clone()
         self._group.approach(after, self._as_given(target), alpha)
+        self._mean = None
         weights.add_(after.sub_(before).to(self._device))
 
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:

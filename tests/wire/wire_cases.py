@@ -201,7 +201,9 @@ class Link:
         until = self._loop.time() + PATIENCE_S
         while (others := asyncio.all_tasks() - {asyncio.current_task()}) and (left := until - self._loop.time()) > 0:
             await asyncio.wait(others, timeout=left)  # one that was just accepted starts another
-        await asyncio.sleep(0)  # transports that were aborted close in the next turn
+        turn = self._loop.create_future()
+        self._loop.call_soon(turn.set_result, None)  # behind the ends of transports that were aborted
+        await turn
 
     def close(self) -> None:
         self._do(self._end())

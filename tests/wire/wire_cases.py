@@ -115,6 +115,7 @@ class Link:
         self._loop = asyncio.new_event_loop()
         self._flowing = asyncio.Event()
         self._pairs: set[Pair] = set()
+        self._writers: list[asyncio.StreamWriter] = []
         self._up = True
         self._left: dict[str, int] = {}
         self.made = 0
@@ -131,6 +132,7 @@ class Link:
         return await asyncio.start_server(self._accept, "127.0.0.1", 0)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
         if not self._up:
             writer.transport.abort()
             return
@@ -140,6 +142,7 @@ class Link:
             writer.transport.abort()
             return
         self.made += 1
+        self._writers.append(far_writer)
         pair = (writer, far_writer)
         self._pairs.add(pair)
         await asyncio.gather(
@@ -201,6 +204,8 @@ class Link:
         until = self._loop.time() + PATIENCE_S
         while (others := asyncio.all_tasks() - {asyncio.current_task()}) and (left := until - self._loop.time()) > 0:
             await asyncio.wait(others, timeout=left)  # one that was just accepted starts another
+        for writer in self._writers:  # one that was closed with something to write would wait for its reader
+            writer.transport.abort()
         turn = self._loop.create_future()
         self._loop.call_soon(turn.set_result, None)  # behind the ends of transports that were aborted
         await turn

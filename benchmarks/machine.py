@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shadowsync.report.machine import machine, versions
 from shadowsync.training.fast_linear import accelerate
+from shadowsync.training.kernels import multiplies_bf16, onednn_runs, parse_kernels
 
 
 def describe() -> list[str]:
@@ -69,19 +70,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def product_speed(dtype: torch.dtype, threads: int, fast: bool = True, rows: int = 1024) -> float:
+def product_speed(dtype: torch.dtype, threads: int, library: str, rows: int = 1024) -> float:
     """GFLOP/s of `[rows, 512] @ [512, 512]`, the best of many runs.
 
     Args:
         dtype: of both factors.
         threads: torch's threads inside the product.
-        fast: by the layers that workers use, or by torch's own.
+        library: as in `train.kernels`.
         rows: rows of the left factor.
     """
     layer = torch.nn.Linear(512, 512, bias=False).to(dtype)
-    if fast:
-        accelerate(holder := torch.nn.ModuleList([layer]))
-        layer = holder[0]  # type: ignore[assignment]
+    accelerate(holder := torch.nn.ModuleList([layer]), parse_kernels(library))
+    layer = holder[0]  # type: ignore[assignment]
     inputs = torch.randn(rows, 512).to(dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -96,15 +96,18 @@ def _best_seconds(job: Callable[[], Tensor], runs: int = 100) -> float:
     return min(alternate({"job": job}, runs)["job"])
 
 
+def libraries(dtype: torch.dtype) -> list[str]:
+    """The libraries that multiply it on this machine, as in `train.kernels`."""
+    return ["torch", *(["onednn"] if onednn_runs(dtype) else [])]
+
+
 def product_table() -> str:
     """Matrix-product speeds of this machine with one and two threads."""
     rows = [
-        (name, *(product_speed(dtype, threads, fast) for threads in (1, 2)))
-        for name, dtype, fast in (
-            ("fp32, torch", torch.float32, False),
-            ("fp32, oneDNN", torch.float32, True),
-            ("bf16", torch.bfloat16, True),
-        )
+        (f"{name}, {library}", *(product_speed(dtype, threads, library) for threads in (1, 2)))
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        for library in libraries(dtype)
+        if dtype == torch.float32 or multiplies_bf16("cpu")
     ]
     return table(["matrix products, GFLOP/s", "1 thread", "2 threads"], rows)
 

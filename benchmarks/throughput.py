@@ -27,10 +27,11 @@ import torch
 from shadowsync import Job
 from shadowsync.data.batch import Batch
 from shadowsync.data.synthetic import Synthetic
+from shadowsync.training.kernels import multiplies_bf16
 
 sys.path.insert(0, str(Path(__file__).parent))
 import plain_loop
-from machine import describe, product_speed, product_table, ratios, table
+from machine import describe, libraries, product_speed, product_table, ratios, table
 
 REPEATED_BLOCKS = 16
 TABLE_ROWS = 200_000
@@ -41,8 +42,9 @@ KAGGLE_ROWS = (
 JOBS: dict[str, dict[str, Any]] = {
     "fp32": {"train": {"precision": "fp32"}},
     "bf16": {"train": {"precision": "bf16"}},
-    "bf16, no sync": {"train": {"precision": "bf16"}, "sync": {"method": "none"}},
-    "bf16, Kaggle tables": {"train": {"precision": "bf16"}, "data": {"table_rows": KAGGLE_ROWS}},
+    "default": {},
+    "no sync": {"sync": {"method": "none"}},
+    "Kaggle tables": {"data": {"table_rows": KAGGLE_ROWS}},
 }
 LAYERS = ((13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1))
 FLOP_PER_SAMPLE = 3 * 2 * (sum(inputs * outputs for inputs, outputs in LAYERS) + 27 * 27 * 16)
@@ -67,7 +69,7 @@ def _job(options: dict[str, Any], batch_size: int, rows: int) -> tuple[float, fl
     data = {"name": "synthetic", "rows": rows, "test_rows": 0, "table_rows": TABLE_ROWS, **options.get("data", {})}
     config = {
         "data": {**data, "repeat_blocks": REPEATED_BLOCKS},
-        "train": {"batch_size": batch_size, **options["train"]},
+        "train": {"batch_size": batch_size, **options.get("train", {})},
         "sync": options.get("sync", {}),
         "report": {"html": False, "tensorboard": False, "every_s": 2.0},
     }
@@ -117,11 +119,17 @@ def compare(variants: list[str], base: str, arguments: argparse.Namespace) -> No
 
 def _table(runs: dict[str, list[Measured]], base: str) -> str:
     relative = ratios({variant: [m.eps for m in found] for variant, found in runs.items()}, base)
-    peak = {name: product_speed(dtype, 2) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
+    native = multiplies_bf16("cpu")
+    dtypes = {"plain loop": torch.float32, "fp32": torch.float32}
+    usual = torch.bfloat16 if native else torch.float32
+    peak = {
+        dtype: max(product_speed(dtype, 2, library) for library in libraries(dtype))
+        for dtype in (torch.float32, *([torch.bfloat16] if native else []))
+    }
     rows = []
     for variant, found in runs.items():
         eps = statistics.median(m.eps for m in found)
-        speed = peak["bf16" if "bf16" in variant else "fp32"]
+        speed = peak[dtypes.get(variant, usual)]
         rows.append(
             (
                 variant,
@@ -151,11 +159,12 @@ def main() -> None:
         return
     print("\n".join(describe()), product_table(), sep="\n\n")
     if arguments.kaggle:
-        compare(["bf16", "bf16, Kaggle tables"], "bf16", arguments)
+        compare(["default", "Kaggle tables"], "default", arguments)
     elif arguments.sync:
-        compare(["bf16, no sync", "bf16"], "bf16, no sync", arguments)
+        compare(["no sync", "default"], "no sync", arguments)
     else:
-        compare(["plain loop", "fp32", "bf16", "bf16, no sync"], "plain loop", arguments)
+        bf16 = ["bf16"] if multiplies_bf16("cpu") else []
+        compare(["plain loop", "fp32", *bf16, "no sync"], "plain loop", arguments)
 
 
 if __name__ == "__main__":

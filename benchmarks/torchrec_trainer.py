@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shadowsync.assembly import make_module, make_tables
+from shadowsync.assembly import computing_here, make_module, make_tables
 from shadowsync.choices import Choices, choose_all
 from shadowsync.config import Config, load
 from shadowsync.data.batch import Batch, Jagged
@@ -48,6 +48,7 @@ from shadowsync.data.source import OpenSource
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.models.dlrm import DlrmModule
 from shadowsync.training.fast_linear import accelerate
+from shadowsync.training.kernels import parse_kernels
 from shadowsync.training.rates import Rates
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -198,9 +199,10 @@ class Trainer:
         )
         dense_part = make_module(config, choices, source.schema, tables, None)
         assert isinstance(dense_part, DlrmModule), "the yardstick is a DLRM"
+        computing = computing_here(config, dense_part)
         if options.fast_linear:
-            accelerate(dense_part)
-        return Model(collection, dense_part, config.train.precision)
+            accelerate(dense_part, parse_kernels(computing.kernels))
+        return Model(collection, dense_part, computing.precision)
 
     def train(self, mine: Sequence[Batch], samples_per_step: int) -> float:
         """Trains on this process's batches.

@@ -40,6 +40,7 @@ from shadowsync.runtime.codec_choice import Situation, unmeasured
 from shadowsync.runtime.lines import EmbeddingLine, Line, pulled_and_pushed_bytes
 from shadowsync.sync.background import Background
 from shadowsync.sync.schedule import Driver
+from shadowsync.training.kernels import Computing, choose_computing
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica, copy_module
 from shadowsync.training.trainer import Trainer
@@ -179,6 +180,7 @@ class TrainerKit:
         config, choices: of the job.
         warmup_samples, total_samples: of the job.
         failures: the script of deaths (see `session.Own`).
+        computing: how their workers compute on this machine.
     """
 
     config: Config
@@ -186,6 +188,7 @@ class TrainerKit:
     warmup_samples: int
     total_samples: int
     failures: Callable[[int, int], None]
+    computing: Computing
 
     def settings(self) -> StepSettings:
         """What a step needs."""
@@ -224,7 +227,7 @@ def make_trainer(
     """Gives a trainer its workers."""
     train = kit.config.train
     for index, own in enumerate(workers):
-        module = own.replica.worker_module(train.precision, train.clip_norm)
+        module = own.replica.worker_module(kit.computing, train.clip_norm)
         number = trainer.rank * train.workers + index
         parts = WorkerParts(
             trainer.rank, index, number, module, feed, own.client, driver, trainer.gate, kit.settings(), hooks
@@ -286,6 +289,12 @@ def make_module(
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         return choices.model.build(len(schema.dense), widths(tables), sequence_inputs(tables, schema))
+
+
+def computing_here(config: Config, module: nn.Module) -> Computing:
+    """How workers on this machine compute the forward and the backward pass of this module."""
+    train = config.train
+    return choose_computing(train.precision, train.kernels, train.device, module, train.batch_size)
 
 
 def make_replica(config: Config, choices: Choices, module: nn.Module, dims: Mapping[str, int]) -> Replica:

@@ -123,8 +123,15 @@ class TrainConfig(Section):
     trainers: int = Field(2, ge=1, le=1024, description="replicas of the dense part")
     workers: int = Field(1, ge=1, le=256, description="Hogwild threads per trainer")
     batch_size: int = Field(512, ge=1, description="samples per step of one worker")
-    precision: Literal["fp32", "bf16"] = Field(
-        "bf16", description="of the forward and backward pass; parameters stay fp32"
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto",
+        description="of the forward and backward pass; parameters stay fp32. auto is bf16 where the processor "
+        "multiplies it natively, else fp32",
+    )
+    kernels: str = Field(
+        "auto",
+        description="which library multiplies the dense part's matrices on a CPU: torch, onednn, or for each layer the "
+        "faster one, timed at the start (auto); what result.json has under computing.kernels repeats a run's choice",
     )
     device: str = Field("cpu", description="where the dense part computes: cpu or cuda")
     optimizer: Literal["adagrad", "adam", "sgd"] = Field("adagrad", description="of the dense part")

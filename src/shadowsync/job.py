@@ -47,6 +47,7 @@ from shadowsync.runs import check_folder, checkpoint_root, load_checkpoint, make
 from shadowsync.runtime.wire.errors import GONE
 from shadowsync.safekeeping import Safekeeping
 from shadowsync.session import Material, Newest, Own, RolePlace, Session, no_failures
+from shadowsync.training.kernels import Computing
 
 LOOK_S, QUICK_S = 0.25, 0.01
 """Longest wait between two looks: so that signals are seen; and where failures are to come at their very moment."""
@@ -186,6 +187,7 @@ class _Run:
         stack.callback(self.session.close)
         self.load_s = self._restore()
         self.seconds_before = 0.0
+        self._computing: list[Computing] = []
         self._switches: Sequence[Switch] = () if self.saved is None else job_state(self.saved).aggregation.switches
         own = self.saved is not None and job.resume == job.out
         self.keeping = Safekeeping(self.session, store, self.saver, given(self.config), self.saved, own)
@@ -277,6 +279,7 @@ class _Run:
             self._tell(self.keeping.why)
         for remark in codec_remarks(self.config, self.choices):
             self._tell(remark, "codec")
+        self._look()
         self.session.start()
         try:
             while not self._ended():
@@ -300,6 +303,10 @@ class _Run:
             roles.notice(self.session, saving=False)
 
     def _look(self) -> None:
+        for computing in self.session.computing():
+            if computing not in self._computing:
+                self._computing.append(computing)
+                self._tell(computing.sentence)
         for sentence in self.keeping.look():
             self._tell(sentence)
         self._tell_switches()
@@ -395,6 +402,7 @@ class _Run:
             data=sections.data(session, test),
             test=sections.test(session, test),
             train=sections.train(session),
+            computing=sections.computing(session),
             throughput=sections.throughput(train, speed, startup_s),
             sync=sections.sync(session, speed),
             wire=sections.wire(session),
@@ -560,7 +568,7 @@ def _headline(job: Job) -> str:
     return (
         f"{job.config.data.name}: {train.trainers} trainer(s) of {train.workers} worker(s), "
         f"{server_count(job.config)} embedding server(s) ({choices.storage.name}), "
-        f"{_method(choices, train.batch_size)}, {train.precision}; results go to {job.out}"
+        f"{_method(choices, train.batch_size)}; results go to {job.out}"
     )
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
-from shadowsync.assembly import TrainerKit, connect, make_embeddings, restore_tables, unique_rows
+from shadowsync.assembly import TrainerKit, computing_here, connect, make_embeddings, restore_tables, unique_rows
 from shadowsync.data.reader import LeasedBatch, Reader
 from shadowsync.dense_state import DenseImage
 from shadowsync.embedding.client import EmbeddingClient
@@ -20,6 +20,7 @@ from shadowsync.recovery.tracking import row_tracking
 from shadowsync.recovery.written import Written
 from shadowsync.session import Material, Newest, ServerLoss, Session, reader_options
 from shadowsync.training.gate import Gate
+from shadowsync.training.kernels import Computing
 from shadowsync.training.trainer import Trainer
 from shadowsync.training.worker import Hooks, TrainerLost
 
@@ -51,7 +52,8 @@ class LocalSession(Session):
         self.embeddings = make_embeddings(config, choices, self.schema, self.tables, self.train_source, tracking)
         self._rows = LocalRows(self.embeddings.servers)
         self.reader = Reader(self.train_source, reader_options(config), material.position)
-        kit = TrainerKit(config, choices, self.warmup_samples, self.total_samples, self._before_step)
+        self._computing = computing_here(config, self.template.module)
+        kit = TrainerKit(config, choices, self.warmup_samples, self.total_samples, self._before_step, self._computing)
         self.dense = self._make_dense(DenseMaterial(config, choices, self.template, self.gate, self.wire, kit))
         self.trainers = [self._make_trainer(rank) for rank in range(config.train.trainers)]
         self._told: dict[str, RoleState] = {}
@@ -242,6 +244,9 @@ class LocalSession(Session):
 
     def _wire_now(self) -> dict[str, dict[str, int]]:
         return self.wire.totals().by_name()
+
+    def computing(self) -> list[Computing]:
+        return [self._computing]
 
     def _replica_distance(self) -> float | None:
         return self.dense.distance()

@@ -43,6 +43,17 @@ def train(session: Session) -> result.Train:
     return result.Train(ne_window=quality.ne_window, ne_lifetime=quality.ne_lifetime, auc=quality.auc)
 
 
+def computing(session: Session) -> result.Computing | None:
+    """How workers computed; None where no trainer was ever there to say so."""
+    ways = session.computing()
+    if not ways:
+        return None
+    several = [f"{way.precision}, {way.kernels}" for way in ways[1:]]
+    return result.Computing(
+        precision=ways[0].precision, kernels=ways[0].kernels, why=ways[0].why or None, others=tuple(several)
+    )
+
+
 def throughput(config: TrainConfig, speed: Speed, startup_s: float) -> result.Throughput:
     """Examples per second from the first to the last batch."""
     return result.Throughput(

@@ -30,6 +30,7 @@ from shadowsync.metrics.toll import Toll
 from shadowsync.metrics.wire import WireTotals
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.written import Written
+from shadowsync.training.kernels import Computing
 from shadowsync.training.replica import Replica
 
 WARMUP_SAMPLES = 50_000
@@ -392,6 +393,10 @@ class Session(ABC):
     def _codecs_now(self) -> Mapping[str, Sequence[str]]:
         """By kind of traffic, the codecs that trainers have chosen, as far as they do."""
         return {}
+
+    @abstractmethod
+    def computing(self) -> list[Computing]:
+        """How workers compute, each way once; nothing as long as no trainer has said so."""
 
     @abstractmethod
     def _replica_distance(self) -> float | None:

@@ -29,6 +29,7 @@ from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, SaveError
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.training.fast_linear import accelerate
+from shadowsync.training.kernels import onednn_runs, parse_kernels
 
 SIMPLE = CASES["own module"]
 
@@ -124,7 +125,7 @@ def test_the_module_stays_as_it_was(tmp_path: Path) -> None:
 def test_the_layers_of_training_become_plain_ones(tmp_path: Path) -> None:
     case = CASES["dlrm"]
     plain, fast = case.build(), case.build()
-    accelerate(fast)
+    accelerate(fast, parse_kernels("onednn" if onednn_runs(torch.float32) else "torch"))
     rows = make_rows(case.tables)
     export_model(fast, case.spec, lambda name, a, b: rows[name][a:b], tmp_path / "model.pt2")
     program = torch.export.load(tmp_path / "model.pt2")

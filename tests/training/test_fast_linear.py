@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shadowsync.training.fast_linear import FastLinear, FastTower, accelerate
+from shadowsync.training.kernels import Kernels, onednn_runs, parse_kernels
 
-needs_one_dnn = pytest.mark.skipif(
-    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="install a torch built with oneDNN to test these layers"
-)
-pytestmark = needs_one_dnn
+BY_TORCH = Kernels()
+ALL_KERNELS = ("ttt", "ttT", "ooo", "ooO", "otT", "toO")
+
+
+def usable(letters: str, dtype: torch.dtype) -> str:
+    """The same kernels, or torch's where oneDNN has no products of this dtype on this processor."""
+    return letters if onednn_runs(dtype) else letters.replace("o", "t").replace("O", "T")
 
 
 def tower(*widths: int) -> nn.Sequential:
@@ -26,9 +30,9 @@ def tower(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def fast_copy(module: nn.Module) -> nn.Module:
+def fast_copy(module: nn.Module, kernels: Kernels = BY_TORCH) -> nn.Module:
     twin = copy.deepcopy(module)
-    accelerate(twin)
+    accelerate(twin, kernels)
     return twin
 
 
@@ -39,12 +43,17 @@ def outputs_and_gradients(module: nn.Module, inputs: Tensor) -> tuple[Tensor, ..
     return output, *torch.autograd.grad(output.float().square().sum(), [leaf, *trained])
 
 
-@given(samples=st.integers(1, 70), widths=st.lists(st.integers(1, 90), min_size=2, max_size=4), seed=st.integers(0, 99))
-@settings(deadline=None, max_examples=30, derandomize=True)
-def test_equal_in_fp32(samples: int, widths: list[int], seed: int) -> None:
+@given(
+    samples=st.integers(1, 70),
+    widths=st.lists(st.integers(1, 90), min_size=2, max_size=4),
+    letters=st.sampled_from(ALL_KERNELS),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_equal_in_fp32(samples: int, widths: list[int], letters: str, seed: int) -> None:
     torch.manual_seed(seed)
     plain = tower(*widths)
-    fast = fast_copy(plain)
+    fast = fast_copy(plain, Kernels(otherwise=usable(letters, torch.float32)))
     inputs = torch.randn(samples, widths[0])
 
     assert type(fast) is FastTower
@@ -53,21 +62,24 @@ def test_equal_in_fp32(samples: int, widths: list[int], seed: int) -> None:
     )
 
 
-def test_large_products_are_equal_too() -> None:
-    """Above the threshold below which MKL is used, in both shapes of the product for the weights."""
+@pytest.mark.parametrize("letters", ALL_KERNELS)
+def test_large_products_are_equal_too(letters: str) -> None:
     plain = tower(13, 512, 64)
     inputs = torch.randn(128, 13)
+    fast = fast_copy(plain, Kernels(otherwise=usable(letters, torch.float32)))
 
     torch.testing.assert_close(
-        outputs_and_gradients(fast_copy(plain), inputs), outputs_and_gradients(plain, inputs), rtol=1e-4, atol=1e-3
+        outputs_and_gradients(fast, inputs), outputs_and_gradients(plain, inputs), rtol=1e-4, atol=1e-3
     )
 
 
-def test_bf16_is_what_autocast_gives() -> None:
+@pytest.mark.parametrize("letters", ALL_KERNELS)
+def test_bf16_is_what_autocast_gives(letters: str) -> None:
     plain = tower(16, 64, 32)
     inputs = torch.randn(64, 16)
+    kernels = Kernels(otherwise=usable(letters, torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
-        fast, expected = outputs_and_gradients(fast_copy(plain), inputs), outputs_and_gradients(plain, inputs)
+        fast, expected = outputs_and_gradients(fast_copy(plain, kernels), inputs), outputs_and_gradients(plain, inputs)
 
     assert fast[0].dtype == expected[0].dtype == torch.bfloat16
     assert {gradient.dtype for gradient in fast[1:]} == {torch.float32}
@@ -132,7 +144,8 @@ def test_names_of_parameters_stay() -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="run on Linux to count the threads of this process")
 def test_a_new_thread_keeps_to_torchs_number_of_threads() -> None:
     """oneDNN asked first in a new thread would start one thread per core beside every worker."""
-    layer, inputs = fast_copy(nn.Linear(256, 256)), torch.randn(256, 256)
+    library = parse_kernels("onednn" if onednn_runs(torch.float32) else "torch")
+    layer, inputs = fast_copy(nn.Linear(256, 256), library), torch.randn(256, 256)
     counts: list[int] = []
 
     def work() -> None:

@@ -19,10 +19,12 @@ from shadowsync.models.model import ModelSpec
 from shadowsync.models.pooled import Pooled
 from shadowsync.models.sequences import JaggedVectors
 from shadowsync.training.fast_linear import accelerate
+from shadowsync.training.kernels import Computing, Kernels
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd
 from shadowsync.training.replica import Replica
 
 DIMS = {"user": 4, "item": 4, "shop": 4}
+FP32, BF16 = Computing("fp32"), Computing("bf16")
 SPECS: tuple[ModelSpec, ...] = (Dlrm(bottom=(16,), top=(16,)), DeepFm(deep=(16,)), Dcn(cross=2, deep=(16,)))
 
 
@@ -87,7 +89,7 @@ def test_one_worker_equals_a_plain_loop(spec: ModelSpec, optimizer: DenseOptimiz
     module = spec.build(3, DIMS)
     worker = Replica(module, optimizer, DIMS).worker_module(clip_norm=clip_norm)
     same = copy.deepcopy(module)
-    accelerate(same)
+    accelerate(same, Kernels())
     exact = PlainLoop(same, optimizer.name, True, clip_norm)
     close = PlainLoop(copy.deepcopy(module), optimizer.name, False, clip_norm)
     for seed in range(5):
@@ -108,7 +110,7 @@ def test_one_worker_equals_a_plain_loop(spec: ModelSpec, optimizer: DenseOptimiz
 def test_bf16_is_close_to_fp32(spec: ModelSpec) -> None:
     torch.manual_seed(2)
     replica = Replica(spec.build(3, DIMS), Adagrad(), DIMS)
-    full, half = replica.worker_module("fp32"), replica.worker_module("bf16")
+    full, half = replica.worker_module(FP32), replica.worker_module(BF16)
     batch = make_batch(256)
     loss, logits, by_vectors = full.loss_and_gradients(*batch)
     half_loss, half_logits, half_by_vectors = half.loss_and_gradients(*batch)
@@ -123,7 +125,7 @@ def test_bf16_is_close_to_fp32(spec: ModelSpec) -> None:
 
 
 def test_bf16_learns() -> None:
-    worker = make_replica().worker_module("bf16")
+    worker = make_replica().worker_module(BF16)
     batch = make_batch(64)
     losses = []
     for _ in range(30):
@@ -150,7 +152,7 @@ def test_a_step_of_one_worker_is_seen_by_all() -> None:
 
 def test_writing_to_the_flat_tensor_changes_every_worker() -> None:
     replica = make_replica()
-    workers = [replica.worker_module(), replica.worker_module("bf16")]
+    workers = [replica.worker_module(), replica.worker_module(BF16)]
     replica.flat.zero_()
 
     for worker in workers:
@@ -183,7 +185,7 @@ def test_threads_may_step_at_the_same_time() -> None:
     replica = make_replica()
 
     def train(seed: int) -> None:
-        worker = replica.worker_module("bf16")
+        worker = replica.worker_module(BF16)
         for step in range(20):
             worker.loss_and_gradients(*make_batch(64, seed=step % 3))
             worker.step(0.02)
@@ -335,7 +337,7 @@ def test_the_gradient_reaches_the_vectors_of_every_sequence(precision: str, leng
     sequences = {name: JaggedVectors(name, torch.randn(sum(lengths), 4), offsets) for name in ("seen", "unused")}
     replica, labels = Replica(Histories(), Sgd(), {}), torch.tensor([0.0, 1, 1, 0])
     dense, pooled = torch.randn(4, 3), torch.zeros(4, 0)
-    _, logits, found = replica.worker_module(precision).loss_and_gradients(dense, pooled, labels, sequences)
+    _, logits, found = replica.worker_module(Computing(precision)).loss_and_gradients(dense, pooled, labels, sequences)
     by_logit = ((logits.sigmoid() - labels) / 4)[sequences["seen"].owners]
     expected = by_logit[:, None] * replica.module.top.weight.detach()[0, 3:]
     torch.testing.assert_close(found.sequences["seen"], expected, rtol=1e-2 if precision == "bf16" else 1e-5, atol=1e-3)
@@ -440,7 +442,7 @@ def test_every_device_follows_the_cpu(device: str, precision: str, optimizer: De
     module = SPECS[0].build(3, DIMS)
     here = Replica(module, optimizer, DIMS)
     there = Replica(module, optimizer, DIMS, device)
-    workers = [here.worker_module(precision, 1.0), there.worker_module(precision, 1.0)]
+    workers = [here.worker_module(Computing(precision), 1.0), there.worker_module(Computing(precision), 1.0)]
     for seed in range(4):
         for worker in workers:
             loss, logits, by_vectors = worker.loss_and_gradients(*make_batch(seed=seed))

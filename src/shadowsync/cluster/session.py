@@ -36,6 +36,7 @@ from shadowsync.runtime.runtime import Order, Runtime
 from shadowsync.runtime.wire.client import Courier, CourierOptions
 from shadowsync.runtime.wire.errors import GONE, PeerLost
 from shadowsync.session import Material, Newest, RolePlace, ServerLoss, Session, reader_options
+from shadowsync.training.kernels import Computing
 from shadowsync.training.rates import Rates
 
 STATUS_S = 1.0
@@ -547,6 +548,9 @@ class ClusterSession(Session):
 
     def _codecs_now(self) -> Mapping[str, Sequence[str]]:
         return self._crew.statuses.codecs()
+
+    def computing(self) -> list[Computing]:
+        return self._crew.statuses.computing()
 
     def _replica_distance(self) -> float | None:
         return self._dense.distance(self._crew.statuses.sketches())

@@ -12,8 +12,9 @@ from shadowsync.cluster.trainer_messages import StatusAsked, TrainerStatus
 from shadowsync.metrics.wire import WireTotals
 from shadowsync.runtime.wire.connection import Answer
 from shadowsync.session import added
+from shadowsync.training.kernels import Computing
 
-NOTHING_YET = TrainerStatus(0, False, False, None, {}, 0, {}, 0, ())
+NOTHING_YET = TrainerStatus(0, False, False, None, {}, 0, {}, 0, (), None)
 
 
 @dataclass
@@ -110,6 +111,11 @@ class Statuses:
         chosen = [seen.status.codecs for seen in list(self._seen.values())]
         kinds = {kind: None for codecs in chosen for kind in codecs}
         return {kind: tuple(dict.fromkeys(codecs[kind] for codecs in chosen if kind in codecs)) for kind in kinds}
+
+    def computing(self) -> list[Computing]:
+        """How workers compute, each way once."""
+        told = [seen.status.computing for seen in list(self._seen.values())]
+        return list(dict.fromkeys(computing for computing in told if computing is not None))
 
     def sketches(self) -> list[Tensor]:
         """The same coordinates of each replica."""

@@ -2,6 +2,7 @@
 
 from shadowsync.runtime.wire.errors import Fault
 from shadowsync.runtime.wire.service import Meta
+from shadowsync.training.kernels import Computing
 
 SKETCH = 4096
 """Coordinates of a replica that a status brings, so that the driver knows how far apart replicas are."""
@@ -19,6 +20,7 @@ class TrainerStatus(Meta, frozen=True):
         waiting: batches parsed and not begun.
         codecs: by kind of traffic, the codec in use where the trainer chooses it.
         first, decisions: how it came to them, in sentences, from number `first` on.
+        computing: how its workers compute.
     """
 
     syncs: int
@@ -30,6 +32,7 @@ class TrainerStatus(Meta, frozen=True):
     codecs: dict[str, str]
     first: int
     decisions: tuple[str, ...]
+    computing: Computing | None
 
 
 class StatusAsked(Meta, frozen=True):

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from shadowsync.assembly import TrainerKit, codec_situation, unique_rows
+from shadowsync.assembly import TrainerKit, codec_situation, computing_here, make_module, unique_rows
 from shadowsync.choices import choose_all
 from shadowsync.cluster.dense_messages import image_reply, read_image
 from shadowsync.cluster.records import RecordSender
@@ -64,12 +64,15 @@ class TrainerPart:
         self._released = 0
         self._pause = threading.Event()
         self._wake = threading.Event()
+        choices = choose_all(spec.config, own_model=spec.model is not None)
+        module = make_module(spec.config, choices, spec.schema, spec.tables, spec.model)
         self._kit = TrainerKit(
             spec.config,
-            choose_all(spec.config, own_model=spec.model is not None),
+            choices,
             spec.warmup_samples,
             spec.total_samples,
             spec.failures,
+            computing_here(spec.config, module),
         )
         self._codecs = CodecChoice(self._kit.choices.codecs, codec_situation(spec.config, self._kit.choices))
         self._desk = DeskRemote(self._connect("driver", 0, spec.addresses.driver))
@@ -265,6 +268,7 @@ class TrainerPart:
             self._codecs.names,
             heard,
             self._codecs.decisions[heard:],
+            self._kit.computing,
         )
         return Reply(status, (sketch,))
 

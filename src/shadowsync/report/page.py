@@ -91,8 +91,15 @@ def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEv
         key_numbers=key_numbers(result),
         terms=_terms(gradients=aggregation is not None, losses=recovery is not None),
         configuration=list(flat(result.config)),
-        environment=[*result.versions.items(), *(result.machine or {}).items()],
+        environment=[*result.versions.items(), *(result.machine or {}).items(), *_computing(result)],
     )
+
+
+def _computing(result: Result) -> Iterator[tuple[str, str]]:
+    if (computing := result.computing) is not None:
+        yield "precision", f"{computing.precision}{f' ({computing.why})' if computing.why else ''}"
+        yield "kernels", computing.kernels
+        yield from (("other trainers", other) for other in computing.others)
 
 
 def _terms(*, gradients: bool, losses: bool) -> tuple[tuple[str, str], ...]:

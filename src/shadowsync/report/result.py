@@ -75,6 +75,22 @@ class Throughput(_Section, frozen=True):
     emulated_step_ms: float | None = None
 
 
+class Computing(_Section, frozen=True):
+    """How workers computed.
+
+    Attributes:
+        precision: of the forward and backward pass.
+        kernels: the library for each product of each layer, as `train.kernels` takes it.
+        why: what decided about the precision, if it was not the user.
+        others: on a cluster, what other trainers did instead.
+    """
+
+    precision: str
+    kernels: str
+    why: str | None = None
+    others: tuple[str, ...] = ()
+
+
 class Sync(_Section, frozen=True):
     """Synchronisation of the replicas; `average_gap` in iterations, null where there was none."""
 
@@ -186,6 +202,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     versions: dict[str, str]
     data: Data
     throughput: Throughput
+    computing: Computing | None = None
     train: Train | None = None
     test: Test | None = None
     sync: Sync | None = None

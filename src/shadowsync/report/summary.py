@@ -48,6 +48,8 @@ def _speed(result: Result) -> list[KeyNumber]:
     if speed.emulated_step_ms is not None:
         step = words.step_time(speed.emulated_step_ms)
         rows.append(KeyNumber("emulated step", step, "speeds are those of emulated machines"))
+    if (computing := result.computing) is not None:
+        rows.append(KeyNumber("precision", computing.precision, computing.why or "of the forward and backward pass"))
     if speed.startup_seconds is not None:
         rows.append(KeyNumber("start-up", words.duration(speed.startup_seconds), "before the first batch"))
     return rows

@@ -15,6 +15,7 @@ from shadowsync.errors import CheckpointError, ConfigError
 from shadowsync.models.pooled import NO_SEQUENCES, Pooled
 from shadowsync.models.sequences import JaggedVectors, VectorGradients
 from shadowsync.training.fast_linear import accelerate
+from shadowsync.training.kernels import IN_FP32, PRECISIONS, Computing, parse_kernels
 from shadowsync.training.optimizers import DenseOptimizer
 
 _ALIGNMENT = 16
@@ -37,10 +38,6 @@ class Slot:
     def view(self, flat: Tensor) -> Tensor:
         """The parameter's part of a tensor `[P]`, in the parameter's shape."""
         return flat[self.start : self.start + self.numel].view(self.shape)
-
-
-PRECISIONS: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
-"""The dtype of the autocast in which workers compute; parameters and gradients are float32 either way."""
 
 
 class Replica:
@@ -104,14 +101,14 @@ class Replica:
         for name, tensor in given.items():
             own[name].copy_(tensor)
 
-    def worker_module(self, precision: str = "fp32", clip_norm: float | None = None) -> "WorkerModule":
+    def worker_module(self, computing: Computing = IN_FP32, clip_norm: float | None = None) -> "WorkerModule":
         """A worker's own module over the shared parameters; call it once per worker thread.
 
         Args:
-            precision: a key of `PRECISIONS`.
+            computing: precision and kernels.
             clip_norm: a dense gradient of a larger L2 norm is scaled down to it; None leaves it alone.
         """
-        return WorkerModule(self, PRECISIONS[precision], clip_norm)
+        return WorkerModule(self, computing, clip_norm)
 
     def predict(self, dense: Tensor, pooled: Tensor, sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES) -> Tensor:
         """Logits `[B]` in float32 with the parameters as they are.
@@ -197,13 +194,13 @@ class WorkerModule:
             parameter the loss did not depend on. They are not accumulated.
     """
 
-    def __init__(self, replica: Replica, autocast: torch.dtype | None, clip_norm: float | None) -> None:
+    def __init__(self, replica: Replica, computing: Computing, clip_norm: float | None) -> None:
         self.module = replica.private_copy()
         if replica.flat.device.type == "cpu":
-            accelerate(self.module)
+            accelerate(self.module, parse_kernels(computing.kernels))
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(replica.slots)
         self._replica = replica
-        self._autocast = autocast
+        self._autocast = PRECISIONS[computing.precision]
         self._parameters = _trainable(self.module)
         self._stepper = Stepper(replica, clip_norm)
 

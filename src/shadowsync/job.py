@@ -31,6 +31,7 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.metrics.roles import About, RoleEvent
 from shadowsync.metrics.toll import Toll
+from shadowsync.metrics.units import UnitActivity, Units
 from shadowsync.prediction import Predictor, score
 from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.governor import Due
@@ -251,10 +252,10 @@ class _Run:
                 self._show(reporter, ended=True)
                 self.saver.wait()
             self._raise_if_unfinished(request)
-            test = self._evaluate()
+            test, units = self._evaluate()
             self.keeping.take_stock()
             roles.notice(self.session, saving=False)  # who died meanwhile
-            reporter.finish(result := self._result(started - self.began, test))
+            reporter.finish(result := self._result(started - self.began, test, units))
         return result
 
     def _reporter(self) -> Reporter:
@@ -361,23 +362,22 @@ class _Run:
         why = self.session.given_up or "every trainer died"
         raise RunError(f"{why}, after {reader.trained} of {self.session.total_samples} samples; {saved}")
 
-    def _evaluate(self) -> TestMetrics | None:
+    def _evaluate(self) -> tuple[TestMetrics | None, Units | None]:
         if self.session.test_source is None:
-            return None
-        logits, labels = self._scores()
+            return None, None
+        logits, labels, units = self._unless_somebody_dies(partial(self._scores, self.session.test_source))
         if not torch.isfinite(logits).all():
             raise NonFiniteLoss(
                 "a test prediction is not finite: lower train.lr or embedding.lr, or set train.clip_norm=1"
             )
-        return evaluate_scores(logits, labels) if len(logits) else None
+        return (evaluate_scores(logits, labels) if len(logits) else None), units
 
-    def _scores(self) -> tuple[Tensor, Tensor]:
+    def _scores(self, test: OpenSource) -> tuple[Tensor, Tensor, Units | None]:
         """Of the test rows; if a server dies meanwhile, from the last checkpoint."""
-        test = self.session.test_source
-        assert test is not None
-        return self._unless_somebody_dies(
-            lambda: score(Predictor(self.session.evaluation_replica(), self.session.predicting_client()), test)
-        )
+        replica = self.session.evaluation_replica()
+        activity = UnitActivity(replica.module)
+        scores = score(Predictor(replica, self.session.predicting_client()), test, activity)
+        return *scores, activity.units()
 
     def _unless_somebody_dies(self, attempt: Callable[[], T]) -> T:
         """What the attempt gives; if a role dies meanwhile, it was replaced before the next attempt.
@@ -391,7 +391,7 @@ class _Run:
             except GONE:
                 self.session.settle()
 
-    def _result(self, startup_s: float, test: TestMetrics | None) -> Result:
+    def _result(self, startup_s: float, test: TestMetrics | None, units: Units | None) -> Result:
         session, train = self.session, self.config.train
         speed = session.recorder.speed()
         return Result(
@@ -401,6 +401,7 @@ class _Run:
             machine=machine(),
             data=sections.data(session, test),
             test=sections.test(session, test),
+            units=units,
             train=sections.train(session),
             computing=sections.computing(session),
             throughput=sections.throughput(train, speed, startup_s),

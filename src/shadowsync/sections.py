@@ -40,7 +40,9 @@ def test(session: Session, measured: TestMetrics | None) -> result.Test | None:
 def train(session: Session) -> result.Train:
     """Quality of the predictions made before each sample was trained on."""
     quality = session.recorder.quality
-    return result.Train(ne_window=quality.ne_window, ne_lifetime=quality.ne_lifetime, auc=quality.auc)
+    return result.Train(
+        ne_window=quality.ne_window, ne_lifetime=quality.ne_lifetime, auc=quality.auc, peak=quality.peak
+    )
 
 
 def computing(session: Session) -> result.Computing | None:

@@ -150,6 +150,8 @@ def test_a_configured_model_is_the_same_too_and_evaluates_to_the_result(tmp_path
     assert near.test is not None
     assert far.test is not None
     assert far.test.logloss == pytest.approx(near.test.logloss, rel=1e-5)
+    assert near.units is not None
+    assert far.units == near.units
     measured = Trained(tmp_path / "far").evaluate()
     found = (measured.auc, measured.ne, measured.logloss, measured.calibration, measured.samples)
     assert found == (far.test.auc, far.test.ne, far.test.logloss, far.test.calibration, 60)

@@ -142,3 +142,32 @@ def test_an_empty_state_is_restored() -> None:
     quality = Quality(10)
     quality.restore(json.loads(json.dumps(Quality(10).state())))
     assert (quality.samples, quality.ne_window, quality.auc) == (0, None, None)
+
+
+@pytest.mark.parametrize("batch", [700, 10_000, 25_000])
+def test_the_worst_stretch_is_found_wherever_batches_end(batch: int) -> None:
+    logits, labels = draw(45_000, 7)
+    logits[20_000:30_000] *= -1
+    quality = feed(Quality(100), logits, labels, batch)
+    expected = evaluate_scores(logits[20_000:30_000], labels[20_000:30_000])
+    assert quality.peak is not None
+    assert (quality.peak.samples, quality.peak.end) == (10_000, 30_000)
+    assert quality.peak.ne == pytest.approx(expected.ne, rel=1e-6)
+    assert quality.peak.logloss == pytest.approx(expected.logloss, rel=1e-6)
+
+
+def test_the_worst_stretch_goes_through_a_checkpoint_also_an_old_one() -> None:
+    logits, labels = draw(30_000, 8)
+    logits[10_000:20_000] *= -1
+    whole = feed(Quality(100), logits, labels, 1_000)
+    first, second, old = feed(Quality(100), logits[:15_000], labels[:15_000], 1_000), Quality(100), Quality(100)
+    state = json.loads(json.dumps(first.state()))
+    second.restore(state)
+    feed(second, logits[15_000:], labels[15_000:], 1_000)
+    assert second.peak == whole.peak
+    del state["stretches"]
+    old.restore(state)
+    assert old.peak is None
+    feed(old, logits[15_000:], labels[15_000:], 1_000)
+    assert old.peak is not None
+    assert old.peak.end == 25_000

@@ -23,6 +23,23 @@ from shadowsync.metrics.scores import (
 )
 
 _CHUNK_SAMPLES = 4096
+_STRETCH_SAMPLES = 10_000
+
+
+class Peak(msgspec.Struct, frozen=True):
+    """The worst stretch of a training: steps that are too long show there, however well it ends.
+
+    Attributes:
+        ne: of the predictions made in it before training on them; None if it holds one label only.
+        logloss: their mean log loss in nats.
+        samples: its length.
+        end: samples trained when it ended.
+    """
+
+    ne: float | None
+    logloss: float
+    samples: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -79,6 +96,7 @@ class Quality:
         """`window`: samples over which the window's NE is taken; costs 8 bytes each."""
         self._lifetime = _Sums()
         self._window = _Window(window)
+        self._stretches = _Stretches()
         self._histogram = LogitHistogram()
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
@@ -86,6 +104,7 @@ class Quality:
         logits, labels = logits.detach().to("cpu", torch.float32), labels.detach().to("cpu", torch.float32)
         loss = self._lifetime.add(logits, labels)
         self._window.add(loss, labels)
+        self._stretches.add(loss, labels)
         self._histogram.add(logits, labels)
 
     @property
@@ -114,6 +133,11 @@ class Quality:
         return normalized_entropy(*self._window.sums())
 
     @property
+    def peak(self) -> Peak | None:
+        """The 10,000 samples in a row (counted from the first) of the highest log loss; None before there are any."""
+        return self._stretches.worst
+
+    @property
     def calibration(self) -> float | None:
         """Mean prediction over mean label of all samples so far: 1 is right, above 1 predicts too many."""
         return self._lifetime.calibration
@@ -132,6 +156,7 @@ class Quality:
         return {
             "lifetime": self._lifetime.state(),
             "window": self._window.state(),
+            "stretches": self._stretches.state(),
             "histogram": self._histogram.state(),
         }
 
@@ -139,6 +164,8 @@ class Quality:
         """Goes on from `state`: sums are exact, the samples of the window are all taken to be its mean."""
         self._lifetime = _Sums(*msgspec.convert(state["lifetime"], tuple[int, float, float, float]))
         self._window.restore(msgspec.convert(state["window"], tuple[float, float, float]))
+        # checkpoints of before the stretches were kept hold none: the worst one is then looked for from here on
+        self._stretches = msgspec.convert(state.get("stretches", {"end": self._lifetime.count}), _Stretches)
         self._histogram.restore(state["histogram"])
 
 
@@ -217,3 +244,37 @@ class _Window:
         self._count = min(int(count), self._size)
         if self._count:
             self._chunks.append(torch.tensor([[loss / count], [label / count]]).expand(2, self._count))
+
+
+@dataclass
+class _Stretches:
+    """Sums over the stretch under way, which ends after `_STRETCH_SAMPLES`, and the worst that is over."""
+
+    loss: float = 0.0
+    label: float = 0.0
+    count: int = 0
+    end: int = 0
+    worst: Peak | None = None
+
+    def add(self, loss: Tensor, labels: Tensor) -> None:
+        """Takes `[B]` new samples."""
+        while len(labels):
+            room = _STRETCH_SAMPLES - self.count
+            self.loss += float(loss[:room].sum(dtype=torch.float64))
+            self.label += float(labels[:room].sum(dtype=torch.float64))
+            self.count += len(labels[:room])
+            self.end += len(labels[:room])
+            loss, labels = loss[room:], labels[room:]
+            if self.count == _STRETCH_SAMPLES:
+                self._finish()
+
+    def _finish(self) -> None:
+        logloss = self.loss / self.count
+        if self.worst is None or logloss > self.worst.logloss:
+            ne = normalized_entropy(self.loss, self.label, self.count)
+            self.worst = Peak(ne, logloss, self.count, self.end)
+        self.loss, self.label, self.count = 0.0, 0.0, 0
+
+    def state(self) -> dict[str, Any]:
+        builtins: dict[str, Any] = msgspec.to_builtins(self)
+        return builtins

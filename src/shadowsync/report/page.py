@@ -18,8 +18,9 @@ from shadowsync.report.charts import Card, quality_cards, speed_cards
 from shadowsync.report.files import write_atomically
 from shadowsync.report.recovery_section import PLS_TERM, make_recovery
 from shadowsync.report.result import Result
-from shadowsync.report.summary import key_numbers, switch_sentences
+from shadowsync.report.summary import key_numbers, switch_sentences, warnings
 from shadowsync.report.timeline import make_timeline
+from shadowsync.report.units_section import DEAD_TERM, units_cards
 
 FILE_NAME = "report.html"
 
@@ -80,7 +81,7 @@ def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEv
         introduction=_introduction(result.config),
         notices=list(_notices(result)),
         headlines=headlines(result),
-        quality_cards=marked(quality_cards(result, frames)),
+        quality_cards=marked([*quality_cards(result, frames), *units_cards(result)]),
         speed_cards=marked(speed_cards(result, frames)),
         aggregation=aggregation,
         aggregation_cards=marked([] if aggregation is None else aggregation.cards),
@@ -89,7 +90,7 @@ def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEv
         timeline=timeline,
         timeline_cards=marked([] if timeline is None else [timeline.card]),
         key_numbers=key_numbers(result),
-        terms=_terms(gradients=aggregation is not None, losses=recovery is not None),
+        terms=_terms(gradients=aggregation is not None, losses=recovery is not None, units=result.units is not None),
         configuration=list(flat(result.config)),
         environment=[*result.versions.items(), *(result.machine or {}).items(), *_computing(result)],
     )
@@ -102,8 +103,9 @@ def _computing(result: Result) -> Iterator[tuple[str, str]]:
         yield from (("other trainers", other) for other in computing.others)
 
 
-def _terms(*, gradients: bool, losses: bool) -> tuple[tuple[str, str], ...]:
-    return (*TERMS, *(AGGREGATION_TERMS if gradients else REPLICA_TERMS), *((PLS_TERM,) if losses else ()))
+def _terms(*, gradients: bool, losses: bool, units: bool) -> tuple[tuple[str, str], ...]:
+    by_section = AGGREGATION_TERMS if gradients else REPLICA_TERMS
+    return (*TERMS, *by_section, *((PLS_TERM,) if losses else ()), *((DEAD_TERM,) if units else ()))
 
 
 def render(template: str, **values: Any) -> str:
@@ -196,6 +198,7 @@ def _title(result: Result) -> str:
 
 def _notices(result: Result) -> Iterator[str]:
     """What must not be overlooked."""
+    yield from (f"Warning: {warning}." for warning in warnings(result))
     step_ms = result.throughput.emulated_step_ms
     if step_ms is not None:
         yield (

@@ -15,6 +15,7 @@ from shadowsync.report.history import History
 from shadowsync.report.progress import Progress, final_table
 from shadowsync.report.result import Result, write_result
 from shadowsync.report.role_log import RoleLog
+from shadowsync.report.summary import warnings
 
 if TYPE_CHECKING:
     from shadowsync.report.events import EventLog
@@ -136,4 +137,6 @@ class Reporter:
 
             written.append(write_page(self._folder, result, self._frames, self._roles.told))
         self._console.print(final_table(result))
+        for warning in warnings(result):
+            self._console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
         return written

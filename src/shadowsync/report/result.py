@@ -11,7 +11,9 @@ import msgspec
 
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.errors import DataError
+from shadowsync.metrics.quality import Peak
 from shadowsync.metrics.scores import CurvePoint
+from shadowsync.metrics.units import Units
 from shadowsync.report.files import read_bytes, write_atomically
 
 FILE_NAME = "result.json"
@@ -53,11 +55,15 @@ class Test(_Section, frozen=True):
 
 
 class Train(_Section, frozen=True):
-    """Quality of the predictions made before each sample was trained on: over the window and over all samples."""
+    """Quality of the predictions made before each sample was trained on: over the window and over all samples.
+
+    `peak` is the worst stretch of 10,000 samples.
+    """
 
     ne_window: float | None
     ne_lifetime: float | None
     auc: float | None = None
+    peak: Peak | None = None
 
 
 class Throughput(_Section, frozen=True):
@@ -205,6 +211,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     computing: Computing | None = None
     train: Train | None = None
     test: Test | None = None
+    units: Units | None = None
     sync: Sync | None = None
     wire: Wire | None = None
     aggregation: Aggregation | None = None

@@ -1,9 +1,23 @@
 """The key numbers of a result: the same rows in the terminal, on the page and in comparisons."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shadowsync.metrics.quality import Peak
+from shadowsync.metrics.units import Units
 from shadowsync.report import words
 from shadowsync.report.result import Aggregation, Result
+
+DEAD_SHARE = 0.5
+"""Of a layer's units; from there on it is worth a warning."""
+COIN = math.log(2)
+"""Log loss of whoever always predicts 0.5, in nats."""
+WILD = 1.5 * COIN
+"""Log loss above which training did not just begin but went astray.
+
+A bound on NE would not do: where positives are rare every model begins with a high one, as it begins near 0.5.
+"""
 
 
 @dataclass(frozen=True)
@@ -17,7 +31,14 @@ class KeyNumber:
 
 def key_numbers(result: Result) -> list[KeyNumber]:
     """The rows that apply to this result."""
-    return [*_quality(result), *_speed(result), *_synchronisation(result), *_samples(result), *_recovery(result)]
+    return [
+        *_quality(result),
+        *_trouble(result),
+        *_speed(result),
+        *_synchronisation(result),
+        *_samples(result),
+        *_recovery(result),
+    ]
 
 
 def _quality(result: Result) -> list[KeyNumber]:
@@ -35,6 +56,49 @@ def _quality(result: Result) -> list[KeyNumber]:
         window = words.decimal(result.train.ne_window)
         rows.append(KeyNumber("training NE, last window", window, "predictions made before training on them"))
     return rows
+
+
+def warnings(result: Result) -> Iterator[str]:
+    """What a user must not overlook, a sentence each that says what to do."""
+    train = result.config.get("train", {})
+    do = f"lower train.lr (it is {train.get('lr')}) or raise train.warmup_samples ({train.get('warmup_samples')})"
+    if (units := result.units) is not None and (layers := mostly_dead(units)):
+        found = ", ".join(f"{dead_of(units, layer)} of {layer}" for layer in layers)
+        blocked = [layer for layer in layers if units.dead[layer] == 1]
+        through = f", and nothing of what lies in front of {' and '.join(blocked)} gets through" if blocked else ""
+        yield f"dead units: {found} were 0 on all {words.count(units.rows)} test rows looked at{through}: {do}"
+    if (peak := went_astray(result)) is not None:
+        yield (
+            f"training went astray: the log loss of samples {words.count(peak.end - peak.samples + 1)} to "
+            f"{words.count(peak.end)} was {peak.logloss:.2f} (NE {words.decimal(peak.ne, 2)}), and always guessing 0.5 "
+            f"gives {COIN:.2f}: {do}"
+        )
+
+
+def mostly_dead(units: Units) -> list[str]:
+    """The layers of which more than half of the units are dead, as the model calls them."""
+    return [layer for layer, share in units.dead.items() if share > DEAD_SHARE]
+
+
+def dead_of(units: Units, layer: str) -> str:
+    """`11 of 16`."""
+    return f"{round(units.dead[layer] * units.sizes[layer]):,} of {units.sizes[layer]:,}"
+
+
+def went_astray(result: Result) -> Peak | None:
+    """The worst stretch of the training, if that was far worse than knowing nothing."""
+    peak = None if result.train is None else result.train.peak
+    return peak if peak is not None and peak.logloss > WILD else None
+
+
+def _trouble(result: Result) -> Iterator[KeyNumber]:
+    if (units := result.units) is not None:
+        for layer in mostly_dead(units):
+            meaning = f"units that are 0 on all {words.count(units.rows)} test rows looked at"
+            yield KeyNumber(f"dead in {layer}", dead_of(units, layer), meaning)
+    if (peak := went_astray(result)) is not None:
+        meaning = f"log loss {peak.logloss:.2f} over {words.count(peak.samples)} samples, {COIN:.2f} is guessing"
+        yield KeyNumber("training NE, worst", words.decimal(peak.ne), meaning)
 
 
 def _speed(result: Result) -> list[KeyNumber]:

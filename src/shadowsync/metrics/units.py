@@ -1,0 +1,108 @@
+"""Dead units: those of a ReLU that are 0 for every sample, so that what lies in front of them says nothing.
+
+`B` samples, `U` units of a layer: the last dimension of a ReLU's output, or one where it is `[B]`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from shadowsync.training.fast_linear import FastTower
+
+
+class Units(msgspec.Struct, frozen=True, kw_only=True):
+    """What the units of a model's ReLUs did.
+
+    Attributes:
+        rows: of the test set that were looked at.
+        sizes: `U` of each layer, in the order in which they are called.
+        dead: share of each layer's units that were 0 on all of these rows.
+    """
+
+    rows: int
+    sizes: dict[str, int]
+    dead: dict[str, float]
+
+
+class _Layer(NamedTuple):
+    """A use of a ReLU: its name, that of the layer with weights called before it, and its units.
+
+    One `nn.ReLU` may stand behind several layers; in a loop it is the same layer again.
+    """
+
+    relu: str
+    behind: str
+    size: int
+
+
+class UnitActivity:
+    """Notes which units of a module's `nn.ReLU`s are ever above 0.
+
+    A ReLU that a module applies as a function (`torch.relu`) has no name and is not seen; other activations do not die.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._rows = 0
+        self._called_last = ""
+        self._active: dict[_Layer, Tensor] = {}
+
+    @contextmanager
+    def watching(self, rows: int) -> Iterator[None]:
+        """Inside, the module is called with `rows` samples that are to be looked at; it must not be accelerated there.
+
+        Towers that are fast already compute their layers once more, one by one.
+        """
+        hooks = []
+        for name, child in self._module.named_modules():
+            if isinstance(child, nn.ReLU):
+                hooks.append(child.register_forward_hook(partial(self._note, name)))
+            elif isinstance(child, FastTower):
+                hooks.append(child.register_forward_pre_hook(_one_by_one))
+            elif next(child.parameters(recurse=False), None) is not None:
+                hooks.append(child.register_forward_hook(partial(self._pass, name)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._rows += rows
+
+    def units(self) -> Units | None:
+        """Of the rows so far; None where no ReLU was called."""
+        if not self._active:
+            return None
+        uses = Counter(layer.relu for layer in self._active)
+        named = {_name(layer, alone=uses[layer.relu] == 1): seen for layer, seen in self._active.items()}
+        return Units(
+            rows=self._rows,
+            sizes={name: len(seen) for name, seen in named.items()},
+            dead={name: 1 - int(seen.sum()) / len(seen) for name, seen in named.items()},
+        )
+
+    def _pass(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._called_last = name
+
+    def _note(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.numel() == 0:
+            return
+        by_unit = output.detach().reshape(-1, output.shape[-1] if output.dim() > 1 else 1)
+        active = by_unit.amax(dim=0).cpu() > 0
+        layer = _Layer(name, self._called_last, len(active))
+        before = self._active.get(layer)
+        self._active[layer] = active if before is None else torch.logical_or(before, active)
+
+
+def _one_by_one(tower: FastTower, inputs: tuple[Tensor]) -> None:
+    nn.Sequential.forward(tower, *inputs)  # type: ignore[no-untyped-call]
+
+
+def _name(layer: _Layer, *, alone: bool) -> str:
+    relu = layer.relu or "relu"
+    return relu if alone else f"{relu} after {layer.behind or 'the input'} ({layer.size})"

@@ -135,7 +135,7 @@ class TrainConfig(Section):
     )
     device: str = Field("cpu", description="where the dense part computes: cpu or cuda")
     optimizer: Literal["adagrad", "adam", "sgd"] = Field("adagrad", description="of the dense part")
-    lr: float = Field(0.03, gt=0, description="learning rate of the dense part")
+    lr: float = Field(0.005, gt=0, description="learning rate of the dense part")
     eps: float = Field(1e-8, gt=0, description="added to the denominator of Adagrad and Adam")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam: decay of the second moment")

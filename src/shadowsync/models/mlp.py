@@ -7,21 +7,21 @@ from torch import nn
 
 
 def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
-    """A layer `[B, I] → [B, O]` with weights ~ N(0, 2/(I+O)) and biases ~ N(0, 1/O).
+    """A layer `[B, I] → [B, O]` with weights ~ N(0, 2/(I+O)) and biases of zero.
 
-    Source: the initial values of the DLRM reference (arXiv 1906.00091, its authors' code).
+    Source: the weights of the DLRM reference (arXiv 1906.00091, its authors' code). Ours differ in the biases, which
+    are ~ N(0, 1/O) there: in a narrow layer some of them keep a ReLU at zero for every sample from the first step on.
     """
     layer = nn.Linear(inputs, outputs, bias)
     nn.init.normal_(layer.weight, std=(2 / (inputs + outputs)) ** 0.5)
     if bias:
-        nn.init.normal_(layer.bias, std=(1 / outputs) ** 0.5)
+        nn.init.zeros_(layer.bias)
     return layer
 
 
 def logit_layer(inputs: int) -> nn.Linear:
     """A layer `[B, I] → [B, 1]` that starts without a bias, so that no seed starts far from the mean label."""
     layer = linear(inputs, 1)
-    nn.init.zeros_(layer.bias)
     return layer
 
 

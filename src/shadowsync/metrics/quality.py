@@ -132,6 +132,10 @@ class Quality:
         """Normalized entropy over the last `window` samples."""
         return normalized_entropy(*self._window.sums())
 
+    def window_loss(self, most: float) -> tuple[float, float, int]:
+        """Mean log loss of the last `window` samples, the same with at most `most` for each, and how many they are."""
+        return self._window.mean_loss(most)
+
     @property
     def peak(self) -> Peak | None:
         """The 10,000 samples in a row (counted from the first) of the highest log loss; None before there are any."""
@@ -233,6 +237,12 @@ class _Window:
         for chunk in self._chunks:
             total += chunk.sum(dim=1, dtype=torch.float64)
         return float(total[0]), float(total[1]), self._count
+
+    def mean_loss(self, most: float) -> tuple[float, float, int]:
+        if not self._count:
+            return 0.0, 0.0, 0
+        losses = torch.cat([chunk[0] for chunk in self._chunks]).double()
+        return float(losses.mean()), float(losses.clamp(max=most).mean()), self._count
 
     def state(self) -> list[float]:
         return list(self.sums())

@@ -30,7 +30,7 @@ from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, S
 from shadowsync.imaging import column_difference, put_back
 from shadowsync.job_state import job_state
 from shadowsync.metrics.frame import Frame
-from shadowsync.metrics.quality import TestMetrics, evaluate_scores
+from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_scores
 from shadowsync.metrics.roles import About, RoleEvent
 from shadowsync.metrics.toll import Toll
 from shadowsync.metrics.units import UnitActivity, Units
@@ -53,8 +53,9 @@ from shadowsync.safekeeping import Safekeeping
 from shadowsync.session import Material, Newest, Own, RolePlace, Session, no_failures
 from shadowsync.training.kernels import Computing
 
-_SENSELESS_NATS = 20.0  # of mean log loss: labels that come true with a predicted probability of 2e-9
-_JUDGED_SAMPLES = 10_000
+_ODD_NATS = 20.0  # of mean log loss: what happens was predicted with a probability of 2e-9
+_JUDGED_SAMPLES = 20_000  # a bad start of some thousand samples may be recovered from
+_MOST_EXTREMES = 100  # samples in a window whose loss is extreme, as single rows that are wrong may make it
 
 LOOK_S, QUICK_S = 0.25, 0.01
 """Longest wait between two looks: so that signals are seen; and where failures are to come at their very moment."""
@@ -360,26 +361,25 @@ class _Run:
         counts = self.session.counts(self.saver.saves, self._toll())
         frame = self.session.recorder.frame(counts, ended=ended)
         reporter.show(frame)
-        self._check_sense(frame)
+        self._check_sense(frame, ended)
         if self._on_frame is not None:
             self._on_frame(frame)
 
-    def _check_sense(self, frame: Frame) -> None:
-        """Says once that the loss is enormous; ends the run if it is so for most samples, not for a few extreme rows.
-
-        An untrained model has 0.7 nats per sample, and one that starts badly has less than 20 after some thousand.
+    def _check_sense(self, frame: Frame, ended: bool) -> None:
+        """Says once that the loss is enormous, and ends the run if that is so for more than a few extreme rows.
 
         Raises:
             RunError: nothing can come of it any more.
         """
-        mean, without_extremes, samples = self.session.recorder.window_loss(most=5 * _SENSELESS_NATS)
-        if mean <= _SENSELESS_NATS or frame.ne_window is None:
+        mean, extremes, samples = self.session.recorder.window_loss()
+        if mean <= _ODD_NATS or frame.ne_window is None:
             return
-        found = f"training NE is {frame.ne_window:,.3g} over the last {samples:,} samples (1 predicts the mean label)"
-        if without_extremes > _SENSELESS_NATS and samples >= _JUDGED_SAMPLES:
+        found = f"training NE is {frame.ne_window:,.3g}, where 1 predicts the mean label"
+        judged = ended or samples >= min(self.config.report.window, _JUDGED_SAMPLES)
+        if judged and mean > EXTREME_NATS and extremes >= _MOST_EXTREMES:
             raise RunError(
-                f"{found}, of which nothing can come: scale the dense columns to about −1 … 1, or lower train.lr and "
-                "embedding.lr"
+                f"{found}, and nothing can be learnt like that: scale the dense columns to about −1 … 1, or lower "
+                "train.lr and embedding.lr"
             )
         if not self._told_of_loss:
             self._told_of_loss = True

@@ -134,7 +134,6 @@ CONFIGURATION: dict[str, Mistake] = {
         train("data.weight=price"), ["data.weight is not an option", "a row has no weight of its own", "data.weights={"]
     ),
     "a word for a list": Mistake(train("data.dense=price"), ["data.dense=price", "a list, as [price]"]),
-    "a map for a list": Mistake(train("data.dense={a: 1}"), ["data.dense={'a': 1}", "should be a list"]),
     "unclosed bracket": Mistake(train("model.top=[8"), ["configuration", "model.top=[8"]),
     "missing file": Mistake(train(config="nowhere.yaml"), ["nowhere.yaml", "no such configuration file"]),
     "a list": Mistake(train(config="list.yaml"), ["list.yaml", "not list"], text("list.yaml", "- a\n- b\n")),

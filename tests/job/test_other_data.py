@@ -14,7 +14,6 @@ from rich.console import Console
 
 from shadowsync import Job
 from shadowsync.errors import CheckpointError, RunError
-from shadowsync.job import _JUDGED_SAMPLES
 from shadowsync.job_state import JobState
 
 pytestmark = pytest.mark.timeout(60)
@@ -111,19 +110,19 @@ def unscaled(path: Path, numbers: Any) -> dict[str, Any]:
 
 
 def test_ids_among_dense_columns_are_told_of_and_end_the_run(tmp_path: Path) -> None:
-    ids = np.random.default_rng(0).integers(0, 1 << 62, _JUDGED_SAMPLES + 2000)
+    ids = np.random.default_rng(0).integers(0, 1 << 62, 12_000)
     said = io.StringIO()
     job = Job(unscaled(tmp_path / "rows.parquet", ids), out=tmp_path / "out")
     error = error_of(lambda: job.run(Console(file=said, width=400)))
     assert isinstance(error, RunError)
     assert "training NE is " in str(error)
-    assert "of which nothing can come: scale the dense columns" in str(error)
+    assert "nothing can be learnt like that: scale the dense columns" in str(error)
     assert "dense columns with numbers beyond ±10,000, which drown the others: x (4.6" in said.getvalue()
     assert not (tmp_path / "out" / "result.json").exists()
 
 
 def test_a_few_extreme_rows_are_told_of_and_do_not_end_the_run(tmp_path: Path) -> None:
-    numbers = np.random.default_rng(0).normal(size=_JUDGED_SAMPLES + 2000)
+    numbers = np.random.default_rng(0).normal(size=12_000)
     numbers[5000:5004] = 1e12, -1e12, 1e12, -1e12
     said = io.StringIO()
     result = Job(unscaled(tmp_path / "rows.parquet", numbers), out=tmp_path / "out").run(Console(file=said, width=400))

@@ -53,6 +53,11 @@ class DataConfig(Choice):
     slice_rows: int = Field(8192, ge=1, description="rows leased at once; more costs memory and evens out less well")
     readers: int = Field(1, ge=1, le=64, description="threads that parse; more feeds faster trainers")
     prefetch: int = Field(2, ge=1, le=1024, description="slices read ahead per trainer; more costs memory")
+    accept: str | None = Field(
+        None,
+        description="with --resume: go on with this data, although it is not what the checkpoint was trained on; the "
+        "word for it stands in the message that refuses the data",
+    )
 
 
 class ModelConfig(Choice):
@@ -373,7 +378,8 @@ def load(path: Path | None, overrides: Sequence[str], base: dict[str, Any] | Non
 def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Nested dicts and then a dot-list of overrides laid over `base`.
 
-    Another codec comes with its own defaults: the options that the one before it had are dropped.
+    Another codec comes with its own defaults: the options that the one before it had are dropped. An empty map inside
+    a section takes the place of the one below it.
     """
     for override in overrides:
         if "=" not in override:
@@ -385,6 +391,7 @@ def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]
         dotted = OmegaConf.from_dotlist([_codec_spelled_out(override) for override in overrides])
         below: Any = _codecs_spelled_out(base)
         for part in (_codecs_spelled_out(values), OmegaConf.to_container(dotted)):
+            below = _without_emptied(below, part)
             below = OmegaConf.to_container(OmegaConf.merge(_without_replaced_codecs(below, part), part))
         plain = OmegaConf.to_container(OmegaConf.create(below), resolve=True)
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError) as error:
@@ -392,6 +399,14 @@ def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]
         where = f" (with the overrides {given})" if given else ""
         raise ConfigError(f"the configuration cannot be read: {str(error).splitlines()[0]}{where}") from error
     return typing.cast("dict[str, Any]", plain)
+
+
+def _without_emptied(below: Any, part: Any, depth: int = 0) -> Any:
+    """`below` without those maps inside its sections in place of which `part` has an empty one: `data.tables={}`."""
+    if not isinstance(below, dict) or not isinstance(part, dict):
+        return below
+    emptied = {key for key, given in part.items() if given == {}} if depth else set()
+    return {k: _without_emptied(v, part.get(k), depth + 1) for k, v in below.items() if k not in emptied}
 
 
 def _codecs_spelled_out(values: dict[str, Any]) -> dict[str, Any]:

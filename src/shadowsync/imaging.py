@@ -71,6 +71,7 @@ def _state(session: Session, trainers: int, pls: float) -> JobState:
         own_model=session.choices.model is None,
         pls=pls,
         aggregation=session.aggregation or AggregationState(),
+        data=session.train_source.marks(),
     )
 
 

@@ -21,6 +21,8 @@ from shadowsync.aggregation.counts import untold
 from shadowsync.assembly import codec_remarks, prefetch
 from shadowsync.choices import Choices, choose_all, global_batch, server_count, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_yaml
+from shadowsync.data.checks import large_columns
+from shadowsync.data.reader import Position
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory
 from shadowsync.embedding.table import Shard, Table
@@ -28,7 +30,7 @@ from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, S
 from shadowsync.imaging import column_difference, put_back
 from shadowsync.job_state import job_state
 from shadowsync.metrics.frame import Frame
-from shadowsync.metrics.quality import TestMetrics, evaluate_scores
+from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_scores
 from shadowsync.metrics.roles import About, RoleEvent
 from shadowsync.metrics.toll import Toll
 from shadowsync.metrics.units import UnitActivity, Units
@@ -36,6 +38,7 @@ from shadowsync.prediction import Predictor, score
 from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.governor import Due
 from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.recovery.matching import match_data
 from shadowsync.recovery.saver import AsyncSaver
 from shadowsync.recovery.signals import StopRequest, stop_on_signals
 from shadowsync.report.files import write_atomically
@@ -49,6 +52,10 @@ from shadowsync.runtime.wire.errors import GONE
 from shadowsync.safekeeping import Safekeeping
 from shadowsync.session import Material, Newest, Own, RolePlace, Session, no_failures
 from shadowsync.training.kernels import Computing
+
+_ODD_NATS = 20.0  # of mean log loss: what happens was predicted with a probability of 2e-9
+_JUDGED_SAMPLES = 20_000  # a bad start of some thousand samples may be recovered from
+_MOST_EXTREMES = 100  # samples in a window whose loss is extreme, as single rows that are wrong may make it
 
 LOOK_S, QUICK_S = 0.25, 0.01
 """Longest wait between two looks: so that signals are seen; and where failures are to come at their very moment."""
@@ -181,6 +188,8 @@ class _Run:
         self.saved = self._load(store)
         sources = open_sources(self.config, self.choices)
         stack.callback(sources.close)
+        if self.saved is not None:
+            _check_data(self.saved, sources.train, self.config.data.accept)
         position = None if self.saved is None else self.saved.position
         material = Material(self.config, self.choices, job.own, sources.train, sources.test, position)
         self.saver = AsyncSaver(store)
@@ -189,6 +198,7 @@ class _Run:
         self.load_s = self._restore()
         self.seconds_before = 0.0
         self._computing: list[Computing] = []
+        self._told_of_loss = False
         self._switches: Sequence[Switch] = () if self.saved is None else job_state(self.saved).aggregation.switches
         own = self.saved is not None and job.resume == job.out
         self.keeping = Safekeeping(self.session, store, self.saver, given(self.config), self.saved, own)
@@ -271,15 +281,13 @@ class _Run:
     def _train(self, reporter: Reporter, roles: "_Roles", request: StopRequest) -> None:
         if self.session.reader.finished:
             self.keeping.save_last()
+            self._tell_nothing_left()
             return  # a finished run was resumed: synchronising without training would still move the replicas
         if self.config.train.checkpoint_dir is not None:  # files are being written in the run's own folder already
             self.store.try_writing()
         pace = _Pace(self.config.report.every_s, time.monotonic(), QUICK_S if self.keeping.lively else LOOK_S)
         self.keeping.begin()
-        if self.keeping.why:
-            self._tell(self.keeping.why)
-        for remark in codec_remarks(self.config, self.choices):
-            self._tell(remark, "codec")
+        self._remark()
         self._look()
         self.session.start()
         try:
@@ -302,6 +310,21 @@ class _Run:
             self.session.finish()
             self._tell_switches()
             roles.notice(self.session, saving=False)
+
+    def _tell_nothing_left(self) -> None:
+        epochs = self.config.data.epochs
+        self._tell(
+            f"nothing is left to train: every row of the {epochs} epoch(s) was trained before; to train on, set "
+            f"data.epochs={epochs + 1}"
+        )
+
+    def _remark(self) -> None:
+        """Says what was decided, and what is odd about the data."""
+        for sentence in (self.keeping.why, large_columns(self.session.train_source)):
+            if sentence:
+                self._tell(sentence)
+        for remark in codec_remarks(self.config, self.choices):
+            self._tell(remark, "codec")
 
     def _look(self) -> None:
         for computing in self.session.computing():
@@ -338,8 +361,29 @@ class _Run:
         counts = self.session.counts(self.saver.saves, self._toll())
         frame = self.session.recorder.frame(counts, ended=ended)
         reporter.show(frame)
+        self._check_sense(frame, ended)
         if self._on_frame is not None:
             self._on_frame(frame)
+
+    def _check_sense(self, frame: Frame, ended: bool) -> None:
+        """Says once that the loss is enormous, and ends the run if that is so for more than a few extreme rows.
+
+        Raises:
+            RunError: nothing can come of it any more.
+        """
+        mean, extremes, samples = self.session.recorder.window_loss()
+        if mean <= _ODD_NATS or frame.ne_window is None:
+            return
+        found = f"training NE is {frame.ne_window:,.3g}, where 1 predicts the mean label"
+        judged = ended or samples >= min(self.config.report.window, _JUDGED_SAMPLES)
+        if judged and mean > EXTREME_NATS and extremes >= _MOST_EXTREMES:
+            raise RunError(
+                f"{found}, and nothing can be learnt like that: scale the dense columns to about −1 … 1, or lower "
+                "train.lr and embedding.lr"
+            )
+        if not self._told_of_loss:
+            self._told_of_loss = True
+            self._tell(f"{found}: look for extreme values in the dense columns, or lower train.lr and embedding.lr")
 
     def _toll(self) -> Toll:
         """Of failures so far; nothing where it is of no interest, because nobody saves and nothing was lost."""
@@ -509,6 +553,12 @@ def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str,
 def _plain_options(member: Any) -> dict[str, Any]:
     builtins: dict[str, Any] = msgspec.to_builtins(dataclasses.asdict(member), str_keys=True)
     return builtins
+
+
+def _check_data(saved: LoadedCheckpoint, source: OpenSource, accepted: str | None) -> None:
+    """Raises `CheckpointError` for other data of as many rows; of more or fewer the reader has its own to say."""
+    if Position.of(saved.position).book.get("rows") == source.rows:
+        match_data(saved.name, job_state(saved).data, source.marks(), accepted)
 
 
 def _check_same(saved: LoadedCheckpoint, config: Config) -> None:

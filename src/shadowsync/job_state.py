@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.data.fingerprint import Mark
 from shadowsync.data.source import Schema
 from shadowsync.errors import CheckpointError
 from shadowsync.recovery.loading import LoadedCheckpoint
@@ -24,6 +25,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         own_model: the dense part is a module of the user's own.
         pls: portion of samples that failures have lost so far.
         aggregation: what gradient methods did.
+        data: by what the training rows are known again; empty where that cannot be said, or an older version wrote it.
     """
 
     recorder: dict[str, Any]
@@ -36,6 +38,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     own_model: bool
     pls: float = 0.0
     aggregation: AggregationState = AggregationState()
+    data: tuple[Mark, ...] = ()
 
     def builtins(self) -> dict[str, Any]:
         """As plain JSON values."""

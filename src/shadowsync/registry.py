@@ -79,10 +79,19 @@ def split_options(
     known = {option: None for member in chosen.values() for option in option_names(member)}
     for option in options:
         if option not in known:
+            meant = next((said[option] for member in chosen.values() if option in (said := _meanings(member))), None)
+            if meant is not None:
+                raise ConfigError(f"{section}.{option} is not an option of {' '.join(chosen)}: {meant}")
             has = f"; it has {', '.join(known)}" if known else "; it has none"
             choice = " ".join(chosen)
             raise ConfigError(f"{section}.{option} is not an option of {choice}{nearest(option, [*known, *keys])}{has}")
     return [{o: options[o] for o in option_names(member) if o in options} for member in chosen.values()]
+
+
+def _meanings(member: type[Any]) -> Mapping[str, str]:
+    """What a member says of words that look like one of its options and mean something else."""
+    found: Mapping[str, str] = getattr(member, "not_options", {})
+    return found
 
 
 def explain(error: pydantic.ValidationError, section: str) -> str:
@@ -92,7 +101,7 @@ def explain(error: pydantic.ValidationError, section: str) -> str:
     key = ".".join(str(part) for part in parts if part != "")
     if first["type"] == "missing":
         return f"{key} is required"
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", f"a list{_as_list(first['input'])}")
     shown = repr(first["input"])
     value = (
         f"={first['input']}" if isinstance(first["input"], str | int | float | dict | list) and len(shown) < 80 else ""
@@ -102,6 +111,10 @@ def explain(error: pydantic.ValidationError, section: str) -> str:
         value = ""
     hint = "; YAML wants a space behind each colon of a map: {a: 1, b: 2}" if flow else ""
     return f"{key}{value}: {message[:1].lower()}{message[1:]}{hint}"
+
+
+def _as_list(given: Any) -> str:
+    return f", as [{given}]" if isinstance(given, str | int | float) else ""
 
 
 def _takes_bool(hint: Any) -> bool:

@@ -130,6 +130,10 @@ CONFIGURATION: dict[str, Mistake] = {
     "unknown interpolation": Mistake(train("data.path=${nowhere}"), ["nowhere"]),
     "too deep": Mistake(train("model.top=" + "[" * 5000), ["configuration"]),
     "too many digits": Mistake(train("train.batch_size=" + "9" * 6000), ["configuration"]),
+    "a weight of rows": Mistake(
+        train("data.weight=price"), ["data.weight is not an option", "a row has no weight of its own", "data.weights={"]
+    ),
+    "a word for a list": Mistake(train("data.dense=price"), ["data.dense=price", "a list, as [price]"]),
     "unclosed bracket": Mistake(train("model.top=[8"), ["configuration", "model.top=[8"]),
     "missing file": Mistake(train(config="nowhere.yaml"), ["nowhere.yaml", "no such configuration file"]),
     "a list": Mistake(train(config="list.yaml"), ["list.yaml", "not list"], text("list.yaml", "- a\n- b\n")),
@@ -230,9 +234,15 @@ DATA: dict[str, Mistake] = {
     ),
     "label 2": bad_row("label", 2, "2"),
     "no label": bad_row("label", None),
-    "id out of rows": bad_row("item", ROWS, str(ROWS)),
+    "id out of rows": bad_row("item", ROWS, str(ROWS), "hash the column with data.hash_size={item: 100000}, or raise"),
     "negative id": bad_row("shop", -1, "-1"),
     "no id": bad_row("item", None),
+    "beyond float32": bad_row("price", 3e38, "3e+38", "at most 1e+38"),
+    "a folder of folders": Mistake(
+        train("data.path=rows"),
+        ["divided into folders such as day=1"],
+        lambda folder: (folder / "rows/day=1").mkdir(parents=True),
+    ),
     "infinite": bad_row("price", float("inf"), "inf"),
     "id in a list": Mistake(
         train("data.path=bad.parquet"),

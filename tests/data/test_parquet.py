@@ -103,7 +103,7 @@ BAD = {
     "price is inf, it must be a finite number": without("price", 1, float("inf")),
     "item has id 5, outside of 0 … 4 (data.rows)": without("item", 1, 5),
     "item has id -1, outside of 0 … 4 (data.rows)": without("item", 1, -1),
-    "item has no id; hash it with data.hash_size": without("item", 1, None),
+    "item has no id": without("item", 1, None),
     "tags has id 3, outside of 0 … 2 (data.rows)": {**without("tags", 1, [0, 3, 4]), "marks": [[1, 1], [1, 1, 1], []]},
     "tags has no id": {**without("tags", 1, [None]), "marks": [[1, 1], [1], []]},
     "marks and tags are of different length": without("marks", 1, [1.0]),
@@ -191,7 +191,7 @@ def test_files_that_cannot_be_used(tmp_path):
             Parquet(path=str(tmp_path / name), **OPTIONS).open("train", "error")
     sizes = {"rows": {"tags": 3}, "hash_size": {"item": 9, "word": 9}}
     with pytest.raises(
-        DataError, match=r"other\.parquet: its columns are of other types than those of .*good\.parquet"
+        DataError, match=r"other\.parquet: column .item. holds String, in .*good\.parquet it holds Int64"
     ):
         Parquet(path=(str(good), str(tmp_path / "other.parquet")), **{**OPTIONS, **sizes}).open("train", "error")
 

@@ -3,8 +3,32 @@
 import numpy as np
 
 from shadowsync.data.batch import Batch
+from shadowsync.data.rows import FileRows
 from shadowsync.data.source import OpenSource, Slice
 from shadowsync.errors import DataError
+
+_LOOKED_AT = 1000  # rows
+_LARGE = 1e4
+
+
+def large_columns(source: OpenSource) -> str | None:
+    """A sentence on dense columns whose numbers are far too large to train on, as the first rows of a file show them.
+
+    Raises:
+        DataError: one of these rows cannot be used.
+    """
+    if not isinstance(source, FileRows) or not source.schema.dense:
+        return None
+    most = source.first(_LOOKED_AT).dense.abs().amax(0).tolist() if source.rows else []
+    found = [f"{name} ({value:.3g})" for name, value in zip(source.schema.dense, most, strict=True) if value > _LARGE]
+    if not found:
+        return None
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return (
+        f"dense columns with numbers beyond ±{_LARGE:,.0f}, which drown the others: {', '.join(found[:3])}{more}; list "
+        "ids in data.categorical with data.hash_size, take counts with data.log_dense=true, and scale the rest to "
+        "about −1 … 1"
+    )
 
 
 def check_ids(batch: Batch, source: OpenSource, part: Slice) -> None:

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.exposures import LETTERS, draw_exposures, read_market
+from shadowsync.data.files import PANIC
+from shadowsync.data.fingerprint import mark_of_options
 from shadowsync.data.history import Integers
 from shadowsync.data.parquet import OpenParquet, Parquet
 from shadowsync.data.promotion import Column, dense_columns, read_attributes, recent_categories
@@ -91,6 +93,8 @@ class CompleteJourney(Source):
         assert isinstance(opened, OpenParquet)
         if split == "train" and self.rows is not None:
             opened.limit(self.rows)
+        # By what it was made from: the bytes of what is prepared depend on who prepared it.
+        opened.known_as(mark_of_options(self, opened.rows, without=("cache",)))
         return opened
 
     def _folder(self) -> Path:
@@ -190,8 +194,11 @@ def read_package() -> dict[str, pl.DataFrame]:
         raise MissingExtra(_PACKAGE, "demo")
     folder = Path(found.origin).parent / "data"
     try:
-        return {name: pl.read_parquet(folder / f"{name}.parquet", columns=columns) for name, columns in _TABLES.items()}
-    except (OSError, pl.exceptions.PolarsError) as error:
+        return {
+            name: pl.read_parquet(folder / f"{name}.parquet", columns=columns, glob=False)
+            for name, columns in _TABLES.items()
+        }
+    except (OSError, pl.exceptions.PolarsError, PANIC) as error:
         reason = str(error).splitlines()[0]
         raise DataError(
             f"{folder}: the tables of {_PACKAGE} cannot be read ({reason}); install version 0.1.0"

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.files import File, resolve
+from shadowsync.data.files import PANIC, File, resolve
+from shadowsync.data.fingerprint import PART, digest
 from shadowsync.data.hashing import mix, to_rows
 from shadowsync.data.lines import Lines, open_lines
 from shadowsync.data.rows import FileRows, Problem
@@ -96,6 +97,7 @@ class OpenCriteo(FileRows):
 
     def read(self, part: Slice) -> Batch:
         """Parses a slice at once; only near a row that is wrong are rows looked at one by one."""
+        self.check_unchanged(part)
         text = self._lines[part.file].read(part.start, part.start + part.rows)
         columns = parse(text, part.rows)
         if columns is None:
@@ -108,6 +110,11 @@ class OpenCriteo(FileRows):
         values = torch.from_numpy(self._hash(categories).ravel())
         ids = Jagged(values, None, None, len(CATEGORICAL), len(labels))
         return Batch(torch.from_numpy(labels), torch.from_numpy(dense), ids)
+
+    def digest(self, file: int) -> str:
+        """Of the first and the last bytes."""
+        size = self.files[file].size
+        return digest(size, [(0, min(PART, size)), (max(0, size - PART), size)], self.files[file].read)
 
     def _hash(self, categories: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows in place of categories, column by column, as one column fits the processor's cache."""
@@ -137,7 +144,7 @@ def parse(text: bytes, rows: int) -> Columns | None:
         return None
     try:
         frame = pl.read_csv(text, separator="\t", has_header=False, schema=_TYPES, quote_char=None)
-    except pl.exceptions.PolarsError:
+    except (pl.exceptions.PolarsError, PANIC):
         return None
     if len(frame) != rows:
         return None

@@ -2,13 +2,15 @@
 
 import glob
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import fsspec.core
+import polars as pl
 
 from shadowsync.errors import DataError, ShadowSyncError
 
@@ -17,6 +19,8 @@ _url_to_fs: Any = fsspec.core.url_to_fs  # has no types
 _BLOCK = 8 << 20  # bytes of one request when a remote file is read through: few enough requests, little memory
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0)  # before a request is made again; together longer than a usual outage
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, ShadowSyncError)
+PANIC = pl.exceptions.PanicException
+"""How polars ends on bytes that it did not expect; no `Exception`, so that who catches those lets it pass."""
 _PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}  # those called otherwise than their module
 
 
@@ -39,6 +43,23 @@ class File:
     def local(self) -> bool:
         """It lies on this machine, at `key`; else it is read by ranges of bytes, with patience."""
         return _is_local(self.filesystem)
+
+    @property
+    def name(self) -> str:
+        """Without its folder."""
+        return self.path.rpartition("/")[2]
+
+    def stamp(self) -> tuple[int, int] | None:
+        """Size and time of the last change as they are now; None where the file is not on this machine.
+
+        Raises:
+            DataError: it is gone.
+        """
+        if not self.local:
+            return None
+        with reading(self.path):
+            found = Path(self.key).stat()
+        return found.st_size, found.st_mtime_ns
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes `start … stop − 1`.
@@ -86,12 +107,13 @@ class File:
                 yield from (block[begin : begin + size] for begin in range(0, len(block), size))
 
 
-def resolve(key: str, paths: str | Sequence[str]) -> tuple[File, ...]:
+def resolve(key: str, paths: str | Sequence[str], suffix: str | None = None) -> tuple[File, ...]:
     """The files meant by a path, a glob or a list of either; those of a glob in the order of their names.
 
     Args:
         key: the configuration key that holds `paths`, for messages.
         paths: local paths or URLs such as `s3://bucket/day_*.gz`.
+        suffix: a folder stands for its files of this suffix; None: for nothing.
 
     Raises:
         DataError: a file is missing, empty or a folder, or a glob matches nothing.
@@ -99,12 +121,12 @@ def resolve(key: str, paths: str | Sequence[str]) -> tuple[File, ...]:
     patterns = [paths] if isinstance(paths, str) else list(paths)
     if not patterns:
         raise DataError(f"{key} names no file: give a path, a glob or a list of paths")
-    return tuple(file for pattern in patterns for file in _expand(key, pattern))
+    return tuple(file for pattern in patterns for file in _expand(key, pattern, suffix))
 
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turns errors of file systems, whatever class each gives them, into `DataError`s that name `path`."""
+    """Turns errors of file systems and parsers, whatever class each gives them, into `DataError`s that name `path`."""
     try:
         yield
     except ShadowSyncError:
@@ -113,6 +135,8 @@ def reading(path: str) -> Iterator[None]:
         raise DataError(f"{path}: there is no such file") from error
     except IsADirectoryError as error:
         raise DataError(f"{path}: is a folder; name its files, for instance {path.rstrip('/')}/*") from error
+    except PANIC as error:
+        raise DataError(f"{path}: cannot be read: it is damaged, or was changed while it was being read") from error
     except Exception as error:
         raise DataError(f"{path}: cannot be read: {_reason(error)}") from error
 
@@ -133,17 +157,47 @@ def patiently(fetch: Callable[[], bytes]) -> bytes:
     return fetch()
 
 
-def _expand(key: str, pattern: str) -> Iterator[File]:
+def _expand(key: str, pattern: str, suffix: str | None) -> Iterator[File]:
     filesystem, inner = _open_filesystem(key, pattern)
     with reading(pattern):
         if not glob.has_magic(inner) or filesystem.exists(inner):
-            yield _file(filesystem, pattern, inner)
+            found = filesystem.info(inner)
+            if suffix is not None and found["type"] == "directory":
+                yield from _in_folder(filesystem, pattern, inner, suffix)
+            else:
+                yield _file(filesystem, pattern, inner, found)
             return
         matches = sorted(match for match in filesystem.glob(inner) if not filesystem.isdir(match))
         if not matches:
             raise DataError(f"{key}={pattern}: no file matches")
         for match in matches:
-            yield _file(filesystem, match if _is_local(filesystem) else filesystem.unstrip_protocol(match), match)
+            yield _file(filesystem, _shown(filesystem, match), match, filesystem.info(match))
+
+
+def _in_folder(filesystem: Any, pattern: str, folder: str, suffix: str) -> Iterator[File]:
+    """The files of a folder, in the order of their names; folders in it are not looked into."""
+    inside = sorted((entry["name"].rstrip("/"), entry["type"]) for entry in filesystem.ls(folder, detail=True))
+    names = [name for name, kind in inside if kind == "file" and name.endswith(suffix) and _last(name)[0] not in "._"]
+    if not names:
+        parts = [_last(name) for name, kind in inside if kind == "directory"]
+        hive = next((part for part in parts if "=" in part), None)
+        some = f"{pattern.rstrip('/')}/{hive or '*'}/*{suffix}"
+        if hive is not None:
+            raise DataError(
+                f"{pattern}: is divided into folders such as {hive}, whose columns are not read yet: name the files, "
+                f"for instance {some}, and write {hive.partition('=')[0]!r} into them if the model needs it"
+            )
+        raise DataError(f"{pattern}: is a folder without files that end in {suffix}; name files, for instance {some}")
+    for name in names:
+        yield _file(filesystem, _shown(filesystem, name), name, filesystem.info(name))
+
+
+def _last(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _shown(filesystem: Any, key: str) -> str:
+    return key if _is_local(filesystem) else str(filesystem.unstrip_protocol(key))
 
 
 def _open_filesystem(key: str, pattern: str) -> tuple[Any, str]:
@@ -159,10 +213,9 @@ def _open_filesystem(key: str, pattern: str) -> tuple[Any, str]:
     return filesystem, inner
 
 
-def _file(filesystem: Any, path: str, key: str) -> File:
-    with reading(path):
-        information = filesystem.info(key)
-        if information["type"] == "directory":
+def _file(filesystem: Any, path: str, key: str, information: Mapping[str, Any]) -> File:
+    if information["type"] == "directory":
+        with reading(path):
             raise IsADirectoryError
     if information["size"] is None:
         raise DataError(f"{path}: the server does not say how long it is; copy it to this machine first")

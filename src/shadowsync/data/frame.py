@@ -16,7 +16,9 @@ from shadowsync.data.hashing import hash_strings, mix, to_rows
 from shadowsync.data.rows import Problem
 
 Mask = NDArray[np.bool_]
-Finding = tuple[Mask, Callable[[int], str]]  # the rows that have a problem, and what to say of one
+Finding = tuple[Mask, Callable[[int], Problem]]  # the rows that have a problem, and what to say of one
+
+_MOST = 1e38  # of a dense value; sums and products of larger ones are beyond float32
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,12 @@ def batch_of(frame: pl.DataFrame, layout: Layout) -> Batch | None:
 
 def problems(frame: pl.DataFrame, layout: Layout) -> list[Problem]:
     """The first problem of each bad row, in the order of the rows."""
-    first: dict[int, str] = {}
-    for bad, text in _findings(frame, layout):
+    first: dict[int, Problem] = {}
+    for bad, problem in _findings(frame, layout):
         for row in np.flatnonzero(bad).tolist():
-            first.setdefault(row, text(row))
-    return [Problem(row, first[row]) for row in sorted(first)]
+            if row not in first:
+                first[row] = problem(row)
+    return [first[row] for row in sorted(first)]
 
 
 def _labels(frame: pl.DataFrame, layout: Layout) -> NDArray[np.float32] | None:
@@ -79,7 +82,7 @@ def _dense(frame: pl.DataFrame, layout: Layout) -> NDArray[np.float32] | None:
     dense = np.empty((len(frame), len(layout.dense)), dtype=np.float32)
     for position, name in enumerate(layout.dense):
         dense[:, position] = _numbers(frame[name]).to_numpy()
-    if not np.isfinite(dense.sum()) and not np.isfinite(dense).all():
+    if not (dense.max(initial=0) <= _MOST and dense.min(initial=0) >= -_MOST):  # not so either where one is no number
         return None
     return np.log1p(np.maximum(dense, 0)) if layout.log_dense else dense
 
@@ -154,7 +157,7 @@ def _ids(values: pl.Series, column: Column) -> NDArray[np.int64] | None:
 def _label_finding(label: pl.Series) -> Finding:
     numbers = label.cast(pl.Float32).fill_null(-1).to_numpy()
     wrong = (numbers != 0) & (numbers != 1)
-    return wrong, lambda row: f"the label ({label.name}) is {_show(label[row])}, it must be 0 or 1"
+    return wrong, lambda row: Problem(row, f"the label ({label.name}) is {_show(label[row])}, it must be 0 or 1")
 
 
 def _findings(frame: pl.DataFrame, layout: Layout) -> Iterator[Finding]:
@@ -171,28 +174,39 @@ def _findings(frame: pl.DataFrame, layout: Layout) -> Iterator[Finding]:
 
 
 def _dense_finding(series: pl.Series) -> Finding:
-    wrong = ~np.isfinite(_numbers(series).to_numpy())
-    return wrong, lambda row: f"{series.name} is {_show(series[row])}, it must be a finite number"
+    wrong = ~(np.abs(_numbers(series).to_numpy()) <= _MOST)
+    allowed = f"it must be a finite number of at most {_MOST:.0e}"
+    return wrong, lambda row: Problem(row, f"{series.name} is {_show(series[row])}, {allowed}")
 
 
 def _id_findings(frame: pl.DataFrame, column: Column) -> Iterator[Finding]:
     flat, counts = _flatten(frame[column.name], column.listed)
     rows = np.repeat(np.arange(len(frame)), counts)
     missing = flat.is_null().to_numpy()
-    yield _rows_with(missing, rows, len(frame)), lambda _: f"{column.name} has no id; hash it with data.hash_size"
+    hashed = f"hash the column with data.hash_size={{{column.name}: 100000}}"
+    yield (
+        _rows_with(missing, rows, len(frame)),
+        lambda row: Problem(row, f"{column.name} has no id", f"{hashed}, which takes missing ones to row 0"),
+    )
     outside = ~missing & (flat.fill_null(0).to_numpy().astype(np.int64).view(np.uint64) >= column.rows)
     ids = dict(zip(rows[outside][::-1].tolist(), flat.filter(pl.Series(outside)).to_list()[::-1], strict=True))
     allowed = f"outside of 0 … {column.rows - 1} (data.rows)"
-    yield _rows_with(outside, rows, len(frame)), lambda row: f"{column.name} has id {ids[row]}, {allowed}"
+    yield (
+        _rows_with(outside, rows, len(frame)),
+        lambda row: Problem(
+            row, f"{column.name} has id {ids[row]}, {allowed}", f"{hashed}, or raise data.rows above its highest id"
+        ),
+    )
 
 
 def _weight_findings(frame: pl.DataFrame, column: Column, weights: str) -> Iterator[Finding]:
     _, counts = _flatten(frame[column.name], listed=True)
     flat, weight_counts = _flatten(frame[weights], listed=True)
-    yield weight_counts != counts, lambda _: f"{weights} and {column.name} are of different length"
+    yield weight_counts != counts, lambda row: Problem(row, f"{weights} and {column.name} are of different length")
     wrong = ~np.isfinite(flat.cast(pl.Float32).fill_null(np.nan).to_numpy())
     rows = np.repeat(np.arange(len(frame)), weight_counts)
-    yield _rows_with(wrong, rows, len(frame)), lambda _: f"{weights} has a weight that is not a finite number"
+    text = f"{weights} has a weight that is not a finite number"
+    yield _rows_with(wrong, rows, len(frame)), lambda row: Problem(row, text)
 
 
 def _rows_with(flags: Mask, rows: NDArray[np.int64], count: int) -> Mask:

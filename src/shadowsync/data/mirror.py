@@ -89,6 +89,14 @@ class Mirror:
             if group.first_row < start + rows and start < group.stop_row:
                 self._fetch_group(group)
 
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes `start … stop − 1`, which are fetched unless they lie in what was fetched with the footer.
+
+        Raises:
+            DataError: the remote file cannot be read.
+        """
+        return self._file.read(start, stop) if start < self._tail else os.pread(self._handle, stop - start, start)
+
     def _fetch_group(self, group: _Group) -> None:
         with group.lock:
             if group.fetched:
@@ -121,6 +129,13 @@ def _groups(metadata: Any, columns: Collection[str]) -> Iterator[_Group]:
         spans = [_chunk_span(chunk) for chunk in chunks if _belongs(chunk.path_in_schema, columns)]
         yield _Group(first_row, first_row + group.num_rows, _joined(spans))
         first_row += group.num_rows
+
+
+def column_span(metadata: Any, column: str) -> Span | None:
+    """The bytes that hold the column in the first row group; None where there is none."""
+    group = metadata.row_group(0)
+    chunks = (group.column(position) for position in range(group.num_columns))
+    return next((_chunk_span(chunk) for chunk in chunks if _belongs(chunk.path_in_schema, (column,))), None)
 
 
 def _belongs(path: str, columns: Collection[str]) -> bool:

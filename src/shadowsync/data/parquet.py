@@ -5,19 +5,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import polars as pl
+import pyarrow.parquet
 from pydantic import Field
 
 from shadowsync.data.batch import Batch
-from shadowsync.data.files import File, reading, resolve
+from shadowsync.data.files import PANIC, File, reading, resolve
+from shadowsync.data.fingerprint import PART, digest
 from shadowsync.data.frame import Column, Layout, batch_of, problems
-from shadowsync.data.mirror import Mirror
+from shadowsync.data.mirror import Mirror, column_span
 from shadowsync.data.rows import FileRows
 from shadowsync.data.source import Feature, OpenSource, Pooling, Schema, Slice, Source
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.registry import nearest
+
+pq: Any = pyarrow.parquet  # has no types
 
 Rows = Annotated[int, Field(ge=1, le=1 << 32)]
 
@@ -32,6 +36,11 @@ class Parquet(Source):
     """
 
     name: ClassVar[str] = "parquet"
+    not_options: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("weight", "sample_weight", "sample_weights", "weight_column"),
+        "all rows count alike, a row has no weight of its own yet; data.weights={COLUMN: WEIGHTS} is for the ids of a "
+        "list column",
+    )
 
     path: Annotated[
         str | tuple[str, ...], Field(description="training rows: a file, a glob or a list, any URL of fsspec")
@@ -90,7 +99,7 @@ class Parquet(Source):
         paths = self.path if split == "train" else self.test_path
         if paths is None:
             return None
-        files = resolve("data.path" if split == "train" else "data.test_path", paths)
+        files = resolve("data.path" if split == "train" else "data.test_path", paths, ".parquet")
         return OpenParquet(self, files, on_bad_row)
 
     def size(self, name: str) -> tuple[int, bool]:
@@ -115,13 +124,13 @@ class OpenParquet(FileRows):
         wanted = [*options.label_columns, *options.dense, *options.categorical, *options.weights.values()]
         self._mirrors = [None if file.local else Mirror(file, wanted) for file in files]
         paths = [file.key if m is None else m.path for file, m in zip(files, self._mirrors, strict=True)]
+        self._paths, self._label = paths, options.label
         opened = [_Checked(options, file, path) for file, path in zip(files, paths, strict=True)]
         self._layout = opened[0].layout()
         for other in opened[1:]:
-            if other.layout() != self._layout:
-                raise DataError(f"{other.file.path}: its columns are of other types than those of {files[0].path}")
+            other.check_like(opened[0])
         self.labelled = options.label is not None
-        self._frames = [pl.scan_parquet(path).select(list(dict.fromkeys(wanted))) for path in paths]
+        self._frames = [pl.scan_parquet(path, glob=False).select(list(dict.fromkeys(wanted))) for path in paths]
         super().__init__(_schema(options, self._layout), files, [file.rows() for file in opened], on_bad_row)
 
     def read(self, part: Slice) -> Batch:
@@ -136,15 +145,30 @@ class OpenParquet(FileRows):
 
     def _frame(self, part: Slice) -> pl.DataFrame:
         path, mirror = self.files[part.file].path, self._mirrors[part.file]
+        self.check_unchanged(part)
         if mirror is not None:
             mirror.fetch(part.start, part.rows)
         with reading(path):
             try:
                 return self._frames[part.file].slice(part.start, part.rows).collect()
-            except pl.exceptions.PolarsError as error:
+            except (pl.exceptions.PolarsError, PANIC) as error:
                 raise DataError(
                     f"{path}: row {part.start + 1} and those after cannot be decoded: {_line(error)}"
                 ) from error
+
+    def digest(self, file: int) -> str:
+        """Of the footer, which has sizes and bounds of all columns, and of the first labels, which hardly show there.
+
+        Not of the file's other bytes, unless it is small.
+        """
+        size, path, mirror = self.files[file].size, self._paths[file], self._mirrors[file]
+        with reading(self.files[file].path):
+            metadata = pq.read_metadata(path)
+            spans = [(size - 8 - metadata.serialized_size, size)]
+            labels = None if self._label is None else column_span(metadata, self._label)
+        if labels is not None:
+            spans.append((labels[0], min(labels[1], labels[0] + PART)))
+        return digest(size, spans, self.files[file].read if mirror is None else mirror.read)
 
     def close(self) -> None:
         """Removes what was fetched of remote files."""
@@ -165,11 +189,12 @@ class _Checked:
         with reading(file.path):
             try:
                 self.types = pl.read_parquet_schema(path)
-            except pl.exceptions.PolarsError as error:
+            except (pl.exceptions.PolarsError, PANIC) as error:
                 raise DataError(f"{file.path}: is not a parquet file, or was cut: {_line(error)}") from error
 
     def rows(self) -> int:
-        count = int(pl.scan_parquet(self.path).select(pl.len()).collect().item())
+        with reading(self.file.path):
+            count = int(pl.scan_parquet(self.path, glob=False).select(pl.len()).collect().item())
         if count == 0:
             raise DataError(f"{self.file.path}: has no rows")
         return count
@@ -181,6 +206,15 @@ class _Checked:
                 self._need(_is_number(self._type(key, name)), key, name, "one number per row")
         columns = tuple(self._column(name) for name in options.categorical)
         return Layout(options.label, options.dense, columns, options.log_dense)
+
+    def check_like(self, first: "_Checked") -> None:
+        """Raises `DataError` if a column is of another type than in the first file, so that its ids would differ."""
+        for here, there in zip(self.layout().columns, first.layout().columns, strict=True):
+            if here != there:
+                raise DataError(
+                    f"{self.file.path}: column {here.name!r} holds {self.types[here.name]}, in {first.file.path} it "
+                    f"holds {first.types[here.name]}: write all files with the same types"
+                )
 
     def _column(self, name: str) -> Column:
         kind, (rows, hashed) = self._type("categorical", name), self.options.size(name)
@@ -200,6 +234,8 @@ class _Checked:
         if name not in self.types:
             has = ", ".join(list(self.types)[:50])
             hint = nearest(name, self.types)
+            if f"/{name}=" in self.file.path:
+                hint = ": it is in the name of a folder, and columns that folders are named after are not read yet"
             raise DataError(f"{self.file.path}: there is no column {name!r} (data.{key}){hint}; the file has {has}")
         return self.types[name]
 
@@ -229,5 +265,7 @@ def _schema(options: Parquet, layout: Layout) -> Schema:
     )
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
+    if isinstance(error, PANIC):
+        return "it is damaged, or was changed while it was being read"
     return str(error).splitlines()[0] if str(error) else type(error).__name__

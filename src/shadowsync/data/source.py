@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from shadowsync.data.batch import Batch
+from shadowsync.data.fingerprint import Mark
 
 Pooling = Literal["sum", "mean", "none"]
 """How the vectors of one sample's ids become one; `none` keeps them apart, as a sequence in the order of the ids."""
@@ -111,6 +112,10 @@ class OpenSource(ABC):
     @abstractmethod
     def place(self, part: Slice, row: int) -> str:
         """Where row `row` of what `read(part)` gave comes from, for messages: `file, row 17`."""
+
+    def marks(self) -> tuple[Mark, ...]:
+        """By what this data is known again; empty where that cannot be said."""
+        return ()
 
     def close(self) -> None:  # noqa: B027 (nothing to do is the common case)
         """Lets go of open files."""

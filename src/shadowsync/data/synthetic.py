@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.batch import Batch, Jagged
+from shadowsync.data.fingerprint import Mark, mark_of_options
 from shadowsync.data.source import BadRows, Feature, OpenSource, Schema, Slice, Source
 from shadowsync.data.teacher import Floats, Integers, Teacher, TeacherOptions, auc, latents, make_teacher, sigmoid
 from shadowsync.errors import ConfigError
@@ -123,6 +124,10 @@ class OpenSynthetic(OpenSource):
         """Slices of `rows_per_slice` rows, the last one shorter."""
         starts = range(0, self.rows, rows_per_slice)
         return [Slice(k, 0, start, min(rows_per_slice, self.rows - start)) for k, start in enumerate(starts)]
+
+    def marks(self) -> tuple[Mark, ...]:
+        """Its options."""
+        return (mark_of_options(self._options, self.rows, without=("test_rows",)),)
 
     def read(self, part: Slice) -> Batch:
         """Makes the blocks that the slice lies in."""

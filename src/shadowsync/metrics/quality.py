@@ -24,6 +24,8 @@ from shadowsync.metrics.scores import (
 
 _CHUNK_SAMPLES = 4096
 _STRETCH_SAMPLES = 10_000
+EXTREME_NATS = 1000.0
+"""A log loss that no prediction has from which something can be learnt: an untrained model has 0.7."""
 
 
 class Peak(msgspec.Struct, frozen=True):
@@ -93,7 +95,7 @@ class Quality:
     """
 
     def __init__(self, window: int) -> None:
-        """`window`: samples over which the window's NE is taken; costs 8 bytes each."""
+        """`window`: samples over which the window's NE is taken; costs 12 bytes each."""
         self._lifetime = _Sums()
         self._window = _Window(window)
         self._stretches = _Stretches()
@@ -131,6 +133,12 @@ class Quality:
     def ne_window(self) -> float | None:
         """Normalized entropy over the last `window` samples."""
         return normalized_entropy(*self._window.sums())
+
+    def window_loss(self) -> tuple[float, int, int]:
+        """Mean log loss of the last `window` samples, how many of them have more than `EXTREME_NATS`, and of how many
+        samples that is."""
+        loss, _, count = self._window.sums()
+        return loss / count if count else 0.0, self._window.extremes(), count
 
     @property
     def peak(self) -> Peak | None:
@@ -204,7 +212,7 @@ class _Sums:
 
 
 class _Window:
-    """Loss and label of the last `size` samples, in chunks `[2, C]`, oldest first."""
+    """Loss and label of the last `size` samples, and whether the loss is extreme, in chunks `[3, C]`, oldest first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -213,7 +221,7 @@ class _Window:
 
     def add(self, loss: Tensor, labels: Tensor) -> None:
         """Takes `[B]` new samples and forgets as many of the oldest as are beyond the window."""
-        chunk = torch.stack([loss, labels])[:, -self._size :]
+        chunk = torch.stack([loss, labels, (loss > EXTREME_NATS).to(loss.dtype)])[:, -self._size :]
         self._count += chunk.shape[1]
         if self._chunks and self._chunks[-1].shape[1] < _CHUNK_SAMPLES:
             chunk = torch.cat([self._chunks.pop(), chunk], dim=1)
@@ -231,8 +239,12 @@ class _Window:
         """Sum of the loss, sum of the labels, samples in the window."""
         total = torch.zeros(2, dtype=torch.float64)
         for chunk in self._chunks:
-            total += chunk.sum(dim=1, dtype=torch.float64)
+            total += chunk[:2].sum(dim=1, dtype=torch.float64)
         return float(total[0]), float(total[1]), self._count
+
+    def extremes(self) -> int:
+        """Samples with an extreme loss; restored ones, of which only the mean is known, do not count."""
+        return int(sum(float(chunk[2].sum()) for chunk in self._chunks))
 
     def state(self) -> list[float]:
         return list(self.sums())
@@ -243,7 +255,7 @@ class _Window:
         self._chunks.clear()
         self._count = min(int(count), self._size)
         if self._count:
-            self._chunks.append(torch.tensor([[loss / count], [label / count]]).expand(2, self._count))
+            self._chunks.append(torch.tensor([[loss / count], [label / count], [0.0]]).expand(3, self._count))
 
 
 @dataclass

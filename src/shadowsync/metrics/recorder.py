@@ -246,6 +246,11 @@ class Recorder:
         self.drain()
         return self._base.samples + self._all.samples - self._quality.samples
 
+    def window_loss(self) -> tuple[float, int, int]:
+        """As `Quality.window_loss`."""
+        with self._lock:
+            return self._quality.window_loss()
+
     def frame(self, counts: JobCounts, *, ended: bool = False) -> Frame:
         """The state of the job now; its rates are over the time since the frame before.
 

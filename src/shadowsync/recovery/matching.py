@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+from shadowsync.data.fingerprint import Mark, summary
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError
 
@@ -42,6 +43,40 @@ def match_optimizer(saved: Mapping[str, Collection[str]], wanted: Mapping[str, C
                 f"the optimizer of table {table} kept {has} in the checkpoint and needs {needs} in this job: set "
                 "embedding.optimizer to the one it was trained with"
             )
+
+
+def match_data(name: str, saved: Sequence[Mark], given: Sequence[Mark], accepted: str | None) -> None:
+    """Compares the data that a checkpoint was trained on with that of the job.
+
+    Args:
+        name: of the checkpoint.
+        saved: what it was trained on; empty where that is not known.
+        given: what there is now.
+        accepted: `data.accept`, the summary of data with which to go on all the same.
+
+    Raises:
+        CheckpointError: says what differs, and how to go on.
+    """
+    if not saved or not given or tuple(saved) == tuple(given) or accepted == (word := summary(given)):
+        return
+    raise CheckpointError(
+        f"{name} was trained on other data: {_data_difference(saved, given)}; give it the same data, or set "
+        f"data.accept={word} to go on with this data from the same row"
+    )
+
+
+def _data_difference(saved: Sequence[Mark], given: Sequence[Mark]) -> str:
+    had, has = ([mark.name for mark in marks] for marks in (saved, given))
+    if had != has and sorted(had) == sorted(has):
+        return f"its files came in another order, from {had[0]} to {had[-1]}"
+    if len(had) != len(has):
+        return f"it had {len(had)} file(s), {had[0]} to {had[-1]}, and this is {len(has)}, {has[0]} to {has[-1]}"
+    there, here = next((there, here) for there, here in zip(saved, given, strict=True) if there != here)
+    if there.name != here.name:
+        return f"it was {there.name}, this is {here.name}"
+    if there.size != here.size:
+        return f"{here.name} was of size {there.size:,} and is of size {here.size:,}"
+    return f"{here.name} is of the same size and has other contents"
 
 
 def _fields(saved: Table, wanted: Table) -> tuple[tuple[str, object, object], ...]:

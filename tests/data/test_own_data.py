@@ -1,0 +1,259 @@
+"""Data of a user's own: damaged or changed under way, oddly named, drifting, unscaled; and how it is known again."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import polars as pl
+import pytest
+from data_samples import criteo_row, write_criteo
+from polars.exceptions import PanicException
+
+from shadowsync.data import criteo
+from shadowsync.data.batch import Batch
+from shadowsync.data.checks import large_columns
+from shadowsync.data.criteo import Criteo
+from shadowsync.data.files import File
+from shadowsync.data.parquet import OpenParquet, Parquet
+from shadowsync.data.synthetic import Synthetic
+from shadowsync.errors import DataError
+
+pytestmark = pytest.mark.timeout(60)
+
+ROWS = 60
+
+
+def frame(rows: int = ROWS, first: float = 0.0, **columns: Any) -> pl.DataFrame:
+    numbers = np.arange(rows)
+    return pl.DataFrame({"label": numbers % 2, "price": first + numbers * 0.5, "item": numbers % 50, **columns})
+
+
+def opened(*paths: Path | str, **options: Any) -> OpenParquet:
+    given: dict[str, Any] = {"dense": ("price",), "categorical": ("item",), "rows": 50, **options}
+    source = Parquet(path=tuple(str(path) for path in paths), **given).open("train", "error")
+    assert isinstance(source, OpenParquet)
+    return source
+
+
+def read(source: OpenParquet, number: int = 0, rows: int = 10) -> Batch:
+    return source.read(source.slices(rows)[number])
+
+
+def written(path: Path, table: pl.DataFrame, **how: Any) -> Path:
+    table.write_parquet(path, **how)
+    return path
+
+
+# --- damaged and changed under way -----------------------------------------------------------------------------------
+
+
+def test_a_panic_of_the_parser_is_an_error_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "rows.parquet", frame(40_000), row_group_size=10_000)
+    monkeypatch.setattr(File, "stamp", lambda file: None)
+    source = opened(path)
+    read(source)
+    os.truncate(path, 1000)  # polars keeps the footer that it has read, and panics where the rows should be
+    with pytest.raises(DataError, match=r"rows\.parquet: row 31 and those after cannot be decoded: it is damaged"):
+        read(source, 3)
+
+
+@pytest.mark.parametrize(("owner", "called"), [(pl, "read_parquet_schema"), (pl.LazyFrame, "collect")])
+def test_a_panic_at_opening_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, called: str
+) -> None:
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("called `Result::unwrap()` on an `Err` value")
+
+    path = written(tmp_path / "rows.parquet", frame())
+    monkeypatch.setattr(owner, called, panic)
+    with pytest.raises(DataError, match=r"rows\.parquet: .*damaged, or was changed while it was being read"):
+        opened(path)
+
+
+def test_a_panic_over_text_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(criteo.pl, "read_csv", panic)
+    assert criteo.parse((criteo_row(1) + "\n").encode(), 1) is None
+
+
+def test_a_file_replaced_under_way_is_an_error(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.parquet", frame())
+    source = opened(path)
+    read(source)
+    path.write_bytes(np.random.default_rng(0).bytes(path.stat().st_size))
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(DataError, match=r"rows\.parquet: .*(changed while it was being read|cannot be read)"):
+        read(source, 1)
+    written(path, frame(first=7.0))
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(DataError, match=r"rows\.parquet: was changed while it was being read \(row 11 was next\)"):
+        read(source, 1)
+    path.unlink()
+    with pytest.raises(DataError, match=r"rows\.parquet: there is no such file"):
+        read(source, 1)
+
+
+def test_a_file_that_was_only_touched_is_read_on(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.parquet", frame())
+    text = write_criteo(tmp_path / "rows.tsv", [criteo_row(number) for number in range(20)])
+    source, lines = opened(path), Criteo(path=str(text)).open("train", "error")
+    assert lines is not None
+    for touched in (path, text):
+        os.utime(touched, ns=(5, 5))
+    assert len(read(source, 1)) == 10
+    assert len(lines.read(lines.slices(10)[0])) == 10
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("literal", "other"), [("day[1].parquet", "day1.parquet"), ("day*.parquet", "day2.parquet")])
+def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path: Path, literal: str, other: str) -> None:
+    written(tmp_path / other, frame(first=1000.0))
+    source = opened(written(tmp_path / literal, frame(30)))
+    assert source.rows == 30
+    assert read(source).dense[0].tolist() == [0.0]
+
+
+def test_a_folder_stands_for_its_parquet_files(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    (folder / "older").mkdir(parents=True)
+    for number in (2, 1):
+        written(folder / f"part-{number}.parquet", frame(10, first=100.0 * number))
+    for name in ("_SUCCESS", "_metadata.parquet", ".hidden.parquet", "notes.txt"):
+        (folder / name).write_text("")
+    written(folder / "older" / "part-0.parquet", frame(10))
+    source = opened(folder)
+    assert [Path(file.path).name for file in source.files] == ["part-1.parquet", "part-2.parquet"]
+    assert read(source, 1).dense[0].tolist() == [200.0]
+
+
+def test_folders_that_are_columns_are_told_of(tmp_path: Path) -> None:
+    (tmp_path / "rows" / "day=3").mkdir(parents=True)
+    written(tmp_path / "rows" / "day=3" / "a.parquet", frame())
+    with pytest.raises(DataError, match=r"divided into folders such as day=3, whose columns are not read yet: name"):
+        opened(tmp_path / "rows")
+    with pytest.raises(DataError, match=r"there is no column 'day' \(data.dense\): it is in the name of a folder"):
+        opened(tmp_path / "rows" / "*" / "*.parquet", dense=("day",))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty: is a folder without files that end in \.parquet"):
+        opened(tmp_path / "empty")
+
+
+# --- drift -----------------------------------------------------------------------------------------------------------
+
+ITEM_AS_TEXT = pl.col("item").cast(pl.String)
+ITEM_AS_NUMBER = pl.col("item").cast(pl.Float64)
+
+
+@pytest.mark.parametrize(
+    ("second", "options", "said"),
+    [
+        (frame().drop("price"), {}, r"b\.parquet: there is no column 'price' \(data\.dense\)"),
+        (frame().drop("item"), {}, r"b\.parquet: there is no column 'item' \(data\.categorical\)"),
+        (frame().with_columns(ITEM_AS_TEXT), {}, r"b\.parquet: column 'item' .* holds String, it must hold integers"),
+        (
+            frame().with_columns(ITEM_AS_TEXT),
+            {"rows": None, "hash_size": 50},
+            r"b\.parquet: column 'item' holds String, in .*a\.parquet it holds Int64: write all files with the same",
+        ),
+        (frame().with_columns(ITEM_AS_NUMBER), {}, r"b\.parquet: column 'item' .* holds Float64, it must hold integ"),
+        (
+            frame().with_columns(pl.concat_list("item")),
+            {},
+            r"b\.parquet: column 'item' holds List\(Int64\), in .*a\.parquet it holds Int64",
+        ),
+        (frame().with_columns(pl.col("price").cast(pl.String)), {}, r"b\.parquet: column 'price' .* holds String"),
+    ],
+)
+def test_drift_names_file_and_column(tmp_path: Path, second: pl.DataFrame, options: dict[str, Any], said: str) -> None:
+    first = written(tmp_path / "a.parquet", frame())
+    with pytest.raises(DataError, match=said):
+        opened(first, written(tmp_path / "b.parquet", second), **options)
+
+
+def test_drift_that_means_the_same_is_read(tmp_path: Path) -> None:
+    first = written(tmp_path / "a.parquet", frame().with_columns(pl.col("price").cast(pl.Int64)))
+    second = frame().with_columns(pl.col("item").cast(pl.Int32), pl.lit(1).alias("more"))
+    source = opened(first, written(tmp_path / "b.parquet", second))
+    assert read(source, ROWS // 10).dense[1].tolist() == [0.5]
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e300, float("inf"), float("nan")])
+def test_a_number_beyond_float32_is_a_bad_row(tmp_path: Path, value: float) -> None:
+    prices = pl.Series("price", [1.0, value, value])
+    source = opened(written(tmp_path / "rows.parquet", frame(3).with_columns(prices)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(DataError, match=r"row 2: price is .*, it must be a finite number of at most 1e\+38; mend"):
+            read(source)
+
+
+def test_numbers_too_large_to_train_on_are_told_of(tmp_path: Path) -> None:
+    ids = np.arange(ROWS) + (1 << 60)
+    path = written(tmp_path / "rows.parquet", frame(user=ids, **{f"d{k}": ids for k in range(3)}))
+    said = large_columns(opened(path, dense=("price", "user", "d0", "d1", "d2")))
+    assert said is not None
+    assert "user (1.15e+18), d0 (1.15e+18), d1 (1.15e+18) and 1 more; list ids in data.categorical" in said
+    assert "price" not in said
+    for good in (opened(path), opened(path, dense=("user",), log_dense=True), opened(path, dense=())):
+        assert large_columns(good) is None
+
+
+# --- knowing data again ----------------------------------------------------------------------------------------------
+
+
+def marks_of(labels: Sequence[int], path: Path, **options: Any) -> Any:
+    numbers = np.arange(len(labels))
+    table = pl.DataFrame({"price": numbers * 0.5, "item": numbers % 50, "label": labels})
+    return opened(written(path, table, compression="uncompressed"), **options).marks()
+
+
+@pytest.mark.parametrize("rows", [100, 300_000])
+def test_flipped_labels_are_other_data_although_the_footer_is_the_same(tmp_path: Path, rows: int) -> None:
+    labels = np.random.default_rng(0).integers(0, 2, rows)
+    paths = [tmp_path / name / "rows.parquet" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+    before, after = marks_of(labels, paths[0])[0], marks_of(1 - labels, paths[1])[0]
+    assert (before.name, before.size) == (after.name, after.size)
+    assert before.digest != after.digest
+    assert paths[0].stat().st_size == before.size
+    paths[1].write_bytes(paths[0].read_bytes())
+    assert opened(paths[1]).marks() == (before,)  # the same bytes at another place
+    with fsspec.open("memory://far/rows.parquet", "wb") as stream:
+        stream.write(paths[0].read_bytes())
+    assert opened("memory://far/rows.parquet").marks() == (before,)
+
+
+def test_text_is_known_by_its_ends(tmp_path: Path) -> None:
+    rows = [criteo_row(number) for number in range(6000)]
+    first = Criteo(path=str(write_criteo(tmp_path / "log.tsv", rows))).open("train", "error")
+    assert first is not None
+    before = first.marks()
+    assert before[0].size > 1 << 20
+    for row in (0, 5999):
+        changed = [*rows[:row], str(1 - int(rows[row][0])) + rows[row][1:], *rows[row + 1 :]]
+        other = Criteo(path=str(write_criteo(tmp_path / "log.tsv", changed))).open("train", "error")
+        assert other is not None
+        assert other.marks()[0].size == before[0].size
+        assert other.marks() != before
+
+
+def test_rows_that_are_made_are_known_by_their_options() -> None:
+    def marks(**options: Any) -> Any:
+        source = Synthetic(rows=100, table_rows=50, dense=2, features=2, **options).open("train", "error")
+        assert source is not None
+        return source.marks()
+
+    assert marks(test_rows=7) == marks() == marks(seed=0)
+    assert marks(seed=1) != marks()

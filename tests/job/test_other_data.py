@@ -1,0 +1,131 @@
+"""A resumed job knows its data again; numbers that nothing can be learnt from are told of, or end the run."""
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from job_helpers import error_of, settings, train_counted, write_rows
+from rich.console import Console
+
+from shadowsync import Job
+from shadowsync.errors import CheckpointError, RunError
+from shadowsync.job_state import JobState
+
+pytestmark = pytest.mark.timeout(60)
+
+ROWS = 60
+
+
+def finished(folder: Path) -> tuple[dict[str, Any], Path]:
+    """A configuration, and a run of it that is done."""
+    config, out = settings(write_rows(folder / "rows.parquet", ROWS)), folder / "out"
+    train_counted(config, out)
+    return config, out
+
+
+def with_data(config: dict[str, Any], **data: Any) -> dict[str, Any]:
+    return {**config, "data": config["data"] | {key: str(value) for key, value in data.items()}}
+
+
+def refused(config: dict[str, Any], out: Path) -> str:
+    before = (out / "result.json").read_bytes()
+    error = error_of(lambda: train_counted(config, out, resume=out))
+    assert isinstance(error, CheckpointError)
+    assert (out / "result.json").read_bytes() == before
+    return str(error)
+
+
+def flip_labels(path: Path) -> None:
+    pl.read_parquet(path).with_columns(1 - pl.col("label")).write_parquet(path)
+
+
+def test_other_data_of_as_many_rows_is_refused_and_may_be_accepted(tmp_path: Path) -> None:
+    config, out = finished(tmp_path)
+    others = with_data(config, path=write_rows(tmp_path / "new.parquet", ROWS, seed=1))
+    others["data"]["epochs"] = 2
+    said = refused(others, out)
+    assert "samples-000000000060 was trained on other data: it was rows.parquet, this is new.parquet; give" in said
+    word = said.partition("data.accept=")[2].partition(" ")[0]
+    accepted = {**others, "data": others["data"] | {"accept": word}}
+    _, trained = train_counted(accepted, out, resume=out)
+    assert trained == dict.fromkeys(range(ROWS), 1)
+    flip_labels(tmp_path / "new.parquet")
+    assert "new.parquet" in refused(accepted, out)  # only the very data that was meant
+
+
+def test_changed_labels_are_noticed(tmp_path: Path) -> None:
+    config, out = finished(tmp_path)
+    flip_labels(tmp_path / "rows.parquet")
+    assert "was trained on other data: rows.parquet " in refused(config, out)
+
+
+def test_moved_data_is_the_same_and_a_finished_run_says_that_nothing_is_left(tmp_path: Path) -> None:
+    config, out = finished(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "rows.parquet").rename(tmp_path / "elsewhere" / "rows.parquet")
+    os.utime(moved, ns=(1, 1))
+    _, trained = train_counted(with_data(config, path=moved), out, resume=out)
+    assert not trained
+    said = io.StringIO()
+    small = settings(moved, model={"name": "dlrm", "bottom": [8], "top": [8]})
+    Job(small, out=tmp_path / "dlrm").run()
+    Job(small, out=tmp_path / "dlrm", resume=tmp_path / "dlrm").run(Console(file=said, width=300))
+    assert (
+        "nothing is left to train: every row of the 1 epoch(s) was trained before; to train on, set data.epochs=2"
+        in (said.getvalue())
+    )
+
+
+def test_a_checkpoint_from_before_says_nothing_of_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = JobState.builtins
+
+    def old(state: JobState) -> dict[str, Any]:
+        return {key: value for key, value in new(state).items() if key != "data"}
+
+    monkeypatch.setattr(JobState, "builtins", old)
+    config, out = finished(tmp_path)
+    manifest = next((out / "checkpoints").glob("samples-*/manifest.json"))
+    assert "data" not in json.loads(manifest.read_text())["body"]["extra"]
+    monkeypatch.undo()
+    flip_labels(tmp_path / "rows.parquet")
+    _, trained = train_counted(config, out, resume=out)
+    assert not trained
+
+
+def unscaled(path: Path, numbers: Any) -> dict[str, Any]:
+    rows = len(numbers)
+    table = {"label": np.arange(rows) % 3 == 0, "x": numbers, "c0": np.arange(rows) % 40}
+    pl.DataFrame(table).write_parquet(path)
+    return settings(
+        path,
+        data={"dense": ["x"], "categorical": ["c0"], "slice_rows": 4096},
+        model={"name": "dlrm", "bottom": [64], "top": [64]},
+        train={"batch_size": 512},
+    )
+
+
+def test_ids_among_dense_columns_are_told_of_and_end_the_run(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 1 << 62, 12_000)
+    said = io.StringIO()
+    job = Job(unscaled(tmp_path / "rows.parquet", ids), out=tmp_path / "out")
+    error = error_of(lambda: job.run(Console(file=said, width=400)))
+    assert isinstance(error, RunError)
+    assert "training NE is " in str(error)
+    assert "nothing can be learnt like that: scale the dense columns" in str(error)
+    assert "dense columns with numbers beyond ±10,000, which drown the others: x (4.6" in said.getvalue()
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+def test_a_few_extreme_rows_are_told_of_and_do_not_end_the_run(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).normal(size=12_000)
+    numbers[5000:5004] = 1e12, -1e12, 1e12, -1e12
+    said = io.StringIO()
+    result = Job(unscaled(tmp_path / "rows.parquet", numbers), out=tmp_path / "out").run(Console(file=said, width=400))
+    assert result.data.trained_samples == len(numbers)
+    assert said.getvalue().count("look for extreme values in the dense columns") == 1
+    assert "beyond ±10,000" not in said.getvalue()

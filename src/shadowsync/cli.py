@@ -65,12 +65,16 @@ def evaluate(folder: RunFolder, data: DataPath = None) -> None:
 def predict(
     folder: RunFolder,
     data: Annotated[str, typer.Option("--data", metavar="PATH", help="Rows to predict.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The parquet file to write.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write: .parquet or .csv.")],
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="A column of the rows to write beside; may be given several times."),
+    ] = None,
 ) -> None:
     """Write the predicted probability of each row, in the order of the rows."""
     from shadowsync.inference import Trained
 
-    rows = _said(Trained(folder)).predict(data, out)
+    rows = _said(Trained(folder)).predict(data, out, keep or ())
     typer.echo(f"{rows} predictions written to {out}")
 
 

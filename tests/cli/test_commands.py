@@ -100,6 +100,9 @@ def test_what_a_trained_model_is_good_for(shadowsync: CommandLine) -> None:
     said = shadowsync("predict", "out", "--data", "train.parquet", "--out", "p.parquet")
     assert (said.status, said.out) == (0, "60 predictions written to p.parquet\n")
     assert pl.read_parquet("p.parquet").height == 60
+    said = shadowsync("predict", "out", "--data", "train.parquet", "--out", "p.csv", "--keep", "item", "--keep", "shop")
+    assert (said.status, said.out) == (0, "60 predictions written to p.csv\n")
+    assert Path("p.csv").read_text().startswith("item,shop,probability,logit\n")
     assert shadowsync("export", "out", "--out", "model.pt2").status == 0
     assert callable(torch.export.load("model.pt2").module())
 

@@ -189,6 +189,13 @@ def test_runs_without_frames_and_equal_configurations() -> None:
     assert "all runs have the same configuration" in html
 
 
+def test_long_names_leave_room_for_the_curves() -> None:
+    """The plot ends where its longest label begins."""
+    long = render_comparison([Run("20261121-112544-3f1c", make_result(1), make_frames(5)), *runs()])
+    assert ">20261121…44-3f1c<" in long
+    assert "20261121-112544-3f1c</th>" in long
+
+
 def test_more_runs_than_colours() -> None:
     html = render_comparison([Run(f"run {i}", make_result(i + 1), make_frames(3)) for i in range(11)])
     assert "var(--series-7)" in html

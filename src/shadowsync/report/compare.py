@@ -26,6 +26,7 @@ FILE_NAME = "comparison.html"
 _ANY_TEST = frozenset(DataConfig.model_fields) - {"name"} | {"cache", "rows"}
 """Keys of `data` that leave the test rows as they are; where there is a `test_path`, only that and the label count."""
 _RUNS_ABREAST = 6
+_LABEL = 16
 
 
 @dataclass(frozen=True)
@@ -265,9 +266,15 @@ _OVERLAYS = (
 )
 
 
+def _brief(label: str) -> str:
+    """A label that leaves room for the curves; begin and end tell runs apart."""
+    return label if len(label) <= _LABEL else f"{label[: _LABEL // 2]}…{label[-(_LABEL // 2 - 1) :]}"
+
+
 def _card(overlay: _Overlay, runs: Sequence[Run]) -> Card:
     curves = [curve(kept(run.frames), overlay.at, overlay.value) for run in runs]
-    lines = [Line(x, y, run.label, colour=i) for i, (run, (x, y)) in enumerate(zip(runs, curves, strict=True)) if x]
+    labels = [_brief(run.label) for run in runs]
+    lines = [Line(x, y, labels[i], colour=i) for i, (x, y) in enumerate(curves) if x]
     chart = Chart(overlay.title, overlay.x, overlay.y, lines)
     return Card(
         overlay.title,

@@ -46,9 +46,10 @@ def test_every_direct_requirement_is_pinned() -> None:
 def test_the_package_says_where_to_read_on() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["urls"]
-    differences = (ROOT / "docs" / "differences.md").read_text("utf-8")
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.py")]
+    named = "".join(page.read_text("utf-8") for page in pages)
     for address in project["urls"].values():
-        assert address.rpartition("/")[2] in differences
+        assert address.rpartition("/")[2] in named
 
 
 def test_the_small_build_of_torch_is_named_before_anything_is_installed() -> None:

@@ -62,7 +62,7 @@ class EventLog:
         from torch.utils.tensorboard.summary import hparams  # noqa: PLC0415 takes a while to load
 
         measures = dict(final_scalars(result))
-        for summary in hparams(dict(hyper_parameters(result)), measures):
+        for summary in hparams(dict(hyper_parameters(result)), measures):  # type: ignore[no-untyped-call]
             self._write(step=result.data.trained_samples, summary=summary)
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in measures.items()]
         self._write(step=result.data.trained_samples, summary=Summary(value=values))

@@ -1,4 +1,4 @@
-# The one door for people and CI. Everything is installed into .venv from requirements.lock.
+# The one door for people and CI. Everything is installed into .venv from requirements.lock and torch.lock.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,9 +25,10 @@ docs: $(STAMP)  ## Writes the configuration reference from the schema.
 clean:  ## Removes the virtual environment and caches; keeps runs/.
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock torch.lock pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned requirements into $(VENV) (once) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r torch.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,11 +20,26 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Trains click models with background synchronisation: nobody waits.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 _INTERRUPTED = 130
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"shadowsync {version('shadowsync')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Trains click models with background synchronisation: nobody waits."""
+
 
 Overrides = Annotated[
     list[str] | None,
@@ -43,7 +59,18 @@ def train(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where results go; a new folder in runs/.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on from this run's newest checkpoint.")] = None,
 ) -> None:
-    """Train a model; with nothing else, the demo."""
+    """Train a model; with nothing else, the demo.
+
+    A key is section.key on the command line, and stands below its section in the
+    file. The sections: data (where rows come from), model (its layers),
+    embedding (tables and their servers), train (trainers, batch, learning rate),
+    sync (of replicas) or aggregation (gradient methods in its place),
+    compression (of what crosses), recovery (what is saved and when),
+    cluster (roles as processes on Ray), report (what is written).
+
+    Every key with its default is in docs/configuration.md of the source.
+    An unknown key is an error that names the nearest.
+    """
     from shadowsync.job import train_from_command_line
 
     path, overrides = _split_settings(settings or [])
@@ -65,12 +92,16 @@ def evaluate(folder: RunFolder, data: DataPath = None) -> None:
 def predict(
     folder: RunFolder,
     data: Annotated[str, typer.Option("--data", metavar="PATH", help="Rows to predict.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The parquet file to write.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write: .parquet or .csv.")],
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="A column of the rows to write beside; may be given several times."),
+    ] = None,
 ) -> None:
     """Write the predicted probability of each row, in the order of the rows."""
     from shadowsync.inference import Trained
 
-    rows = _said(Trained(folder)).predict(data, out)
+    rows = _said(Trained(folder)).predict(data, out, keep or ())
     typer.echo(f"{rows} predictions written to {out}")
 
 
@@ -98,18 +129,28 @@ def export(
 
 
 @app.command()
-def report(folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders of runs.")]) -> None:
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders of runs.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page to write; DIR/report.html, for several runs comparison.html here."),
+    ] = None,
+) -> None:
     """Make the report page of a run again, or compare several runs."""
     from rich.console import Console
 
-    from shadowsync.report.compare import comparison_table, read_runs, remake_page, write_comparison
+    from shadowsync.report import compare, page
 
     if len(folders) == 1:
-        typer.echo(f"report: {remake_page(folders[0])}")
+        compare.remake_page(folders[0], path := out or folders[0] / page.FILE_NAME)
+        typer.echo(f"report: {path}")
         return
-    runs = read_runs(folders)
-    Console().print(comparison_table(runs))
-    typer.echo(f"comparison: {write_comparison(runs, Path())}")
+    runs = compare.read_runs(folders)
+    compare.write_comparison(runs, path := out or Path(compare.FILE_NAME))
+    Console().print(compare.comparison_table(runs))
+    for notice in compare.notices(runs):
+        typer.echo(notice)
+    typer.echo(f"comparison: {path}")
 
 
 @app.command()

@@ -1,22 +1,22 @@
 """What a trained model is good for: evaluation, predictions, export."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
+import polars as pl
 import torch
 from torch import Tensor, nn
 
 from shadowsync.assembly import Embeddings, make_embeddings, make_module, make_replica, restore_tables
 from shadowsync.choices import Choices, choose_all
 from shadowsync.config import Config, load, parse
-from shadowsync.data.parquet import Parquet
+from shadowsync.data.parquet import Columns, OpenParquet, Parquet
 from shadowsync.data.rows import FileRows
 from shadowsync.data.source import OpenSource, Schema, Source
-from shadowsync.data.writer import replacing, write_parquet, writing
+from shadowsync.data.writer import is_csv, write_parquet, writing_table
 from shadowsync.dense_state import restore_final
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
@@ -25,8 +25,6 @@ from shadowsync.job_state import job_state
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.prediction import Predictor, predictions, score
 from shadowsync.runs import load_checkpoint
-
-pa: Any = pyarrow  # has no types
 
 
 class Trained:
@@ -65,7 +63,7 @@ class Trained:
         self.module: nn.Module = replica.module
         self.predictor = Predictor(replica, self.embeddings.client)
 
-    def rows(self, data: str | None, labelled: bool = True) -> OpenSource:
+    def rows(self, data: Path | str | None, labelled: bool = True) -> OpenSource:
         """The run's test rows, or those at `data`: a file of the run's own format, or parquet with its columns.
 
         Args:
@@ -75,13 +73,13 @@ class Trained:
         Raises:
             DataError: there are none, or they do not fit the model.
         """
-        source = self.choices.source if data is None else self._source_at(data, labelled)
+        source = self.choices.source if data is None else self._source_at(str(data), labelled)
         # Predictions have one row for each row given, so none may be left out of them.
         on_bad_row = self.config.data.on_bad_row if labelled else "error"
         opened = source.open("test" if data is None else "train", on_bad_row)
         if opened is None:
             raise DataError(f"data.name={self.config.data.name} has no test rows: give --data PATH")
-        place = data or f"the test rows of data.name={self.config.data.name}"
+        place = str(data or f"the test rows of data.name={self.config.data.name}")
         if (difference := column_difference(self.schema, opened.schema)) is not None:
             raise DataError(f"{place}: the model was trained on {difference}")
         _check_ids(place, opened.schema, self.schema)
@@ -98,7 +96,7 @@ class Trained:
         )
         return found
 
-    def evaluate(self, data: str | None = None) -> TestMetrics:
+    def evaluate(self, data: Path | str | None = None) -> TestMetrics:
         """Quality on the run's test rows, or on those at `data`."""
         opened = self.rows(data)
         if not opened.labelled:
@@ -111,31 +109,41 @@ class Trained:
         finally:
             opened.close()
 
-    def predict(self, data: str, out: Path) -> int:
-        """Writes `probability` and `logit` of each row, in the rows' order, as parquet; returns how many.
+    def predict(self, data: Path | str, out: Path | str, keep: Sequence[str] = ()) -> int:
+        """Writes `probability` and `logit` of each row, in the rows' order; returns how many.
+
+        Args:
+            data: the rows, with or without labels.
+            out: the file to write, parquet or CSV as its name ends.
+            keep: columns of the rows to write before the two, as they are.
 
         Raises:
-            ConfigError: `out` is one of the files that hold the rows.
+            ConfigError: `out` is one of the files that hold the rows, or its name ends otherwise; a column cannot be
+                kept.
+            DataError: the rows do not fit the model, or lack a column that is to be kept.
             SaveError: the file cannot be written; nothing is left of it.
         """
+        out = Path(out)
+        is_csv(out)
         opened = self.rows(data, labelled=False)
         count = 0
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(opened.close)
             _keep_data(opened, out)
-            with replacing(out) as temporary, writing(out), pa.parquet.ParquetWriter(temporary, _PREDICTIONS) as writer:
-                for logits, _ in predictions(self.predictor, opened):
-                    writer.write_table(_prediction_rows(logits))
-                    count += len(logits)
-        finally:
-            opened.close()
+            columns = _columns_to_keep(opened, keep, out)
+            write = stack.enter_context(writing_table(out))
+            for logits, _ in predictions(self.predictor, opened):
+                table = _prediction_rows(logits)
+                write(table if columns is None else columns.take(len(logits)).hstack(table))
+                count += len(logits)
         return count
 
-    def export(self, out: Path) -> None:
+    def export(self, out: Path | str) -> None:
         """Writes one file with tables and module that torch alone loads; see `export.export_model`."""
         features = [feature.name for feature in self.schema.features]
         weighted = bool(getattr(self.choices.source, "weights", None))
         spec = ExportSpec(self.embeddings.tables, features, self.schema.dense, weighted)
-        export_model(self.module, spec, self._rows, out)
+        export_model(self.module, spec, self._rows, Path(out))
 
     def _rows(self, table: str, start: int, stop: int) -> Tensor:
         """Rows `start … stop − 1` of a table, `[rows, D]`."""
@@ -144,11 +152,24 @@ class Trained:
         return torch.cat([r.tensors["weight"][max(start - r.start, 0) : max(stop - r.start, 0)] for r in ordered])
 
 
-_PREDICTIONS = pa.schema([("probability", pa.float32()), ("logit", pa.float32())])
+def _prediction_rows(logits: Tensor) -> pl.DataFrame:
+    return pl.DataFrame({"probability": logits.sigmoid().numpy(), "logit": logits.numpy()})
 
 
-def _prediction_rows(logits: Tensor) -> Any:
-    return pa.table({"probability": logits.sigmoid().numpy(), "logit": logits.numpy()}, schema=_PREDICTIONS)
+def _columns_to_keep(source: OpenSource, keep: Sequence[str], out: Path) -> Columns | None:
+    """What reads them beside the rows; refuses those that cannot be written."""
+    if not keep:
+        return None
+    if not isinstance(source, OpenParquet):
+        raise ConfigError(f"--keep {keep[0]}: only parquet rows have named columns to keep; leave it out")
+    for name in keep:
+        if name in ("probability", "logit"):
+            raise ConfigError(f"--keep {name}: predictions have a column of that name; rename it in the rows")
+    columns = Columns(source.files, list(dict.fromkeys(keep)), source.file_rows)
+    for name, kind in columns.types.items():
+        if is_csv(out) and (kind.is_nested() or kind == pl.Binary):
+            raise ConfigError(f"--keep {name}: the column holds {kind}, which CSV cannot; give an --out in .parquet")
+    return columns
 
 
 def _keep_data(source: OpenSource, path: Path) -> None:

@@ -619,8 +619,16 @@ def _headline(job: Job) -> str:
     return (
         f"{job.config.data.name}: {train.trainers} trainer(s) of {train.workers} worker(s), "
         f"{server_count(job.config)} embedding server(s) ({choices.storage.name}), "
-        f"{_method(choices, train.batch_size)}; results go to {job.out}"
+        f"{_method(choices, train.batch_size)}{_runtime(job.config)}; results go to {job.out}"
     )
+
+
+def _runtime(config: Config) -> str:
+    """Where the roles are to be, unless in this process."""
+    if config.cluster.runtime == "inprocess":
+        return ""
+    where = f"the Ray cluster at {config.cluster.address}" if config.cluster.address else "a Ray started for this job"
+    return f", each role a process on {where}"
 
 
 def _method(choices: Choices, batch_size: int) -> str:

@@ -105,10 +105,13 @@ def test_results_that_cannot_be_written(shadowsync: CommandLine, monkeypatch: py
     assert shadowsync("train", "--resume", "out").status == 0
 
 
-@pytest.mark.parametrize("command", [("predict", "out", "--data", "test.parquet"), ("export", "out")], ids=" ".join)
-def test_a_place_where_nothing_can_be_written(trained: CommandLine, command: Sequence[str]) -> None:
+WRITING = [(("predict", "out", "--data", "test.parquet"), "csv"), (("export", "out"), "pt2")]
+
+
+@pytest.mark.parametrize(("command", "ending"), WRITING)
+def test_a_place_where_nothing_can_be_written(trained: CommandLine, command: Sequence[str], ending: str) -> None:
     before = everything_in(trained.folder)
-    assert_sentence(trained(*command, "--out", "run.yaml/file.pt2"), 1, ["run.yaml/file.pt2"])
+    assert_sentence(trained(*command, "--out", f"run.yaml/file.{ending}"), 1, [f"run.yaml/file.{ending}"])
     assert everything_in(trained.folder) == before
 
 
@@ -134,25 +137,28 @@ def test_the_rows_that_are_read_are_not_written_over(trained: CommandLine, comma
     assert digest(trained.folder) == before
 
 
-@pytest.mark.parametrize("command", [("predict", "out", "--data", "test.parquet"), ("export", "out")], ids=" ".join)
-def test_a_folder_or_a_device_is_not_replaced(trained: CommandLine, command: Sequence[str]) -> None:
-    (trained.folder / "folder.pt2").mkdir()
-    os.mkfifo(trained.folder / "pipe.pt2")
+@pytest.mark.parametrize(("command", "ending"), WRITING)
+def test_a_folder_or_a_device_is_not_replaced(trained: CommandLine, command: Sequence[str], ending: str) -> None:
+    folder, pipe = f"folder.{ending}", f"pipe.{ending}"
+    (trained.folder / folder).mkdir()
+    os.mkfifo(trained.folder / pipe)
     before = everything_in(trained.folder)
-    for name in ("folder.pt2", "pipe.pt2"):
+    for name in (folder, pipe):
         assert_sentence(trained(*command, "--out", name), 1, [name, "folder or a device"])
     assert everything_in(trained.folder) == before
-    assert (trained.folder / "pipe.pt2").is_fifo()
+    assert (trained.folder / pipe).is_fifo()
 
 
-def test_predictions_on_a_full_disk(trained: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+@pytest.mark.parametrize("out", ["p.parquet", "p.csv"])
+def test_predictions_on_a_full_disk(trained: CommandLine, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("pyarrow.parquet.ParquetWriter.write_table", full)
+    monkeypatch.setattr("polars.DataFrame.write_csv", full)
     before = everything_in(trained.folder)
-    said = trained("predict", "out", "--data", "test.parquet", "--out", "p.parquet")
-    assert_sentence(said, 1, ["p.parquet", "No space left"])
+    said = trained("predict", "out", "--data", "test.parquet", "--out", out)
+    assert_sentence(said, 1, [out, "No space left"])
     assert everything_in(trained.folder) == before
 
 

@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import polars as pl
 import pytest
 import torch
 from command_line import CommandLine
+
+from shadowsync.config import Config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -100,6 +103,9 @@ def test_what_a_trained_model_is_good_for(shadowsync: CommandLine) -> None:
     said = shadowsync("predict", "out", "--data", "train.parquet", "--out", "p.parquet")
     assert (said.status, said.out) == (0, "60 predictions written to p.parquet\n")
     assert pl.read_parquet("p.parquet").height == 60
+    said = shadowsync("predict", "out", "--data", "train.parquet", "--out", "p.csv", "--keep", "item", "--keep", "shop")
+    assert (said.status, said.out) == (0, "60 predictions written to p.csv\n")
+    assert Path("p.csv").read_text().startswith("item,shop,probability,logit\n")
     assert shadowsync("export", "out", "--out", "model.pt2").status == 0
     assert callable(torch.export.load("model.pt2").module())
 
@@ -113,7 +119,14 @@ def test_reports_are_made_again_and_compared(shadowsync: CommandLine) -> None:
     assert said.status == 0
     assert "one" in said.out
     assert "two" in said.out
-    assert Path(said.out.splitlines()[-1].removeprefix("comparison: ")).is_file()
+    assert said.out.splitlines()[-1] == "comparison: comparison.html"
+    assert shadowsync("report", "one", "two", "--out", "pages.html").out.splitlines()[-1] == "comparison: pages.html"
+    assert Path("pages.html").read_text() == Path("comparison.html").read_text()
+    said = shadowsync("report", "one", "--out", "page.html")
+    assert said.out == "report: page.html\n"
+    assert Path("page.html").read_text() == Path("one/report.html").read_text()
+    said = shadowsync("report", "one", "two", "--out", "none/page.html")
+    assert (said.status, said.err) == (1, "shadowsync: none/page.html: cannot be written: No such file or directory\n")
 
 
 def test_data_is_written_with_the_lines_that_read_it(shadowsync: CommandLine) -> None:
@@ -129,6 +142,25 @@ def test_help_says_what_a_command_does(shadowsync: CommandLine, command: tuple[s
     said = shadowsync(*command, "--help")
     assert (said.status, said.err) == (0, "")
     assert "Usage" in said.out
+
+
+def test_the_version_is_said(shadowsync: CommandLine) -> None:
+    said = shadowsync("--version")
+    assert (said.status, said.out, said.err) == (0, f"shadowsync {version('shadowsync')}\n", "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_given_its_completion(shadowsync: CommandLine, shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--install-completion" in shadowsync("--help").out
+    monkeypatch.setenv("_SHADOWSYNC_COMPLETE", f"source_{shell}")
+    assert "_SHADOWSYNC_COMPLETE" in shadowsync().out
+
+
+def test_the_help_of_train_names_every_section_and_where_the_keys_are(shadowsync: CommandLine) -> None:
+    said = " ".join(shadowsync("train", "--help").out.split())
+    assert "docs/configuration.md" in said
+    for section in Config.model_fields:
+        assert f" {section} (" in said, section
 
 
 def test_rows_that_changed_since_a_checkpoint_are_exported(shadowsync: CommandLine) -> None:

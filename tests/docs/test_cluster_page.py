@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,21 @@ def test_the_manifests_trainers_and_servers_have_room() -> None:
     cpus = group["replicas"] * int(container["resources"]["requests"]["cpu"])
     assert cpus >= config.train.trainers * config.train.workers
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_the_batch_script_is_one_of_bash_and_its_command_is_one_that_trains() -> None:
+    (script,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
+    bash = shutil.which("bash")
+    assert bash is not None
+    checked = subprocess.run([bash, "-n"], input=script, capture_output=True, text=True, check=False, timeout=20)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    for part in ("srun", "start --head --block", '--node-ip-address="$head_ip"', "start --block --address"):
+        assert part in script
+    assert "127.0.0.1" not in script
+    command = script[script.index('"$software/shadowsync"') : script.index(" &\ntrainer=")].replace("\\\n", "")
+    words = shlex.split(command.replace("$SLURM_JOB_NUM_NODES", "3").replace("$address", "10.0.0.1:6379"))
+    assert (words[1], words[-2]) == ("train", "--out")
+    choose_all(load(None, words[2:-2]), own_model=False)
 
 
 def test_the_page_names_every_key_of_the_section() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import polars as pl
 import pytest
 import torch
@@ -106,11 +107,90 @@ def test_rows_without_labels_can_be_predicted(tmp_path: Path, data: tuple[Path, 
     run(data, tmp_path / "out")
     bare, trained = tmp_path / "bare.parquet", Trained(tmp_path / "out")
     pl.read_parquet(data[1]).drop("label").write_parquet(bare)
-    for source, file in ((bare, "bare_predictions"), (data[1], "predictions")):
+    for source, file in ((bare, "bare.out.parquet"), (data[1], "out.parquet")):
         trained.predict(str(source), tmp_path / file)
-    assert pl.read_parquet(tmp_path / "bare_predictions").equals(pl.read_parquet(tmp_path / "predictions"))
+    assert pl.read_parquet(tmp_path / "bare.out.parquet").equals(pl.read_parquet(tmp_path / "out.parquet"))
     error = error_of(lambda: trained.evaluate(str(bare)))
     assert isinstance(error, DataError)
+
+
+def test_predictions_go_to_a_path_given_as_text_as_csv_or_parquet_by_its_name(
+    tmp_path: Path, data: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shadowsync.prediction.BATCH_SIZE", 50)
+    run(data, tmp_path / "out")
+    trained = Trained("out")
+    assert [trained.predict(data[1], name) for name in ("p.parquet", "p.csv", "P.CSV")] == [120] * 3
+    expected = pl.read_parquet("p.parquet")
+    assert expected.schema == {"probability": pl.Float32, "logit": pl.Float32}
+    for name in ("p.csv", "P.CSV"):
+        assert pl.read_csv(name, schema=expected.schema).equals(expected)
+    trained.export("model.pt2")
+    assert Path("model.pt2").is_file()
+
+
+@pytest.mark.parametrize("name", ["p", "p.json", "p.csv.gz"])
+def test_predictions_of_another_format_are_refused(tmp_path: Path, data: tuple[Path, Path], name: str) -> None:
+    run(data, tmp_path / "out")
+    error = error_of(lambda: Trained(tmp_path / "out").predict(data[1], tmp_path / name))
+    assert isinstance(error, ConfigError)
+    assert "ends in .parquet or .csv" in str(error)
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+def test_kept_columns_stand_beside_the_predictions_of_their_rows(
+    tmp_path: Path, data: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, ending: str, remote: bool
+) -> None:
+    """Batches end in the midst of slices and at the ends of two files."""
+    monkeypatch.setattr("shadowsync.prediction.BATCH_SIZE", 7)
+    monkeypatch.setattr("shadowsync.data.reader._EVALUATION_ROWS", 21)
+    run(data, tmp_path / "out")
+    rows = pl.read_parquet(data[1]).with_row_index("user_id").with_columns(pl.format("u{}", "user_id").alias("name"))
+    place = f"memory://{tmp_path.name}-{ending}" if remote else str(tmp_path)
+    for part, start, stop in (("a", 0, 50), ("b", 50, 120)):
+        with fsspec.open(f"{place}/keys-{part}.parquet", "wb") as file:
+            rows[start:stop].write_parquet(file, row_group_size=16)
+    trained = Trained(tmp_path / "out")
+    trained.predict(data[1], tmp_path / "bare.parquet")
+    kept = tmp_path / f"kept.{ending}"
+    assert trained.predict(f"{place}/keys-*.parquet", kept, keep=("name", "user_id", "label", "name")) == 120
+    keys, bare = rows.select("name", "user_id", "label"), pl.read_parquet(tmp_path / "bare.parquet")
+    schema = pl.Schema({**keys.schema, **bare.schema})
+    found = pl.read_csv(kept, schema=schema) if ending == "csv" else pl.read_parquet(kept)
+    assert found.schema == schema
+    assert found.select(keys.columns).equals(keys)
+    torch.testing.assert_close(found["logit"].to_torch(), bare["logit"].to_torch())
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "sentence"),
+    [
+        ("c3", "p.parquet", "there is no column 'c3' (--keep)"),
+        ("logit", "p.parquet", "--keep logit: predictions have a column of that name"),
+        ("many", "p.csv", "--keep many: the column holds List(Int64), which CSV cannot"),
+    ],
+)
+def test_columns_that_cannot_be_kept(
+    tmp_path: Path, data: tuple[Path, Path], name: str, out: str, sentence: str
+) -> None:
+    run(data, tmp_path / "out")
+    error = error_of(lambda: Trained(tmp_path / "out").predict(data[1], tmp_path / out, keep=(name,)))
+    assert sentence in str(error)
+    assert list(tmp_path.glob("*p.*")) == []
+
+
+def test_a_kept_column_has_one_type_in_all_files(tmp_path: Path, data: tuple[Path, Path]) -> None:
+    run(data, tmp_path / "out")
+    for part, kind in (("a", pl.Int64), ("b", pl.String)):
+        rows = pl.read_parquet(data[1]).with_row_index("user_id").with_columns(pl.col("user_id").cast(kind))
+        rows.write_parquet(tmp_path / f"keys-{part}.parquet")
+    pattern = str(tmp_path / "keys-*.parquet")
+    error = error_of(lambda: Trained(tmp_path / "out").predict(pattern, tmp_path / "p.csv", keep=("user_id",)))
+    assert isinstance(error, DataError)
+    assert f"keys-b.parquet: column 'user_id' (--keep) holds String, but Int64 in {tmp_path}" in str(error)
 
 
 class OwnModel(nn.Module):

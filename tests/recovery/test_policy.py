@@ -121,7 +121,7 @@ def test_an_interval_is_never_shorter_than_a_save() -> None:
     decision = decide(Goal(), often, Scale(2))
     assert decision.full.interval_s == decision.partial.interval_s == 60
     assert decision.mode == "full"
-    assert "would lose a PLS of 1.5, above the target of 0.1" in decision.why
+    assert "would lose a PLS of 1.5 (portion of lost samples), above the target of 0.1" in decision.why
 
 
 def test_an_interval_asked_for_holds_for_both() -> None:

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from shadowsync.report.compare import (
     compare,
     comparison_table,
     differences,
+    notices,
     read_runs,
     remake_page,
     render_comparison,
@@ -24,7 +26,7 @@ from shadowsync.report.compare import (
 )
 from shadowsync.report.history import History
 from shadowsync.report.page import render_page
-from shadowsync.report.result import Result, Throughput, write_result
+from shadowsync.report.result import Data, Result, Throughput, write_result
 from shadowsync.report.role_log import RoleLog
 
 
@@ -39,7 +41,8 @@ def save(folder: Path, result: Result, frames: list[Frame]) -> Path:
 
 def test_a_page_is_made_again_as_it_was(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", make_result(), make_frames(6))
-    assert remake_page(folder).read_text() == render_page(make_result(), make_frames(6))
+    remake_page(folder, tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == render_page(make_result(), make_frames(6))
 
 
 def test_a_page_is_made_again_with_its_timeline(tmp_path: Path) -> None:
@@ -47,7 +50,8 @@ def test_a_page_is_made_again_with_its_timeline(tmp_path: Path) -> None:
     with RoleLog(folder) as log:
         for event in make_events():
             log.append(event)
-    assert remake_page(folder).read_text() == render_page(make_result(), make_frames(6), make_events())
+    remake_page(folder, tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == render_page(make_result(), make_frames(6), make_events())
 
 
 def test_emulated_runs_are_labelled_and_win_nothing_by_speed() -> None:
@@ -69,7 +73,8 @@ def with_eps(speed: Throughput, eps: float) -> Result:
 def test_a_page_is_made_without_metrics(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", make_result(), make_frames(6))
     (folder / "metrics.jsonl").unlink()
-    assert "ended before the first report" in remake_page(folder).read_text()
+    remake_page(folder, tmp_path / "page.html")
+    assert "ended before the first report" in (tmp_path / "page.html").read_text()
 
 
 def test_a_folder_without_a_result(tmp_path: Path) -> None:
@@ -105,20 +110,63 @@ def test_the_best_of_each_column_is_marked() -> None:
 
 def test_recovery_is_compared_where_some_run_recovers() -> None:
     names = [column.name for column in columns_of(runs())]
-    assert not {"recovery", "PLS"} & set(names)
+    assert not {"recovery", "lost samples (PLS)"} & set(names)
     idle = make_recovery_result(mode="none", failures=0, pls=0.0)
     partial = Run("partial", make_result(3, recovery=make_recovery_result()), [])
     several = [runs()[0], partial, Run("idle", make_result(recovery=idle), [])]
-    assert [column.name for column in columns_of(several)] == [*names, "recovery", "PLS"]
+    assert [column.name for column in columns_of(several)] == [*names, "recovery", "lost samples (PLS)"]
     told = [[cell.text for cell in cells[-2:]] for cells in compare(several)]
     assert told == [["—", "—"], ["partial", "0.0630"], ["—", "—"]]
     assert not any(cell.best for cells in compare([partial, runs()[0]]) for cell in cells[-2:])
-    assert '<th scope="col" class="right">PLS</th>' in render_comparison(several)
+    assert '<th scope="col" class="right">lost samples (PLS)</th>' in render_comparison(several)
 
 
 def test_only_what_differs_is_listed() -> None:
     assert differences(runs()) == [("train.trainers", ["1", "2", "4"])]
     assert differences([runs()[0], runs()[0]]) == []
+
+
+def rows_of(name: str, auc: float, data: dict[str, Any], samples: int = 310_000) -> Run:
+    """A run with a section `data` of its own."""
+    counts = Data(train_samples=5, trained_samples=5, test_samples=samples)
+    return Run(name, make_result(config={"data": data}, data=counts, test=make_test(auc=auc)), [])
+
+
+@pytest.mark.parametrize(
+    ("other", "samples", "named"),
+    [
+        ({}, 300_000, "300,000 and 310,000 test rows"),
+        ({"test_path": "b.parquet"}, 310_000, "data.test_path"),
+        ({"label": "bought"}, 310_000, "data.label"),
+    ],
+)
+def test_quality_on_different_rows_has_no_best_and_a_warning(other: dict[str, Any], samples: int, named: str) -> None:
+    given = {"name": "parquet", "test_path": "a.parquet", "label": "clicked"}
+    pair = [rows_of("one", 0.9, given), rows_of("two", 0.8, given | other, samples)]
+    assert notices(pair) == [
+        f"The runs were not tested on the same rows ({named}): their AUC, NE and log loss say nothing about which is "
+        "better, so none of them is in bold."
+    ]
+    assert not any(cell.best for cells in compare(pair) for cell in cells)
+    assert f'<p class="notice" role="note">{notices(pair)[0]}</p>' in render_comparison(pair)
+
+
+def test_other_settings_of_the_data_leave_the_test_the_same() -> None:
+    parquet = {"name": "parquet", "test_path": "a.parquet", "label": "clicked"}
+    pair = [rows_of("one", 0.9, parquet | {"path": "x", "readers": 1}), rows_of("two", 0.8, parquet | {"path": "y"})]
+    assert notices(pair) == []
+    assert [cell.best for cells in compare(pair) for cell in cells].count(True) == 1
+    untested = Run("bare", make_result(test=None, config={"data": {"name": "synthetic"}}), [])
+    assert notices([*pair, untested]) == []
+    made = {"name": "synthetic", "rows": 5, "test_rows": 9}
+    assert notices([rows_of("one", 0.9, made), rows_of("two", 0.8, made | {"rows": 7, "epochs": 2})]) == []
+    assert "data.seed" in notices([rows_of("one", 0.9, made), rows_of("two", 0.8, made | {"seed": 7})])[0]
+
+
+def test_differences_are_written_as_on_the_command_line() -> None:
+    configs: list[dict[str, Any]] = [{"data": {"dense": ["a", "b"], "log_dense": True}}, {"data": {"dense": []}}]
+    found = differences([Run(name, make_result(config=config), []) for name, config in zip("ab", configs, strict=True)])
+    assert found == [("data.dense", ["[a, b]", "[]"]), ("data.log_dense", ["true", "—"])]
 
 
 def test_a_key_one_run_lacks_is_a_difference() -> None:
@@ -127,7 +175,8 @@ def test_a_key_one_run_lacks_is_a_difference() -> None:
 
 
 def test_the_page_overlays_the_runs(tmp_path: Path) -> None:
-    html = write_comparison(runs(), tmp_path).read_text()
+    write_comparison(runs(), tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
     assert html.count("<svg") == 3
     assert "Comparison of 3 runs" in html
     assert "train.trainers" in html
@@ -138,6 +187,13 @@ def test_runs_without_frames_and_equal_configurations() -> None:
     html = render_comparison([Run("a", make_result(), []), Run("b", make_result(), [])])
     assert "None of the runs wrote" in html
     assert "all runs have the same configuration" in html
+
+
+def test_long_names_leave_room_for_the_curves() -> None:
+    """The plot ends where its longest label begins."""
+    long = render_comparison([Run("20261121-112544-3f1c", make_result(1), make_frames(5)), *runs()])
+    assert ">20261121…44-3f1c<" in long
+    assert "20261121-112544-3f1c</th>" in long
 
 
 def test_more_runs_than_colours() -> None:

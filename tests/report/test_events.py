@@ -5,12 +5,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_runs import make_failing_frames, make_frames
+from fake_runs import make_failing_frames, make_frames, make_result, make_test
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from shadowsync.errors import SaveError
-from shadowsync.report.events import EventLog, scalars
+from shadowsync.report.events import EventLog, final_scalars, scalars
+
+TEST_TAGS = ["test/auc", "test/ne", "test/logloss", "test/calibration"]
 
 
 def read(folder: Path) -> list[list[Any]]:
@@ -31,6 +34,32 @@ def test_every_frame_comes_back_at_its_number_of_samples(tmp_path: Path) -> None
         found = {value.tag: value.simple_value for value in event.summary.value}
         assert found == pytest.approx(dict(scalars(frame)))
         assert event.wall_time == 1_700_000_000.0
+
+
+def test_the_end_of_a_run_has_the_test_and_the_hyper_parameters(tmp_path: Path) -> None:
+    log, result = EventLog(tmp_path, wall_clock=lambda: 1_700_000_000.0), make_result(3)
+    log.append(make_frames(1)[0])
+    log.finish(result)
+    log.close()
+    assert result.test is not None
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    for name in ("auc", "ne", "logloss", "calibration"):
+        (point,) = accumulator.Scalars(f"test/{name}")
+        assert (point.step, point.value) == (result.data.trained_samples, pytest.approx(getattr(result.test, name)))
+    found = accumulator.summary_metadata
+    starts = HParamsPluginData.FromString(found["_hparams_/session_start_info"].plugin_data.content)
+    given = starts.session_start_info.hparams
+    assert (given["train.trainers"].number_value, given["sync.method"].string_value) == (3, "easgd")
+    assert given["data.shuffle"].number_value == 1
+    assert not any(name.startswith("report.") for name in given)
+    experiment = HParamsPluginData.FromString(found["_hparams_/experiment"].plugin_data.content).experiment
+    assert [metric.name.tag for metric in experiment.metric_infos] == TEST_TAGS
+
+
+def test_a_run_without_a_test_has_no_measures_of_one() -> None:
+    assert list(final_scalars(make_result(test=None))) == []
+    assert [tag for tag, _ in final_scalars(make_result(test=make_test(auc=None)))] == TEST_TAGS[1:]
 
 
 def test_tags_cover_the_frame_and_leave_out_what_is_none() -> None:

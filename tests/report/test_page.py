@@ -177,11 +177,13 @@ def test_headlines_say_it_in_words() -> None:
 
 
 def test_configuration_is_written_as_overrides() -> None:
-    config = {"train": {"lr": 0.1, "clip_norm": None}, "embedding": {"tables": [{"name": "t"}]}, "empty": {}}
+    tables = [{"name": "t", "features": ("a", "b"), "rows": None}]
+    config = {"train": {"lr": 0.1, "clip_norm": None, "hogwild": True}, "embedding": {"tables": tables}, "empty": {}}
     assert list(flat(config)) == [
         ("train.lr", "0.1"),
         ("train.clip_norm", "null"),
-        ("embedding.tables", "[{'name': 't'}]"),
+        ("train.hogwild", "true"),
+        ("embedding.tables", "[{name: t, features: [a, b], rows: null}]"),
         ("empty", "{}"),
     ]
 
@@ -218,7 +220,7 @@ def test_the_same_run_makes_the_same_page() -> None:
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match=r"report\.html: cannot be written"):
-        write_page(tmp_path / "none", make_result(), [])
+        write_page(tmp_path / "none" / "report.html", make_result(), [])
 
 
 def test_start_up_imports_nothing_heavy() -> None:

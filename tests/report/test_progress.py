@@ -11,6 +11,7 @@ from shadowsync.report.progress import Progress, final_table, progress_line
 from shadowsync.report.result import Data, Recovery, RecoverySeconds
 from shadowsync.report.summary import key_numbers
 from shadowsync.report.trainer_words import trainer_speeds
+from shadowsync.report.words import TERMS
 
 
 def console(*, terminal: bool, width: int = 120) -> Console:
@@ -20,6 +21,11 @@ def console(*, terminal: bool, width: int = 120) -> Console:
 def printed(shown_on: Console) -> str:
     assert isinstance(shown_on.file, io.StringIO)
     return shown_on.file.getvalue()
+
+
+def lines_of(shown_on: Console) -> list[str]:
+    """The progress lines, without those that explain their words."""
+    return [line for line in printed(shown_on).splitlines() if not line.startswith(tuple(f"{t}: " for t in TERMS))]
 
 
 def test_the_line_holds_what_a_person_watches() -> None:
@@ -114,6 +120,20 @@ def test_the_single_trainers_never_make_the_line_too_long(trainers: int, columns
     assert len(progress_line(frame, 75, columns)) <= max(columns, 80)
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_words_are_explained_once_above_the_line_in_which_they_first_stand(terminal: bool) -> None:
+    shown_on, frames = console(terminal=terminal, width=200), make_frames(4)
+    with Progress(shown_on, plain_every_s=0.0) as progress:
+        progress.show(msgspec.structs.replace(frames[0], sync_gap=None))
+        progress.show(frames[1])
+        progress.show(msgspec.structs.replace(frames[2], failures=1, pls=0.02, target_pls=0.1))
+        progress.show(msgspec.structs.replace(frames[3], failures=1, pls=0.03, target_pls=0.1))
+    said = printed(shown_on)
+    for word, first in (("NE: ", "AUC"), ("sync gap: steps", "sync gap "), ("PLS: portion", "PLS 0.02/")):
+        assert said.count(word) == 1
+        assert said.index(word) < said.index(first)
+
+
 def test_the_line_without_anything_defined() -> None:
     frame = msgspec.structs.replace(make_frames(1)[0], ne_window=None, auc=None, sync_gap=None, total_samples=0)
     assert "NE —  AUC —  — left" in progress_line(frame, None, columns=80)
@@ -126,7 +146,7 @@ def test_elsewhere_lines_come_every_ten_seconds_and_the_last_one_always() -> Non
         for frame in frames:
             now[0] += 1.0
             progress.show(frame)
-    lines = printed(screen).splitlines()
+    lines = lines_of(screen)
     assert [line.split()[0] for line in lines] == ["4", "44", "84", "100"]
     assert "  0:00 left  trainers " in lines[-1]
 
@@ -135,7 +155,7 @@ def test_the_last_line_is_not_printed_twice() -> None:
     screen = console(terminal=False)
     with Progress(screen, clock=lambda: 0.0) as progress:
         progress.show(make_frames(1)[0])
-    assert len(printed(screen).splitlines()) == 1
+    assert len(lines_of(screen)) == 1
 
 
 def test_without_frames_nothing_is_printed() -> None:
@@ -152,7 +172,7 @@ def test_on_a_terminal_one_line_is_redrawn(width: int) -> None:
         for frame in make_frames(3):
             progress.show(frame)
     shown = printed(screen)
-    assert shown.count("\n") == 1
+    assert shown.count("\n") == 3  # two words are explained
     assert "100 %" in shown
     assert ("━" in shown) == (width == 120)
 
@@ -166,7 +186,7 @@ def test_time_left_follows_the_recent_speed() -> None:
     with Progress(screen, plain_every_s=0.0) as progress:
         for frame in frames:
             progress.show(frame)
-    assert [line.split("  ")[-2] for line in printed(screen).splitlines()] == ["1:40 left", "0:09 left", "0:08 left"]
+    assert [line.split("  ")[-2] for line in lines_of(screen)] == ["1:40 left", "0:09 left", "0:08 left"]
 
 
 def test_final_table() -> None:

@@ -245,6 +245,53 @@ class _Checked:
             raise DataError(f"{self.file.path}: column {name!r} (data.{key}) holds {held}, it must hold {allowed}")
 
 
+class Columns:
+    """Columns of parquet files as they are, read beside the rows of a source of the same files, in their order.
+
+    Attributes:
+        types: by column.
+
+    Raises:
+        DataError: a file lacks one of them, or holds it as another type than the first.
+    """
+
+    def __init__(self, files: Sequence[File], names: Sequence[str], file_rows: Sequence[int]) -> None:
+        self._files, self._names, self._file_rows = files, list(names), file_rows
+        self._file = self._row = 0
+        self._mirrors = [None if file.local else Mirror(file, names) for file in files]
+        self._paths = [file.key if m is None else m.path for file, m in zip(files, self._mirrors, strict=True)]
+        found = [self._types(file.path, path) for file, path in zip(files, self._paths, strict=True)]
+        self.types = found[0]
+        for file, types in zip(files, found, strict=True):
+            for name, kind in types.items():
+                if kind != self.types[name]:
+                    first = f"{self.types[name]} in {files[0].path}"
+                    raise DataError(f"{file.path}: column {name!r} (--keep) holds {kind}, but {first}")
+
+    def _types(self, shown: str, path: str) -> dict[str, pl.DataType]:
+        with reading(shown):
+            types = pl.read_parquet_schema(path)
+        for name in self._names:
+            if name not in types:
+                has = ", ".join(list(types)[:50])
+                raise DataError(
+                    f"{shown}: there is no column {name!r} (--keep){nearest(name, types)}; the file has {has}"
+                )
+        return {name: types[name] for name in self._names}
+
+    def take(self, rows: int) -> pl.DataFrame:
+        """Of the next rows, which lie in one file."""
+        if self._row == self._file_rows[self._file]:
+            self._file, self._row = self._file + 1, 0
+        mirror, start = self._mirrors[self._file], self._row
+        if mirror is not None:
+            mirror.fetch(start, rows)
+        self._row += rows
+        with reading(self._files[self._file].path):
+            frame = pl.scan_parquet(self._paths[self._file], glob=False).select(self._names)
+            return frame.slice(start, rows).collect()
+
+
 def _is_number(kind: object) -> bool:
     return isinstance(kind, pl.DataType) and (kind.is_numeric() or kind == pl.Boolean)
 

@@ -1,14 +1,15 @@
-"""Writes the rows of any source as a parquet file that the `parquet` source reads."""
+"""Writes rows: those of any source as a parquet file that the `parquet` source reads, and tables of other columns."""
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow
 import pyarrow.parquet
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from shadowsync.data.batch import Batch
 from shadowsync.data.source import Feature, OpenSource, Schema
-from shadowsync.errors import SaveError
+from shadowsync.errors import ConfigError, SaveError
 
 pa: Any = pyarrow  # has no types
 
@@ -69,6 +70,46 @@ def yaml_lines(schema: Schema, path: Path, weighted: bool) -> str:
         if named:
             lines.append(f"  {key}: {_mapping(named)}")
     return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def writing_table(path: Path) -> Iterator[Callable[[pl.DataFrame], None]]:
+    """Gives what writes frames of the same columns, as parquet or CSV by the name; the file appears when it is whole.
+
+    Raises:
+        SaveError: the file cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(replacing(path))
+        stack.enter_context(writing(path))
+        if is_csv(path):
+            file = stack.enter_context(temporary.open("wb"))
+            yield lambda frame: frame.write_csv(file, include_header=file.tell() == 0)
+            return
+        writer: Any = None
+
+        def write(frame: pl.DataFrame) -> None:
+            nonlocal writer
+            table = frame.to_arrow(compat_level=pl.CompatLevel.oldest())
+            writer = writer or stack.enter_context(pa.parquet.ParquetWriter(temporary, table.schema))
+            writer.write_table(table)
+
+        yield write
+
+
+def is_csv(path: Path) -> bool:
+    """Whether a table of this name is CSV; else it is parquet.
+
+    Raises:
+        ConfigError: its name ends neither in .csv nor in .parquet.
+    """
+    ending = path.suffix.lower()
+    if ending not in (".csv", ".parquet"):
+        has = f"the ending {path.suffix}" if path.suffix else "no ending"
+        raise ConfigError(
+            f"--out {path} has {has}: give a name that ends in .parquet or .csv, which says what is written"
+        )
+    return ending == ".csv"
 
 
 @contextmanager

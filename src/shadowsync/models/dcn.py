@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from shadowsync.errors import ConfigError
-from shadowsync.models.mlp import linear, logit_layer, mlp, width
+from shadowsync.models.mlp import linear, mlp, width
 from shadowsync.models.model import ModelSpec, SequenceInput, Widths, refuse_sequences
 from shadowsync.models.pooled import NO_SEQUENCES, concatenate
 
@@ -76,7 +76,7 @@ class DcnModule(nn.Module):
         self.cross = nn.ModuleList(CrossLayer(inputs, spec.low_rank) for _ in range(spec.cross))
         self.deep = mlp(inputs, spec.deep)
         deep_width = width(inputs, spec.deep)
-        self.logit = logit_layer(deep_width if self.stacked else inputs + deep_width)
+        self.logit = linear(deep_width if self.stacked else inputs + deep_width, 1)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         first = torch.cat([dense, concatenate(embeddings, self.features)], dim=1) if self.features else dense

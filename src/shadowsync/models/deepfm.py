@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from shadowsync.models.mlp import logit_layer, mlp, width
+from shadowsync.models.mlp import linear, mlp, width
 from shadowsync.models.model import ModelSpec, SequenceInput, Widths, common_dim, refuse_sequences
 from shadowsync.models.pooled import NO_SEQUENCES, concatenate, stack
 
@@ -42,9 +42,9 @@ class DeepFmModule(nn.Module):
         dim = common_dim(spec.name, dims)
         inputs = dense_columns + dim * len(dims)
         self.features = tuple(dims)
-        self.first_order = logit_layer(inputs)
+        self.first_order = linear(inputs, 1)
         self.dense_vectors = _dense_vectors(dense_columns, dim) if dense_columns else None
-        self.deep = mlp(inputs, spec.deep).append(logit_layer(width(inputs, spec.deep)))
+        self.deep = mlp(inputs, spec.deep).append(linear(width(inputs, spec.deep), 1))
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         vectors = concatenate(embeddings, self.features)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shadowsync.models.auxiliary import with_loss
 from shadowsync.models.histories import find_targets
-from shadowsync.models.mlp import linear, logit_layer, mlp, width
+from shadowsync.models.mlp import linear, mlp, width
 from shadowsync.models.model import ModelSpec, SequenceInput, Widths
 from shadowsync.models.pooled import NO_SEQUENCES, concatenate
 from shadowsync.models.sequences import JaggedVectors, sequence_of
@@ -66,7 +66,7 @@ class DienModule(nn.Module):
         self.steps, self.auxiliary = spec.steps, spec.auxiliary
         self.evolutions = nn.ModuleList(InterestEvolution(sequences[name].dim) for name in self.targets)
         inputs = dense_columns + sum(dims.values()) + sum(sequences[name].dim for name in self.targets)
-        self.deep = mlp(inputs, spec.deep).append(logit_layer(width(inputs, spec.deep)))
+        self.deep = mlp(inputs, spec.deep).append(linear(width(inputs, spec.deep), 1))
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Any]) -> Tensor:
         interests, losses = [], []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shadowsync.models.histories import find_targets
-from shadowsync.models.mlp import logit_layer, mlp, width
+from shadowsync.models.mlp import linear, mlp, width
 from shadowsync.models.model import ModelSpec, SequenceInput, Widths
 from shadowsync.models.pooled import NO_SEQUENCES, concatenate
 from shadowsync.models.sequences import JaggedVectors, sequence_of
@@ -58,7 +58,7 @@ class DinModule(nn.Module):
         self.features = tuple(dims)
         self.units = nn.ModuleList(ActivationUnit(sequences[name].dim, spec.attention) for name in self.targets)
         inputs = dense_columns + sum(dims.values()) + sum(sequences[name].dim for name in self.targets)
-        self.deep = mlp(inputs, spec.deep).append(logit_layer(width(inputs, spec.deep)))
+        self.deep = mlp(inputs, spec.deep).append(linear(width(inputs, spec.deep), 1))
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Any]) -> Tensor:
         pairs = zip(self.units, self.targets.items(), strict=True)
@@ -77,7 +77,7 @@ class ActivationUnit(nn.Module):
 
     def __init__(self, dim: int, hidden: Widths) -> None:
         super().__init__()
-        self.weight = mlp(4 * dim, hidden).append(logit_layer(width(4 * dim, hidden)))
+        self.weight = mlp(4 * dim, hidden).append(linear(width(4 * dim, hidden), 1))
 
     def forward(self, sequence: JaggedVectors, target: Tensor) -> Tensor:
         vectors = sequence.values

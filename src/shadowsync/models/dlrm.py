@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shadowsync.errors import ConfigError
 from shadowsync.models.interaction import DotInteraction
-from shadowsync.models.mlp import logit_layer, mlp, width
+from shadowsync.models.mlp import linear, mlp, width
 from shadowsync.models.model import ModelSpec, SequenceInput, Widths, common_dim, refuse_sequences
 from shadowsync.models.pooled import NO_SEQUENCES, concatenate
 
@@ -53,7 +53,7 @@ class DlrmModule(nn.Module):
         self.bottom = mlp(dense_columns, (*spec.bottom, dim)) if dense_columns else None
         self.interaction = DotInteraction(len(dims) + bool(dense_columns))
         inputs = self.interaction.pairs + (dim if dense_columns else 0)
-        self.top = mlp(inputs, spec.top).append(logit_layer(width(inputs, spec.top)))
+        self.top = mlp(inputs, spec.top).append(linear(width(inputs, spec.top), 1))
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         vectors = concatenate(embeddings, self.features)

@@ -19,12 +19,6 @@ def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
     return layer
 
 
-def logit_layer(inputs: int) -> nn.Linear:
-    """A layer `[B, I] → [B, 1]` that starts without a bias, so that no seed starts far from the mean label."""
-    layer = linear(inputs, 1)
-    return layer
-
-
 def mlp(inputs: int, hidden: Sequence[int]) -> nn.Sequential:
     """Layers `[B, I] → [B, hidden[-1]]`, each with a ReLU behind it; no layers at all pass their input on."""
     layers = []

@@ -83,7 +83,7 @@ def decide(goal: Goal, costs: Costs, scale: Scale) -> Decision:
     if _misses(partial, goal):
         why = (
             f"{full.policy.title}: {_terms(full)}; partial recovery with {_rhythm(partial)} would lose a PLS of "
-            f"{partial.expected_pls:.3g}, above the target of {goal.target_pls:g}"
+            f"{partial.expected_pls:.3g} (portion of lost samples), above the target of {goal.target_pls:g}"
         )
         return Decision(full, full, partial, why)
     chosen, other = (partial, full) if partial.overhead < full.overhead else (full, partial)
@@ -115,4 +115,6 @@ def _against(chosen: Option, goal: Goal) -> str:
     """The expected loss beside what was aimed at, where there is any."""
     if not chosen.expected_pls:
         return ""
-    return f"; a PLS of {chosen.expected_pls:.3g} is expected, the target is {goal.target_pls:g}"
+    return (
+        f"; a PLS of {chosen.expected_pls:.3g} (portion of lost samples) is expected, the target is {goal.target_pls:g}"
+    )

@@ -135,7 +135,7 @@ def _range_of(curves: Sequence[tuple[list[float], list[float]]]) -> Band:
 
 def _gap_card(frames: Sequence[Frame]) -> Card:
     points = curve(steady(frames), _seconds, lambda frame: frame.sync_gap)
-    chart = Chart("gap", SECONDS, Axis("iterations per synchronisation"), [Line(*points, colour=2)], from_zero=True)
+    chart = Chart("gap", SECONDS, Axis("steps per synchronisation"), [Line(*points, colour=2)], from_zero=True)
     return Card(
         "Sync gap",
         "Steps a trainer took between two synchronisations of its replica, on average.",

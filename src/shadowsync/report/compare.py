@@ -1,6 +1,6 @@
 """`shadowsync report DIR…`: makes a run's page again, or one page that compares several runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from shadowsync.config import DataConfig
 from shadowsync.metrics.frame import Frame
 from shadowsync.report import words
 from shadowsync.report.canvas import SERIES_COLOURS, Axis
 from shadowsync.report.charts import SAMPLES, SECONDS, Card, three_digits
 from shadowsync.report.files import write_atomically
 from shadowsync.report.history import read_frames
-from shadowsync.report.page import flat, marked, render, write_page
+from shadowsync.report.page import flat, marked, render, terms_of, write_page
 from shadowsync.report.plots import Chart, Line, line_chart
 from shadowsync.report.recovery_section import notable_recovery
 from shadowsync.report.result import Result, read_result
@@ -22,7 +23,10 @@ from shadowsync.report.role_log import read_events
 from shadowsync.report.series import curve, kept
 
 FILE_NAME = "comparison.html"
+_ANY_TEST = frozenset(DataConfig.model_fields) - {"name"} | {"cache", "rows"}
+"""Keys of `data` that leave the test rows as they are; where there is a `test_path`, only that and the label count."""
 _RUNS_ABREAST = 6
+_LABEL = 16
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class Run:
 class Column:
     """A measure of the comparison; `best` picks the best of several values, None where there is none.
 
-    A `timed` one has no best among runs of which some are emulated: their speed is not that of a machine. One that is
-    `of_some` is left out where no run has it.
+    A `timed` one has no best among runs of which some are emulated: their speed is not that of a machine. A `tested`
+    one has none among runs that were tested on different rows. One that is `of_some` is left out where no run has it.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Column:
     show: Callable[[Any], str]
     best: Callable[[Sequence[float]], float] | None = None
     timed: bool = False
+    tested: bool = False
     of_some: bool = False
 
 
@@ -82,13 +87,13 @@ def _pls(result: Result) -> float | None:
 
 COLUMNS = (
     Column("method", _method, lambda v: v or words.MISSING),
-    Column("test AUC", lambda r: r.test.auc if r.test else None, words.decimal, max),
-    Column("test NE", lambda r: r.test.ne if r.test else None, words.decimal, min),
-    Column("log loss", lambda r: r.test.logloss if r.test else None, words.decimal, min),
+    Column("test AUC", lambda r: r.test.auc if r.test else None, words.decimal, max, tested=True),
+    Column("test NE", lambda r: r.test.ne if r.test else None, words.decimal, min, tested=True),
+    Column("log loss", lambda r: r.test.logloss if r.test else None, words.decimal, min, tested=True),
     Column("calibration", lambda r: r.test.calibration if r.test else None, lambda v: words.decimal(v, 3), None),
     Column("examples/s", lambda r: r.throughput.eps, words.count, max, timed=True),
-    Column("ELP", lambda r: r.throughput.elp, words.count),
-    Column("sync gap", lambda r: r.sync.average_gap if r.sync else None, lambda v: words.decimal(v, 1)),
+    Column("samples at once (ELP)", lambda r: r.throughput.elp, words.count),
+    Column("steps between syncs", lambda r: r.sync.average_gap if r.sync else None, lambda v: words.decimal(v, 1)),
     Column(
         "staleness",
         lambda r: r.aggregation.mean_staleness if r.aggregation else None,
@@ -99,18 +104,18 @@ COLUMNS = (
     Column("trained", lambda r: r.data.trained_samples, words.count),
     Column("time", lambda r: r.throughput.seconds, words.duration),
     Column("recovery", _mode, lambda v: v or words.MISSING, of_some=True),
-    Column("PLS", _pls, lambda v: words.decimal(v, 4), of_some=True),
+    Column("lost samples (PLS)", _pls, lambda v: words.decimal(v, 4), of_some=True),
 )
 
 
-def remake_page(folder: Path) -> Path:
-    """Writes the `report.html` of the run in `folder` again, from its result.json, metrics.jsonl and events.jsonl.
+def remake_page(folder: Path, path: Path) -> None:
+    """Writes the page of the run in `folder` to `path`, from its result.json, metrics.jsonl and events.jsonl.
 
     Raises:
         DataError: there is no result, or a file is broken.
         SaveError: the page cannot be written.
     """
-    return write_page(folder, read_result(folder), read_frames(folder), read_events(folder))
+    write_page(path, read_result(folder), read_frames(folder), read_events(folder))
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -126,15 +131,13 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     ]
 
 
-def write_comparison(runs: Sequence[Run], folder: Path) -> Path:
-    """Writes `folder/comparison.html`.
+def write_comparison(runs: Sequence[Run], path: Path) -> None:
+    """Writes the page that compares the runs.
 
     Raises:
         SaveError: it cannot be written.
     """
-    path = folder / FILE_NAME
     write_atomically(path, render_comparison(runs).encode())
-    return path
 
 
 def render_comparison(runs: Sequence[Run]) -> str:
@@ -143,10 +146,15 @@ def render_comparison(runs: Sequence[Run]) -> str:
     rows = [{"name": run.label, "colour": i % SERIES_COLOURS, "cells": cells[i]} for i, run in enumerate(runs)]
     return render(
         "comparison.html.j2",
+        notices=notices(runs),
         introduction="Each run has one colour; the best value of a column, where there is a best, is set in bold.",
         columns=[column.name for column in columns_of(runs)],
         runs=rows,
         differences=differences(runs),
+        terms=terms_of(
+            gradients=any(run.result.aggregation is not None for run in runs, units=False),
+            losses=any(notable_recovery(run.result) is not None for run in runs),
+        ),
         curve_cards=marked([_card(overlay, runs) for overlay in _OVERLAYS]),
     )
 
@@ -163,8 +171,9 @@ def compare(runs: Sequence[Run]) -> list[list[Cell]]:
     columns = columns_of(runs)
     values = [[column.value(run.result) for column in columns] for run in runs]
     mixed = len({run.result.throughput.emulated_step_ms is None for run in runs}) > 1
+    elsewhere = bool(different_tests(runs))
     best = [
-        None if column.timed and mixed else _best(column, [row[i] for row in values])
+        None if (column.timed and mixed) or (column.tested and elsewhere) else _best(column, [row[i] for row in values])
         for i, column in enumerate(columns)
     ]
     return [
@@ -179,6 +188,35 @@ def compare(runs: Sequence[Run]) -> list[list[Cell]]:
 def _best(column: Column, values: Sequence[float | str | None]) -> float | None:
     known = [value for value in values if isinstance(value, float | int)]
     return column.best(known) if column.best is not None and len(set(known)) > 1 else None
+
+
+def different_tests(runs: Sequence[Run]) -> list[str]:
+    """What says that the runs were not tested on the same rows; runs without a test are left out."""
+    tested = [run.result for run in runs if run.result.test is not None]
+    counts = {result.data.test_samples for result in tested}
+    found = [] if len(counts) <= 1 else [f"{' and '.join(map(words.count, sorted(counts)))} test rows"]
+    given = [_test_settings(result.config.get("data")) for result in tested]
+    keys = dict.fromkeys(key for data in given for key in data)
+    return found + [f"data.{key}" for key in keys if len({data.get(key) for data in given}) > 1]
+
+
+def _test_settings(data: Any) -> dict[str, str]:
+    """The keys of a section `data` that say which the test rows are."""
+    if not isinstance(data, Mapping):
+        return {}
+    by_path = {"name", "test_path", "label"} if data.get("test_path") is not None else None
+    deciding = by_path or set(data) - _ANY_TEST
+    return {key: words.setting(value) for key, value in data.items() if key in deciding}
+
+
+def notices(runs: Sequence[Run]) -> list[str]:
+    """What must be known before the runs are compared."""
+    if not (different := different_tests(runs)):
+        return []
+    return [
+        f"The runs were not tested on the same rows ({', '.join(different)}): their AUC, NE and log loss say nothing "
+        "about which is better, so none of them is in bold."
+    ]
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -228,9 +266,15 @@ _OVERLAYS = (
 )
 
 
+def _brief(label: str) -> str:
+    """A label that leaves room for the curves; begin and end tell runs apart."""
+    return label if len(label) <= _LABEL else f"{label[: _LABEL // 2]}…{label[-(_LABEL // 2 - 1) :]}"
+
+
 def _card(overlay: _Overlay, runs: Sequence[Run]) -> Card:
     curves = [curve(kept(run.frames), overlay.at, overlay.value) for run in runs]
-    lines = [Line(x, y, run.label, colour=i) for i, (run, (x, y)) in enumerate(zip(runs, curves, strict=True)) if x]
+    labels = [_brief(run.label) for run in runs]
+    lines = [Line(x, y, labels[i], colour=i) for i, (x, y) in enumerate(curves) if x]
     chart = Chart(overlay.title, overlay.x, overlay.y, lines)
     return Card(
         overlay.title,

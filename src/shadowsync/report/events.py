@@ -7,7 +7,7 @@ which a full disk shows up late; at a few frames a second there is nothing to ga
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-de
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from shadowsync.metrics.frame import Frame
+from shadowsync.report import words
 from shadowsync.report.files import save_errors
+from shadowsync.report.result import Result
 
 FOLDER_NAME = "tensorboard"
 
@@ -51,6 +53,20 @@ class EventLog:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(frame)]
         self._write(step=frame.samples, summary=Summary(value=values))
 
+    def finish(self, result: Result) -> None:
+        """Writes the measures of the test, and the configuration as hyper-parameters beside them.
+
+        Raises:
+            SaveError: it cannot be written.
+        """
+        from torch.utils.tensorboard.summary import hparams  # noqa: PLC0415 takes a while to load
+
+        measures = dict(final_scalars(result))
+        for summary in hparams(dict(hyper_parameters(result)), measures):  # type: ignore[no-untyped-call]
+            self._write(step=result.data.trained_samples, summary=summary)
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in measures.items()]
+        self._write(step=result.data.trained_samples, summary=Summary(value=values))
+
     def _write(self, **fields: Any) -> None:
         with save_errors(self._path):
             self._writer.write(Event(wall_time=self._wall_clock(), **fields).SerializeToString())
@@ -69,6 +85,22 @@ def _new_path(folder: Path, now: float) -> Path:
     while (path := folder / f"{stem}.{number}").exists():
         number += 1
     return path
+
+
+def final_scalars(result: Result) -> Iterator[tuple[str, float]]:
+    """The tags and values of the test; what is not defined has none."""
+    for name in ("auc", "ne", "logloss", "calibration"):
+        if (value := getattr(result.test, name, None)) is not None:
+            yield f"test/{name}", value
+
+
+def hyper_parameters(result: Result) -> Iterator[tuple[str, bool | float | str]]:
+    """The configuration by `section.key`, as TensorBoard compares runs by; not what only says how a run is shown."""
+    for section, values in result.config.items():
+        if section == "report" or not isinstance(values, Mapping):
+            continue
+        for key, value in values.items():
+            yield f"{section}.{key}", value if isinstance(value, bool | int | float) else words.setting(value)
 
 
 def scalars(frame: Frame) -> Iterator[tuple[str, float]]:

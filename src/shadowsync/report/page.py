@@ -57,15 +57,13 @@ REPLICA_TERMS = (
 )
 
 
-def write_page(folder: Path, result: Result, frames: Sequence[Frame], events: Sequence[RoleEvent] = ()) -> Path:
-    """Writes `folder/report.html`.
+def write_page(path: Path, result: Result, frames: Sequence[Frame], events: Sequence[RoleEvent] = ()) -> None:
+    """Writes the page of one run.
 
     Raises:
         SaveError: it cannot be written.
     """
-    path = folder / FILE_NAME
     write_atomically(path, render_page(result, frames, events).encode())
-    return path
 
 
 def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEvent] = ()) -> str:
@@ -90,7 +88,7 @@ def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEv
         timeline=timeline,
         timeline_cards=marked([] if timeline is None else [timeline.card]),
         key_numbers=key_numbers(result),
-        terms=_terms(gradients=aggregation is not None, losses=recovery is not None, units=result.units is not None),
+        terms=terms_of(gradients=aggregation is not None, losses=recovery is not None, units=result.units is not None),
         configuration=list(flat(result.config)),
         environment=[*result.versions.items(), *(result.machine or {}).items(), *_computing(result)],
     )
@@ -103,7 +101,8 @@ def _computing(result: Result) -> Iterator[tuple[str, str]]:
         yield from (("other trainers", other) for other in computing.others)
 
 
-def _terms(*, gradients: bool, losses: bool, units: bool) -> tuple[tuple[str, str], ...]:
+def terms_of(*, gradients: bool, losses: bool, units: bool) -> tuple[tuple[str, str], ...]:
+    """What a page explains: quality and speed, and what the methods at work bring with them."""
     by_section = AGGREGATION_TERMS if gradients else REPLICA_TERMS
     return (*TERMS, *by_section, *((PLS_TERM,) if losses else ()), *((DEAD_TERM,) if units else ()))
 
@@ -131,7 +130,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", "null" if value is None else str(value)
+            yield f"{prefix}{key}", words.setting(value)
 
 
 def headlines(result: Result) -> list[Headline]:

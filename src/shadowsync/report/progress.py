@@ -37,6 +37,7 @@ class Progress:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._printed_at: float | None = None
         self._printed: Frame | None = None
+        self._explained: set[str] = set()
 
     def __enter__(self) -> "Progress":
         if self._live is not None:
@@ -54,6 +55,7 @@ class Progress:
     def show(self, frame: Frame) -> None:
         """Takes one frame; draws it, or prints it when the last line is long enough ago."""
         self._recent.append(frame)
+        self._explain(frame)
         if self._live is not None:
             self._live.update(Text(self._line(frame), no_wrap=True, overflow="ellipsis"), refresh=True)
         elif self._printed_at is None or self._clock() - self._printed_at >= self._plain_every_s:
@@ -62,6 +64,14 @@ class Progress:
     def _print(self, frame: Frame) -> None:
         self._console.print(self._line(frame), markup=False, highlight=False, soft_wrap=True)
         self._printed_at, self._printed = self._clock(), frame
+
+    def _explain(self, frame: Frame) -> None:
+        """Says what a word of the line means, above the line in which it first stands."""
+        said = " ".join(_figures(frame))
+        new = [term for term in words.TERMS if term in said and term not in self._explained]
+        self._explained.update(new)
+        for term in new:
+            self._console.print(f"{term}: {words.TERMS[term]}", style="dim", highlight=False, soft_wrap=True)
 
     def _line(self, frame: Frame) -> str:
         columns = None if self._live is None else self._console.width

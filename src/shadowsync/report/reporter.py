@@ -130,12 +130,15 @@ class Reporter:
         Raises:
             SaveError: a file cannot be written.
         """
+        if self._events is not None:
+            self._events.finish(result)
         self._stack.close()
         written = [write_result(self._folder, result)]
         if self._outputs.html:
-            from shadowsync.report.page import write_page  # noqa: PLC0415 so would matplotlib
+            from shadowsync.report.page import FILE_NAME, write_page  # noqa: PLC0415 so would matplotlib
 
-            written.append(write_page(self._folder, result, self._frames, self._roles.told))
+            write_page(page := self._folder / FILE_NAME, result, self._frames, self._roles.told)
+            written.append(page)
         self._console.print(final_table(result))
         for warning in warnings(result):
             self._console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)

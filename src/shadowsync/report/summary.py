@@ -106,7 +106,7 @@ def _speed(result: Result) -> list[KeyNumber]:
     eps = "emulated examples/s (EPS)" if speed.emulated_step_ms is not None else "examples/s (EPS)"
     rows = [
         KeyNumber(eps, words.count(speed.eps), "first to last batch, start-up left out"),
-        KeyNumber("ELP", words.count(speed.elp), "batch size × workers × trainers"),
+        KeyNumber("samples at once (ELP)", words.count(speed.elp), "batch size × workers × trainers"),
         KeyNumber("training time", words.duration(speed.seconds), "first to last batch"),
     ]
     if speed.emulated_step_ms is not None:
@@ -124,7 +124,7 @@ def _synchronisation(result: Result) -> list[KeyNumber]:
     if (sync := result.sync) is not None:
         gap = words.decimal(sync.average_gap, 1)
         rows += [
-            KeyNumber("average sync gap", gap, f"iterations ({sync.method}, {sync.schedule})"),
+            KeyNumber("average sync gap", gap, f"steps between syncs ({sync.method}, {sync.schedule})"),
             KeyNumber("synchronisations", words.count(sync.count), "all trainers"),
         ]
     if (aggregation := result.aggregation) is not None:
@@ -170,5 +170,6 @@ def _recovery(result: Result) -> list[KeyNumber]:
     rows = [KeyNumber("checkpoints", words.count(recovery.saves), f"recovery mode {recovery.mode}")]
     if recovery.failures:
         target = "" if recovery.target_pls is None else f", the target is {recovery.target_pls:g}"
-        rows.append(KeyNumber("failures", words.count(recovery.failures), f"{words.pls(recovery.pls)}{target}"))
+        lost = f"{words.pls(recovery.pls)} (portion of lost samples){target}"
+        rows.append(KeyNumber("failures", words.count(recovery.failures), lost))
     return rows

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 MISSING = "—"
 
@@ -21,6 +22,19 @@ def percent(share: float | None, digits: int = 0) -> str:
     return MISSING if share is None or _undefined(share) else f"{100 * share:.{digits}f} %"
 
 
+def setting(value: Any) -> str:
+    """A value of the configuration as it is written in YAML and on the command line: `null`, `true`, `[a, b]`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {setting(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(setting, value)) + "]"
+    return str(value)
+
+
 def shares(by_kind: Mapping[str, float]) -> str:
     """`push 1.23 %, dense 0.951 %`."""
     return ", ".join(f"{kind} {100 * share:.3g} %" for kind, share in by_kind.items())
@@ -29,6 +43,15 @@ def shares(by_kind: Mapping[str, float]) -> str:
 def pls(portion: float) -> str:
     """`PLS 0.0123`, the portion of lost samples."""
     return f"PLS {portion:.3g}"
+
+
+TERMS = {
+    "NE": "normalized entropy, log loss over that of predicting the mean label",
+    "sync gap": "steps of a trainer between two synchronisations of its replica",
+    "staleness": "global steps by which an applied gradient was late",
+    "PLS": "portion of lost samples: learned by dead embedding servers since they were last saved",
+}
+"""Words of the progress line that are explained where they first stand."""
 
 
 def short(value: float | None) -> str:

@@ -10,8 +10,6 @@ import pytest
 import torch
 from command_line import CommandLine
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_train_says_where_the_results_are(shadowsync: CommandLine) -> None:
     said = shadowsync("train", "run.yaml", "train.trainers=1", "--out", "out")

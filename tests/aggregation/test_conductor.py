@@ -21,8 +21,6 @@ from shadowsync.errors import RunError
 from shadowsync.registry import members
 from shadowsync.training.rates import Rates
 
-pytestmark = pytest.mark.timeout(60)
-
 METHODS = {name: member() for name, member in members("shadowsync.aggregation", Aggregation).items()}
 A, B = (0, 0), (1, 0)
 STEADY = Rates()

@@ -8,8 +8,6 @@ import pytest
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import AggregationCounts, AggregationState, untold
 
-pytestmark = pytest.mark.timeout(20)
-
 A, B, C = (Switch(step, mode, "why") for step, mode in ((3, "gba"), (8, "sync"), (8, "gba")))
 
 

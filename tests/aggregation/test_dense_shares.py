@@ -17,7 +17,6 @@ from shadowsync.errors import DataError
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd
 from shadowsync.training.replica import Replica, flat_length, laid_out
 
-pytestmark = pytest.mark.timeout(30)
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3), max_size=9)
 
 

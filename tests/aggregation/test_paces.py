@@ -4,8 +4,6 @@ import pytest
 
 from shadowsync.aggregation.step_times import Paces
 
-pytestmark = pytest.mark.timeout(20)
-
 A, B = (0, 0), (1, 0)
 
 

@@ -9,8 +9,6 @@ from shadowsync.errors import DataError
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd
 from shadowsync.training.replica import Replica
 
-pytestmark = pytest.mark.timeout(30)
-
 
 def stepper(optimizer: DenseOptimizer | None = None, clip_norm: float | None = None, version: int = 0) -> DenseStepper:
     return DenseStepper(Replica(TwoParameters(), optimizer or Sgd(), {}), clip_norm, version)

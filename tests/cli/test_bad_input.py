@@ -10,8 +10,6 @@ import polars as pl
 import pytest
 from command_line import ROWS, CommandLine, assert_sentence, columns, criteo_line, cut_in_half, everything_in, train
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @dataclass(frozen=True)
 class Mistake:

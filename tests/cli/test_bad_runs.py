@@ -16,8 +16,6 @@ from shadowsync import Job
 from shadowsync.config import load
 from shadowsync.recovery.files import LocalFiles
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def trained(shadowsync: CommandLine) -> CommandLine:

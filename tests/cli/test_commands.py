@@ -13,8 +13,6 @@ from command_line import CommandLine
 
 from shadowsync.config import Config
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_train_says_where_the_results_are(shadowsync: CommandLine) -> None:
     said = shadowsync("train", "run.yaml", "train.trainers=1", "--out", "out")

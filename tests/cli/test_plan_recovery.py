@@ -14,8 +14,6 @@ from shadowsync.recovery.estimates import Priors, time_between_failures
 from shadowsync.recovery.priority import RowPriority
 from shadowsync.registry import members
 
-pytestmark = pytest.mark.timeout(60)
-
 PAPER = (
     *("plan", "recovery", "--save-s", "318", "--load-s", "200", "--restart-s", "208", "--fail-s", "100800"),
     *("--servers", "8"),

@@ -22,7 +22,6 @@ from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.service import Service
 from shadowsync.sync.rendezvous import Left
 
-pytestmark = pytest.mark.timeout(60)
 Connect = Callable[[Service, int], list[Connection]]
 SOON = AveragingOptions(poll_s=0.001, check_s=0.02)
 

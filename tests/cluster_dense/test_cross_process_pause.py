@@ -22,7 +22,6 @@ from shadowsync.sync.ma import ModelAveraging
 from shadowsync.sync.schedule import Driver, Schedule, Synchronisation
 from shadowsync.training.gate import Gate
 
-pytestmark = pytest.mark.timeout(60)
 OPTIONS = AveragingOptions(poll_s=0.001, check_s=0.02)
 
 

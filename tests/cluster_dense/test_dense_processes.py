@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
-import pytest
 from rings import until
 
 from shadowsync.runtime.averaging_service import AveragingService
@@ -36,7 +35,6 @@ def members(folder: Path, address: str, keys: JobKeys) -> Iterator[subprocess.Po
             parent.wait()
 
 
-@pytest.mark.timeout(120)
 def test_the_others_finish_with_the_mean_of_those_alive(tmp_path: Path) -> None:
     """One is killed, so that its connections close; of the other, which is frozen, nothing is ever heard again."""
     keys, service = JobKeys.make(), AveragingService(range(4), seats=4)

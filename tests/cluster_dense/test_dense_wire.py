@@ -246,7 +246,6 @@ class Held(Connection):
         self._inner.close()
 
 
-@pytest.mark.timeout(20)
 @dataclass
 class Garbled:
     """A connection on which other frames come back."""

@@ -35,7 +35,6 @@ from shadowsync.sync.bmuf import Bmuf
 from shadowsync.sync.schedule import Synchronisation
 from shadowsync.training.gate import Gate
 
-pytestmark = pytest.mark.timeout(60)
 WIDTHS = (700, 30, 300)
 SIZE = sum(WIDTHS)
 ALMOST_ALL = 1 - 1e-9

@@ -22,8 +22,6 @@ from shadowsync.runtime.lines import Line
 from shadowsync.runtime.ring import RingBroken, Seat
 from shadowsync.runtime.wire.connection import DirectConnection
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @dataclass
 class Pinboard:

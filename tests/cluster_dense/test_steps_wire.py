@@ -53,7 +53,6 @@ from shadowsync.training.optimizers import Adagrad
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica
 
-pytestmark = pytest.mark.timeout(30)
 Connect = Callable[[Service, int], list[Connection]]
 PATIENCE_S = 20.0
 

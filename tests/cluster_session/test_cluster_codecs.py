@@ -24,7 +24,6 @@ from shadowsync.runtime.link import Link, Traffic
 from shadowsync.runtime.wire.connection import Answer, Connection
 from shadowsync.runtime.wire.service import Meta
 
-pytestmark = pytest.mark.timeout(60)
 STEP_S, SPEED = 0.002, 100_000
 
 

@@ -19,7 +19,6 @@ from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Machine
 from shadowsync.runtime.wire.keys import JobKeys
 
-pytestmark = pytest.mark.timeout(60)
 ROWS, EPOCHS = 240, 2
 PATIENCE_S = 2.5
 """Silence of a second is no news: peers ask each other once a second for a sign of life."""

@@ -50,7 +50,7 @@ from shadowsync.runtime.wire.service import Request
 from shadowsync.training.rates import Rates
 from shadowsync.training.worker import TrainerLost
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("cluster")]
+pytestmark = pytest.mark.usefixtures("cluster")
 ROWS, EPOCHS = 240, 2
 
 

@@ -33,7 +33,7 @@ from shadowsync.config import merge
 from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError
 from shadowsync.training.update import LocalUpdate
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("cluster")]
+pytestmark = pytest.mark.usefixtures("cluster")
 EXACT = {"prefetch": 0, "optimizer": "adagrad", "warmup_samples": 0}
 """Learning rates do not depend on how soon the desk says how much was trained."""
 

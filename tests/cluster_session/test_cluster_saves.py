@@ -37,7 +37,6 @@ from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.keys import JobKeys
 
 pytest.importorskip("zmq", reason="needs ZeroMQ: pip install 'shadowsync[ray]'")
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from shadowsync import Job, Result
 pytest.importorskip("ray", reason="install the extra to test it: pip install 'shadowsync[ray]'")
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves its files and processes to the collector

@@ -13,8 +13,6 @@ from shadowsync.config import AggregationConfig, load
 from shadowsync.registry import members, option_names
 from shadowsync.report.aggregation_section import METHODS
 
-pytestmark = pytest.mark.timeout(30)
-
 PAGE = (Path(__file__).parents[2] / "docs" / "aggregation.md").read_text("utf-8")
 COMMANDS = re.findall(r"^    (shadowsync (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
 STRAGGLERS = re.findall(r"^\| `((?:share|index)=[^`]+)`", PAGE, re.MULTILINE)

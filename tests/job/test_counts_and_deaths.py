@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from shadowsync import Job, TrainerLost
 from shadowsync.errors import DataError, NonFiniteLoss, RunError
 
-pytestmark = pytest.mark.timeout(60)
 DEADLINE_S = 20.0
 
 

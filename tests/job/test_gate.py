@@ -8,7 +8,6 @@ import pytest
 
 from shadowsync.training.gate import Gate
 
-pytestmark = pytest.mark.timeout(30)
 SOON_S = 10.0
 SHORT_S = 0.02
 

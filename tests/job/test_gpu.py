@@ -11,7 +11,6 @@ from test_gradient_methods import gradient_settings
 from shadowsync import Job
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.skipif(
         not torch.cuda.is_available(),
         reason="needs a GPU: run it where there is one, with a build of torch for CUDA",

@@ -37,8 +37,6 @@ from shadowsync.registry import members
 from shadowsync.report.history import read_frames
 from shadowsync.training.worker import TrainerLost
 
-pytestmark = pytest.mark.timeout(60)
-
 METHODS = sorted(members("shadowsync.aggregation", Aggregation))
 
 
@@ -263,7 +261,6 @@ def test_a_trainer_with_pulls_ahead_may_die_too(tmp_path: Path, method: str, wor
     assert result.data.trained_samples == 101
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("method", ["sync", "hop_bw"])
 def test_a_pull_ahead_that_fails_ends_the_job(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one waits for a round of which the batch that was not pulled is a part."""

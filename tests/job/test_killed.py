@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 from shadowsync.job import train_from_command_line
 from shadowsync.runs import load_checkpoint
 
-pytestmark = pytest.mark.timeout(120)
 ROWS = 500
 DEADLINE_S = 60.0
 

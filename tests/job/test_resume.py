@@ -37,8 +37,6 @@ from shadowsync.errors import CheckpointError, ConfigError, SaveError
 from shadowsync.local_session import LocalSession
 from shadowsync.recovery.files import LocalFiles
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class SignalAt:
     """Sends a signal to this process before an iteration of a worker, and holds everybody until it was seen."""

@@ -23,8 +23,6 @@ from shadowsync.models.din import Din
 from shadowsync.models.model import SequenceInput
 from shadowsync.models.sequences import JaggedVectors
 
-pytestmark = pytest.mark.timeout(60)
-
 DIN = {"name": "din", "attention": [8], "deep": [8]}
 DIEN = {"name": "dien", "deep": [8], "steps": 3, "auxiliary": 0.5}
 SHARED = {"tables": {"many": "c1"}}

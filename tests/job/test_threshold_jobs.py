@@ -19,7 +19,6 @@ from shadowsync.report.history import read_frames
 from shadowsync.report.role_log import read_events
 from shadowsync.training.replica import WorkerModule
 
-pytestmark = pytest.mark.timeout(60)
 EVERYTHING = {"name": "threshold", "keep": 1.0}
 WIDE_DLRM = {"name": "dlrm", "bottom": [64], "top": [64, 32]}
 """Some of its parameters have 256 elements and more."""

@@ -3,7 +3,6 @@
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
-import pytest
 import torch
 
 from shadowsync.assembly import make_module
@@ -12,7 +11,6 @@ from shadowsync.config import parse
 from shadowsync.data.source import Feature, Schema
 from shadowsync.embedding.table import Table
 
-pytestmark = pytest.mark.timeout(30)
 THREADS = 8
 
 

@@ -24,8 +24,6 @@ from shadowsync.report.result import Aggregation, Result
 from shadowsync.report.summary import key_numbers
 from shadowsync.report.timeline import make_timeline
 
-pytestmark = pytest.mark.timeout(60)
-
 TITLES = ["Staleness", "Dropped gradients", "Mode over time", "Step time of the workers", "Mean step time by worker"]
 
 

@@ -152,8 +152,9 @@ def render_comparison(runs: Sequence[Run]) -> str:
         runs=rows,
         differences=differences(runs),
         terms=terms_of(
-            gradients=any(run.result.aggregation is not None for run in runs, units=False),
+            gradients=any(run.result.aggregation is not None for run in runs),
             losses=any(notable_recovery(run.result) is not None for run in runs),
+            units=False,
         ),
         curve_cards=marked([_card(overlay, runs) for overlay in _OVERLAYS]),
     )

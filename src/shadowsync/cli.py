@@ -36,6 +36,13 @@ DataPath = Annotated[
     str | None, typer.Option("--data", metavar="PATH", help="Rows to use instead of the run's test rows.")
 ]
 
+Checkpoints = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoints", metavar="PLACE", help="Where DIR has its checkpoints, if it names a place on another machine."
+    ),
+]
+
 
 @app.command()
 def train(
@@ -51,14 +58,14 @@ def train(
 
 
 @app.command()
-def evaluate(folder: RunFolder, data: DataPath = None) -> None:
+def evaluate(folder: RunFolder, data: DataPath = None, checkpoints: Checkpoints = None) -> None:
     """Measure a trained model on its test rows, or on other rows."""
     from rich.console import Console
 
     from shadowsync.inference import Trained
     from shadowsync.report.quality_table import quality_table
 
-    Console().print(quality_table(_said(Trained(folder)).evaluate(data)))
+    Console().print(quality_table(_said(Trained(folder, checkpoints=checkpoints)).evaluate(data)))
 
 
 @app.command()
@@ -66,11 +73,12 @@ def predict(
     folder: RunFolder,
     data: Annotated[str, typer.Option("--data", metavar="PATH", help="Rows to predict.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The parquet file to write.")],
+    checkpoints: Checkpoints = None,
 ) -> None:
     """Write the predicted probability of each row, in the order of the rows."""
     from shadowsync.inference import Trained
 
-    rows = _said(Trained(folder)).predict(data, out)
+    rows = _said(Trained(folder, checkpoints=checkpoints)).predict(data, out)
     typer.echo(f"{rows} predictions written to {out}")
 
 
@@ -82,18 +90,19 @@ def export(
         str | None,
         typer.Option(metavar="CHECKPOINT", help="Only the embedding rows that changed since this checkpoint."),
     ] = None,
+    checkpoints: Checkpoints = None,
 ) -> None:
     """Write the model with its tables as one file that torch alone loads, or what has changed of its rows."""
     if since is not None:
         from shadowsync.runs import export_changes
 
-        found = export_changes(folder, since, str(out))
+        found = export_changes(folder, since, str(out), checkpoints)
         changed = sum(table.changed for table in found.tables)
         typer.echo(f"{changed} rows that changed from {found.since} to {found.until} are in {out}")
         return
     from shadowsync.inference import Trained
 
-    _said(Trained(folder)).export(out)
+    _said(Trained(folder, checkpoints=checkpoints)).export(out)
     typer.echo(f"the model is in {out}: torch.export.load({str(out)!r}).module()")
 
 
@@ -105,7 +114,10 @@ def report(folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help=
     from shadowsync.report.compare import comparison_table, read_runs, remake_page, write_comparison
 
     if len(folders) == 1:
-        typer.echo(f"report: {remake_page(folders[0])}")
+        from shadowsync.runs import only_writer
+
+        with only_writer(folders[0]) if folders[0].is_dir() else contextlib.nullcontext():
+            typer.echo(f"report: {remake_page(folders[0])}")
         return
     runs = read_runs(folders)
     Console().print(comparison_table(runs))

@@ -11,6 +11,7 @@ from typing import Any
 import fsspec.core
 
 from shadowsync.errors import DataError, ShadowSyncError
+from shadowsync.places import redacted
 
 _url_to_fs: Any = fsspec.core.url_to_fs  # has no types
 
@@ -168,7 +169,7 @@ def _file(filesystem: Any, path: str, key: str) -> File:
         raise DataError(f"{path}: the server does not say how long it is; copy it to this machine first")
     if information["size"] == 0:
         raise DataError(f"{path}: the file is empty")
-    return File(path, key, information["size"], filesystem)
+    return File(redacted(path), key, information["size"], filesystem)
 
 
 def _is_local(filesystem: Any) -> bool:

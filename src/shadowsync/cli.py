@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.exceptions import TyperException
 
-from shadowsync.errors import ConfigError, ShadowSyncError
+from shadowsync.errors import ConfigError, ShadowSyncError, shortened
 
 if TYPE_CHECKING:
     from shadowsync.inference import Trained
@@ -199,7 +199,7 @@ def main() -> None:
     except ShadowSyncError as error:
         _fail(str(error), error.exit_status)
     except TyperException as error:
-        _fail(error.format_message(), 2)
+        _fail(shortened(error.format_message()), 2)
     except (typer.Abort, KeyboardInterrupt):
         status = _INTERRUPTED
     if status == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt

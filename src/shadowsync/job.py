@@ -307,11 +307,19 @@ class _Run:
                     self._show(reporter)
                 if (due := self.keeping.due()) is not Due.NOTHING:
                     self.keeping.save(due)
-        except BaseException:
+        except KeyboardInterrupt:  # the second one: a model may hang, so nobody is waited for
             self.session.stop()
             raise
-        finally:
+        except BaseException:
+            self.session.stop()
+            self._finish(roles)
+            raise
+        self._finish(roles)
+
+    def _finish(self, roles: "_Roles") -> None:
+        try:
             self.session.finish()
+        finally:
             self._tell_switches()
             roles.notice(self.session, saving=False)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.exceptions import TyperException
 
-from shadowsync.errors import ConfigError, ShadowSyncError
+from shadowsync.errors import ConfigError, ShadowSyncError, shortened
 
 if TYPE_CHECKING:
     from shadowsync.inference import Trained
@@ -52,6 +52,13 @@ DataPath = Annotated[
     str | None, typer.Option("--data", metavar="PATH", help="Rows to use instead of the run's test rows.")
 ]
 
+Checkpoints = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoints", metavar="PLACE", help="Where DIR has its checkpoints, if it names a place on another machine."
+    ),
+]
+
 
 @app.command()
 def train(
@@ -78,14 +85,14 @@ def train(
 
 
 @app.command()
-def evaluate(folder: RunFolder, data: DataPath = None) -> None:
+def evaluate(folder: RunFolder, data: DataPath = None, checkpoints: Checkpoints = None) -> None:
     """Measure a trained model on its test rows, or on other rows."""
     from rich.console import Console
 
     from shadowsync.inference import Trained
     from shadowsync.report.quality_table import quality_table
 
-    Console().print(quality_table(_said(Trained(folder)).evaluate(data)))
+    Console().print(quality_table(_said(Trained(folder, checkpoints=checkpoints)).evaluate(data)))
 
 
 @app.command()
@@ -97,11 +104,12 @@ def predict(
         list[str] | None,
         typer.Option(metavar="COLUMN", help="A column of the rows to write beside; may be given several times."),
     ] = None,
+    checkpoints: Checkpoints = None,
 ) -> None:
     """Write the predicted probability of each row, in the order of the rows."""
     from shadowsync.inference import Trained
 
-    rows = _said(Trained(folder)).predict(data, out, keep or ())
+    rows = _said(Trained(folder, checkpoints=checkpoints)).predict(data, out, keep or ())
     typer.echo(f"{rows} predictions written to {out}")
 
 
@@ -113,18 +121,19 @@ def export(
         str | None,
         typer.Option(metavar="CHECKPOINT", help="Only the embedding rows that changed since this checkpoint."),
     ] = None,
+    checkpoints: Checkpoints = None,
 ) -> None:
     """Write the model with its tables as one file that torch alone loads, or what has changed of its rows."""
     if since is not None:
         from shadowsync.runs import export_changes
 
-        found = export_changes(folder, since, str(out))
+        found = export_changes(folder, since, str(out), checkpoints)
         changed = sum(table.changed for table in found.tables)
         typer.echo(f"{changed} rows that changed from {found.since} to {found.until} are in {out}")
         return
     from shadowsync.inference import Trained
 
-    _said(Trained(folder)).export(out)
+    _said(Trained(folder, checkpoints=checkpoints)).export(out)
     typer.echo(f"the model is in {out}: torch.export.load({str(out)!r}).module()")
 
 
@@ -142,7 +151,10 @@ def report(
     from shadowsync.report import compare, page
 
     if len(folders) == 1:
-        compare.remake_page(folders[0], path := out or folders[0] / page.FILE_NAME)
+        from shadowsync.runs import only_writer
+
+        with only_writer(folders[0]) if folders[0].is_dir() else contextlib.nullcontext():
+            compare.remake_page(folders[0], path := out or folders[0] / page.FILE_NAME)
         typer.echo(f"report: {path}")
         return
     runs = compare.read_runs(folders)
@@ -228,7 +240,7 @@ def main() -> None:
     except ShadowSyncError as error:
         _fail(str(error), error.exit_status)
     except TyperException as error:
-        _fail(error.format_message(), 2)
+        _fail(shortened(error.format_message()), 2)
     except (typer.Abort, KeyboardInterrupt):
         status = _INTERRUPTED
     if status == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt

@@ -5,10 +5,11 @@ member's own options beside the keys below; `choices` hands them to that member,
 Comments say what raising a value does.
 """
 
+import contextlib
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from yaml import YAMLError
 
 from shadowsync.errors import ConfigError
+from shadowsync.places import written_places
 from shadowsync.registry import explain, nearest
 
 Pooling = Literal["sum", "mean", "none"]
@@ -353,6 +355,13 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     report: ReportConfig = ReportConfig()
 
+    _written: dict[tuple[str, str], Any] = pydantic.PrivateAttr(default_factory=dict)
+
+    @property
+    def written(self) -> dict[tuple[str, str], Any]:
+        """Places that the user gave by interpolations, as written: this is stored, and not what they stand for."""
+        return self._written
+
 
 def parse(values: dict[str, Any]) -> Config:
     """A checked `Config` from nested dicts.
@@ -372,33 +381,66 @@ def load(path: Path | None, overrides: Sequence[str], base: dict[str, Any] | Non
     Raises:
         ConfigError: the file cannot be read, an override has no `=`, or what `parse` finds.
     """
-    return parse(merge(base or {}, read_yaml(path) if path else {}, overrides))
+    given = read_given(path, overrides)
+    return with_written(parse(merge(base or {}, given, [])), given)
+
+
+def with_written(config: Config, given: dict[str, Any]) -> Config:
+    """The configuration, which knows of its places in `given` (see `read_given`) how they were written."""
+    config._written = written_places(given)
+    return config
+
+
+def read_given(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """What a command gives, the YAML file and the overrides over it, with its interpolations as they are written."""
+    return _over({}, read_yaml(path) if path else {}, overrides)
 
 
 def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Nested dicts and then a dot-list of overrides laid over `base`.
 
     Another codec comes with its own defaults: the options that the one before it had are dropped. An empty map inside
-    a section takes the place of the one below it.
+    a section takes the place of the one below it. `base` may be what somebody stored: only in the others
+    interpolations are resolved, among themselves.
     """
+    given = _over(base, values, overrides)
+    with _unreadable(overrides):
+        above = OmegaConf.to_container(OmegaConf.create(given), resolve=True)
+        below = _without_emptied(_without_replaced_codecs(_codecs_spelled_out(base), above), above)
+    return typing.cast("dict[str, Any]", _laid_over(below, above))
+
+
+def _over(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Overrides laid over `values`, not resolved; `base` says which sections hold keys."""
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"{override!r} is not an override: write key.path=value, for instance train.lr=0.01")
     for name, section in values.items():
         if isinstance(section, list) and isinstance(base.get(name), dict):
             raise ConfigError(f"{name}={section}: it holds keys, not a list")
-    try:
+    above: Any = {}
+    with _unreadable(overrides):
         dotted = OmegaConf.from_dotlist([_codec_spelled_out(override) for override in overrides])
-        below: Any = _codecs_spelled_out(base)
         for part in (_codecs_spelled_out(values), OmegaConf.to_container(dotted)):
-            below = _without_emptied(below, part)
-            below = OmegaConf.to_container(OmegaConf.merge(_without_replaced_codecs(below, part), part))
-        plain = OmegaConf.to_container(OmegaConf.create(below), resolve=True)
+            above = _without_emptied(above, part)
+            above = OmegaConf.to_container(OmegaConf.merge(_without_replaced_codecs(above, part), part))
+    return typing.cast("dict[str, Any]", above)
+
+
+@contextlib.contextmanager
+def _unreadable(overrides: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError) as error:
         given = textwrap.shorten(" ".join(overrides), 120) if overrides else ""
         where = f" (with the overrides {given})" if given else ""
         raise ConfigError(f"the configuration cannot be read: {str(error).splitlines()[0]}{where}") from error
-    return typing.cast("dict[str, Any]", plain)
+
+
+def _laid_over(below: Any, above: Any) -> Any:
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return {**below, **{key: _laid_over(below.get(key), value) for key, value in above.items()}}
 
 
 def _without_emptied(below: Any, part: Any, depth: int = 0) -> Any:

@@ -15,11 +15,24 @@ A message is one sentence that names the thing, its place, what is allowed and, 
 fixes it: it is shown to the user as it stands, without a traceback.
 """
 
+import re
+
+_LONGEST_WORD, _LONGEST = 200, 2000
+
+
+def shortened(message: str) -> str:
+    """A message of bounded length: what a user gave may be of any, and is echoed in it."""
+    words = re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda word: f"{word[0][:80]}…{word[0][-40:]}", message)
+    return words if len(words) <= _LONGEST else f"{words[: _LONGEST // 2]} … {words[-_LONGEST // 2 :]}"
+
 
 class ShadowSyncError(Exception):
     """Base of every error that shadowsync raises on purpose."""
 
     exit_status = 1
+
+    def __str__(self) -> str:
+        return shortened(super().__str__())
 
 
 class UserError(ShadowSyncError):

@@ -23,6 +23,7 @@ from shadowsync.export import ExportSpec, export_model
 from shadowsync.imaging import column_difference
 from shadowsync.job_state import job_state
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
+from shadowsync.places import advice, unfollowed, without
 from shadowsync.prediction import Predictor, predictions, score
 from shadowsync.runs import load_checkpoint
 
@@ -33,6 +34,7 @@ class Trained:
     Args:
         folder: of the run.
         model: the module of the user's own that the run trained, if it did.
+        checkpoints: where they are, if the folder names a place on another machine, which is not followed.
 
     Attributes:
         skipped: one sentence for each newer checkpoint that cannot be loaded, and one if some rows are older.
@@ -42,15 +44,16 @@ class Trained:
         CheckpointError: there is no checkpoint, or it is of another model.
     """
 
-    def __init__(self, folder: Path | str, model: nn.Module | None = None) -> None:
-        saved = load_checkpoint(Path(folder))
+    def __init__(self, folder: Path | str, model: nn.Module | None = None, checkpoints: str | None = None) -> None:
+        saved = load_checkpoint(Path(folder), place=checkpoints)
         self.skipped = saved.skipped
         state = job_state(saved)
         if state.own_model and model is None:
             raise ConfigError(
                 f"{folder} trained a module of your own: shadowsync.Trained({str(folder)!r}, model=module)"
             )
-        self.config: Config = parse(saved.config)
+        self._unfollowed = unfollowed({"data": saved.config.get("data")}, Path(folder))
+        self.config: Config = parse(without(saved.config, "data", "cache"))
         self.choices: Choices = choose_all(self.config, own_model=model is not None)
         self.schema: Schema = state.schema
         # A model's columns follow the order of the tables, which the servers' files do not keep.
@@ -73,6 +76,7 @@ class Trained:
         Raises:
             DataError: there are none, or they do not fit the model.
         """
+        self._check_places(None if data is None else str(data))
         source = self.choices.source if data is None else self._source_at(str(data), labelled)
         # Predictions have one row for each row given, so none may be left out of them.
         on_bad_row = self.config.data.on_bad_row if labelled else "error"
@@ -84,6 +88,16 @@ class Trained:
             raise DataError(f"{place}: the model was trained on {difference}")
         _check_ids(place, opened.schema, self.schema)
         return opened
+
+    def _check_places(self, data: str | None) -> None:
+        """Raises `ConfigError` if rows would be looked for where the run's folder says, beyond this machine."""
+        given = {"data.path"} if data is None else {"data.path", "data.test_path"}
+        again = {key: place for key, place in self._unfollowed.items() if key not in given}
+        if again:
+            raise ConfigError(
+                f"places on other machines that the run's folder stores are not followed ({', '.join(again)}): if they "
+                f"are yours give {advice({'--data': next(iter(again.values()))})}"
+            )
 
     def _source_at(self, data: str, labelled: bool) -> Source:
         source: Any = self.choices.source

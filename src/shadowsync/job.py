@@ -20,7 +20,7 @@ from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import untold
 from shadowsync.assembly import codec_remarks, prefetch
 from shadowsync.choices import Choices, choose_all, global_batch, server_count, without_foreign_options
-from shadowsync.config import Config, load, merge, parse, read_yaml
+from shadowsync.config import Config, load, merge, parse, read_given, with_written
 from shadowsync.data.checks import large_columns
 from shadowsync.data.reader import Position
 from shadowsync.data.source import OpenSource
@@ -34,6 +34,7 @@ from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_score
 from shadowsync.metrics.roles import About, RoleEvent
 from shadowsync.metrics.toll import Toll
 from shadowsync.metrics.units import UnitActivity, Units
+from shadowsync.places import advice, as_stored, is_remote, unfollowed, without
 from shadowsync.prediction import Predictor, score
 from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.governor import Due
@@ -47,7 +48,15 @@ from shadowsync.report.machine import machine, versions
 from shadowsync.report.reporter import Outputs, Reporter
 from shadowsync.report.result import Result
 from shadowsync.report.role_log import read_events
-from shadowsync.runs import check_folder, checkpoint_root, load_checkpoint, make_folder, new_folder
+from shadowsync.runs import (
+    check_folder,
+    check_unused,
+    checkpoint_root,
+    load_checkpoint,
+    make_folder,
+    new_folder,
+    only_writer,
+)
 from shadowsync.runtime.wire.errors import GONE
 from shadowsync.safekeeping import Safekeeping
 from shadowsync.session import Material, Newest, Own, RolePlace, Session, no_failures
@@ -135,14 +144,18 @@ class Job:
         """
         check_folder(self.out, self.resume)
         keep_freed_memory()
-        with _single_threaded(), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(only_writer(self.out))
+            if self.out != self.resume:
+                check_unused(self.out)
+            stack.enter_context(_single_threaded())
             watch = _Watch(console or Console(quiet=True), on_frame)
             return _Run(self, time.monotonic(), watch, stack).to_the_end()
 
 
 def train_from_command_line(path: Path | None, overrides: Sequence[str], out: Path | None, resume: Path | None) -> None:
     """`shadowsync train`: shows progress and says where the results are."""
-    config = load(path, overrides) if resume is None else _resumed_config(resume, path, overrides)
+    config = load(path, overrides) if resume is None else _resumed_config(resume, path, overrides, out)
     job = Job(config, out=out, resume=resume)
     console = Console(soft_wrap=True)
     console.print(_headline(job), highlight=False)
@@ -152,8 +165,9 @@ def train_from_command_line(path: Path | None, overrides: Sequence[str], out: Pa
 
 
 def given(config: Config) -> dict[str, Any]:
-    """The configuration as the user gave it: what goes into a checkpoint, so that defaults stay defaults."""
-    return config.model_dump(mode="json", exclude_unset=True)
+    """The configuration as the user gave it, without secrets: what goes into a checkpoint, so that defaults stay
+    defaults."""
+    return as_stored(config.model_dump(mode="json", exclude_unset=True), config.written)
 
 
 @dataclass(frozen=True)
@@ -181,7 +195,7 @@ class _Run:
 
     def __init__(self, job: Job, began: float, watch: _Watch, stack: contextlib.ExitStack) -> None:
         self.job, self.config, self.choices, self.console = job, job.config, job.choices, watch.console
-        self._on_frame = watch.on_frame
+        self._on_frame, self._stack = watch.on_frame, stack
         self.began = began
         store = CheckpointStore(checkpoint_root(job.out, self.config.train.checkpoint_dir), self.config.train.keep)
         self.store = store
@@ -215,7 +229,7 @@ class _Run:
         elif self.job.resume is None:
             return None
         else:
-            saved = load_checkpoint(self.job.resume)
+            saved = load_checkpoint(self.job.resume, place=self.config.train.checkpoint_dir)
         for sentence in saved.skipped:
             self.console.print(sentence, highlight=False)
         return saved
@@ -283,8 +297,7 @@ class _Run:
             self.keeping.save_last()
             self._tell_nothing_left()
             return  # a finished run was resumed: synchronising without training would still move the replicas
-        if self.config.train.checkpoint_dir is not None:  # files are being written in the run's own folder already
-            self.store.try_writing()
+        self._claim_place()
         pace = _Pace(self.config.report.every_s, time.monotonic(), QUICK_S if self.keeping.lively else LOOK_S)
         self.keeping.begin()
         self._remark()
@@ -303,11 +316,19 @@ class _Run:
                     self._show(reporter)
                 if (due := self.keeping.due()) is not Due.NOTHING:
                     self.keeping.save(due)
-        except BaseException:
+        except KeyboardInterrupt:  # the second one: a model may hang, so nobody is waited for
             self.session.stop()
             raise
-        finally:
+        except BaseException:
+            self.session.stop()
+            self._finish(roles)
+            raise
+        self._finish(roles)
+
+    def _finish(self, roles: "_Roles") -> None:
+        try:
             self.session.finish()
+        finally:
             self._tell_switches()
             roles.notice(self.session, saving=False)
 
@@ -325,6 +346,14 @@ class _Run:
                 self._tell(sentence)
         for remark in codec_remarks(self.config, self.choices):
             self._tell(remark, "codec")
+
+    def _claim_place(self) -> None:
+        """Where checkpoints go elsewhere, finds out that they can; the run's own folder is being written already."""
+        if (place := self.config.train.checkpoint_dir) is None:
+            return
+        self.store.try_writing()
+        if not is_remote(place):
+            self._stack.enter_context(only_writer(Path(place.removeprefix("file://"))))
 
     def _look(self) -> None:
         for computing in self.session.computing():
@@ -530,7 +559,7 @@ def open_sources(config: Config, choices: Choices) -> _Sources:
 
 
 def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str, Any]:
-    """The whole configuration with every default, those of the chosen members too."""
+    """The whole configuration with every default, those of the chosen members too, and without secrets."""
     plain = config.model_dump(mode="json")
     plain["train"]["warmup_samples"] = warmup_samples
     plain["train"]["prefetch"] = prefetch(config, choices)
@@ -547,7 +576,7 @@ def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str,
     if choices.model is not None:
         plain["model"] |= _plain_options(choices.model)
     plain["embedding"] |= {"storage": choices.storage.name, "servers": server_count(config)}
-    return plain
+    return as_stored(plain, config.written)
 
 
 def _plain_options(member: Any) -> dict[str, Any]:
@@ -581,19 +610,43 @@ def _check_same(saved: LoadedCheckpoint, config: Config) -> None:
         )
 
 
-def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str]) -> Config:
-    saved = load_checkpoint(resume, verify=False)
+def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], out: Path | None) -> Config:
+    given = read_given(path, overrides)
+    changed = merge({}, given, [])
+    train = changed.get("train")
+    place = train.get("checkpoint_dir") if isinstance(train, dict) else None
+    saved = load_checkpoint(resume, verify=False, place=place)
     if job_state(saved).own_model:
         raise ConfigError(
             f"{resume} trained a module of your own: go on from Python with "
             f"shadowsync.Job(config, model=module, resume={str(resume)!r})"
         )
-    changed = merge({}, read_yaml(path) if path else {}, overrides)
-    before = _with_global_batch(saved.config)
+    stored = _followed(saved.config, changed, resume, out)
+    before = _with_global_batch(stored)
     config = parse(merge(without_foreign_options(merge(before, changed, []), changed), changed, []))
     if not (changed.get("aggregation") or {}).get("global_batch"):
         _check_global_batch(config)
-    return config
+    return with_written(config, given)
+
+
+def _followed(stored: dict[str, Any], changed: Mapping[str, Any], resume: Path, out: Path | None) -> dict[str, Any]:
+    """A stored configuration without its cache, and without its place of checkpoints where results go elsewhere.
+
+    Raises:
+        ConfigError: the user has to give a place again that is not followed.
+    """
+    kept = without(stored, "data", "cache")
+    if out not in (None, resume):
+        kept = without(kept, "train", "checkpoint_dir")
+    sections = {name: section for name, section in changed.items() if isinstance(section, dict)}
+    given = {f"{name}.{key}" for name, section in sections.items() for key in section}
+    again = {key: place for key, place in unfollowed(kept, resume).items() if key not in given}
+    if again:
+        raise ConfigError(
+            f"{resume}: places beyond this folder that it stores are not followed ({', '.join(again)}): if they are "
+            f"yours add {advice(again)}, or the configuration file that names them"
+        )
+    return kept
 
 
 def _with_global_batch(saved: dict[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,21 @@
 """The folder of a run: what is where in it, and which folders may be used."""
 
 import contextlib
+import errno
+import fcntl
+import os
 import secrets
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import yaml
 from omegaconf import OmegaConf
 
-from shadowsync.config import read_yaml
 from shadowsync.errors import CheckpointError, ConfigError
+from shadowsync.places import advice, is_foreign, redacted
 from shadowsync.recovery.changes import changed_rows
 from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.delta_files import DeltaList, write_delta
@@ -18,6 +23,7 @@ from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.report.files import save_errors, write_atomically
 
 CONFIG_FILE = "config.yaml"
+LOCK_FILE = ".in-use"
 _TRACES = ("result.json", "metrics.jsonl", "checkpoints")
 
 
@@ -36,10 +42,68 @@ def check_folder(out: Path, resume: Path | None) -> None:
         raise ConfigError(f"--out {out}: {error.strerror}") from error
     if exists and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
-    if out != resume and any((out / name).exists() for name in _TRACES):
+
+
+def check_unused(out: Path) -> None:
+    """Raises `ConfigError` if there is a run in `out`."""
+    if any((out / name).exists() for name in _TRACES):
         begun = any((out / "checkpoints").glob("samples-*"))
         advice = f"go on with --resume {out}" if begun else "remove it, as it has no checkpoint to go on from"
         raise ConfigError(f"{out} holds a run already: {advice}, or give another --out")
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Within the block nobody else is in such a block with this folder, in this process, another, or on another host
+    that shares the file system. The folder is made, and removed at the end if nothing was put into it.
+
+    The lock is the system's, so it goes with whoever holds it, also when that is killed. Where a file system has none,
+    there is no protection.
+
+    Raises:
+        ConfigError: somebody else is; says who.
+        SaveError: the folder cannot be made, or not be written.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    path = folder / LOCK_FILE
+    with save_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _locked(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before the lock is let go: whoever takes it then sees that the file is gone
+        file.close()
+        with contextlib.suppress(OSError):  # something is in it now
+            for empty in made:
+                empty.rmdir()
+
+
+def _locked(path: Path) -> IO[str]:
+    """The lock file, held and with its holder written into it."""
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read(200).strip() or "another process"
+            file.close()
+            raise ConfigError(
+                f"{path.parent} is in use by {holder}: wait until that has ended, or give another folder"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+                file.close()
+                raise
+        with contextlib.suppress(FileNotFoundError):  # its last holder has removed it meanwhile
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                break
+        file.close()
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
 
 
 def make_folder(folder: Path, given: Mapping[str, Any]) -> None:
@@ -58,43 +122,83 @@ def checkpoint_root(folder: Path, checkpoint_dir: str | None) -> str:
     return checkpoint_dir or str(folder / "checkpoints")
 
 
-def open_store(folder: Path) -> CheckpointStore:
+def open_store(folder: Path, place: str | None = None) -> CheckpointStore:
     """The checkpoints of the run in `folder`, to be read.
 
+    Args:
+        folder: of the run, which may come from anybody: it is not followed to another machine.
+        place: where the user says the checkpoints are, which counts where the folder names a place of this kind.
+
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such folder, or it names a place that is not followed.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; give the folder of a run")
-    given = read_yaml(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
-    return CheckpointStore(checkpoint_root(folder, given.get("train", {}).get("checkpoint_dir")))
+    stored = _stored_place(folder / CONFIG_FILE)
+    if stored is None or not is_foreign(stored):
+        return CheckpointStore(checkpoint_root(folder, stored))
+    if place is None or ("${" not in stored and redacted(place) != redacted(stored)):
+        key = advice({"train.checkpoint_dir": stored})
+        raise ConfigError(
+            f"{folder}: its checkpoints are said to be at {stored}, and a stored place on another machine is not "
+            f"followed: if they are yours add {key} (evaluate, predict and export: --checkpoints)"
+        )
+    return CheckpointStore(place)
 
 
-def export_changes(folder: Path, since: str, out: str) -> DeltaList:
-    """Writes the embedding rows that changed from one checkpoint of a run to its newest, to be laid over the former.
+def _stored_place(path: Path) -> str | None:
+    """`train.checkpoint_dir` in a stored configuration; None if it names none.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: it is no configuration.
+    """
+    try:  # no OmegaConf, which writes every alias out: a file of a few lines would fill the memory
+        stored: Any = yaml.safe_load(path.read_bytes())  # type: ignore[no-untyped-call]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a YAML file: {str(error).splitlines()[0]}") from error
+    section = stored.get("train") if isinstance(stored, dict) else stored
+    if not isinstance(section, dict | None):
+        raise ConfigError(f"{path}: {'train' if isinstance(stored, dict) else 'the top level'} must hold keys")
+    place = None if section is None else section.get("checkpoint_dir")
+    if not isinstance(place, str | None):
+        raise ConfigError(f"{path}: train.checkpoint_dir must be text, or null for {path.parent / 'checkpoints'}")
+    return place
+
+
+def export_changes(folder: Path, since: str, out: str, place: str | None = None) -> DeltaList:
+    """Writes the embedding rows that changed from one checkpoint of a run to its newest, to be laid over the former.
+
+    Args:
+        folder, place: as in `open_store`.
+        since: the former's name.
+        out: the folder to write.
+
+    Raises:
+        ConfigError: as `open_store`.
         CheckpointError: one of them cannot be loaded.
         SaveError: `out` cannot be written, or something is there.
     """
-    store = open_store(folder)
+    store = open_store(folder, place)
     until = store.open().name
     return write_delta(out, since, until, changed_rows(store, since, until))
 
 
-def load_checkpoint(folder: Path, verify: bool = True) -> LoadedCheckpoint:
+def load_checkpoint(folder: Path, verify: bool = True, place: str | None = None) -> LoadedCheckpoint:
     """The newest checkpoint of the run in `folder` that is whole.
 
     Args:
-        folder: of the run.
+        folder, place: as in `open_store`.
         verify: read every byte now; without, sizes are checked and the rest when it is read.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: as `open_store`.
         CheckpointError: it has no checkpoint that can be loaded.
     """
-    store = open_store(folder)
+    store = open_store(folder, place)
     if not verify and (newest := store.newest()) is not None:
         with contextlib.suppress(CheckpointError):
             return store.load(newest)

@@ -276,3 +276,20 @@ def check(shadowsync: CommandLine, mistake: Mistake) -> None:
     assert_sentence(shadowsync(*mistake.arguments), mistake.status, mistake.named)
     begun = {"out", "out/config.yaml", "out/metrics.jsonl", "out/events.jsonl"} if mistake.begins else set()
     assert everything_in(shadowsync.folder) - before <= begun
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        f"model.name={'x' * 100_000}",
+        f"data.{'x' * 100_000}=1",
+        f"train.lr={'x y ' * 30_000}",
+        f"model.name={'x y ' * 30_000}",
+        "x" * 100_000 + ".yaml",
+    ],
+    ids=["word", "key", "words", "name", "file"],
+)
+def test_an_overlong_value_is_not_echoed_in_full(shadowsync: CommandLine, setting: str) -> None:
+    said = shadowsync("train", setting, "--out", "out")
+    assert_sentence(said, 2, [])
+    assert len(said.err) < 2500

@@ -347,3 +347,26 @@ def _fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     monkeypatch.setattr(LocalFiles, "write", write)
+
+
+def test_a_second_signal_does_not_wait_for_a_model_that_hangs(tmp_path: Path) -> None:
+    data, released, stopped = write_rows(tmp_path / "rows.parquet", 40), threading.Event(), threading.Event()
+
+    def hang(rank: int, iteration: int) -> None:
+        if rank == 0 and iteration == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stopped.wait(20)
+            os.kill(os.getpid(), signal.SIGINT)
+            released.wait()
+
+    def stop(session: LocalSession) -> None:
+        original(session)
+        stopped.set()
+
+    original = LocalSession.stop
+    job = Job(beside_own_model(settings(data)), model=Witness(Ledger()), out=tmp_path / "out", failures=hang)
+    try:
+        with mock.patch.object(LocalSession, "stop", stop), pytest.raises(KeyboardInterrupt):
+            job.run()
+    finally:
+        released.set()

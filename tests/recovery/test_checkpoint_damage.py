@@ -279,3 +279,50 @@ def test_the_manifest_survives_its_own_writing(root: Path) -> None:
     assert encode(decode(content, "here")) == content
     assert manifests.FORMAT == 2
     assert content.startswith(b'{"format":1,')
+
+
+def forged(manifest: Manifest) -> bytes:
+    """As `encode`, of any size."""
+    body = msgspec.json.encode(manifest)
+    return msgspec.json.encode({"format": 1, "crc32": zlib.crc32(body), "body": msgspec.Raw(body)})
+
+
+def many_tensors(manifest: Manifest) -> Manifest:
+    tensors = tuple(TensorEntry(f"t{n}", "F32", (0,), 8) for n in range(manifests.MAX_ENTRIES))
+    return msgspec.structs.replace(manifest, random=msgspec.structs.replace(manifest.random, tensors=tensors))
+
+
+def one_tensor_twice(manifest: Manifest) -> Manifest:
+    tensors = (TensorEntry("t", "F32", (0,), 8),) * 2
+    return msgspec.structs.replace(manifest, random=msgspec.structs.replace(manifest.random, tensors=tensors))
+
+
+def large_configuration(manifest: Manifest) -> Manifest:
+    return msgspec.structs.replace(manifest, config=msgspec.Raw(b'{"a":[' + b"[]," * 2_000_000 + b"1]}"))
+
+
+@pytest.mark.parametrize(
+    ("forge", "defect"),
+    [
+        (many_tensors, "more than any manifest"),
+        (one_tensor_twice, "lists a tensor of random.safetensors twice"),
+        (large_configuration, "has a configuration of 6000009 bytes"),
+    ],
+)
+def test_a_manifest_of_far_too_much_is_refused_before_it_is_looked_through(
+    root: Path, monkeypatch: pytest.MonkeyPatch, forge: Callable[[Manifest], Manifest], defect: str
+) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr(manifests, "_table_defects", lambda manifest: looked.append(manifest) or ())
+    honest = decode((root / "samples-000000000020" / MANIFEST).read_bytes(), "")
+    looked.clear()
+    with pytest.raises(DamagedCheckpoint, match=defect):
+        decode(forged(forge(honest)), "manifest")
+    assert looked == []
+
+
+def test_a_manifest_that_could_not_be_read_again_is_not_written(root: Path) -> None:
+    honest = decode((root / "samples-000000000020" / MANIFEST).read_bytes(), "")
+    for forge in (many_tensors, large_configuration):
+        with pytest.raises(CheckpointError, match="more than can be read again"):
+            encode(forge(honest))

@@ -452,3 +452,53 @@ def test_every_device_follows_the_cpu(device: str, precision: str, optimizer: De
     assert there.flat.device.type == device
     torch.testing.assert_close(there.flat.cpu(), here.flat, rtol=0.02, atol=2e-3 if precision == "fp32" else 0.03)
     assert there.predict(*make_batch()[:2]).device.type == "cpu"
+
+
+class Restless(Toy):
+    """A module that does something to its parameters when it is called for the third time."""
+
+    def __init__(self, deed: Callable[["Restless"], object]) -> None:
+        super().__init__()
+        self.deed, self.calls = deed, 0
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            self.deed(self)
+        return super().forward(dense, embeddings)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Restless":
+        twin = Restless(self.deed)
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        lambda module: setattr(module, "scale", nn.Parameter(torch.ones(()))),
+        lambda module: setattr(module, "norm", nn.BatchNorm1d(12)),
+        lambda module: setattr(module.scale, "data", torch.ones(())),
+        lambda module: module.scale.requires_grad_(False),
+    ],
+    ids=["a parameter", "a layer", "its memory", "frozen"],
+)
+def test_a_module_that_swaps_parameters_in_mid_run_is_refused(deed: Callable[[Restless], object]) -> None:
+    worker = make_replica(Restless(deed)).worker_module(FP32)
+    batch = make_batch()
+    for _ in range(2):
+        worker.loss_and_gradients(*batch)
+        worker.step(0.1)
+    with pytest.raises(ConfigError, match="Restless replaces, adds, freezes or moves parameters"):
+        worker.loss_and_gradients(*batch)
+
+
+@pytest.mark.parametrize("part", ["scale", "norm"])
+def test_a_module_without_values_is_refused(part: str) -> None:
+    module = Toy()
+    if part == "scale":
+        module.scale = nn.Parameter(torch.ones((), device="meta"))
+    else:
+        module.norm.register_buffer("running_mean", torch.ones(12, device="meta"))
+    with pytest.raises(ConfigError, match=f"^{part}.* is on the device meta"):
+        make_replica(module)

@@ -13,6 +13,7 @@ import fsspec.core
 import polars as pl
 
 from shadowsync.errors import DataError, ShadowSyncError
+from shadowsync.places import redacted
 
 _url_to_fs: Any = fsspec.core.url_to_fs  # has no types
 
@@ -221,7 +222,7 @@ def _file(filesystem: Any, path: str, key: str, information: Mapping[str, Any]) 
         raise DataError(f"{path}: the server does not say how long it is; copy it to this machine first")
     if information["size"] == 0:
         raise DataError(f"{path}: the file is empty")
-    return File(path, key, information["size"], filesystem)
+    return File(redacted(path), key, information["size"], filesystem)
 
 
 def _is_local(filesystem: Any) -> bool:

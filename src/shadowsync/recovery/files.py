@@ -16,6 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from shadowsync.errors import ConfigError
+from shadowsync.places import redacted
 from shadowsync.recovery.direct import write_file
 from shadowsync.recovery.tensors import Chunk
 
@@ -190,10 +191,10 @@ def open_files(root: str) -> Files:
     try:
         filesystem, path = url_to_fs(root)  # type: ignore[no-untyped-call]
     except (ImportError, ValueError, OSError) as error:
-        raise ConfigError(f"{root}: checkpoints cannot be kept there: {_first_line(error)}") from error
+        raise ConfigError(f"{redacted(root)}: checkpoints cannot be kept there: {_first_line(error)}") from error
     if isinstance(filesystem, LocalFileSystem):
         return LocalFiles(root, Path(path))
-    return RemoteFiles(root, filesystem, path)
+    return RemoteFiles(redacted(root), filesystem, path)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,11 @@ from shadowsync.recovery.tensors import DTYPES
 FORMAT = 2
 _WHOLE_FORMAT = 1
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 32 << 20
+MAX_ENTRIES = 300_000
+"""Tensors, pieces, files and tables together. A thousand tables on fifty servers have half of that; a forged manifest
+of many more would take a minute to refuse."""
+MAX_CONFIG_BYTES = 4 << 20
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,99}\.safetensors")
 _BLOCK_BYTES = (1 << 10, 256 << 20)
 
@@ -172,10 +176,19 @@ def raw_json(what: str, value: Any) -> msgspec.Raw:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of the manifest's file."""
+    """The bytes of the manifest's file.
+
+    Raises:
+        CheckpointError: they would be more than `decode` reads.
+    """
+    if (defect := _excess(manifest)) is not None:
+        raise CheckpointError(f"the manifest {defect}, more than can be read again")
     body = msgspec.json.encode(manifest)
     number = _WHOLE_FORMAT if manifest.parent is None and manifest.exact else FORMAT
-    return msgspec.json.encode(_Envelope(number, crc32(body), msgspec.Raw(body)))
+    content = msgspec.json.encode(_Envelope(number, crc32(body), msgspec.Raw(body)))
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"the manifest has {len(content)} bytes, more than can be read again")
+    return content
 
 
 def decode(content: bytes, place: str) -> Manifest:
@@ -208,11 +221,27 @@ def damaged(place: str, defect: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{place} {defect}: use an older checkpoint, or copy this one again")
 
 
+def _excess(manifest: Manifest) -> str | None:
+    """What a manifest has more of than any has, as the ending of a sentence; found at once, before the rest is read."""
+    if len(bytes(manifest.config)) > MAX_CONFIG_BYTES:
+        return f"has a configuration of {len(bytes(manifest.config))} bytes"
+    groups = [manifest.dense.tensors, manifest.random.tensors]
+    entries = sum(map(len, [manifest.files, manifest.tables, manifest.pieces, *groups]))
+    entries += sum(len(piece.tensors) + len(piece.wide) for piece in manifest.pieces[:MAX_ENTRIES])
+    return f"has {entries} entries" if entries > MAX_ENTRIES else None
+
+
 def _defects(manifest: Manifest) -> Iterable[str]:
     """What contradicts itself in a manifest, as endings of a sentence."""
+    if (excess := _excess(manifest)) is not None:
+        yield f"{excess}, more than any manifest"
+        return
     yield from _file_defects(manifest)
     files = {entry.name: entry for entry in manifest.files}
     used: dict[str, list[TensorEntry]] = {name: [] for name in files}
+    for small in (manifest.dense, manifest.random):
+        if len({tensor.name for tensor in small.tensors}) < len(small.tensors):
+            yield f"lists a tensor of {small.file} twice"
     groups = [manifest.dense, manifest.random, *(Group(p.file, p.all_tensors) for p in manifest.pieces)]
     for group in groups:
         if group.file not in files:

@@ -71,6 +71,7 @@ class Replica:
             ConfigError: a parameter is not float32 or not initialised, the module cannot be copied, or there is no
                 such device.
         """
+        _check_made(module)
         self.module = copy_module(module).to(_device(device))
         self.dims = dict(dims)
         self.optimizer = optimizer
@@ -202,6 +203,8 @@ class WorkerModule:
         self._replica = replica
         self._autocast = PRECISIONS[computing.precision]
         self._parameters = _trainable(self.module)
+        self._places = [parameter.data_ptr() for parameter in self._parameters]
+        self._unused: list[bool] = []
         self._stepper = Stepper(replica, clip_norm)
 
     def loss_and_gradients(
@@ -220,7 +223,7 @@ class WorkerModule:
             `sequences`, float32. All on the device of `pooled`.
 
         Raises:
-            ConfigError: the module's output is not `[B]`.
+            ConfigError: the module's output is not `[B]`, or it has put other parameters in place of its own.
         """
         device = self._replica.flat.device
         leaf = pooled.detach().to(device).requires_grad_()
@@ -229,13 +232,37 @@ class WorkerModule:
         target = labels.to(device)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, target)
         vectors = [leaf, *(found.values for found in leaves.values())]
+        if not all(parameter.requires_grad for parameter in self._parameters):
+            raise self._swapped()
         gradients = torch.autograd.grad(loss, [*vectors, *self._parameters], allow_unused=True)
         self.gradients = gradients[len(vectors) :]
+        self._check_parameters()
         home = pooled.device
         pairs = zip(vectors, gradients, strict=False)
         by_pooled, *by_sequence = [(torch.zeros_like(v) if g is None else g).to(home) for v, g in pairs]
         found_gradients = VectorGradients(by_pooled, dict(zip(leaves, by_sequence, strict=True)))
         return loss.detach().to(home), logits.detach().to(home), found_gradients
+
+    def _check_parameters(self) -> None:
+        """Raises `ConfigError` if the module computes with others than those of the replica, which nothing would train.
+
+        One that was replaced has no gradient any more, so modules are searched only when that changes.
+        """
+        unused = [gradient is None for gradient in self.gradients]
+        same = [parameter.data_ptr() for parameter in self._parameters] == self._places
+        if same and unused == self._unused:
+            return
+        self._unused = unused
+        now = _trainable(self.module)
+        if not same or [*map(id, now)] != [*map(id, self._parameters)]:
+            raise self._swapped()
+
+    def _swapped(self) -> ConfigError:
+        return ConfigError(
+            f"the model {type(self.module).__name__} replaces, adds, freezes or moves parameters while it is trained, "
+            "which would not be trained any more: make all of them in __init__ and change them in place "
+            "(with torch.no_grad(): parameter.copy_(…))"
+        )
 
     def step(self, lr: float) -> None:
         """Applies the optimizer to the replica in place, without a lock, with `gradients` clipped if so set."""
@@ -298,6 +325,15 @@ def _layout(module: nn.Module) -> tuple[Slot, ...]:
     for name, parameter in trained:
         _check(name, parameter)
     return laid_out((name, parameter.shape) for name, parameter in trained)
+
+
+def _check_made(module: nn.Module) -> None:
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{name} of the model is on the device meta and has no values: give the module its values first, for "
+                'instance with module.to_empty(device="cpu") and its own initialisation'
+            )
 
 
 def _aligned(elements: int) -> int:

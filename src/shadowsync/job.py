@@ -476,7 +476,7 @@ class _Roles:
             session.happenings.add("driver", "saving" if saving else "saved")
             self.saving = saving
         for happened in session.happenings.take():
-            if happened.event == "decided" and happened.role != "driver":
+            if happened.event == "waiting" or (happened.event == "decided" and happened.role != "driver"):
                 self.say(f"{happened.role}: {happened.detail}")
             self.reporter.note(
                 RoleEvent(

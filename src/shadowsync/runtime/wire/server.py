@@ -129,7 +129,7 @@ class WireServer:
         for frames in self._socket.receive():
             try:
                 self._take(frames[0].bytes, frames[1:], now_s)
-            except Exception:  # whatever it was, the messages behind it are not to suffer
+            except BaseException:  # whatever it was, the messages behind it are not to suffer
                 _LOG.exception("a message was dropped")
 
     def _take(self, route: bytes, frames: Frames, now_s: float) -> None:
@@ -170,7 +170,7 @@ class WireServer:
                 self._wake()
             try:
                 job()
-            except Exception:
+            except BaseException:  # whatever it was, the others are not to wait for a thread that is no more
                 _LOG.exception("a thread of the wire goes on after an error")
 
     def _run(self, job: Job, since_s: float) -> None:
@@ -178,8 +178,8 @@ class WireServer:
         request = Request(call.method, call.meta, job.tensors, job.record.client)
         try:
             outcome = perform(self._service, request)
-        except ShadowSyncError as error:
-            self._send(job, _failed(call.number, error))
+        except BaseException as error:  # who asked waits for an answer
+            self._send(job, _failed(call.number, known_error(call.method, error)))
             return
         if isinstance(outcome, Future):
             outcome.add_done_callback(lambda later: self._send(job, self._later(job, later, since_s)))
@@ -195,9 +195,11 @@ class WireServer:
             self._service.client_gone(job.record.client)
 
     def _later(self, job: Job, later: "Future[Reply]", since_s: float) -> Frames:
-        if (error := later.exception()) is not None:
+        try:
+            reply = later.result()
+        except BaseException as error:  # also of one that was cancelled
             return _failed(job.call.number, known_error(job.call.method, error))
-        return self._packed(job, later.result(), since_s)
+        return self._packed(job, reply, since_s)
 
     def _packed(self, job: Job, reply: Reply, since_s: float) -> Frames:
         call = job.call
@@ -206,7 +208,7 @@ class WireServer:
             return [encode(Done(call.number, cargo.meta, cargo.specs, time.monotonic() - since_s)), *cargo.frames]
         except ShadowSyncError as error:
             return _failed(call.number, error)
-        except Exception as error:  # a reply that cannot be written down
+        except BaseException as error:  # a reply that cannot be written down
             _LOG.exception("the reply of method %s failed", call.method)
             return _failed(
                 call.number, RunError(f"the reply of {call.method} failed with {type(error).__name__}: {error}")

@@ -47,6 +47,7 @@ class Bank:
             "panic": Method(self.panic),
             "exit": Method(self.exit),
             "unspeakable": Method(self.unspeakable),
+            "statement": Method(self.statement, once=False),
             "deposit_later": Method(self.deposit_later, quick=True),
         }
         self.later: list[tuple[Future[Reply], Request]] = []
@@ -104,6 +105,12 @@ class Bank:
 
     def exit(self, request: Request) -> Reply:
         raise SystemExit(3)
+
+    def statement(self, request: Request) -> Reply:
+        """A megabyte."""
+        with self._lock:
+            self.runs["statement"] += 1
+        return Reply(None, (torch.ones(1 << 18),))
 
     def unspeakable(self, request: Request) -> Reply:
         return Reply(None, (torch.zeros(2, dtype=torch.complex64),))

@@ -48,7 +48,7 @@ class CourierOptions:
         timeout_s: deadline of calls that name none.
         ping_every_s: silence after which the peer is asked for a sign of life.
         link_timeout_s: silence of the network after which a connection counts as broken and a new one is made.
-        max_message_bytes: longest frame that is received or sent.
+        max_message_bytes: longest tensor that is sent.
         tick_s: how often deadlines and silence are looked at.
     """
 

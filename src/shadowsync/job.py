@@ -270,7 +270,7 @@ class _Run:
 
     def _reporter(self) -> Reporter:
         report = self.config.report
-        outputs = Outputs(report.tensorboard, report.html, report.prometheus_port)
+        outputs = Outputs(report.tensorboard, report.html, report.prometheus_port, report.prometheus_host)
         if self.saved is None or self.job.resume is None:
             return Reporter(self.job.out, self.console, outputs)
         earlier = frames_until(read_frames(self.job.resume), self.saved.samples)

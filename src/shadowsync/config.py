@@ -339,6 +339,11 @@ class ReportConfig(Section):
     prometheus_port: int | None = Field(
         None, ge=0, le=65535, description="port on which Prometheus finds the job's figures; 0 takes a free one"
     )
+    prometheus_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="address on which that port is opened; 0.0.0.0 lets everybody read them who can reach this machine",
+    )
 
 
 class Config(Section):

@@ -284,7 +284,7 @@ class _Run:
 
     def _reporter(self) -> Reporter:
         report = self.config.report
-        outputs = Outputs(report.tensorboard, report.html, report.prometheus_port)
+        outputs = Outputs(report.tensorboard, report.html, report.prometheus_port, report.prometheus_host)
         if self.saved is None or self.job.resume is None:
             return Reporter(self.job.out, self.console, outputs)
         earlier = frames_until(read_frames(self.job.resume), self.saved.samples)
@@ -505,7 +505,7 @@ class _Roles:
             session.happenings.add("driver", "saving" if saving else "saved")
             self.saving = saving
         for happened in session.happenings.take():
-            if happened.event == "decided" and happened.role != "driver":
+            if happened.event == "waiting" or (happened.event == "decided" and happened.role != "driver"):
                 self.say(f"{happened.role}: {happened.detail}")
             self.reporter.note(
                 RoleEvent(

@@ -1,5 +1,6 @@
 """Whole jobs whose roles are reached through the wire only."""
 
+import itertools
 import json
 import shutil
 import threading
@@ -30,7 +31,11 @@ from torch import Tensor
 
 from shadowsync import Job, Trained, TrainerLost, assembly
 from shadowsync.config import merge
+from shadowsync.data.leases import Lease
+from shadowsync.data.parsing import Parsed, Parser
 from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError
+from shadowsync.report.role_log import read_events
+from shadowsync.runtime import host
 from shadowsync.training.update import LocalUpdate
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -299,6 +304,44 @@ class Broken(Witness):
 
 def _raise(logits: Tensor) -> Tensor:
     raise ZeroDivisionError("the user's own mistake\nin two lines")
+
+
+class Panic(BaseException):
+    """As libraries written in Rust raise it."""
+
+
+def test_a_panic_in_a_reader_ends_the_job_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, count = Parser.parse, itertools.count()
+
+    def panics(parser: Parser, lease: Lease) -> Parsed:
+        if next(count) >= 2:
+            raise Panic("range end index 8 out of range\nnote: run with a backtrace")
+        return parse(parser, lease)
+
+    monkeypatch.setattr(Parser, "parse", panics)
+    data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
+    config = cluster_settings(data, data={"slice_rows": 8}, train={"trainers": 2}, sync={"method": "easgd"})
+    error = error_of(Job(beside_own_model(config), model=Witness(Ledger()), out=out).run)
+    assert isinstance(error, RunError)
+    assert str(error) == "parse failed with Panic: range end index 8 out of range"
+
+
+def test_who_gets_no_answer_of_a_living_peer_is_told_of(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = Parser.parse
+
+    def slow(parser: Parser, lease: Lease) -> Parsed:
+        assert cluster.wait_for("trainer-0", "waiting")
+        return parse(parser, lease)
+
+    monkeypatch.setattr(Parser, "parse", slow)
+    monkeypatch.setattr(host, "LONG_S", 0.05)
+    data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
+    config = cluster_settings(data, sync={"method": "easgd"})
+    Job(beside_own_model(config), model=Witness(Ledger()), out=out).run()
+    told = [event for event in read_events(out) if event.event == "waiting" and event.role == "trainer-0"]
+    assert "parse of reader-0" in told[0].detail
 
 
 @pytest.mark.parametrize("sync", METHODS[2::3], ids=name_of)

@@ -1,5 +1,6 @@
 """Whole jobs on a Ray of their own: processes that are really killed are replaced."""
 
+import contextlib
 import json
 import os
 import signal
@@ -25,11 +26,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 ROWS, EPOCHS = 1500, 2
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 def wait_until(seen: Callable[[], Any]) -> Any:
-    """Looks every 50 ms, for a minute at most."""
+    """Looks every 50 ms, for some minutes at most."""
     pause, deadline = threading.Event(), time.monotonic() + DEADLINE_S
     while not (found := seen()):
         assert time.monotonic() < deadline, "it did not get so far"
@@ -53,11 +54,59 @@ def kill(out: Path, role: str) -> None:
     os.kill(places_of(out)[role]["pid"], signal.SIGKILL)
 
 
+def processes_below(pid: int) -> set[int]:
+    """All processes that a process has started, and that they have."""
+    children: dict[int, set[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, set()).add(int(stat.parent.name))
+    found, new = set(), {pid}
+    while new := {child for parent in new for child in children.get(parent, ())} - found:
+        found |= new
+    return found
+
+
+def listening(pids: set[int]) -> set[str]:
+    """Addresses, as the kernel writes them in hexadecimal, on which these processes listen with TCP."""
+    sockets = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    sockets.add(str(file.readlink()))
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
+
+
+def environment(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return []
+
+
+def check_that_only_this_user_gets_in(out: Path) -> None:
+    """What the job has started listens on loopback, asks for a token, and has its sockets where nobody else may go."""
+    below = processes_below(os.getpid())
+    assert listening(below) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    assert listening(below)
+    assert "RAY_AUTH_TOKEN" not in os.environ
+    asked = {line for pid in below for line in environment(pid)}
+    assert "RAY_AUTH_MODE=token" in asked
+    assert any(line.startswith("RAY_AUTH_TOKEN=") for line in asked)
+    log = Path(places_of(out)["trainer-0"]["log"])
+    (own,) = [folder for folder in log.parents if folder.name.startswith("shadowsync-")]
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert any(path.is_socket() for path in own.iterdir())
+    assert (log.parent.parent / "sockets" / "raylet").is_socket()
+
+
 def run_and_kill(config: dict[str, Any], out: Path, first: str, then: str) -> Result:
     """Runs a job; kills the process of one role, and once it is back and there is a checkpoint that of another."""
 
     def disturb() -> None:
         wait_until(lambda: samples_of(out) > 100)
+        check_that_only_this_user_gets_in(out)
         kill(out, first)
         wait_until(lambda: "restored" in events_of(out).get(first, []))
         wait_until(lambda: checkpoints(out))
@@ -67,6 +116,9 @@ def run_and_kill(config: dict[str, Any], out: Path, first: str, then: str) -> Re
         disturbing = pool.submit(disturb)
         result = Job(config, out=out).run()
         disturbing.result(DEADLINE_S)
+    log = Path(places_of(out)["trainer-0"]["log"])
+    assert log.read_text()
+    assert not (log.parent.parent / "sockets").exists()
     return result
 
 

@@ -66,3 +66,15 @@ def test_figures_can_be_scraped_while_the_job_runs(tmp_path: Path) -> None:
     Job(run, out=tmp_path / "out").run(console, on_frame=scrape)
     console.file.close()
     assert "shadowsync_samples" in pages[-1]
+
+
+def test_figures_are_for_this_machine_only_unless_asked(tmp_path: Path) -> None:
+    """The address is that of the configuration, whose default is loopback."""
+    pytest.importorskip("prometheus_client", reason="pip install prometheus-client to test its endpoint")
+    data = write_rows(tmp_path / "rows.parquet", 40)
+    for given, expected in (({}, "127.0.0.1"), ({"prometheus_host": "0.0.0.0"}, "localhost")):
+        config = settings(data, report={"prometheus_port": 0} | given)
+        console = Console(record=True, quiet=False, file=(tmp_path / "shown").open("w"), width=300)
+        Job(config | {"model": {"name": "dlrm", "bottom": [4], "top": [4]}}, out=tmp_path / expected).run(console)
+        console.file.close()
+        assert f"figures for Prometheus: http://{expected}:" in console.export_text()

@@ -137,7 +137,10 @@ def test_what_is_not_known_has_no_sample() -> None:
 def test_a_port_that_is_taken_and_one_that_cannot_be() -> None:
     with (
         prometheus.Endpoint(0, "127.0.0.1") as endpoint,
-        pytest.raises(ConfigError, match=f"report.prometheus_port={endpoint.port} cannot be opened on 127.0.0.1: "),
+        pytest.raises(
+            ConfigError,
+            match=f"report.prometheus_port={endpoint.port} cannot be opened on report.prometheus_host=127.0.0.1: ",
+        ),
     ):
         prometheus.Endpoint(endpoint.port, "127.0.0.1")
     for port, host in ((70_000, "127.0.0.1"), (-1, "127.0.0.1"), (0, "256.0.0.1")):

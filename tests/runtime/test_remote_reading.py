@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 
 import pytest
@@ -11,17 +12,18 @@ import torch
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.desk import Desk
 from shadowsync.data.feed import Feed, LeasedBatch
-from shadowsync.data.leases import LeaseBook, Plan
+from shadowsync.data.leases import Lease, LeaseBook, Plan
 from shadowsync.data.parsing import Parser, ReaderOptions
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice
-from shadowsync.errors import DataError
+from shadowsync.errors import DataError, RunError
 from shadowsync.runtime.desk_remote import DeskRemote
 from shadowsync.runtime.desk_service import DeskService
-from shadowsync.runtime.reader_service import ReaderRemote, ReaderService
+from shadowsync.runtime.reader_service import PARSE_S, ReaderRemote, ReaderService
 from shadowsync.runtime.reading_messages import DoneTold, LeaseInfo, Rows
 from shadowsync.runtime.wire.client import Courier
-from shadowsync.runtime.wire.connection import Connection, DirectConnection
+from shadowsync.runtime.wire.connection import Answer, Connection, DirectConnection
+from shadowsync.runtime.wire.errors import GONE, CallTimeout
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.server import WireServer
 from shadowsync.runtime.wire.service import Service
@@ -166,3 +168,20 @@ def test_rows_that_were_not_leased_cannot_be_reported_done(connect: Connect) -> 
     with pytest.raises(DataError, match="are not among those to train"):
         connection.call("done", DoneTold((Rows(lease.number, 4, 400),))).result(30)
     assert desk.trained == 0
+
+
+def test_a_reader_whose_file_system_hangs_is_no_peer_that_was_lost() -> None:
+    """Else trainer after trainer would be replaced for it."""
+
+    class Hanging(DirectConnection):
+        def call(self, *asked: object, **more: object) -> Future[Answer]:
+            assert more == {"timeout_s": PARSE_S}
+            answer: Future[Answer] = Future()
+            answer.set_exception(CallTimeout("parse gave no answer"))
+            return answer
+
+    service = ReaderService(Parser(Bags(8), OPTIONS))
+    lease = Lease(0, 0, 0, 0, ((0, 8),))
+    with pytest.raises(RunError, match="no reader has read its rows within 900 s") as raised:
+        ReaderRemote(Hanging(service)).parse(lease).result(1)
+    assert not isinstance(raised.value, GONE)

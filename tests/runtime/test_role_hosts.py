@@ -1,11 +1,16 @@
 """A role's process: parts are built there, served, replaced, and gone when it is killed."""
 
+import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
+import torch
 
 from shadowsync.errors import ConfigError, RunError
+from shadowsync.runtime import ray_runtime
 from shadowsync.runtime.inprocess import InProcess
+from shadowsync.runtime.ray_runtime import RoleActor
 from shadowsync.runtime.runtime import Home, Order, Part
 from shadowsync.runtime.wire.client import Courier
 from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
@@ -97,3 +102,44 @@ def test_what_no_machine_has_is_refused_before_anything_starts(runtime: InProces
     with pytest.raises(RunError, match="trainer-1 needs machine machine-7"):
         runtime.reserve(orders, 1)
     assert not runtime.processes
+
+
+class Panic(BaseException):
+    """As libraries written in Rust raise it."""
+
+
+def panics(spec: str, home: Home) -> Part:
+    raise Panic(f"{home.role} met {spec}")
+
+
+@pytest.fixture
+def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RoleActor]:
+    """What Ray would run, without Ray; what it changes in its process is as before afterwards."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(ray_runtime, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(ray_runtime, "log_to", lambda job, role: "")
+    threads = torch.get_num_threads()
+    made = RoleActor("job", Order("reader-0"), JobKeys.make(), str(tmp_path))
+    yield made
+    made._host.close()
+    torch.set_num_threads(threads)
+
+
+def test_a_thread_that_dies_ends_its_role_with_what_it_died_of(actor: RoleActor) -> None:
+    def die(error: BaseException) -> None:
+        raise error
+
+    for error in (SystemExit(1), Panic("out of bounds"), ValueError("too late to count")):
+        thread = threading.Thread(target=die, args=(error,), name="shadow")
+        thread.start()
+        thread.join()
+    assert actor.watch() == "its thread shadow died of Panic: out of bounds"
+
+
+def test_a_panic_while_a_part_is_built_comes_back(actor: RoleActor) -> None:
+    fault = actor.build(panics, "sand")
+    assert fault is not None
+    assert str(fault.error()) == "build failed with Panic: reader-0 met sand"
+    fault = actor.build(refuses, "sand")
+    assert fault is not None
+    assert isinstance(fault.error(), ConfigError)

@@ -15,7 +15,7 @@ from wire_cases import PATIENCE_S, Balance, Bank, Deposit, until
 from shadowsync.errors import DataError, RunError
 from shadowsync.runtime.wire.connection import Connection, DirectConnection
 from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.tensors import DTYPES
+from shadowsync.runtime.wire.tensors import DTYPES, FRAME_BYTES, Misfit, Spec, tensors_of
 
 
 @pytest.fixture
@@ -185,3 +185,19 @@ def test_nobody_is_hurt_by_a_reply_after_the_end(connection: Connection, bank: B
     assert bank.total == 1
     with contextlib.suppress(PeerLost):
         answer.result(PATIENCE_S)
+
+
+def test_a_tensor_longer_than_a_frame_crosses_in_several(connection: Connection) -> None:
+    sizes = (FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, 0, 2 * FRAME_BYTES, 2 * FRAME_BYTES + 7, 1)
+    tensors = [torch.arange(size, dtype=torch.int32).to(torch.uint8) for size in sizes]
+    answer = connection.call("echo", None, tensors).result(PATIENCE_S)
+    assert all(torch.equal(came, sent) for came, sent in zip(answer.tensors, tensors, strict=True))
+
+
+def test_parts_of_a_tensor_that_do_not_make_it_are_refused() -> None:
+    spec = Spec(5, (2 * FRAME_BYTES,))
+    whole, half, nothing = bytearray(2 * FRAME_BYTES), bytearray(FRAME_BYTES), bytearray(0)
+    assert tensors_of([half, half], [spec])[0].numel() == 2 * FRAME_BYTES
+    for frames in ([whole, half], [half, half[1:]], [whole, nothing], [half, half, half]):
+        with pytest.raises(Misfit):
+            tensors_of(frames, [spec])

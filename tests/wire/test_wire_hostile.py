@@ -1,18 +1,23 @@
 """Ten thousand messages that nobody honest sends: none changes anything, and the server goes on answering."""
 
+import os
 import random
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import zmq
 from wire_cases import PATIENCE_S, Balance, Bank, Deposit, until
 
 from shadowsync.runtime.wire.client import Courier, WireConnection
+from shadowsync.runtime.wire.clients import Limits
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.messages import Bye, Call, Hello, Ping, Pong, Unknown, Welcome, encode, from_server
@@ -27,7 +32,9 @@ OTHER_PROTOCOL = 16
 class Raw:
     """A bare DEALER that says what it likes; with the keys of a job, others, or none."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: JobKeys | None) -> None:
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: JobKeys | None, **options: int
+    ) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.sndhwm = 0
@@ -36,6 +43,8 @@ class Raw:
             self.socket.curve_serverkey = keys.server_public.encode()
             self.socket.curve_publickey = keys.client_public.encode()
             self.socket.curve_secretkey = keys.client_secret.encode()
+        for name, value in options.items():
+            setattr(self.socket, name, value)
         self.socket.connect(address)
         self.session = 0
 
@@ -62,8 +71,8 @@ class Raw:
 def raw(stack: ExitStack, keys: JobKeys) -> Callable[..., Raw]:
     context = stack.enter_context(zmq.Context())
 
-    def make(address: str, keys: JobKeys | None = keys) -> Raw:
-        made = Raw(context, address, keys)
+    def make(address: str, keys: JobKeys | None = keys, **options: int) -> Raw:
+        made = Raw(context, address, keys, **options)
         stack.callback(made.socket.close, 0)
         return made
 
@@ -246,3 +255,89 @@ def test_a_unix_socket_asks_for_the_keys_too(
             assert not nobody.poll(200)
         assert connect(server.address).call("deposit", Deposit("d", 5)).result(PATIENCE_S).read(Balance) == Balance(5)
     assert set(bank.runs) == {"d"}
+
+
+def test_who_has_not_proved_its_keys_sends_little(serve: Callable[..., WireServer]) -> None:
+    """A command of a gigabyte, where the handshake should come."""
+    port = int(serve(Bank()).address.rpartition(":")[2])
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as stranger:
+        stranger.sendall(greeting)
+        assert stranger.recv(64)
+        command = b"\x06" + (1 << 29).to_bytes(8, "big")
+        with pytest.raises(ConnectionError):
+            stranger.sendall(command + bytes(1 << 26))
+
+
+def test_the_answers_of_a_client_that_does_not_read_wait_outside_of_memory(
+    raw: Callable[..., Raw], serve: Callable[..., WireServer], connect: Callable[..., WireConnection]
+) -> None:
+    calls, limit = 160, 4
+    server = serve(bank := Bank(), limits=Limits(unread_bytes=limit << 20))
+    lazy = raw(server.address, rcvhwm=1, rcvbuf=1 << 16)
+    lazy.greet("a" * 32)
+    for number in range(1, calls + 1):
+        lazy.socket.send(encode(Call(lazy.session, number, 1, "statement", b"\xc0", ())))
+    until(lambda: server.counts.requests == calls, "the calls")
+    until(lambda: server.queue_depth == 0, "their turn")
+    honest = connect(server.address)
+    assert honest.call("deposit", Deposit("honest", 5)).result(PATIENCE_S).read(Balance) == Balance(5)
+    assert bank.runs["statement"] < calls / 4
+    answers = {from_server(lazy.socket.recv_multipart()[:1]).number for _ in range(calls)}
+    assert answers == set(range(1, calls + 1)), "it reads at last, and gets what it asked for"
+
+
+CROWDED = """
+import os, resource, sys
+from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.server import ServerOptions, WireServer
+from wire_cases import Bank
+import msgspec
+server = WireServer(Bank(), msgspec.json.decode(sys.stdin.readline(), type=JobKeys), ServerOptions())
+server.start()
+left = len(os.listdir("/proc/self/fd")) + 10
+resource.setrlimit(resource.RLIMIT_NOFILE, (left, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+print(server.address, flush=True)
+sys.stdin.readline()
+server.close()
+"""
+
+
+def test_a_server_without_descriptors_rests_and_opens_again(
+    keys: JobKeys, connect: Callable[..., WireConnection], stack: ExitStack
+) -> None:
+    """ZeroMQ would try to accept the next connection without a pause, for as long as one waits."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    program = stack.enter_context(
+        subprocess.Popen(
+            [sys.executable, "-c", CROWDED],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+    )
+    stack.callback(program.kill)
+    assert program.stdin is not None
+    assert program.stdout is not None
+    program.stdin.write(msgspec.json.encode(keys).decode() + "\n")
+    program.stdin.flush()
+    address = program.stdout.readline().strip()
+    place = ("127.0.0.1", int(address.rpartition(":")[2]))
+    idle = [stack.enter_context(socket.create_connection(place, PATIENCE_S)) for _ in range(30)]
+
+    def refuses() -> bool:
+        try:
+            idle.append(stack.enter_context(socket.create_connection(place, PATIENCE_S)))
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    until(refuses, "the pause")
+    for each in idle:
+        each.close()
+    answer = connect(address).call("deposit", Deposit("honest", 1)).result(PATIENCE_S)
+    assert answer.read(Balance) == Balance(1)
+    program.stdin.write("\n")
+    program.stdin.flush()
+    assert program.wait(PATIENCE_S) == 0

@@ -123,9 +123,36 @@ def test_a_farewell_frees_at_once_where_nothing_runs() -> None:
     assert desk.clients == []
 
 
+def test_names_that_call_nothing_keep_nobody_out() -> None:
+    desk = Reception(Limits())
+    worker = greet(desk, b"worker")
+    job = job_of(desk.take(b"worker", call(worker.session, 1), 0))
+    for number in range(6000):
+        greet(desk, b"flood", f"{number:032x}", 1.0)
+    assert len(desk.clients) == Limits().clients
+    newcomer = greet(desk, b"newcomer", NAMES[1], 1.0)
+    job_of(desk.take(b"newcomer", call(newcomer.session, 1), 1.0))
+    assert desk.finish(job, reply(1), keep=True) == (b"worker", False)
+    assert {NAMES[0], NAMES[1]} <= set(desk.clients)
+
+
+def test_who_is_silent_yields_its_place_and_is_freed() -> None:
+    desk = Reception(Limits(clients=2, yield_after_s=10.0))
+    for number, name in enumerate(NAMES):
+        job = job_of(desk.take(name.encode(), call(greet(desk, name.encode(), name).session, 1), float(number)))
+        desk.finish(job, reply(1), keep=True)
+    hello = [encode(Hello("c" * 32, 0))]
+    assert desk.take(b"c", hello, 9.0) == Step()
+    step = desk.take(b"c", hello, 10.5)
+    assert step.gone == NAMES[0]
+    assert isinstance(said(step), Welcome)
+    assert sorted(desk.clients) == [NAMES[1], "c" * 32]
+    assert desk.counts.forgotten == 1
+
+
 def test_clients_are_bounded() -> None:
     desk = Reception(Limits(clients=1))
-    greet(desk, b"1")
+    job_of(desk.take(b"1", call(greet(desk, b"1").session, 1), 0))
     assert desk.take(b"2", [encode(Hello(NAMES[1], 0))], 0) == Step()
 
 

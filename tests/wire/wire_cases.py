@@ -30,6 +30,10 @@ class Balance(Meta, frozen=True):
     total: int
 
 
+class Panic(BaseException):
+    """As libraries written in Rust raise it."""
+
+
 class Bank:
     """Adds up deposits; every method that runs is written down."""
 
@@ -40,7 +44,10 @@ class Bank:
             "echo": Method(self.echo, once=False),
             "refuse": Method(self.refuse),
             "crash": Method(self.crash),
+            "panic": Method(self.panic),
+            "exit": Method(self.exit),
             "unspeakable": Method(self.unspeakable),
+            "statement": Method(self.statement, once=False),
             "deposit_later": Method(self.deposit_later, quick=True),
         }
         self.later: list[tuple[Future[Reply], Request]] = []
@@ -76,7 +83,7 @@ class Bank:
         self.later.append((reply, request))
         return reply
 
-    def end_later(self, error: Exception | None = None) -> None:
+    def end_later(self, error: BaseException | None = None) -> None:
         """Replies to the request that has waited longest."""
         reply, request = self.later.pop(0)
         if error is None:
@@ -92,6 +99,18 @@ class Bank:
 
     def crash(self, request: Request) -> Reply:
         raise ZeroDivisionError("divided\nby nothing")
+
+    def panic(self, request: Request) -> Reply:
+        raise Panic("index out of bounds\nnote: run with a backtrace")
+
+    def exit(self, request: Request) -> Reply:
+        raise SystemExit(3)
+
+    def statement(self, request: Request) -> Reply:
+        """A megabyte."""
+        with self._lock:
+            self.runs["statement"] += 1
+        return Reply(None, (torch.ones(1 << 18),))
 
     def unspeakable(self, request: Request) -> Reply:
         return Reply(None, (torch.zeros(2, dtype=torch.complex64),))

@@ -1,7 +1,7 @@
 """Everybody's part: who serves what, in which generation, and who is told where."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from shadowsync.cluster.trainer_spec import Addresses
 from shadowsync.data.reader import Reader
 from shadowsync.errors import RunError
 from shadowsync.runtime.runtime import Order, Runtime
+from shadowsync.runtime.wire.connection import Answer
 from shadowsync.runtime.wire.errors import GONE, PeerLost
 
 RESERVE_S = 120.0
@@ -227,8 +228,13 @@ class Crew:
         trainer.connection.call("moved", moved)  # one that has no part yet is told when it has one
 
     def ask_to_start(self, trainer: Member) -> None:
-        """Who is gone is found by the staff."""
-        trainer.connection.call("start")
+        """One that cannot start is given up; who is gone is found by the staff."""
+
+        def asked(answered: Future[Answer]) -> None:
+            if (error := answered.exception()) is not None and not isinstance(error, GONE):
+                self.staff.give_up(trainer, str(error))
+
+        trainer.connection.call("start").add_done_callback(asked)
 
     def ask_to_stop(self) -> None:
         """Asks every trainer to end at its next step."""

@@ -31,7 +31,7 @@ from shadowsync.job_state import job_state
 from shadowsync.metrics.roles import RoleState
 from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.written import Written
-from shadowsync.runtime.host import CALL_S
+from shadowsync.runtime.host import CALL_S, waiting_for
 from shadowsync.runtime.runtime import Order, Runtime
 from shadowsync.runtime.wire.client import Courier, CourierOptions
 from shadowsync.runtime.wire.errors import GONE, PeerLost
@@ -80,6 +80,7 @@ class ClusterSession(Session):
         self._must_go_back: str | None = None
         self._going_back: Future[None] | None = None
         self._failures = 0
+        self._waiting: dict[str, str] = {}
         self._loading_at = self._loading_s = 0.0
         self._loaded: tuple[str | None, int] = (None, 0)
         self._searched_at = 0.0
@@ -260,9 +261,18 @@ class ClusterSession(Session):
                 self._crew.staff.give_up(member, "it died by script")
             elif status.fault is not None:
                 self._fail(member, status.fault.error())
+            self._tell_of_waiting(member.role, status.waiting_for)
+        members = [member for member in list(self._crew.staff.members.values()) if member.living]
+        self._tell_of_waiting("driver", waiting_for((member.role, member.connection) for member in members))
         if self._dense.error is not None and self._error is None:
             self._error = self._dense.error
             self.stop()
+
+    def _tell_of_waiting(self, role: str, waiting: str) -> None:
+        """Everybody lives, and yet somebody gets no answer: nobody is given up for that, but it is not kept quiet."""
+        if waiting and waiting != self._waiting.get(role):
+            self.happenings.add(role, "waiting", waiting)
+        self._waiting[role] = waiting
 
     def _fail(self, member: Member, error: Exception) -> None:
         """Something went wrong in a trainer: it lost somebody, or it is a reason to end the job."""

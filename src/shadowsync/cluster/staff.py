@@ -182,7 +182,7 @@ class Staff:
     def _watch_one(self, member: Member) -> None:
         try:
             self._look_at(member)
-        except Exception as error:  # one that cannot be looked after must not end the watch over the others
+        except BaseException as error:  # one that cannot be looked after must not end the watch over the others
             _LOG.exception("looking after %s failed", member.role)
             self.give_up(member, f"it cannot be looked after: {error}")
 

@@ -5,12 +5,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
 from torch import Tensor
 
 from shadowsync.cluster.staff import Member
 from shadowsync.cluster.trainer_messages import StatusAsked, TrainerStatus
+from shadowsync.errors import ShadowSyncError
 from shadowsync.metrics.wire import WireTotals
 from shadowsync.runtime.wire.connection import Answer
+from shadowsync.runtime.wire.errors import GONE, Fault
 from shadowsync.session import added
 from shadowsync.training.kernels import Computing
 
@@ -78,10 +81,13 @@ class Statuses:
         for member, seen in list(self._seen.items()):
             if seen.asked is not None and seen.asked.done():
                 answered, seen.asked = seen.asked, None
-                if answered.exception() is None:  # else the staff finds out why
+                error = answered.exception()
+                if error is None:
                     seen.status, seen.sketch = answered.result().read(TrainerStatus), answered.result().tensors[0]
                     seen.hear()
                     heard.append((member, seen.status))
+                elif isinstance(error, ShadowSyncError) and not isinstance(error, GONE):  # else the staff finds out why
+                    heard.append((member, msgspec.structs.replace(seen.status, fault=Fault.of(error))))
             if seen.asked is None and member.living and now - seen.asked_at >= every_s:
                 seen.asked_at, seen.asked = now, member.connection.call("status", StatusAsked(seen.heard))
                 seen.asked.add_done_callback(lambda _: self.wake())

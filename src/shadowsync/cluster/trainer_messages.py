@@ -21,6 +21,7 @@ class TrainerStatus(Meta, frozen=True):
         codecs: by kind of traffic, the codec in use where the trainer chooses it.
         first, decisions: how it came to them, in sentences, from number `first` on.
         computing: how its workers compute.
+        waiting_for: what it has waited for too long, as `waiting_for` says it; empty for nothing.
     """
 
     syncs: int
@@ -33,6 +34,7 @@ class TrainerStatus(Meta, frozen=True):
     first: int
     decisions: tuple[str, ...]
     computing: Computing | None
+    waiting_for: str = ""
 
 
 class StatusAsked(Meta, frozen=True):

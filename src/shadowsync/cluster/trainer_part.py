@@ -31,6 +31,7 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.codec_choice import CodecChoice
 from shadowsync.runtime.desk_remote import DeskRemote
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
+from shadowsync.runtime.host import waiting_for
 from shadowsync.runtime.reader_service import ReaderRemote
 from shadowsync.runtime.runtime import Home
 from shadowsync.runtime.wire.client import WireConnection
@@ -179,18 +180,18 @@ class TrainerPart:
     def _watch(self) -> None:
         """Sees the workers to their end, tells the driver the last of what they did, and leaves the group."""
         trainer = self._trainer
-        while trainer.alive() and not (trainer.error is not None and not trainer.stepping()):
-            self._wake.wait(LOOK_S)
-            self._wake.clear()
-            self._desk.tell()
         try:
+            while trainer.alive() and not (trainer.error is not None and not trainer.stepping()):
+                self._wake.wait(LOOK_S)
+                self._wake.clear()
+                self._desk.tell()
             if trainer.error is not None:
                 self._feed.close()  # first: its other workers may be waiting for these very rows
             trainer.finish()
             self._catch_up()
             self._desk.settle(END_S)
             self._records.flush(END_S)
-        except ShadowSyncError as error:
+        except BaseException as error:  # the driver hears of it with the next status
             trainer.error = trainer.error or error
         finally:
             self._ended = True
@@ -269,8 +270,13 @@ class TrainerPart:
             heard,
             self._codecs.decisions[heard:],
             self._kit.computing,
+            self._waiting_for(),
         )
         return Reply(status, (sketch,))
+
+    def _waiting_for(self) -> str:
+        named = [(f"{kind}-{index}", peer) for (kind, index), peer in self._connections.items() if kind != "driver"]
+        return waiting_for([*named, ("driver", self._connections["driver", 0])])
 
     def _snapshot(self, _: Request) -> Reply:
         return image_reply(self._dense.image())

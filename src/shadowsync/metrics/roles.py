@@ -8,7 +8,17 @@ import msgspec
 
 RoleState = Literal["alive", "saving", "restarting", "unreachable", "dead", "left"]
 Happening = Literal[
-    "alive", "dead", "restarted", "unreachable", "reachable", "saving", "saved", "restored", "left", "decided"
+    "alive",
+    "dead",
+    "restarted",
+    "unreachable",
+    "reachable",
+    "saving",
+    "saved",
+    "restored",
+    "left",
+    "decided",
+    "waiting",
 ]
 
 About = Literal["", "codec"]
@@ -35,7 +45,7 @@ class RoleEvent(msgspec.Struct, frozen=True, omit_defaults=True):
         event: `restarted` says that a new process has taken the role's place; it is at work again with the `restored`
             or `alive` that follows. `left` says that it ended as it should; `decided` that the driver chose what
             happens after failures, or another gradient method, or that a trainer chose another codec, which changes
-            nobody's state.
+            nobody's state. `waiting` says that it has had no answer for too long, and to what.
         detail: a few words on why or where, for a person.
         about: of what is `decided`, `codec` where it is a codec; everything else is about recovery or methods.
     """

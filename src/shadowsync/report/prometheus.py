@@ -45,7 +45,8 @@ class Endpoint:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
-                f"report.prometheus_port={port} cannot be opened on {host}: {reason}; give a free one, or null for none"
+                f"report.prometheus_port={port} cannot be opened on report.prometheus_host={host}: {reason}; give "
+                "a free port and an address of this machine, or report.prometheus_port=null for none"
             ) from error
         self.port: int = self._server.server_address[1]
         self.url = f"http://{'localhost' if host in _EVERYWHERE else host}:{self.port}/metrics"

@@ -29,13 +29,13 @@ class Outputs:
     Attributes:
         tensorboard, html: whether these are written.
         prometheus_port: where figures can be scraped while the run lasts; None for nowhere, 0 for any free port.
-        prometheus_host: the address that port is opened on; `0.0.0.0` for all of this machine's.
+        prometheus_host: the address on which that port is opened; `0.0.0.0` for all of this machine's.
     """
 
     tensorboard: bool = True
     html: bool = True
     prometheus_port: int | None = None
-    prometheus_host: str = "0.0.0.0"  # noqa: S104 it is scraped from elsewhere, and read only
+    prometheus_host: str = "127.0.0.1"
 
 
 class Reporter:

@@ -1,11 +1,11 @@
 """The inside of a role's process: a server on the wire whose service is the part that was built last."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shadowsync.runtime.runtime import Builder, Home, Part
-from shadowsync.runtime.wire.client import Courier, CourierOptions
+from shadowsync.runtime.wire.client import Courier, CourierOptions, WireConnection
 from shadowsync.runtime.wire.clients import Limits
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.server import ServerOptions, WireServer
@@ -14,9 +14,22 @@ from shadowsync.runtime.wire.sockets import is_folder
 
 CALL_S = 3600.0
 """Deadline of a role's calls. Who gives up a peer is the driver, which ends the wait by moving or ending the role."""
+LONG_S = 60.0
+"""A call that takes longer is told of: its peer lives, or the driver would have given it up, but may be stuck."""
 
 
 LOOPBACK = "127.0.0.1"
+
+
+def waiting_for(peers: Iterable[tuple[str, WireConnection]]) -> str:
+    """In words, what has had no answer for too long; empty for nothing.
+
+    Args:
+        peers: names and connections.
+    """
+    methods = [(name, connection.waiting(LONG_S)) for name, connection in peers]
+    found = [f"{method} of {name}" for name, method in methods if method is not None]
+    return f"waits for {', '.join(found)} for more than {LONG_S:g} s" if found else ""
 
 
 class Switch:

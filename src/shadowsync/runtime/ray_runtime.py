@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import logging
 import math
 import os
 import secrets
@@ -12,22 +13,28 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
 from typing import Any, ClassVar
 
 from shadowsync.embedding.pages import keep_freed_memory
-from shadowsync.errors import ConfigError, MissingExtra, RunError, ShadowSyncError
+from shadowsync.errors import ConfigError, MissingExtra, RunError
 from shadowsync.runtime.host import RoleHost
 from shadowsync.runtime.role_logging import log_to
 from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
 from shadowsync.runtime.wire.errors import Fault, PeerLost
 from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.runtime.wire.service import known_error
 
+_LOG = logging.getLogger(__name__)
 OBJECTS_BYTES = 96 << 20
 """Shared memory of a Ray of our own: specifications pass through it, tensors do not."""
 PINNED = 0.001
 """Share of a machine's own resource (or of a custom one) that a role takes to be put there."""
 ANSWER_S = 5.0
+RAY_FOLDER = "ray"
+USUAL_LENGTH = 15
+"""Longest path of a folder for temporary files below which the paths of Ray's sockets are not too long."""
 CALLS = 8
 """Calls that an actor runs at a time; one of them is the watch."""
 
@@ -42,6 +49,8 @@ class RoleActor:
         self._log = log_to(job, order.role)
         host = folder or _ray().util.get_node_ip_address()
         self._host = RoleHost(order.role, keys, host, order.threads, order.forget_s)
+        self._ended: Future[str] = Future()
+        threading.excepthook = self._thread_died
 
     def place(self) -> Place:
         """Where it is."""
@@ -52,13 +61,22 @@ class RoleActor:
         """Has a part made; what is wrong comes back as it would over the wire."""
         try:
             self._host.build(builder, spec)
-        except ShadowSyncError as error:
-            return Fault.of(error)
+        except BaseException as error:  # a panic of a library written in Rust is no Exception, and Ray would not see it
+            return Fault.of(known_error("build", error))
         return None
 
-    def watch(self) -> None:
-        """Never returns: whoever waits for it hears of the end of this process."""
-        threading.Event().wait()
+    def watch(self) -> str:
+        """Returns when this process cannot go on, and says why; whoever waits for it hears of its end, too."""
+        return self._ended.result()
+
+    def _thread_died(self, died: threading.ExceptHookArgs) -> None:
+        """A thread without which the role would only seem to be alive; one that exits (`SystemExit`) wants to end."""
+        if died.exc_type is SystemExit:
+            return
+        name = "a thread" if died.thread is None else died.thread.name
+        _LOG.error("thread %s died", name, exc_info=died.exc_value)
+        with contextlib.suppress(InvalidStateError):  # only the first one counts
+            self._ended.set_result(f"its thread {name} died of {_said(died.exc_value or died.exc_type())}")
 
 
 class RayRole(RoleProcess):
@@ -95,7 +113,7 @@ class RayRole(RoleProcess):
         error = answered.exception()
         if error is not None:
             cause = getattr(error, "cause", None)
-            what = f"{type(cause).__name__}: {cause}" if cause is not None else _in_one_line(error)
+            what = _said(cause) if cause is not None else _in_one_line(error)
             kind = RunError if cause is not None else PeerLost
             built.set_exception(kind(f"{self.order.role} failed: {what}"))
         elif (fault := answered.result()) is not None:
@@ -111,10 +129,10 @@ class RayRole(RoleProcess):
         if not ready:
             return None
         try:
-            ray.get(self._watched)
+            reason: str = ray.get(self._watched)
         except ray.exceptions.RayError as error:
             return _in_one_line(error)
-        return "it ended"
+        return reason
 
     def kill(self) -> None:
         self._killed = True
@@ -144,10 +162,13 @@ class RayRuntime(Runtime):
         self.job = f"shadowsync-{time.strftime('%H%M%S')}-{secrets.token_hex(2)}"
         ray = _ray()
         self._joined = ray.is_initialized()
-        if not self._joined:
-            _connect(address, self.job, {"cpus": max(os.cpu_count() or 1, math.ceil(cpus)), "resources": resources})
-        self._folder = None if address or self._joined else tempfile.mkdtemp(prefix="shadowsync-")
+        self._folder = None if address or self._joined else _own_folder()
         self._closed = False
+        if self._folder is not None:
+            own_cpus = max(os.cpu_count() or 1, math.ceil(cpus))
+            _start_own(self.job, self._folder, own_cpus, dict(resources or {}))
+        elif not self._joined:
+            _join(str(address), self.job)
         self._roles: list[RayRole] = []
         self._bundles: dict[tuple[str, str | None], int] = {}
         self._group: Any = None
@@ -231,30 +252,102 @@ class RayRuntime(Runtime):
                 ray.shutdown()
         finally:
             if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+                _forget_token()
+                _leave_logs(self._folder)
 
 
-def _connect(address: str | None, job: str, own: Mapping[str, Any]) -> None:
-    options: dict[str, Any] = {"namespace": job, "log_to_driver": False, "logging_level": "ERROR"}
-    if address is None:
-        options |= {
-            "address": "local",
-            "num_cpus": own["cpus"],
-            "resources": dict(own["resources"] or {}),
-            "include_dashboard": False,
-            "object_store_memory": OBJECTS_BYTES,
-            "_system_config": {"worker_niceness": 0},  # roles are the work itself; Ray would let all else go first
-        }
-    else:
-        options["address"] = address
-        _check_address(address)
+def _own_folder() -> str:
+    """A new folder that only this user may enter, for all sockets and files of a Ray of our own.
+
+    The path of a Unix socket has room for 103 bytes, and those of Ray's take 88 behind the place of this folder.
+    """
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="shadowsync-", dir=usual if len(usual) <= USUAL_LENGTH else "/tmp")  # noqa: S108
+
+
+def _leave_logs(folder: str) -> None:
+    """Removes everything of a Ray that has ended but the logs of its roles."""
+    for path in Path(folder).glob("*"):
+        if path.is_socket():
+            path.unlink(missing_ok=True)
+    for path in Path(folder, RAY_FOLDER).glob("session_*/*"):
+        if path.is_dir() and path.name != "logs":
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _start_own(job: str, folder: str, cpus: int, resources: Mapping[str, float]) -> None:
+    """Starts a Ray that only this user reaches: it listens on loopback, asks for a token made for it, and its files
+    lie below `folder`."""
+    shared = Path(folder, RAY_FOLDER)  # Ray lets everybody into its own folder, so that one lies within ours
+    shared.mkdir()
+    options = {
+        "address": "local",
+        "num_cpus": cpus,
+        "resources": resources,
+        "include_dashboard": False,
+        "object_store_memory": OBJECTS_BYTES,
+        "_temp_dir": str(shared),
+        "_system_config": {"worker_niceness": 0},  # roles are the work itself; Ray would let all else go first
+    }
+    try:
+        with _new_token(), _loopback_only():
+            _init(job, options, "a Ray of its own cannot be started")
+    except BaseException:
+        _forget_token()
+        raise
+
+
+def _join(address: str, job: str) -> None:
+    _check_address(address)
+    _init(job, {"address": address}, f"there is no Ray cluster at {address}")
+
+
+def _init(job: str, options: Mapping[str, Any], failure: str) -> None:
     config = importlib.import_module("ray.job_config").JobConfig(metadata={"job_name": job})
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         with _own_signals():
-            _ray().init(job_config=config, **options)
+            _ray().init(job_config=config, namespace=job, **quiet, **options)
     except (AssertionError, ConnectionError, RuntimeError, ValueError, OSError) as error:
-        where = "a Ray of its own cannot be started" if address is None else f"there is no Ray cluster at {address}"
-        raise RunError(f"{where}: {_in_one_line(error)}") from error
+        raise RunError(f"{failure}: {_in_one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _new_token() -> Iterator[None]:
+    """Ray takes its token from the environment only; the processes that it starts meanwhile inherit it."""
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    _forget_token()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _forget_token() -> None:
+    """Has Ray look at the environment again, which it does once in a process otherwise."""
+    raylet = importlib.import_module("ray._raylet")
+    if hasattr(raylet, "AuthenticationTokenLoader"):  # an older Ray has no tokens
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Ray's servers listen on loopback where it takes its node for a lone one, as it does on macOS and Windows; there
+    is no option for that, and an address of loopback that is given it replaces by another."""
+    constants = importlib.import_module("ray._private.ray_constants")
+    before = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
 
 
 def _check_address(address: str) -> None:
@@ -299,6 +392,10 @@ def _ray() -> Any:
         return importlib.import_module("ray")
     except ModuleNotFoundError as error:
         raise MissingExtra("Ray", "ray") from error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _in_one_line(error: BaseException) -> str:

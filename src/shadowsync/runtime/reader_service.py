@@ -11,12 +11,15 @@ from torch import Tensor
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.leases import Lease
 from shadowsync.data.parsing import Parsed, Parser
-from shadowsync.errors import DataError
+from shadowsync.errors import DataError, RunError
 from shadowsync.runtime.reading_messages import LeaseInfo, ParsedInfo
 from shadowsync.runtime.wire.connection import Answer, Connection
+from shadowsync.runtime.wire.errors import CallTimeout
 from shadowsync.runtime.wire.service import Method, Reply, Request
 
 OFFSETS, WEIGHTS = 4, 1
+PARSE_S = 900.0
+"""Deadline of a lease: a reader waits for nobody but its file system."""
 
 
 class ReaderService:
@@ -67,7 +70,7 @@ class ReaderRemote:
     def parse(self, lease: Lease) -> "Future[Parsed]":
         """As `Parser.parse`; its errors are in the future."""
         parsed: Future[Parsed] = Future()
-        asked = self._connection.call("parse", LeaseInfo.of(lease))
+        asked = self._connection.call("parse", LeaseInfo.of(lease), timeout_s=PARSE_S)
         asked.add_done_callback(lambda answered: _pass_on(answered, parsed))
         return parsed
 
@@ -75,7 +78,11 @@ class ReaderRemote:
 def _pass_on(answered: "Future[Answer]", parsed: "Future[Parsed]") -> None:
     try:
         parsed.set_result(_parsed(answered.result()))
-    except Exception as error:
+    except CallTimeout:  # it is not the trainer that is to be replaced, as after the loss of a peer
+        parsed.set_exception(
+            RunError(f"no reader has read its rows within {PARSE_S:g} s: does the file system of data.path answer?")
+        )
+    except BaseException as error:  # whoever waits is to hear of it, not the thread that serves the connection
         parsed.set_exception(error)
 
 

@@ -1,5 +1,6 @@
 """A log file for a role, found by the role's name."""
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -11,7 +12,8 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def log_to(job: str, role: str) -> str:
     """Sends this process's log to a file named after job and role; its path.
 
-    It lies beside what the process prints, if that goes to a file: with Ray that is the folder its dashboard shows.
+    It lies beside what the process prints, if that goes to a file (with Ray that is the folder its dashboard shows),
+    else in a new folder that only this user may enter.
     """
     path = _folder() / f"{job}-{role}.log"
     handler = logging.FileHandler(path, encoding="utf-8")
@@ -24,8 +26,8 @@ def log_to(job: str, role: str) -> str:
 
 
 def _folder() -> Path:
-    try:
+    with contextlib.suppress(OSError):
         printed = Path("/proc/self/fd/1").readlink()
-    except OSError:
-        return Path(tempfile.gettempdir())
-    return printed.parent if printed.is_file() else Path(tempfile.gettempdir())
+        if printed.is_file():
+            return printed.parent
+    return Path(tempfile.mkdtemp(prefix="shadowsync-"))

@@ -28,6 +28,11 @@ class Pending:
     deadline_s: float
     future: Future[Answer]
 
+    @property
+    def since_s(self) -> float:
+        """When it was made."""
+        return self.deadline_s - self.limit_s
+
 
 @dataclass
 class Calls:
@@ -39,6 +44,11 @@ class Calls:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def oldest(self) -> Pending | None:
+        """The one that has waited longest."""
+        return next(iter(self._open.values()), None)
 
     @property
     def low(self) -> int:

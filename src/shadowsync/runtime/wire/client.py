@@ -48,7 +48,7 @@ class CourierOptions:
         timeout_s: deadline of calls that name none.
         ping_every_s: silence after which the peer is asked for a sign of life.
         link_timeout_s: silence of the network after which a connection counts as broken and a new one is made.
-        max_message_bytes: longest frame that is received or sent.
+        max_message_bytes: longest tensor that is sent.
         tick_s: how often deadlines and silence are looked at.
     """
 
@@ -110,6 +110,12 @@ class WireConnection(Connection):
         A message counts when it is complete: a long one over a slow link is silence until then.
         """
         return time.monotonic() - self._heard_s
+
+    def waiting(self, longer_than_s: float) -> str | None:
+        """The method of the call that has waited longest for its answer, if it has for so long."""
+        with self._lock:
+            oldest = self._calls.oldest
+        return None if oldest is None or time.monotonic() - oldest.since_s < longer_than_s else oldest.method
 
     def redirect(self, address: str | None) -> None:
         """The peer was replaced: what is under way is sent to the new address. None: it is given up for now.
@@ -178,7 +184,7 @@ class WireConnection(Connection):
                 self._take(socket, from_server(frames), frames[1:])
             except Malformed as reason:
                 _LOG.warning("a message of %s was dropped: %s", self._address, reason)
-            except Exception:  # whatever it was, the messages behind it are not to suffer
+            except BaseException:  # whatever it was, the messages behind it are not to suffer
                 _LOG.exception("a message of %s was dropped", self._address)
 
     def news(self, socket: ClientSocket, news: LinkNews) -> None:

@@ -1,7 +1,10 @@
 """The server's book of its clients: who they are, where they can be reached, since when they are silent."""
 
 import secrets
+import threading
+from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from shadowsync.runtime.wire.ledger import Ledger
 from shadowsync.runtime.wire.messages import Hello, Welcome
@@ -17,6 +20,9 @@ class Limits:
         open_calls: as in `Ledger`.
         keep_bytes: as in `Ledger`, of each client.
         forget_client_after_s: silence after which a client is forgotten.
+        yield_after_s: silence after which a client is forgotten if another needs its place; one that has called
+            nothing yet is at once.
+        unread_bytes: of replies that wait for a client to read them; while there are more, its calls wait.
     """
 
     clients: int = 4096
@@ -24,17 +30,66 @@ class Limits:
     open_calls: int = 1024
     keep_bytes: int = 1 << 26
     forget_client_after_s: float = 120.0
+    yield_after_s: float = 10.0
+    unread_bytes: int = 1 << 26
+
+
+class Sent(Protocol):
+    """What was sent, as `zmq.MessageTracker`."""
+
+    @property
+    def done(self) -> bool:
+        """It has left this process."""
+
+
+class Unread:
+    """Bytes of replies that a client has not read: they wait in this process; any thread.
+
+    To follow a message costs more than to send a short one, so that one is followed after every so many bytes.
+    """
+
+    _EVERY_BYTES = 1 << 20
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._loose = self._waiting = 0
+        self._followed: deque[tuple[Sent, int]] = deque()
+
+    def add(self, size: int) -> bool:
+        """Counts a reply; True if it is to be followed."""
+        with self._lock:
+            self._loose += size
+            return self._loose >= min(self._EVERY_BYTES, self._limit_bytes)
+
+    def follow(self, sent: Sent) -> None:
+        """Once this is done, all that was counted so far is read."""
+        with self._lock:
+            self._followed.append((sent, self._loose))
+            self._waiting += self._loose
+            self._loose = 0
+
+    @property
+    def full(self) -> bool:
+        """There is more than there may be."""
+        if self._waiting <= self._limit_bytes:
+            return False
+        with self._lock:
+            while self._followed and self._followed[0][0].done:
+                self._waiting -= self._followed.popleft()[1]
+            return self._waiting > self._limit_bytes
 
 
 @dataclass(eq=False)
 class Record:
-    """One client: its session, the route of the connection that it uses now, and its requests."""
+    """One client: its session, the route of the connection that it uses now, its requests, and what it has to read."""
 
     client: str
     session: int
     route: bytes
     heard_at: float
     ledger: Ledger
+    unread: Unread
     greeted_only: bool = True
     gone: bool = False
 
@@ -70,7 +125,7 @@ class Clients:
     def _new(self, client: str, route: bytes, now_s: float) -> Record:
         limits = self._limits
         ledger = Ledger(limits.window, limits.open_calls, limits.keep_bytes)
-        record = Record(client, secrets.randbits(62) + 1, route, now_s, ledger)
+        record = Record(client, secrets.randbits(62) + 1, route, now_s, ledger, Unread(limits.unread_bytes))
         self._by_client[client] = record
         return record
 
@@ -79,6 +134,16 @@ class Clients:
             del self._by_route[record.route]
         record.route = route
         self._by_route[route] = record
+
+    def who_yields(self, hello: Hello, now_s: float) -> Record | None:
+        """Who is to be forgotten so that a new client has a place; None if there is one, or nobody is idle."""
+        if hello.client in self._by_client or len(self) < self._limits.clients:
+            return None
+        records = self._by_client.values()
+        unused = next((record for record in records if record.greeted_only), None)
+        silent = min(records, key=lambda record: record.heard_at) if unused is None else unused
+        is_idle = silent.greeted_only or silent.heard_at < now_s - self._limits.yield_after_s
+        return silent if is_idle else None
 
     def heard(self, route: bytes, session: int, now_s: float) -> Record | None:
         """The client that speaks on this route, if it is its own session."""

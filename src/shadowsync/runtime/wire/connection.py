@@ -118,7 +118,7 @@ def _answer(reply: Reply) -> Answer:
 
 
 def _pass_on(method: str, later: "Future[Reply]", future: "Future[Answer]") -> None:
-    if (error := later.exception()) is not None:
-        future.set_exception(known_error(method, error))
-    else:
+    try:
         future.set_result(_answer(later.result()))
+    except BaseException as error:  # also of one that was cancelled
+        future.set_exception(known_error(method, error))

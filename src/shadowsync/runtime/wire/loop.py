@@ -82,5 +82,5 @@ class Loop:
 def _guarded(action: Action) -> None:
     try:
         action()
-    except Exception:  # one bad message or socket must not end the wire
+    except BaseException:  # one bad message or socket must not end the wire
         _LOG.exception("an action of the wire failed")

@@ -1,4 +1,4 @@
-"""What crosses the wire: one header frame in msgpack, then one raw frame per tensor.
+"""What crosses the wire: one header frame in msgpack, then one raw frame per tensor (several where it is long).
 
 A client opens with `Hello` and sends calls only once it was welcomed. A session is a random number that the server
 gives out, so that a message caught earlier means nothing to a server that has forgotten its client, or to another one.
@@ -20,6 +20,8 @@ HEADER_BYTES = META_BYTES + (1 << 19)
 """Longest header that is looked at: the typed part, and what it says of the tensors."""
 MAX_TENSORS = 1024
 """Most tensors of one message."""
+MAX_FRAMES = 1 << 14
+"""Most frames behind a header; a long tensor has several."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -132,7 +134,7 @@ def from_server(frames: Sequence[Any]) -> FromServer:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Any]) -> Any:
-    if not 0 < len(frames) <= MAX_TENSORS + 1:
+    if not 0 < len(frames) <= MAX_FRAMES + 1:
         raise Malformed(f"{len(frames)} frames")
     header = memoryview(frames[0])
     if header.nbytes > HEADER_BYTES:

@@ -9,7 +9,7 @@ from shadowsync.errors import RunError
 from shadowsync.runtime.wire.ledger import Frames
 from shadowsync.runtime.wire.messages import MAX_TENSORS, META_BYTES
 from shadowsync.runtime.wire.service import Meta, encode_meta
-from shadowsync.runtime.wire.tensors import Spec, bytes_of, spec_of
+from shadowsync.runtime.wire.tensors import Spec, bytes_of, frames_of, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,10 @@ class Cargo:
         """
         if len(tensors) > MAX_TENSORS:
             raise RunError(f"a message has {len(tensors)} tensors, and at most {MAX_TENSORS} are allowed")
-        cargo = cls(encode_meta(meta), tuple(map(spec_of, tensors)), [bytes_of(tensor) for tensor in tensors])
-        longest = max(map(len, cargo.frames), default=0)
+        memory = [bytes_of(tensor) for tensor in tensors]
+        frames = [frame for tensor in memory for frame in frames_of(tensor)]
+        cargo = cls(encode_meta(meta), tuple(map(spec_of, tensors)), frames)
+        longest = max(map(len, memory), default=0)
         if longest > max_message_bytes:
             raise RunError(f"a tensor has {longest} bytes, and at most {max_message_bytes} are allowed on the wire")
         if len(cargo.meta) > META_BYTES:

@@ -37,7 +37,7 @@ class ServerCounts:
         replayed: that came again: answered from the kept reply, or dropped.
         malformed: messages of clients with the keys that were dropped because no honest client sends them.
         strangers: messages of a session that is not known on its connection.
-        forgotten: clients that were silent for too long.
+        forgotten: clients that were silent for too long, or gave their places to others.
         refused: connections that did not have the keys, or did not speak the protocol.
     """
 
@@ -60,11 +60,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a message leads to, any or none of: an answer at once, a request to run, a client to be freed."""
+    """What a message leads to, any or none of: an answer at once, a request to run, a client to be freed.
+
+    Attributes:
+        repeats_to: the client whose kept reply the answer is.
+    """
 
     answer: Frames | None = None
     job: Job | None = None
     gone: str | None = None
+    repeats_to: Record | None = None
 
 
 _NOTHING = Step()
@@ -123,9 +128,13 @@ class Reception:
 
     def _hello(self, route: bytes, hello: Hello, now_s: float) -> Step:
         with self._lock:
+            yielding = self._clients.who_yields(hello, now_s)
+            freed = yielding is not None and self._clients.forget(yielding)
             welcome = self._clients.hello(route, hello, now_s)
             self._counts.strangers += welcome is None
-        return Step(answer=[encode(welcome)]) if welcome else _NOTHING
+            self._counts.forgotten += yielding is not None
+        gone = yielding.client if yielding is not None and freed else None
+        return Step(answer=[encode(welcome)] if welcome else None, gone=gone)
 
     def _sign(self, route: bytes, sign: Ping | Bye, now_s: float) -> Step:
         with self._lock:
@@ -158,7 +167,9 @@ class Reception:
 
     def _again(self, record: Record, call: Call, verdict: Verdict) -> Step:
         if verdict is Verdict.REPEAT:
-            return Step(answer=record.ledger.reply(call.number))
+            if record.unread.full:
+                return _NOTHING  # it has yet to read what it asked for before
+            return Step(answer=record.ledger.reply(call.number), repeats_to=record)
         if verdict is Verdict.LOST:
             return Step(
                 answer=_refusal(call, "it has run, and its reply could not be kept until it was asked for again")

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from shadowsync.errors import RunError, ShadowSyncError
-from shadowsync.runtime.wire.clients import Limits
+from shadowsync.runtime.wire.clients import Limits, Record
 from shadowsync.runtime.wire.errors import Fault
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.ledger import Frames
@@ -19,7 +20,7 @@ from shadowsync.runtime.wire.messages import Done, Failed, encode
 from shadowsync.runtime.wire.packing import Cargo
 from shadowsync.runtime.wire.reception import Job, Reception, ServerCounts
 from shadowsync.runtime.wire.service import Reply, Request, Service, known_error, perform
-from shadowsync.runtime.wire.sockets import ServerSocket
+from shadowsync.runtime.wire.sockets import ServerSocket, tracked
 
 _LOG = logging.getLogger(__name__)
 _JOIN_S = 5.0
@@ -34,10 +35,10 @@ class ServerOptions:
             sockets in it, which are not encrypted and serve this machine only.
         port: 0 takes a free one.
         threads: that answer; with more of them methods that wait hold up the others less.
-        max_message_bytes: longest frame that is received or sent.
+        max_message_bytes: longest tensor that is sent.
         max_waiting: requests that wait for a thread; at that many no more are read until half of them are gone.
         link_timeout_s: silence of the network after which a connection counts as broken; its client makes a new one.
-        tick_s: how often silent clients are looked for.
+        tick_s: how often silent clients are looked for, and whether those who are slow have read.
         limits: of what is kept for clients.
     """
 
@@ -47,7 +48,7 @@ class ServerOptions:
     max_message_bytes: int = 1 << 30
     max_waiting: int = 1024
     link_timeout_s: float = 10.0
-    tick_s: float = 1.0
+    tick_s: float = 0.25
     limits: Limits = field(default_factory=Limits)
 
 
@@ -62,6 +63,7 @@ class WireServer:
         self._reception = Reception(self._options.limits)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._full = self._silent = False
+        self._parked: deque[tuple[Job, float]] = deque()
         self._threads: list[threading.Thread] = []
 
     @property
@@ -129,7 +131,7 @@ class WireServer:
         for frames in self._socket.receive():
             try:
                 self._take(frames[0].bytes, frames[1:], now_s)
-            except Exception:  # whatever it was, the messages behind it are not to suffer
+            except BaseException:  # whatever it was, the messages behind it are not to suffer
                 _LOG.exception("a message was dropped")
 
     def _take(self, route: bytes, frames: Frames, now_s: float) -> None:
@@ -137,9 +139,19 @@ class WireServer:
         if step.job is not None:
             self._begin(step.job)
         if step.answer is not None:
-            self._socket.send([route, *step.answer])
+            self._transmit(route, step.answer, step.repeats_to)
         if step.gone is not None:
             self._free([step.gone])
+
+    def _transmit(self, route: bytes, frames: Frames, client: Record | None) -> None:
+        """Sends a message; what is a reply to a client counts until it is read."""
+        if client is not None and client.unread.add(sum(map(len, frames))):
+            header, tracker = tracked(frames[0])
+            self._socket.send([route, header, *frames[1:]])
+            del header  # as long as anybody has it, it does not count as sent
+            client.unread.follow(tracker)
+        else:
+            self._socket.send([route, *frames])
 
     def _begin(self, job: Job) -> None:
         method = self._service.methods.get(job.call.method)
@@ -147,6 +159,18 @@ class WireServer:
             self._run(job, time.monotonic())
         else:
             self._jobs.put(partial(self._run, job, time.monotonic()))
+
+    def _resume(self) -> None:
+        """Begins what waited for clients to read what they had asked for before; those that are gone get nothing."""
+        for _ in range(len(self._parked)):
+            job, since_s = self._parked.popleft()
+            if job.record.gone:
+                _, free = self._reception.finish(job, [], keep=False)
+                self._free([job.record.client] if free else [])
+            elif job.record.unread.full:
+                self._parked.append((job, since_s))
+            else:
+                self._jobs.put(partial(self._run, job, since_s))
 
     def _is_full(self) -> bool:
         if self.queue_depth >= self._options.max_waiting:
@@ -157,7 +181,10 @@ class WireServer:
         return False
 
     def _tick(self) -> None:
-        self._free(self._reception.forget_silent(time.monotonic()))
+        now_s = time.monotonic()
+        self._free(self._reception.forget_silent(now_s))
+        self._socket.tick(now_s)
+        self._resume()
 
     def _free(self, clients: Iterable[str]) -> None:
         for client in clients:
@@ -170,16 +197,19 @@ class WireServer:
                 self._wake()
             try:
                 job()
-            except Exception:
+            except BaseException:  # whatever it was, the others are not to wait for a thread that is no more
                 _LOG.exception("a thread of the wire goes on after an error")
 
     def _run(self, job: Job, since_s: float) -> None:
+        if job.record.unread.full:
+            self._parked.append((job, since_s))
+            return
         call = job.call
         request = Request(call.method, call.meta, job.tensors, job.record.client)
         try:
             outcome = perform(self._service, request)
-        except ShadowSyncError as error:
-            self._send(job, _failed(call.number, error))
+        except BaseException as error:  # who asked waits for an answer
+            self._send(job, _failed(call.number, known_error(call.method, error)))
             return
         if isinstance(outcome, Future):
             outcome.add_done_callback(lambda later: self._send(job, self._later(job, later, since_s)))
@@ -190,14 +220,16 @@ class WireServer:
         method = self._service.methods.get(job.call.method)
         route, gone = self._reception.finish(job, reply, keep=method is not None and method.once)
         if not self._silent:
-            self._socket.send([route, *reply])
+            self._transmit(route, reply, job.record)
         if gone:
             self._service.client_gone(job.record.client)
 
     def _later(self, job: Job, later: "Future[Reply]", since_s: float) -> Frames:
-        if (error := later.exception()) is not None:
+        try:
+            reply = later.result()
+        except BaseException as error:  # also of one that was cancelled
             return _failed(job.call.number, known_error(job.call.method, error))
-        return self._packed(job, later.result(), since_s)
+        return self._packed(job, reply, since_s)
 
     def _packed(self, job: Job, reply: Reply, since_s: float) -> Frames:
         call = job.call
@@ -206,7 +238,7 @@ class WireServer:
             return [encode(Done(call.number, cargo.meta, cargo.specs, time.monotonic() - since_s)), *cargo.frames]
         except ShadowSyncError as error:
             return _failed(call.number, error)
-        except Exception as error:  # a reply that cannot be written down
+        except BaseException as error:  # a reply that cannot be written down
             _LOG.exception("the reply of method %s failed", call.method)
             return _failed(
                 call.number, RunError(f"the reply of {call.method} failed with {type(error).__name__}: {error}")

@@ -110,6 +110,7 @@ def perform(service: Service, request: Request) -> Outcome:
 
     Raises:
         ShadowSyncError: as the method raised it; anything else that it raised becomes a `RunError` and is logged.
+        KeyboardInterrupt, SystemExit: as they came, for the thread that calls.
     """
     method = service.methods.get(request.method)
     if method is None:
@@ -117,9 +118,9 @@ def perform(service: Service, request: Request) -> Outcome:
         raise RunError(f"there is no method {request.method!r} here; those that are: {known}")
     try:
         return method.handle(request)
-    except ShadowSyncError:
+    except (ShadowSyncError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # a panic of a library written in Rust is no Exception
         raise known_error(request.method, error) from error
 
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import hmac
+import math
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -12,6 +14,7 @@ from typing import Any, TypeAlias
 from shadowsync.errors import MissingExtra, RunError
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.runtime.wire.loop import Action, Loop
+from shadowsync.runtime.wire.tensors import FRAME_BYTES
 
 try:
     import zmq
@@ -26,9 +29,14 @@ _ZAP_FRAMES = 6
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
+Tracker: TypeAlias = zmq.MessageTracker
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _BATCH = 64
+_SEAL = 64
+"""Bytes that CURVE adds to a frame, and more."""
+_REOPEN_S = 1.0
+"""Pause of a server that has no file descriptor for another connection: ZeroMQ would try without one."""
 # plain numbers: arithmetic with zmq's enumerations takes as long as the rest of a call
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -51,7 +59,7 @@ def tune(socket: Socket, max_message_bytes: int, link_timeout_s: float) -> None:
     so that a long one on a slow link would look like a dead peer.
     """
     socket.linger = 0
-    socket.maxmsgsize = max_message_bytes
+    socket.maxmsgsize = min(max_message_bytes, FRAME_BYTES) + _SEAL
     socket.copy_threshold = _COPIED
     socket.sndhwm = 0  # what is open is bounded by the window of numbers
     socket.handshake_ivl = 5_000
@@ -61,6 +69,13 @@ def tune(socket: Socket, max_message_bytes: int, link_timeout_s: float) -> None:
     socket.tcp_keepalive_idle = probe_s
     socket.tcp_keepalive_intvl = probe_s
     socket.tcp_keepalive_cnt = 3
+
+
+def tracked(frame: bytes) -> tuple[zmq.Frame, Tracker]:
+    """A frame to send, and what tells when it has left the queue of its connection, with all that was sent before."""
+    made = zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
+    assert isinstance(made.tracker, zmq.MessageTracker)
+    return made, made.tracker
 
 
 def _readable(socket: Socket) -> bool:
@@ -89,6 +104,12 @@ class SharedSocket:
     def file(self) -> int:
         """What to watch for reading."""
         return int(self._socket.fd)
+
+    def do(self, action: Callable[[Socket], None]) -> None:
+        """Does something with the socket, unless it is closed."""
+        with self._lock:
+            if not self._closed:
+                action(self._socket)
 
     def send(self, frames: Sequence[Any]) -> None:
         """Sends one message; once closed, or where the connection is lost for good, it is dropped as by a network."""
@@ -146,9 +167,9 @@ class Monitor:
         return int(self._socket.fd)
 
     def events(self) -> list[int]:
-        """What has happened since the last time, as `zmq.EVENT_…`."""
+        """What has happened since the last time, as `zmq.EVENT_…`; if that was much there may be more."""
         found: list[int] = []
-        while not self._socket.closed and _readable(self._socket):
+        while len(found) < _BATCH and not self._socket.closed and _readable(self._socket):
             found.append(int(recv_monitor_message(self._socket)["event"]))
         return found
 
@@ -206,7 +227,9 @@ class ServerSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         tune(self._socket, max_message_bytes, link_timeout_s)
         self._socket.rcvhwm = _RECEIVED
-        self._monitor = Monitor(self._socket, _REFUSED)
+        self._monitor = Monitor(self._socket, _REFUSED | zmq.EVENT_ACCEPT_FAILED)
+        self._endpoint = ""
+        self._reopens_s = math.inf
         self._shared = SharedSocket(self._socket, wake)
         self.send = self._shared.send
         self.receive = self._shared.receive
@@ -224,7 +247,9 @@ class ServerSocket:
         """
         place = f"[{host}]" if ":" in host else host
         try:
-            return self._bind_in(host) if is_folder(host) else self._bind_to(place, port)
+            address = self._bind_in(host) if is_folder(host) else self._bind_to(place, port)
+            self._endpoint = self._last_endpoint()
+            return address
         except zmq.ZMQError as error:
             self.close()
             raise RunError(f"nothing can be served at {place}:{port}: {error}") from error
@@ -235,9 +260,12 @@ class ServerSocket:
         self._socket.curve_publickey = self._keys.server_public.encode()
         self._socket.curve_secretkey = self._keys.server_secret.encode()
         self._socket.bind(f"tcp://{place}:{port or '*'}")
+        return f"tcp://{place}:{self._last_endpoint().rpartition(':')[2]}"
+
+    def _last_endpoint(self) -> str:
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
-        return f"tcp://{place}:{endpoint.decode().rpartition(':')[2]}"
+        return endpoint.rstrip(b"\0").decode()
 
     def _bind_in(self, folder: str) -> str:
         address = f"ipc://{folder}/{secrets.token_hex(8)}"
@@ -254,8 +282,27 @@ class ServerSocket:
             refused: told the number of connections that were turned away.
         """
         _watch(loop, self._door.file, self._door.answer)
-        _watch(loop, self._monitor.file, lambda: refused(len(self._monitor.events())))
+        _watch(loop, self._monitor.file, lambda: self._hear(loop, refused))
         _watch(loop, self._shared.file, receive)
+
+    def _hear(self, loop: Loop, refused: Callable[[int], None]) -> None:
+        events = self._monitor.events()
+        failed = events.count(zmq.EVENT_ACCEPT_FAILED)
+        refused(len(events) - failed)
+        if failed and self._reopens_s == math.inf:
+            self._reopens_s = time.monotonic() + _REOPEN_S
+            self._shared.do(lambda socket: socket.unbind(self._endpoint))
+        if len(events) == _BATCH:
+            loop.post(lambda: self._hear(loop, refused))
+
+    def tick(self, now_s: float) -> None:
+        """Lets newcomers in again after a pause; called in the loop."""
+        if now_s >= self._reopens_s:
+            self._reopens_s = math.inf
+            try:
+                self._shared.do(lambda socket: socket.bind(self._endpoint))
+            except zmq.ZMQError:  # there is still no descriptor for that
+                self._reopens_s = now_s + _REOPEN_S
 
     def close(self) -> None:
         """Closes everything; replies that have not left are lost."""
@@ -271,7 +318,7 @@ class Line:
 
     Attributes:
         keys: of the job.
-        max_message_bytes: longest frame that is received.
+        max_message_bytes: longest tensor that is received.
         link_timeout_s: silence of the network after which a connection counts as broken.
     """
 

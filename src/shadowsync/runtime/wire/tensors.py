@@ -1,6 +1,6 @@
 """Tensors as raw frames: nothing is copied on the way out or in."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,8 @@ _ELEMENTS = 1 << 48
 
 MAX_DIMS = 16
 """Most dimensions of a tensor that may cross."""
+FRAME_BYTES = 8 << 20
+"""Longest frame: as much memory is taken for whoever connects, before the job's keys are proved."""
 
 
 class Spec(msgspec.Struct, frozen=True, array_like=True):
@@ -66,16 +68,20 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
 
 
+def frames_of(memory: memoryview) -> Iterator[memoryview]:
+    """A tensor's memory in frames, one unless it is long."""
+    for start in range(0, len(memory) or 1, FRAME_BYTES):
+        yield memory[start : start + FRAME_BYTES]
+
+
 def tensor_of(frame: Any, spec: Spec) -> Tensor:
     """The tensor in a received frame (any writable buffer of bytes), which it keeps alive and does not copy.
 
     Raises:
         Misfit: type, shape and length do not fit each other; nothing was allocated.
     """
-    if not 0 <= spec.dtype < len(DTYPES):
-        raise Misfit(f"type {spec.dtype} is unknown")
+    length = _byte_count(spec)
     dtype = DTYPES[spec.dtype]
-    length = _elements(spec.shape) * dtype.itemsize
     if length != len(frame):
         raise Misfit(f"a frame of {len(frame)} bytes came for a tensor of {length}")
     if not length:
@@ -84,6 +90,12 @@ def tensor_of(frame: Any, spec: Spec) -> Tensor:
     if flat.data_ptr() % dtype.itemsize:  # possible for short frames, which lie inside a longer buffer
         flat = flat.clone()
     return flat if len(spec.shape) == 1 else flat.view(spec.shape)
+
+
+def _byte_count(spec: Spec) -> int:
+    if not 0 <= spec.dtype < len(DTYPES):
+        raise Misfit(f"type {spec.dtype} is unknown")
+    return _elements(spec.shape) * DTYPES[spec.dtype].itemsize
 
 
 def _elements(shape: tuple[int, ...]) -> int:
@@ -99,11 +111,25 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def tensors_of(frames: Sequence[Any], specs: Sequence[Spec]) -> tuple[Tensor, ...]:
-    """The tensors of a message.
+    """The tensors of a message; those that came in several frames are copied.
 
     Raises:
         Misfit: as `tensor_of`, or another number of frames than announced.
     """
-    if len(frames) != len(specs):
+    if len(frames) == len(specs):
+        return tuple(map(tensor_of, frames, specs))
+    counts = [max(1, -(-_byte_count(spec) // FRAME_BYTES)) for spec in specs]
+    if len(frames) != sum(counts):
         raise Misfit(f"{len(frames)} frames came for {len(specs)} tensors")
-    return tuple(map(tensor_of, frames, specs))
+    coming = iter(frames)
+    return tuple(
+        tensor_of(_joined([next(coming) for _ in range(n)]), spec) for n, spec in zip(counts, specs, strict=True)
+    )
+
+
+def _joined(frames: Sequence[Any]) -> Any:
+    if len(frames) == 1:
+        return frames[0]
+    if not all(map(len, frames)):
+        raise Misfit("an empty frame came for a part of a tensor")
+    return torch.cat([torch.frombuffer(frame, dtype=torch.uint8) for frame in frames]).numpy().data

@@ -341,7 +341,7 @@ def _forget_token() -> None:
 def _loopback_only() -> Iterator[None]:
     """Ray's servers listen on loopback where it takes its node for a lone one, as it does on macOS and Windows; there
     is no option for that, and an address of loopback that is given it replaces by another."""
-    constants = importlib.import_module("ray._private.ray_constants")
+    constants: Any = importlib.import_module("ray._private.ray_constants")
     before = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False
     try:

@@ -105,7 +105,7 @@ class SharedSocket:
         """What to watch for reading."""
         return int(self._socket.fd)
 
-    def do(self, action: Callable[[Socket], None]) -> None:
+    def do(self, action: Callable[[Socket], object]) -> None:
         """Does something with the socket, unless it is closed."""
         with self._lock:
             if not self._closed:

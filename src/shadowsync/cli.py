@@ -24,6 +24,10 @@ app = typer.Typer(
 )
 
 _INTERRUPTED = 130
+_NO_MEMORY = (
+    "this machine does not give the memory that is needed: lower train.batch_size, data.slice_rows, data.prefetch, the "
+    "number of trainers or the rows of the tables, or raise the limit (ulimit -v)"
+)
 
 
 def _show_version(asked: bool) -> None:
@@ -243,9 +247,19 @@ def main() -> None:
         _fail(shortened(error.format_message()), 2)
     except (typer.Abort, KeyboardInterrupt):
         status = _INTERRUPTED
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        _fail(_NO_MEMORY, 1)
     if status == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
         _fail("interrupted", _INTERRUPTED)
     sys.exit(status or 0)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Torch has no error of its own for it on the CPU."""
+    said = ("can't allocate memory", "bad_alloc", "can't start new thread")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
 
 
 @contextlib.contextmanager

@@ -206,3 +206,24 @@ def test_an_interruption_before_training_starts(shadowsync: CommandLine, monkeyp
     monkeypatch.setattr("shadowsync.job.open_sources", interrupted)
     assert_sentence(shadowsync(*train()), 130, ["interrupted"])
     assert not (shadowsync.folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: …"),
+        RuntimeError("can't start new thread"),
+    ],
+    ids=["python", "torch", "threads"],
+)
+def test_too_little_memory_is_one_sentence(
+    shadowsync: CommandLine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(OwnModel, "forward", fail)
+    monkeypatch.setattr("shadowsync.session.make_module", lambda *_: OwnModel())
+    assert_sentence(shadowsync(*train()), 1, ["memory", "train.batch_size", "ulimit"])
+    assert not (shadowsync.folder / "out" / "result.json").exists()

@@ -1,6 +1,8 @@
 """The demo's task on a shop made by hand: which rows there are, and that no row sees its own week or a later one."""
 
+import fcntl
 import importlib.util
+import os
 
 import market_samples
 import numpy as np
@@ -182,6 +184,21 @@ def test_it_is_prepared_once_and_again_if_a_file_was_cut(tmp_path, shop):
     assert source.open("train", "error").rows == rows
     assert len(shop) == 3
     assert {found.name[:16] for found in (tmp_path / "new").iterdir()} == {"completejourney-"}
+
+
+def test_what_a_killed_preparation_left_goes_with_the_next_one(tmp_path, shop):
+    source = CompleteJourney(cache=str(tmp_path), first_test_week=4)
+    remains, held = (tmp_path / f".{source._folder().name}.{name}" for name in ("killed", "alive"))
+    for folder in (remains, held):
+        folder.mkdir()
+        (folder / "train.parquet").write_bytes(b"PAR1")
+    descriptor = os.open(held, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        assert source.open("train", "error").rows > 0
+    finally:
+        os.close(descriptor)
+    assert {path.name for path in tmp_path.iterdir()} == {source._folder().name, held.name}
 
 
 def test_training_rows_can_be_capped(tmp_path, shop):

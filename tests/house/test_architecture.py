@@ -109,3 +109,10 @@ def test_test_files_have_names_of_their_own() -> None:
     paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
     assert len({path.name for path in paths}) == len(paths)
     assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_nothing_is_measured_by_a_clock_that_can_jump(module: Path) -> None:
+    calls = {ast.unparse(node.func) for node in ast.walk(tree_of(module)) if isinstance(node, ast.Call)}
+    allowed = {"datetime.now"} if module == SOURCE / "runs.py" else set()  # the name of a folder, with a random part
+    assert calls & {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "time.localtime"} <= allowed

@@ -5,9 +5,11 @@ purchases of 2,469 households over one year.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -209,7 +211,8 @@ def _store(folder: Path, splits: Mapping[str, pl.DataFrame], columns: Mapping[st
     """Writes everything into a folder beside and renames it: `folder` is whole or absent."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        _remove_remains(folder)
+        temporary, lock = _temporary_beside(folder)
         try:
             for name, frame in splits.items():
                 frame.write_parquet(temporary / f"{name}.parquet", compression="lz4", row_group_size=ROW_GROUP)
@@ -222,10 +225,35 @@ def _store(folder: Path, splits: Mapping[str, pl.DataFrame], columns: Mapping[st
                     temporary.rename(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            os.close(lock)
     except (OSError, pl.exceptions.PolarsError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SaveError(f"{folder.parent}: prepared data cannot be written: {reason}; set data.cache=FOLDER") from error
     return manifest
+
+
+def _temporary_beside(folder: Path) -> tuple[Path, int]:
+    """A new folder beside, and a descriptor that holds a lock on it as long as this process lives."""
+    while True:
+        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        lock = os.open(temporary, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if temporary.exists():  # else it was taken for remains before it was locked
+            return temporary, lock
+        os.close(lock)
+
+
+def _remove_remains(folder: Path) -> None:
+    """What processes left beside that were killed while they prepared it."""
+    for remains in folder.parent.glob(f".{folder.name}.*"):
+        with contextlib.suppress(OSError):  # it is gone, or somebody who lives holds it
+            lock = os.open(remains, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(remains, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _manifest(folder: Path) -> Mapping[str, Any] | None:
@@ -233,6 +261,6 @@ def _manifest(folder: Path) -> Mapping[str, Any] | None:
     try:
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
         whole = all((folder / f"{name}.parquet").stat().st_size == size for name, size in manifest["bytes"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return manifest if whole else None

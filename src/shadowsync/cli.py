@@ -157,7 +157,7 @@ def report(
     if len(folders) == 1:
         from shadowsync.runs import only_writer
 
-        with only_writer(folders[0]) if folders[0].is_dir() else contextlib.nullcontext():
+        with only_writer(folders[0]) if out is None and folders[0].is_dir() else contextlib.nullcontext():
             compare.remake_page(folders[0], path := out or folders[0] / page.FILE_NAME)
         typer.echo(f"report: {path}")
         return

@@ -71,8 +71,9 @@ class Replica:
             ConfigError: a parameter is not float32 or not initialised, the module cannot be copied, or there is no
                 such device.
         """
-        _check_made(module)
-        self.module = copy_module(module).to(_device(device))
+        copied = copy_module(module)
+        _check_made(copied)
+        self.module = copied.to(_device(device))
         self.dims = dict(dims)
         self.optimizer = optimizer
         self.slots = _layout(self.module)

@@ -32,6 +32,7 @@ from shadowsync.runtime.embedding_messages import (
     ReadAsked,
     RowsAsked,
     RowsGiven,
+    SavedTold,
     StepAsked,
 )
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
@@ -111,6 +112,8 @@ BAD = [
     pull(IDS, VALUES, OFFSETS, OFFSETS),
     pull(IDS, VALUES.float(), OFFSETS),
     pull(IDS, VALUES, OFFSETS.float()),
+    pull(IDS, VALUES, torch.tensor(0, dtype=INT)),
+    ("saved", SavedTold(1, 0, 0, 3, True), (torch.tensor(1),)),
     pull(IDS, VALUES[:3], OFFSETS),
     pull(IDS, VALUES.view(2, 2), OFFSETS),
     pull(IDS, row(0, 40, 1, 2), OFFSETS),

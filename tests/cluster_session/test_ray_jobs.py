@@ -106,8 +106,8 @@ def run_and_kill(config: dict[str, Any], out: Path, first: str, then: str) -> Re
 
     def disturb() -> None:
         wait_until(lambda: samples_of(out) > 100)
-        check_that_only_this_user_gets_in(out)
         kill(out, first)
+        check_that_only_this_user_gets_in(out)  # while another one starts
         wait_until(lambda: "restored" in events_of(out).get(first, []))
         wait_until(lambda: checkpoints(out))
         kill(out, then)

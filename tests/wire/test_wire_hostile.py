@@ -1,10 +1,12 @@
 """Ten thousand messages that nobody honest sends: none changes anything, and the server goes on answering."""
 
+import contextlib
 import os
 import random
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -202,6 +204,48 @@ def test_nobody_takes_over_a_client_that_has_called(raw: Callable[..., Raw], ser
     victim.socket.send_multipart(victim.deposit(2))
     until(lambda: bank.total == 2, "the next deposit")
     assert server.counts.strangers == 2
+
+
+def heard(
+    listener: socket.socket, target: tuple[str, int], said: bytearray, stack: ExitStack
+) -> Iterator[threading.Thread]:
+    """Stands between two ends of a connection, and writes down what the first one says."""
+    near = stack.enter_context(listener.accept()[0])
+    far = stack.enter_context(socket.create_connection(target, PATIENCE_S))
+
+    def forward(source: socket.socket, sink: socket.socket, heard: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                heard += data
+                sink.sendall(data)
+
+    for way in ((near, far, said), (far, near, bytearray())):
+        yield threading.Thread(target=forward, args=way)
+
+
+def test_what_was_heard_on_the_network_is_worth_nothing_when_it_is_said_again(
+    serve: Callable[..., WireServer], connect: Callable[..., WireConnection], stack: ExitStack
+) -> None:
+    server = serve(bank := Bank())
+    target = ("127.0.0.1", int(server.address.rpartition(":")[2]))
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    connection = connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+    call, said = connection.call("deposit", Deposit("honest", 5)), bytearray()
+    with ExitStack() as ends:
+        threads = list(heard(listener, target, said, ends))
+        for thread in threads:
+            thread.start()
+        assert call.result(PATIENCE_S).read(Balance) == Balance(5)
+        connection.close()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    with socket.create_connection(target, PATIENCE_S) as thief:
+        thief.sendall(said)
+        thief.shutdown(socket.SHUT_WR)
+        while thief.recv(1 << 16):
+            pass
+    assert bank.runs == {"honest": 1}
+    assert server.counts.requests == 1
 
 
 def test_what_is_no_protocol_at_all_is_refused(

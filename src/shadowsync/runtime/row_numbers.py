@@ -59,8 +59,10 @@ def as_int64(tensor: Tensor) -> Tensor:
     """Ids, offsets or row numbers in the type that operators want.
 
     Raises:
-        DataError: they are not int32 or int64.
+        DataError: they are not int32 or int64, or a single number without a dimension.
     """
+    if not tensor.dim():
+        raise DataError("ids cross as a row of numbers, not as a single one")
     if tensor.dtype not in _IDS:
         raise DataError(f"ids cross as int32 or int64, not as {str(tensor.dtype).removeprefix('torch.')}")
     return tensor.to(torch.int64)

@@ -76,7 +76,7 @@ class Trained:
         Raises:
             DataError: there are none, or they do not fit the model.
         """
-        self._check_places(None if data is None else str(data))
+        self._check_places(data)
         source = self.choices.source if data is None else self._source_at(str(data), labelled)
         # Predictions have one row for each row given, so none may be left out of them.
         on_bad_row = self.config.data.on_bad_row if labelled else "error"
@@ -89,7 +89,7 @@ class Trained:
         _check_ids(place, opened.schema, self.schema)
         return opened
 
-    def _check_places(self, data: str | None) -> None:
+    def _check_places(self, data: Path | str | None) -> None:
         """Raises `ConfigError` if rows would be looked for where the run's folder says, beyond this machine."""
         given = {"data.path"} if data is None else {"data.path", "data.test_path"}
         again = {key: place for key, place in self._unfollowed.items() if key not in given}

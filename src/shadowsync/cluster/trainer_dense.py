@@ -4,9 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from shadowsync.aggregation.dense_shares import DenseShare, divide
 from shadowsync.aggregation.update import GradientUpdate
-from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_module, make_replica, make_trainer
+from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_replica, make_trainer
 from shadowsync.cluster.dense_messages import check_image
 from shadowsync.cluster.trainer_spec import TrainerSpec
 from shadowsync.compression.pieces import by_parameter
@@ -40,6 +42,7 @@ class TrainerMaterial:
 
     Attributes:
         spec: of the trainer.
+        module: with the initial values.
         kit: what trainers have in common.
         host: address of this machine as the others see it.
         connect: to a role of a kind, by its index and address.
@@ -52,6 +55,7 @@ class TrainerMaterial:
     """
 
     spec: TrainerSpec
+    module: nn.Module
     kit: TrainerKit
     host: str
     connect: Callable[[str, int, str], Connection]
@@ -64,9 +68,8 @@ class TrainerMaterial:
 
     def replicas(self) -> Callable[[], Replica]:
         """Makes replicas with the initial values."""
-        spec, config, choices = self.spec, self.spec.config, self.kit.choices
-        module = make_module(config, choices, spec.schema, spec.tables, spec.model)
-        return lambda: make_replica(config, choices, module, widths(spec.tables))
+        spec, choices = self.spec, self.kit.choices
+        return lambda: make_replica(spec.config, choices, self.module, widths(spec.tables))
 
 
 class TrainerDense(ABC):

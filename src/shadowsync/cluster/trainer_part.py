@@ -66,14 +66,14 @@ class TrainerPart:
         self._pause = threading.Event()
         self._wake = threading.Event()
         choices = choose_all(spec.config, own_model=spec.model is not None)
-        module = make_module(spec.config, choices, spec.schema, spec.tables, spec.model)
+        self._module = make_module(spec.config, choices, spec.schema, spec.tables, spec.model)
         self._kit = TrainerKit(
             spec.config,
             choices,
             spec.warmup_samples,
             spec.total_samples,
             spec.failures,
-            computing_here(spec.config, module),
+            computing_here(spec.config, self._module),
         )
         self._codecs = CodecChoice(self._kit.choices.codecs, codec_situation(spec.config, self._kit.choices))
         self._desk = DeskRemote(self._connect("driver", 0, spec.addresses.driver))
@@ -125,6 +125,7 @@ class TrainerPart:
     def _make_dense(self) -> TrainerDense:
         material = TrainerMaterial(
             self._spec,
+            self._module,
             self._kit,
             self._home.host,
             self._measured,

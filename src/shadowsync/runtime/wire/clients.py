@@ -48,7 +48,7 @@ class Unread:
     To follow a message costs more than to send a short one, so that one is followed after every so many bytes.
     """
 
-    _EVERY_BYTES = 1 << 20
+    _EVERY_BYTES = 1 << 23
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes

@@ -218,6 +218,7 @@ def heard(
             while data := source.recv(1 << 16):
                 heard += data
                 sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
 
     for way in ((near, far, said), (far, near, bytearray())):
         yield threading.Thread(target=forward, args=way)
@@ -239,6 +240,7 @@ def test_what_was_heard_on_the_network_is_worth_nothing_when_it_is_said_again(
         connection.close()
         for thread in threads:
             thread.join(PATIENCE_S)
+            assert not thread.is_alive()
     with socket.create_connection(target, PATIENCE_S) as thief:
         thief.sendall(said)
         thief.shutdown(socket.SHUT_WR)

@@ -293,7 +293,7 @@ def test_without_delay_gba_is_synchronous_training_to_the_bit(tmp_path: Path, ro
 def job_settings(tmp_path: Path, method: str, **sections: Any) -> dict[str, Any]:
     """Three trainers of two workers, two embedding servers."""
     base: dict[str, dict[str, Any]] = {
-        "train": {"trainers": 3, "workers": 2, "batch_size": 4},
+        "train": {"trainers": 3, "workers": 2, "batch_size": 4, "lr": 0.03},
         "data": {"slice_rows": 16, "epochs": EPOCHS},
         "embedding": {"servers": 2},
     }

@@ -27,6 +27,7 @@ pytestmark = [
 ]
 ROWS, EPOCHS = 1500, 2
 DEADLINE_S = 240.0
+STEP_MS = 40.0  # so that a job is not over before a process on a slow machine has been replaced
 
 
 def wait_until(seen: Callable[[], Any]) -> Any:
@@ -130,7 +131,7 @@ def test_processes_that_are_killed_are_replaced_and_every_row_is_trained(tmp_pat
         data,
         data={"slice_rows": 16, "epochs": EPOCHS},
         model={"name": "dlrm", "bottom": [64], "top": [64]},
-        train={"trainers": 2, "batch_size": 4, "emulate_step_ms": 15.0, "save_every_s": 0.5},
+        train={"trainers": 2, "batch_size": 4, "emulate_step_ms": STEP_MS, "save_every_s": 0.5},
         embedding={"servers": 2},
         sync={"method": "ma", "max_share": 1.0},
         compression={"dense": {"name": "threshold", "keep": 0.05, "values": "int8"}},
@@ -161,7 +162,7 @@ def test_gradient_methods_survive_a_killed_trainer_and_a_killed_dense_server(tmp
         data,
         data={"slice_rows": 16, "epochs": EPOCHS},
         model=SMALL_DLRM,
-        train={"trainers": 2, "batch_size": 4, "emulate_step_ms": 15.0, "save_every_s": 0.5},
+        train={"trainers": 2, "batch_size": 4, "emulate_step_ms": STEP_MS, "save_every_s": 0.5},
         embedding={"servers": 1},
         aggregation={"global_batch": 16},
         cluster={"trainer_cpus": 0.1},

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shadowsync import Job, Result
 from shadowsync.errors import ShadowSyncError
+from shadowsync.report.role_log import read_events
 
 FEATURES = ("c0", "c1", "many")
 ROWS = 40
@@ -158,6 +159,12 @@ def weights(out: Path) -> dict[str, Tensor]:
     for file in sorted(checkpoints(out)[-1].glob("*.safetensors")):
         found |= {name: tensor for name, tensor in load_file(file).items() if "random" not in file.name}
     return found
+
+
+def decided(out: Path) -> list[str]:
+    """What the roles decided, as the run's timeline tells it; the libraries of the products apart."""
+    told = [event.detail for event in read_events(out) if event.event == "decided"]
+    return [detail for detail in told if not detail.startswith("computing in ")]
 
 
 def result_of(out: Path) -> dict[str, Any]:

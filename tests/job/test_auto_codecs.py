@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from job_helpers import beside_own_model, checkpoints, settings, write_rows
+from job_helpers import beside_own_model, checkpoints, decided, settings, write_rows
 from safetensors.torch import load_file
 from torch import nn
 
 from shadowsync import Job, Result, Trained
-from shadowsync.report.role_log import read_events
 
 KINDS = ("pull", "push", "dense")
 
@@ -48,6 +47,6 @@ def test_auto_is_its_weakest_codec_bit_by_bit_and_says_so(tmp_path: Path, option
     assert chosen.wire is not None
     assert chosen.wire == fixed.wire
     assert chosen.wire.codecs == dict.fromkeys(KINDS, codec)
-    told = [event.detail for event in read_events(tmp_path / "auto") if event.event == "decided"]
-    assert told == [f"compression.{kind}=auto is {codec}, because in one process nothing is sent" for kind in KINDS]
-    assert all(event.event != "decided" for event in read_events(tmp_path / "fixed"))
+    expected = [f"compression.{kind}=auto is {codec}, because in one process nothing is sent" for kind in KINDS]
+    assert decided(tmp_path / "auto") == expected
+    assert not decided(tmp_path / "fixed")

@@ -124,9 +124,11 @@ def test_any_shape_of_job_trains_every_row_and_evaluates_as_it_says(
 
 
 @both_models
-def test_training_learns(tmp_path: Path, data: tuple[Path, Path], model: dict[str, Any]) -> None:
-    config = config_of(data, model=model, data={"epochs": 6}, train={"batch_size": 8, "lr": 0.05, "workers": 1})
-    assert Job(config, out=tmp_path / "out").run().test.auc > 0.75
+def test_training_learns(tmp_path: Path, model: dict[str, Any]) -> None:
+    """More rows than elsewhere: of 300 in many epochs a model learns some by heart, which says nothing."""
+    data = write_rows(tmp_path / "many.parquet", 1200, 0), write_rows(tmp_path / "test.parquet", 600, 1)
+    config = config_of(data, model=model, data={"epochs": 2}, train={"batch_size": 8, "lr": 0.05, "workers": 1})
+    assert Job(config, out=tmp_path / "out").run().test.auc > 0.8
 
 
 @both_models

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from job_helpers import SMALL_DLRM, checkpoints, error_of, result_of, settings, write_rows
+from job_helpers import SMALL_DLRM, checkpoints, decided, error_of, result_of, settings, write_rows
 from safetensors.torch import load_file
 from test_gradient_methods import gradient_settings, weights
 from test_resume import SignalAt
@@ -16,7 +16,6 @@ from shadowsync import Job
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import ConfigError, NonFiniteTensor
 from shadowsync.report.history import read_frames
-from shadowsync.report.role_log import read_events
 from shadowsync.training.replica import WorkerModule
 
 EVERYTHING = {"name": "threshold", "keep": 1.0}
@@ -310,5 +309,5 @@ def test_encoding_that_takes_up_the_time_of_the_shadow_is_told(
         data, data, model=SMALL_DLRM, compression={"dense": "threshold"}, sync={"method": "easgd", **sync}
     )
     Job(config, out=tmp_path / "out").run()
-    told = [event.detail for event in read_events(tmp_path / "out") if event.event == "decided"]
+    told = decided(tmp_path / "out")
     assert [sentence.endswith("sync.max_share=0.15 keeps them together") for sentence in told] == [True] * said

@@ -38,7 +38,7 @@ class Steps:
 
     def commit(self, step: DenseStep) -> None:
         self.entered.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(120)
         self.dense.append(step)
 
 
@@ -193,12 +193,12 @@ def test_rounds_wait_for_their_step_to_be_carried_out() -> None:
     bench.steps.gate.clear()
     with ThreadPoolExecutor(2) as pool:
         arriving = pool.submit(bench.arrive, first)
-        assert bench.steps.entered.wait(20)
+        assert bench.steps.entered.wait(120)
         beginning = pool.submit(bench.begin, B)
         assert not beginning.done()
         bench.steps.gate.set()
-        arriving.result(20)
-        beginning.result(20)
+        arriving.result(120)
+        beginning.result(120)
     assert bench.steps.dense[0].step == 0
 
 
@@ -208,12 +208,12 @@ def test_who_does_not_wait_for_rounds_goes_on_while_a_step_is_made() -> None:
     bench.steps.gate.clear()
     with ThreadPoolExecutor(1) as pool:
         arriving = pool.submit(bench.arrive, first)
-        assert bench.steps.entered.wait(20)
+        assert bench.steps.entered.wait(120)
         second = bench.begin(B)
         bench.arrive(second, 1)
         assert bench.steps.dense == []
         bench.steps.gate.set()
-        arriving.result(20)
+        arriving.result(120)
     assert [step.step for step in bench.steps.dense] == [0, 1]
 
 
@@ -246,7 +246,7 @@ def test_rounds_take_batches_in_the_order_in_which_they_were_handed_out() -> Non
         assert bench.conductor.ask(A, first).result()
         assert not later.done()
         bench.arrive(first)
-        assert later.result(20)
+        assert later.result(120)
 
 
 def waiting_in(bench: Bench, pool: ThreadPoolExecutor) -> "Future[bool]":
@@ -261,7 +261,7 @@ def test_nobody_waits_for_a_worker_that_left(leave: Callable[[Conductor], None])
     with ThreadPoolExecutor(1) as pool:
         later = waiting_in(bench, pool)
         leave(bench.conductor)
-        assert later.result(20)
+        assert later.result(120)
 
 
 def test_nobody_waits_once_the_job_stops() -> None:
@@ -269,7 +269,7 @@ def test_nobody_waits_once_the_job_stops() -> None:
     with ThreadPoolExecutor(1) as pool:
         later = waiting_in(bench, pool)
         bench.conductor.stop()
-        assert not later.result(20)
+        assert not later.result(120)
 
 
 def test_a_job_that_stops_makes_no_short_step() -> None:
@@ -309,7 +309,7 @@ def test_nobody_waits_for_batches_that_a_dead_trainer_never_began() -> None:
     with ThreadPoolExecutor(1) as pool:
         later = pool.submit(bench.conductor.ask(B, bench.conductor.dispatch(1)).result)
         bench.conductor.abandoned(0)
-        assert later.result(20)
+        assert later.result(120)
 
 
 def test_a_batch_that_was_given_up_is_not_begun_and_does_not_count() -> None:
@@ -369,20 +369,20 @@ def test_a_round_does_not_wait_for_what_a_dead_trainer_asked_for() -> None:
     waiting = bench.conductor.ask(A, bench.conductor.dispatch(0))
     after = bench.conductor.ask(B, bench.conductor.dispatch(1))
     bench.conductor.abandoned(0)
-    assert waiting.result(20) is None
+    assert waiting.result(120) is None
     bench.arrive(first, 1)
-    assert after.result(20) == (1,)
+    assert after.result(120) == (1,)
 
 
 def test_whoever_asks_again_is_answered_as_before_or_in_place_of_the_first_time() -> None:
     bench = Bench(Sync(), size=1)
     first, second = bench.begin(A), bench.conductor.dispatch(1)
-    assert bench.conductor.ask(A, first).result(20) == (0,)
+    assert bench.conductor.ask(A, first).result(120) == (0,)
     once, again = bench.conductor.ask(B, second), bench.conductor.ask(B, second)
-    assert once.result(20) is None
+    assert once.result(120) is None
     assert not again.done()
     bench.arrive(first)
-    assert again.result(20) == (1,)
+    assert again.result(120) == (1,)
 
 
 def test_it_is_settled_when_every_step_is_carried_out_and_counted() -> None:
@@ -392,12 +392,12 @@ def test_it_is_settled_when_every_step_is_carried_out_and_counted() -> None:
     bench.steps.gate.clear()
     with ThreadPoolExecutor(1) as pool:
         arriving = pool.submit(bench.arrive, number)
-        assert bench.steps.entered.wait(20)
+        assert bench.steps.entered.wait(120)
         assert not bench.conductor.settle(0)
         bench.steps.gate.set()
         assert bench.conductor.settle(20)
         assert bench.steps.done == [number]
-        arriving.result(20)
+        arriving.result(120)
 
 
 def test_steps_may_be_carried_out_elsewhere() -> None:
@@ -411,7 +411,7 @@ def test_steps_may_be_carried_out_elsewhere() -> None:
     after = conductor.ask(B, conductor.dispatch(1))
     assert (steps.dense, after.done()) == ([], False)
     later.pop()()
-    assert after.result(20) == (1,)
+    assert after.result(120) == (1,)
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -490,5 +490,5 @@ def test_whoever_leaves_waits_for_nothing_itself_and_nobody_for_it() -> None:
     )
     assert not ahead.done()
     bench.conductor.left(A)
-    assert ahead.result(20) is None
-    assert after.result(20) == (0,)
+    assert ahead.result(120) is None
+    assert after.result(120) == (0,)

@@ -80,7 +80,7 @@ def test_resume_goes_from_a_gradient_method_back_to_replicas(shadowsync: Command
 
 def test_the_module_is_the_command(shadowsync: CommandLine) -> None:
     run = [sys.executable, "-m", "shadowsync.cli", "train", "no.yaml"]
-    said = subprocess.run(run, capture_output=True, text=True, check=False, cwd=shadowsync.folder, timeout=50)
+    said = subprocess.run(run, capture_output=True, text=True, check=False, cwd=shadowsync.folder, timeout=120)
     assert (said.returncode, said.stderr.startswith("shadowsync: no.yaml")) == (2, True)
 
 

@@ -18,8 +18,6 @@ from shadowsync.places import as_stored, is_remote, redacted, unfollowed
 from shadowsync.recovery.manifest import MANIFEST, decode, encode, raw_json
 from shadowsync.runs import only_writer
 
-pytestmark = pytest.mark.timeout(120)
-
 SECRET = "s3cr3t-value"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shadowsync.runtime.averaging_local import mean_of
 from shadowsync.runtime.ring import RingBroken, Seat
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 @dataclass

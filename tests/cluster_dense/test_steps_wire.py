@@ -54,7 +54,7 @@ from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica
 
 Connect = Callable[[Service, int], list[Connection]]
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 def stepper() -> DenseStepper:

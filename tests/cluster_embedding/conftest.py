@@ -58,7 +58,7 @@ class Wire:
         from shadowsync.runtime.wire.client import Courier, CourierOptions  # noqa: PLC0415 (needs ZeroMQ)
 
         self._keys, self._stack = keys, stack
-        self._courier = stack.enter_context(closing(Courier(keys, CourierOptions(timeout_s=20))))
+        self._courier = stack.enter_context(closing(Courier(keys, CourierOptions(timeout_s=120))))
 
     def serve(self, service):
         from shadowsync.runtime.wire.server import WireServer  # noqa: PLC0415 (needs ZeroMQ)

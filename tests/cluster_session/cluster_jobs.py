@@ -23,7 +23,7 @@ from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.session import Happenings, Material, Newest, Session
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 CLUSTER = {"runtime": "ray"}
 
 

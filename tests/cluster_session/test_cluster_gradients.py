@@ -606,5 +606,5 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     train_counted(job_settings(tmp_path, "gba"), tmp_path / "out")
     left = [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
     for thread in left:
-        thread.join(5)
+        thread.join(120)
     assert [thread.name for thread in left if thread.is_alive()] == []

@@ -255,7 +255,7 @@ class ScriptedDeath:
 
     def __call__(self, rank: int, iteration: int) -> None:
         if rank != 1 and iteration > 3:
-            assert self.died.wait(20), "the trainer that should die did not get so far"
+            assert self.died.wait(120), "the trainer that should die did not get so far"
         if rank == 1 and iteration == 3:
             self.died.set()
             raise TrainerLost("trainer 1 dies")
@@ -460,7 +460,7 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     error_of(Job(beside_own_model(config), model=broken, out=tmp_path / "two").run)
     left = [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
     for thread in left:
-        thread.join(5)
+        thread.join(120)
     assert [thread.name for thread in left if thread.is_alive()] == []
 
 

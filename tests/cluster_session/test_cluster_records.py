@@ -179,7 +179,7 @@ def test_it_sends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
     sender = RecordSender(DirectConnection(Telling()), 0, 1)
     sender.record(0, *batches(1)[0])
-    assert told.wait(20)
+    assert told.wait(120)
     sender.close()
     assert recorder.samples == 32
 

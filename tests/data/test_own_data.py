@@ -22,8 +22,6 @@ from shadowsync.data.parquet import OpenParquet, Parquet
 from shadowsync.data.synthetic import Synthetic
 from shadowsync.errors import DataError
 
-pytestmark = pytest.mark.timeout(60)
-
 ROWS = 60
 
 

@@ -44,7 +44,7 @@ def run_trainers(reader: Reader, trainers: int, workers: int = 1) -> list[int]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     return seen
 
@@ -140,7 +140,7 @@ def test_rows_of_a_dead_trainer_wake_those_who_wait():
     waiting = threading.Thread(target=lambda: seen.extend(drain(reader, 1)), daemon=True)
     waiting.start()
     reader.abandon(0)
-    waiting.join(30)
+    waiting.join(120)
     assert [sorted(rows) for rows in seen] == [list(range(8))]
     assert not reader.feed(0).done(held), "others have trained these rows"
     assert reader.finished
@@ -164,7 +164,7 @@ def test_a_closed_reader_gives_nothing_and_lets_waiters_go():
     waiting = threading.Thread(target=reader.feed(1).next, daemon=True)
     waiting.start()
     reader.close()
-    waiting.join(30)
+    waiting.join(120)
     assert not waiting.is_alive()
     assert reader.feed(0).next() is None
 
@@ -227,12 +227,12 @@ def test_closing_lets_go_of_those_who_wait_for_a_slice_that_nobody_will_parse():
     waiting = [threading.Thread(target=reader.feed(trainer).next, daemon=True) for trainer in (0, 1)]
     for thread in waiting:
         thread.start()
-    assert source.reading.wait(30)
+    assert source.reading.wait(120)
     closing = threading.Thread(target=reader.close, daemon=True)
     closing.start()
     source.go_on.set()
     for thread in (*waiting, closing):
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
 
 
@@ -245,7 +245,7 @@ class Held(CountedRows):
 
     def read(self, part):
         self.reading.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(120)
         return super().read(part)
 
 

@@ -286,11 +286,11 @@ def test_all_servers_are_asked_before_the_first_answers(order):
     ids, gradient = random_ids(ROWS, 6, 0, "single"), dense_gradient(6, job.width, 0)
     with ThreadPoolExecutor(1) as threads:
         pull = threads.submit(job.pull, ids)
-        assert all(asked.acquire(timeout=10) for _ in order)
+        assert all(asked.acquire(timeout=120) for _ in order)
         for position in order:
             assert not pull.done()
             late[position].answer()
-        pulled = pull.result(10)
+        pulled = pull.result(120)
     pushed = job.push(pulled, gradient, 0.1)
     for position in order:
         assert not pushed.done()

@@ -7,7 +7,7 @@ import pytest
 
 from shadowsync.embedding.push_gate import PushGate
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class Actor:

@@ -109,7 +109,7 @@ class Ledger:
     def wait_for(self, count: int) -> bool:
         """Waits until so many rows were written down; False if that does not happen."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.rows.total() >= count, timeout=20)
+            return self._changed.wait_for(lambda: self.rows.total() >= count, timeout=120)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self

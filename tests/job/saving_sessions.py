@@ -18,7 +18,7 @@ from shadowsync.recovery.snapshot import DeltaOf, Snapshot
 from shadowsync.recovery.written import WrittenRows
 from shadowsync.session import Material, Own, Session
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 MOST_DELTAS = 6
 TABLES = (Table("c0", 40, 4, ("c0",)), Table("c1", 45, 4, ("c1",)), Table("many", 60, 4, ("many",)))
 

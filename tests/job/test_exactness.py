@@ -311,4 +311,4 @@ def test_a_job_averaged_in_the_foreground_takes_large_steps(tmp_path: Path, trai
 
 
 def _meet(together: threading.Barrier) -> None:
-    together.wait(timeout=20)
+    together.wait(timeout=120)

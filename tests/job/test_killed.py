@@ -17,7 +17,7 @@ from shadowsync.job import train_from_command_line
 from shadowsync.runs import load_checkpoint
 
 ROWS = 500
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from shadowsync import Job
 from shadowsync.errors import CheckpointError, RunError
 from shadowsync.job_state import JobState
 
-pytestmark = pytest.mark.timeout(60)
-
 ROWS = 60
 
 

@@ -50,7 +50,7 @@ class SignalAt:
             self.sent.set()
             signal.raise_signal(self.number)
         if self.sent.is_set():
-            assert self.seen.wait(20), "nobody asked the workers to stop"
+            assert self.seen.wait(120), "nobody asked the workers to stop"
 
     def run(self, job: Job) -> str:
         """Runs a job of which this is the script until the signal; returns what was said."""
@@ -355,7 +355,7 @@ def test_a_second_signal_does_not_wait_for_a_model_that_hangs(tmp_path: Path) ->
     def hang(rank: int, iteration: int) -> None:
         if rank == 0 and iteration == 2:
             os.kill(os.getpid(), signal.SIGINT)
-            assert stopped.wait(20)
+            assert stopped.wait(120)
             os.kill(os.getpid(), signal.SIGINT)
             released.wait()
 

@@ -59,7 +59,7 @@ def test_figures_can_be_scraped_while_the_job_runs(tmp_path: Path) -> None:
 
     def scrape(frame: Frame) -> None:
         url = next(line.split()[-1] for line in console.export_text(clear=False).splitlines() if "Prometheus" in line)
-        with urllib.request.urlopen(url, timeout=10) as page:
+        with urllib.request.urlopen(url, timeout=120) as page:
             pages.append(page.read().decode())
 
     run = config | {"model": {"name": "dlrm", "bottom": [4], "top": [4]}}

@@ -146,7 +146,7 @@ def test_the_thread_drains_while_entered() -> None:
     recorder.quality.update = watched
     with recorder:
         recorder.record(0, LOGITS, LABELS)
-        assert drained.wait(timeout=30)
+        assert drained.wait(timeout=120)
 
 
 def test_a_full_backlog_counts_without_measuring() -> None:

@@ -200,13 +200,13 @@ def test_deltas_saved_during_and_after_a_compaction_stand_on_it(tmp_path: Path) 
         def publish(self, folder: str, last: str, content: bytes) -> None:
             if folder.endswith("-whole"):
                 reached.set()
-                assert go_on.wait(30)
+                assert go_on.wait(120)
             super().publish(folder, last, content)
 
     store = tight_store(tmp_path, keep=1, files=Gated(str(tmp_path), tmp_path))
     compaction = threading.Thread(target=store.compact, args=(SECOND,))
     compaction.start()
-    assert reached.wait(30)
+    assert reached.wait(120)
     model = Model(samples=3, state=states[SECOND])
     model.train([2, 17])
     name = store.save(model.delta(SECOND))

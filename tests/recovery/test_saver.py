@@ -23,7 +23,7 @@ class GatedStore:
     def save(self, snapshot: Snapshot) -> str:
         self.threads.add(threading.get_ident())
         self.started.release()
-        assert self.go_on.acquire(timeout=30)
+        assert self.go_on.acquire(timeout=120)
         self.saved.append(snapshot.samples)
         return str(snapshot.samples)
 
@@ -62,7 +62,7 @@ def test_one_waits_and_gives_way_to_a_newer_one() -> None:
     store = GatedStore()
     saver = AsyncSaver(store)
     saver.submit(make_snapshot(1))
-    assert store.started.acquire(timeout=30)
+    assert store.started.acquire(timeout=120)
     for samples in (2, 3, 4):
         saver.submit(make_snapshot(samples))
     assert saver.busy
@@ -108,7 +108,7 @@ def test_of_several_errors_none_is_lost() -> None:
 
     saver = AsyncSaver(Both())
     saver.submit(make_snapshot(1))
-    assert store.started.acquire(timeout=30)
+    assert store.started.acquire(timeout=120)
     saver.submit(make_snapshot(3))
     store.go_on.release(2)
     for samples in (1, 3):

@@ -25,7 +25,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def scrape(url: str) -> Samples:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         text = answer.read().decode()
     families = list(parser.text_string_to_metric_families(text))
     assert all(family.documentation for family in families)
@@ -195,5 +195,5 @@ def test_without_the_package_the_line_that_installs_it_is_named() -> None:
         "from shadowsync.errors import MissingExtra\n"
         "try:\n import shadowsync.report.prometheus\nexcept MissingExtra as error:\n print(error)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
     assert ended.stdout.strip() == "prometheus-client is not installed: pip install 'shadowsync[ray]'"

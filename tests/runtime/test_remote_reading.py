@@ -155,7 +155,7 @@ def test_an_error_of_the_data_reaches_the_trainer_in_its_own_words(connect: Conn
 def test_leases_that_no_desk_gives_are_refused(connect: Connect, lease: LeaseInfo) -> None:
     connection = connect(ReaderService(Parser(Bags(29), OPTIONS)))
     with pytest.raises(DataError, match="does not fit this data"):
-        connection.call("parse", lease).result(30)
+        connection.call("parse", lease).result(120)
 
 
 def test_rows_that_were_not_leased_cannot_be_reported_done(connect: Connect) -> None:
@@ -166,7 +166,7 @@ def test_rows_that_were_not_leased_cannot_be_reported_done(connect: Connect) -> 
     assert lease is not None
     assert remote.opened(lease, 8)
     with pytest.raises(DataError, match="are not among those to train"):
-        connection.call("done", DoneTold((Rows(lease.number, 4, 400),))).result(30)
+        connection.call("done", DoneTold((Rows(lease.number, 4, 400),))).result(120)
     assert desk.trained == 0
 
 

@@ -68,8 +68,8 @@ def test_a_part_is_served_and_another_takes_its_place(runtime: InProcess, courie
     process = runtime.start(Order("reader-0", "machine-1"))
     connection = courier.connect(process.place(10).address)
     for spec in ("first", "second"):
-        process.build(greeter, spec).result(10)
-        assert connection.call("greet", timeout_s=10).result(10).read(Said).text == f"{spec} from reader-0"
+        process.build(greeter, spec).result(120)
+        assert connection.call("greet", timeout_s=120).result(120).read(Said).text == f"{spec} from reader-0"
     assert CLOSED == ["first from reader-0"]
     assert process.ended() is None
     process.kill()
@@ -80,19 +80,19 @@ def test_a_part_is_served_and_another_takes_its_place(runtime: InProcess, courie
 def test_a_part_that_cannot_be_built_says_why_and_the_process_goes_on(runtime: InProcess, courier: Courier) -> None:
     process = runtime.start(Order("trainer-3"))
     with pytest.raises(ConfigError, match="trainer-3 cannot be built from sand"):
-        process.build(refuses, "sand").result(10)
-    process.build(greeter, "stone").result(10)
+        process.build(refuses, "sand").result(120)
+    process.build(greeter, "stone").result(120)
     connection = courier.connect(process.place(10).address)
-    assert connection.call("greet", timeout_s=10).result(10).read(Said).text == "stone from trainer-3"
+    assert connection.call("greet", timeout_s=120).result(120).read(Said).text == "stone from trainer-3"
 
 
 def test_a_killed_process_answers_nobody_and_has_no_place(runtime: InProcess, courier: Courier) -> None:
     process = runtime.start(Order("dense-0"))
-    process.build(greeter, "one").result(10)
+    process.build(greeter, "one").result(120)
     connection = courier.connect(process.place(10).address)
     process.kill()
     with pytest.raises((CallTimeout, PeerLost)):
-        connection.call("greet", timeout_s=0.5).result(10)
+        connection.call("greet", timeout_s=0.5).result(120)
     with pytest.raises(PeerLost, match="dense-0 ended: it was killed"):
         process.place(1)
 

@@ -57,7 +57,7 @@ class Cluster:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(120)
             assert not thread.is_alive(), "a synchronisation hangs"
 
     def sync_one(self, rank: int) -> None:

@@ -129,7 +129,7 @@ def test_a_killed_host_takes_everything_with_it_and_comes_again(pair: Testbed) -
     shell = pair.run(1, ["sh", "-c", stubborn], stdin=subprocess.DEVNULL)
     other = pair.run(0, ["sleep", "600"])
     pair.kill_host(1)
-    assert shell.wait(10) == -signal.SIGKILL
+    assert shell.wait(120) == -signal.SIGKILL
     assert alive(pair.hosts[1]) == []
     assert other.poll() is None
     pair.restart_host(1)
@@ -196,7 +196,7 @@ def test_a_killed_owner_leaves_nothing_behind(allowed: None, number: signal.Sign
         assert process.stdout is not None
         folder, inner, _ = process.stdout.readline().split()
         process.send_signal(number)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=120)
     assert said == ""
     assert left_of(Path(folder).name) == []
     assert not Path(folder).exists()
@@ -209,7 +209,7 @@ def test_what_nobody_could_remove_is_swept_by_the_next(pair: Testbed) -> None:
         folder, _, reaper = process.stdout.readline().split()
         os.kill(int(reaper), signal.SIGKILL)
         process.kill()
-        process.wait(20)
+        process.wait(120)
     assert left_of(Path(folder).name)
     assert library.sweep() == [Path(folder).name]
     assert left_of(Path(folder).name) == []
@@ -232,7 +232,7 @@ def test_the_command_line_removes_the_testbed_when_it_is_asked_to_end(allowed: N
         assert process.stdout.readline() == "started\n"
         assert left_of(f"ss{process.pid}n")
         process.terminate()
-        assert process.wait(20) == 143
+        assert process.wait(120) == 143
         assert left_of(f"ss{process.pid}n") == []
 
 
@@ -246,7 +246,7 @@ def test_mistakes_are_said_in_a_sentence(pair: Testbed) -> None:
     begin = time.monotonic()
     with pytest.raises(TestbedError, match=r"host 0: sleep was not done after 0\.1 s"):
         pair.output(0, ["sleep", "600"], timeout_s=0.1)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 120
 
 
 def test_who_may_not_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from shadowsync.errors import DataError
 from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 T = TypeVar("T")
 Pair: TypeAlias = tuple[asyncio.StreamWriter, asyncio.StreamWriter]
 

@@ -81,7 +81,7 @@ def train(batches: Iterable[Batch], shape: Shape = Shape(), threads: int = 2, wa
     model = PlainModel(shape)
     optimizers = [
         torch.optim.Adagrad(model.bags.parameters(), lr=0.15, eps=1e-8),
-        torch.optim.Adagrad(model.dense_part.parameters(), lr=0.03, eps=1e-8, fused=True),
+        torch.optim.Adagrad(model.dense_part.parameters(), lr=0.005, eps=1e-8, fused=True),
     ]
     remaining = iter(batches)
     for batch in itertools.islice(remaining, warmup):

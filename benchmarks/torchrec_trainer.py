@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shadowsync.assembly import computing_here, make_module, make_tables
-from shadowsync.choices import Choices, choose_all
+from shadowsync.choices import Choices, choose_all, warmup_samples
 from shadowsync.config import Config, load
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.reader import batches as in_order
@@ -303,7 +303,8 @@ def _optimizer(model: Any, config: Config) -> Any:
 
 def _rates(config: Config, total_samples: int) -> Rates:
     train = config.train
-    warmup = train.warmup_samples if train.warmup_samples is not None else min(total_samples // 20, 50_000)
+    given = train.warmup_samples
+    warmup = given if given is not None else warmup_samples(config, total_samples)
     return Rates(warmup, train.decay, train.final_lr, total_samples)
 
 

@@ -24,6 +24,8 @@ from shadowsync.sync.none import NoSync
 from shadowsync.sync.schedule import Schedule
 from shadowsync.training.optimizers import DenseOptimizer
 
+WARMUP_SAMPLES, WARMUP_STEPS = 50_000, 20
+
 RAYS_OWN = {"CPU", "GPU", "memory", "object_store_memory"}
 IN_PROCESS_KEYS = {"runtime", "dense_servers", "server_memory_gib"}
 """Keys of `cluster` that matter in one process too."""
@@ -371,9 +373,19 @@ def _choose_aggregation(config: Config) -> Aggregating | None:
 
 
 def global_batch(config: Config) -> int:
-    """Samples of a global step."""
+    """Samples of a global step; where there are none, of a step of every worker."""
     train = config.train
     return config.aggregation.global_batch or train.batch_size * train.trainers * train.workers
+
+
+def warmup_samples(config: Config, total_samples: int) -> int:
+    """Samples of a job of `total_samples` over which the learning rates rise, if the configuration leaves it open.
+
+    Adagrad's first steps are as long as the rate in every coordinate however small a gradient is, so there are some
+    steps at least, which in a short job are more than the twentieth of it that a long one takes.
+    """
+    share = min(WARMUP_SAMPLES, total_samples // 20)
+    return max(share, min(WARMUP_STEPS * global_batch(config), total_samples // 4))
 
 
 def _check_dense_servers(config: Config) -> None:

@@ -151,7 +151,8 @@ class TrainConfig(Section):
         None,
         ge=0,
         description="samples of the job over which both learning rates rise from 0; more starts more gently; "
-        "null is a twentieth of the run, 50,000 at most",
+        "null is a twentieth of the run (50,000 at most), or 20 steps of all workers (a quarter of the run at most) if "
+        "that is more",
     )
     decay: Literal["none", "linear", "cosine"] = Field(
         "none", description="how both learning rates fall after the warm-up, to final_lr at the end"

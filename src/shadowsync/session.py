@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import make_module, make_replica, make_tables
-from shadowsync.choices import Choices
+from shadowsync.choices import Choices, warmup_samples
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config
 from shadowsync.data.reader import Reader, ReaderOptions
@@ -32,8 +32,6 @@ from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.written import Written
 from shadowsync.training.kernels import Computing
 from shadowsync.training.replica import Replica
-
-WARMUP_SAMPLES = 50_000
 
 
 def no_failures(trainer_rank: int, iteration: int) -> None:
@@ -423,7 +421,7 @@ class Session(ABC):
     def warmup_samples(self) -> int:
         """Samples over which the learning rates rise; Adagrad's first steps are long and kill ReLUs otherwise."""
         given = self.config.train.warmup_samples
-        return given if given is not None else min(WARMUP_SAMPLES, self.total_samples // 20)
+        return given if given is not None else warmup_samples(self.config, self.total_samples)
 
     @property
     def sync_count(self) -> int:

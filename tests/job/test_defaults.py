@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shadowsync.assembly import prefetch
-from shadowsync.choices import choose_all, server_count
+from shadowsync.choices import choose_all, server_count, warmup_samples
 from shadowsync.config import merge, parse
 
 
@@ -23,6 +23,25 @@ from shadowsync.config import merge, parse
 def test_servers_and_pulls_ahead(given: dict[str, Any], servers: int, pulls: int) -> None:
     config = parse(given)
     assert (server_count(config), prefetch(config, choose_all(config, own_model=False))) == (servers, pulls)
+
+
+@pytest.mark.parametrize(
+    ("given", "total", "samples"),
+    [
+        ({}, 2_000_000, 50_000),
+        ({}, 800_000, 40_000),
+        ({}, 150_000, 20 * 512 * 2),
+        ({}, 50_000, 12_500),
+        ({"aggregation": {"method": "gba", "global_batch": 2048}}, 200_000, 20 * 2048),
+        ({"train": {"batch_size": 8, "trainers": 3, "workers": 2}}, 10_000, 20 * 48),
+        ({}, 3, 0),
+    ],
+)
+def test_a_warm_up_has_some_steps_and_leaves_most_of_a_short_job(
+    given: dict[str, Any], total: int, samples: int
+) -> None:
+    config = parse({**given, "train": {"batch_size": 512, "trainers": 2, "workers": 1} | given.get("train", {})})
+    assert warmup_samples(config, total) == samples
 
 
 def test_an_empty_map_clears_the_one_below_it() -> None:

@@ -4,13 +4,29 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint types docs clean
+.PHONY: train quick test older capped lint types docs clean
+
+# What depends on the processor's instructions: products and kernels, codecs, models, exactness of whole jobs.
+OLDER := tests/training tests/compression tests/models tests/job/test_exactness.py tests/job/test_dead_units.py
+# No process is started, no browser, no network namespace.
+QUICK := tests/aggregation tests/sync tests/data tests/models tests/training tests/metrics tests/compression
 
 train: $(STAMP)  ## Trains the demo and says where the report is.
 	@$(BIN)/shadowsync train $(ARGS)
 
 test: $(STAMP)  ## Runs every test, in two processes that take a file at a time.
 	@$(BIN)/pytest -n 2 --dist loadfile
+
+quick: $(STAMP)  ## Runs what answers within a minute, without starting processes.
+	@$(BIN)/pytest -n 2 --dist loadfile $(QUICK)
+
+older: $(STAMP)  ## Trains, and tests what depends on the processor, as on one with AVX2 only and on one with SSE4.1 only.
+	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(MAKE) --no-print-directory capped
+	@ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default $(MAKE) --no-print-directory capped
+
+capped: $(STAMP)
+	@$(BIN)/shadowsync train data.rows=50000 --out $$(mktemp -d)/run
+	@$(BIN)/pytest -n 2 --dist loadfile $(OLDER)
 
 lint: $(STAMP)  ## Checks style and format.
 	@$(BIN)/ruff check .

@@ -88,13 +88,14 @@ def test_the_auxiliary_loss_is_the_papers_with_others_from_the_batch() -> None:
     interests, behaviours = torch.randn(3, 3, 4), torch.randn(3, 3, 4)
     mask = torch.tensor([[True, True, True], [False] * 3, [True, True, False]])
     pairs = [(0, 0), (0, 1), (2, 0)]
-    followed = [behaviours[sample, step + 1] for sample, step in pairs]
+    followed = [behaviours[sample, step + 1].double() for sample, step in pairs]
     terms = [
-        -(interests[pair] @ followed[at]).sigmoid().log()
-        - (1 - (interests[pair] @ followed[(at - 1) % 3]).sigmoid()).log()
+        -(interests[pair].double() @ followed[at]).sigmoid().log()
+        - (1 - (interests[pair].double() @ followed[(at - 1) % 3]).sigmoid()).log()
         for at, pair in enumerate(pairs)
     ]
-    torch.testing.assert_close(next_behaviour_loss(interests, behaviours, mask), torch.stack(terms).mean())
+    loss = next_behaviour_loss(interests, behaviours, mask)
+    torch.testing.assert_close(loss, torch.stack(terms).mean().float())
 
 
 @pytest.mark.parametrize("mask", [torch.zeros(2, 3, dtype=torch.bool), torch.tensor([[True, False, False]] * 2)])

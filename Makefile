@@ -8,8 +8,8 @@ STAMP := $(VENV)/.installed
 
 # What depends on the processor's instructions: products and kernels, codecs, models, exactness of whole jobs.
 OLDER := tests/training tests/compression tests/models tests/job/test_exactness.py tests/job/test_dead_units.py
-# No process is started, no browser, no network namespace.
-QUICK := tests/aggregation tests/sync tests/data tests/models tests/training tests/metrics tests/compression
+# No job is distributed, no browser, no network namespace.
+QUICK := tests/aggregation tests/sync tests/models tests/training tests/metrics tests/job/test_exactness.py
 
 train: $(STAMP)  ## Trains the demo and says where the report is.
 	@$(BIN)/shadowsync train $(ARGS)

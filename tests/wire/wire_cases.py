@@ -217,12 +217,11 @@ class Link:
 
     async def _end(self) -> None:
         await self._set(False)
-        self._server.close()
-        await self._server.wait_closed()
         self._flowing.set()
         until = self._loop.time() + PATIENCE_S
         while (others := asyncio.all_tasks() - {asyncio.current_task()}) and (left := until - self._loop.time()) > 0:
             await asyncio.wait(others, timeout=left)  # one that was just accepted starts another
+        self._server.close()  # not before: asyncio forgets the socket of a connection that it has half accepted
         for writer in self._writers:  # one that was closed with something to write would wait for its reader
             writer.transport.abort()
         turn = self._loop.create_future()

@@ -11,7 +11,8 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from shadowsync.errors import SaveError
-from shadowsync.report.events import EventLog, final_scalars, scalars
+from shadowsync.report.events import EventLog, final_scalars
+from shadowsync.report.measures import scalars
 
 TEST_TAGS = ["test/auc", "test/ne", "test/logloss", "test/calibration"]
 

@@ -8,7 +8,7 @@ from fake_runs import make_frames, make_result, make_test
 from rich.console import Console
 
 from shadowsync.report.progress import Progress, final_table, progress_line
-from shadowsync.report.result import Data, Recovery, RecoverySeconds
+from shadowsync.report.result import Computing, Data, Recovery, RecoverySeconds
 from shadowsync.report.summary import key_numbers
 from shadowsync.report.trainer_words import trainer_speeds
 from shadowsync.report.words import TERMS
@@ -215,6 +215,20 @@ def test_final_table_has_one_line_per_row_in_80_columns() -> None:
     lines = printed(screen).splitlines()
     assert len(lines) == len(key_numbers(result))
     assert "…" not in printed(screen)
+
+
+def test_final_table_cuts_no_number_where_a_meaning_or_a_value_is_long() -> None:
+    screen = console(terminal=False, width=80)
+    why = "this processor does not multiply bf16: slow, train.precision=auto takes fp32"
+    result = make_result(test=make_test(ne=4.5e30), computing=Computing("bf16", "torch", why))
+    screen.print(final_table(result))
+    shown = printed(screen)
+    assert "4.5e+30" in shown
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    for row in key_numbers(result):
+        assert any(line.startswith(f"{row.name} {row.value}") for line in lines)
+    assert "train.precision=auto" in shown, "the long meaning takes more lines"
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_final_table_of_a_run_without_test_set_or_synchronisation() -> None:

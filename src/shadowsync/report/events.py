@@ -18,6 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from shadowsync.metrics.frame import Frame
 from shadowsync.report import words
 from shadowsync.report.files import save_errors
+from shadowsync.report.measures import scalars
 from shadowsync.report.result import Result
 
 FOLDER_NAME = "tensorboard"
@@ -101,37 +102,3 @@ def hyper_parameters(result: Result) -> Iterator[tuple[str, bool | float | str]]
             continue
         for key, value in values.items():
             yield f"{section}.{key}", value if isinstance(value, bool | int | float) else words.setting(value)
-
-
-def scalars(frame: Frame) -> Iterator[tuple[str, float]]:
-    """The tags and values of a frame; what is None has none."""
-    single = {
-        "quality/auc": frame.auc,
-        "quality/ne_window": frame.ne_window,
-        "quality/ne_lifetime": frame.ne_lifetime,
-        "quality/loss": frame.loss,
-        "speed/eps": frame.eps,
-        "sync/count": frame.sync_count,
-        "sync/gap": frame.sync_gap,
-        "sync/replica_distance": frame.replica_distance,
-        "speed/emulated_step_ms": frame.emulated_step_ms,
-        "aggregation/global_steps": frame.global_steps,
-        "aggregation/dropped": frame.dropped,
-        "aggregation/staleness": frame.staleness,
-        "aggregation/held_bytes": frame.held_bytes,
-        "recovery/saves": frame.saves,
-        "recovery/failures": frame.failures if frame.failures or frame.roles or frame.pls is not None else None,
-        "recovery/pls": frame.pls,
-        "recovery/target_pls": frame.target_pls,
-    }
-    yield from ((tag, value) for tag, value in single.items() if value is not None)
-    yield from ((f"speed/eps_trainer_{i}", eps) for i, eps in enumerate(frame.eps_per_trainer))
-    yield from ((f"wire/{kind}_bytes", count) for kind, count in frame.wire_bytes.items())
-    yield from ((f"wire/{kind}_kept_share", share) for kind, share in frame.wire_kept_share.items())
-    yield from ((f"wire/{kind}_refreshes", count) for kind, count in frame.wire_refreshes.items())
-    emulated = "emulated_" if frame.emulated_job_s is not None else ""
-    yield from ((f"recovery/{emulated}{kind}_s", seconds) for kind, seconds in frame.recovery_seconds.items())
-    yield from ((f"aggregation/step_s_worker_{worker}", step_s) for worker, step_s in frame.step_seconds.items())
-    if frame.aggregation_mode is not None:
-        yield f"aggregation/mode_{frame.aggregation_mode}", 1.0
-    yield from ((f"queue/{role}", depth) for role, depth in frame.queue_depth.items())

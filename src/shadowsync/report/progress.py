@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -12,9 +12,10 @@ from rich.text import Text
 
 from shadowsync.metrics.frame import Frame
 from shadowsync.report import words
+from shadowsync.report.measures import figures
 from shadowsync.report.result import Result
 from shadowsync.report.summary import key_numbers
-from shadowsync.report.trainer_words import roles_in_trouble, trainer_speeds
+from shadowsync.report.trainer_words import trainer_speeds
 
 _PLAIN_EVERY_S = 10.0
 _SPEED_FRAMES = 10
@@ -67,7 +68,7 @@ class Progress:
 
     def _explain(self, frame: Frame) -> None:
         """Says what a word of the line means, above the line in which it first stands."""
-        said = " ".join(_figures(frame))
+        said = " ".join(figures(frame))
         new = [term for term in words.TERMS if term in said and term not in self._explained]
         self._explained.update(new)
         for term in new:
@@ -100,49 +101,18 @@ def progress_line(frame: Frame, seconds_left: float | None, columns: int | None)
     full = round(share * _BAR_CELLS)
     bar = columns is not None and columns >= _BAR_NEEDS_COLUMNS
     drawn = "━" * full + "╌" * (_BAR_CELLS - full) + " " if bar else ""
-    line = _GAP.join([f"{drawn}{100 * share:3.0f} %", *_figures(frame), f"{words.clock(seconds_left)} left"])
+    line = _GAP.join([f"{drawn}{100 * share:3.0f} %", *figures(frame), f"{words.clock(seconds_left)} left"])
     trainers = trainer_speeds(frame.eps_per_trainer, None if columns is None else columns - len(line) - len(_GAP))
     return f"{line}{_GAP}{trainers}" if trainers else line
 
 
-def _figures(frame: Frame) -> Iterator[str]:
-    emulated = "emulated " if frame.emulated_step_ms is not None else ""
-    yield f"{words.count(frame.eps)} {emulated}examples/s"
-    yield f"NE {words.decimal(frame.ne_window)}"
-    yield f"AUC {words.decimal(frame.auc)}"
-    if frame.sync_gap is not None:
-        yield f"sync gap {words.decimal(frame.sync_gap, 1)}"
-    if frame.global_steps is not None:
-        yield f"{frame.aggregation_mode} step {words.count(frame.global_steps)}"
-    if frame.staleness is not None:
-        yield f"staleness {words.decimal(frame.staleness, 1)}"
-    if frame.wire_codecs:
-        yield "codecs " + " ".join(f"{kind}={codec.replace(', ', '/')}" for kind, codec in frame.wire_codecs.items())
-    if saved := _times_fewer(frame):
-        yield f"wire {saved}"
-    if frame.checkpointing:
-        yield "saving"
-    if frame.failures:
-        yield words.plural(frame.failures, "failure")
-    if frame.pls:
-        yield words.pls(frame.pls) if frame.target_pls is None else f"{words.pls(frame.pls)}/{frame.target_pls:g}"
-    if troubled := roles_in_trouble(frame.roles):
-        yield troubled
-
-
-def _times_fewer(frame: Frame) -> str:
-    """`pull 7.9x push 15x`: how many times fewer bytes than in fp32 have crossed so far, of kinds that have a codec."""
-    raw, sent = frame.wire_raw_bytes, frame.wire_bytes
-    times = {kind: raw[kind] / sent[kind] for kind in raw if sent.get(kind) and raw[kind] != sent[kind]}
-    return " ".join(f"{kind} {ratio:.1f}x" if ratio < 10 else f"{kind} {ratio:.0f}x" for kind, ratio in times.items())
-
-
 def final_table(result: Result) -> Table:
-    """The key numbers of a finished run, for the terminal."""
+    """The key numbers of a finished run, for the terminal; where it is narrow their meanings take more lines."""
+    rows = key_numbers(result)
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim", no_wrap=True, overflow="ellipsis")
-    for row in key_numbers(result):
+    table.add_column(style="bold", no_wrap=True, min_width=max(len(row.name) for row in rows))
+    table.add_column(justify="right", no_wrap=True, min_width=max(len(row.value) for row in rows))
+    table.add_column(style="dim")
+    for row in rows:
         table.add_row(Text(row.name), Text(row.value), Text(row.meaning))
     return table

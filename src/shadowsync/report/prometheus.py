@@ -6,13 +6,14 @@ Needs the package prometheus-client, so `reporter` imports this module late.
 import socket
 import socketserver
 import threading
-from collections.abc import Iterable, Mapping
+import typing
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any
 
 from shadowsync.errors import ConfigError, MissingExtra
 from shadowsync.metrics.frame import Frame
-from shadowsync.metrics.roles import RoleState
+from shadowsync.report.measures import MEASURES, Measure
 
 try:
     from prometheus_client import CollectorRegistry
@@ -99,121 +100,12 @@ class _Figures(Collector):
 
 def metrics(frame: Frame) -> list[Metric]:
     """The frame as metrics; what is None there has no sample."""
-    return [
-        *_progress(frame),
-        *_quality(frame),
-        *_aggregation(frame),
-        *_traffic(frame),
-        *_roles(frame),
-        *_recovery(frame),
-    ]
+    return [_family(measure, frame) for measure in MEASURES if measure.name]
 
 
-def _progress(frame: Frame) -> list[Metric]:
-    trainers = {str(rank): eps for rank, eps in enumerate(frame.eps_per_trainer)}
-    return [
-        _gauge("examples_per_second", "Samples trained per second by the whole job.", frame.eps),
-        _gauges("trainer_examples_per_second", "Samples trained per second by each trainer.", "trainer", trainers),
-        _counter("samples", "Samples trained, those before a resume included.", frame.samples),
-        _gauge("planned_samples", "Samples to be trained in all.", frame.total_samples),
-        _counter("training_seconds", "Time since the first batch, pauses before resumes left out.", frame.seconds),
-        _counter("checkpoints", "Checkpoints written.", frame.saves),
-        _gauge("checkpointing", "1 while a checkpoint is being written.", float(frame.checkpointing)),
-        _gauge(
-            "emulated_step_seconds",
-            "There only if the machine is emulated: the time that each step is made to take.",
-            None if frame.emulated_step_ms is None else frame.emulated_step_ms / 1e3,
-        ),
-    ]
-
-
-def _quality(frame: Frame) -> list[Metric]:
-    entropies = {"window": frame.ne_window, "lifetime": frame.ne_lifetime}
-    return [
-        _gauges("normalized_entropy", "Of predictions made before training on them.", "over", entropies),
-        _gauge("auc", "Of all predictions so far, each made before training on it.", frame.auc),
-        _gauge("log_loss", "Mean over the last interval, in nats.", frame.loss),
-        _counter("syncs", "Synchronisations of replicas, all trainers.", frame.sync_count),
-        _gauge("sync_gap_iterations", "Steps of a trainer between two synchronisations.", frame.sync_gap),
-        _gauge("replica_distance_ratio", "Mean distance of replicas from their mean.", frame.replica_distance),
-    ]
-
-
-def _aggregation(frame: Frame) -> list[Metric]:
-    mode = {} if frame.aggregation_mode is None else {frame.aggregation_mode: 1.0}
-    return [
-        _counter("global_steps", "Steps that a gradient method has made.", frame.global_steps),
-        _counter("dropped_gradients", "Gradients that no global step took.", frame.dropped),
-        _gauge("staleness_steps", "Mean age of the gradients applied over the last interval.", frame.staleness),
-        _gauges("aggregation_mode", "1 for the gradient method at work.", "mode", mode),
-        _gauges("worker_step_seconds", "What a worker takes for a batch, smoothed.", "worker", frame.step_seconds),
-        _gauge("held_gradient_bytes", "Memory of gradients that wait for their step.", frame.held_bytes),
-    ]
-
-
-def _traffic(frame: Frame) -> list[Metric]:
-    return [
-        _counters("wire_bytes", "Bytes between roles as sent.", "kind", frame.wire_bytes),
-        _counters("wire_raw_bytes", "The same with every float as fp32.", "kind", frame.wire_raw_bytes),
-        _codecs(frame.wire_codecs),
-        _gauges("wire_kept_ratio", "Share of elements that crossed of late.", "kind", frame.wire_kept_share),
-        _counters("wire_refreshes", "Thresholds chosen exactly.", "kind", frame.wire_refreshes),
-        _gauges("queue_depth", "Requests that wait at a role.", "role", frame.queue_depth),
-    ]
-
-
-def _codecs(chosen: Mapping[str, str]) -> Metric:
-    family = GaugeMetricFamily(
-        "shadowsync_wire_codec", "1 for a codec that a trainer has chosen.", labels=["kind", "codec"]
-    )
-    for kind, codecs in chosen.items():
-        for codec in codecs.split(", "):
-            family.add_metric([kind, codec], 1.0)
-    return family
-
-
-def _roles(frame: Frame) -> list[Metric]:
-    states = list(frame.roles.values())
-    counts = {state: states.count(state) for state in get_args(RoleState)} if states else {}
-    alive = {role: float(state in ("alive", "saving")) for role, state in frame.roles.items()}
-    return [
-        _counter("failures", "Roles that died.", frame.failures),
-        _gauges("roles", "How many roles are in a state.", "state", counts),
-        _gauges("role_up", "1 where a role is alive, saving included.", "role", alive),
-    ]
-
-
-def _recovery(frame: Frame) -> list[Metric]:
-    return [
-        _gauge("pls", "Portion of samples that failures have lost.", frame.pls),
-        _gauge("target_pls", "What it may come to; only where recovery is partial.", frame.target_pls),
-        _counters("recovery_seconds", "What recovery has cost.", "kind", frame.recovery_seconds),
-        _gauge(
-            "emulated_job_seconds",
-            "There only if the job stands for another: its length; recovery_seconds are those of that job.",
-            frame.emulated_job_s,
-        ),
-    ]
-
-
-def _gauge(name: str, meaning: str, value: float | None) -> Metric:
-    return GaugeMetricFamily(f"shadowsync_{name}", meaning, value=value)
-
-
-def _counter(name: str, meaning: str, value: float | None) -> Metric:
-    return CounterMetricFamily(f"shadowsync_{name}", meaning, value=value)
-
-
-def _gauges(name: str, meaning: str, label: str, values: Mapping[str, float | None]) -> Metric:
-    family = GaugeMetricFamily(f"shadowsync_{name}", meaning, labels=[label])
-    for key, value in values.items():
-        if value is not None:
-            family.add_metric([key], value)
-    return family
-
-
-def _counters(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(f"shadowsync_{name}", meaning, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
+def _family(measure: Measure, frame: Frame) -> Metric:
+    kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+    family: Any = kinds[measure.kind](f"shadowsync_{measure.name}", measure.help, labels=measure.labels)
+    for labels, value in measure.values(frame):
+        family.add_metric(labels, value)
+    return typing.cast("Metric", family)

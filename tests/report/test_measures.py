@@ -1,0 +1,40 @@
+"""The table of measures holds every figure of a frame once."""
+
+from collections import Counter
+from typing import Any, cast
+
+import msgspec
+from fake_runs import make_frames
+
+from shadowsync.metrics.frame import Frame
+from shadowsync.report.measures import MEASURES, figures, scalars
+
+
+class Watched:
+    """A frame that writes down what is asked of it."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame, self.asked = frame, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.add(name)
+        return getattr(self._frame, name)
+
+
+def test_every_field_of_a_frame_is_shown_somewhere() -> None:
+    watched = Watched(make_frames(1)[0])
+    for measure in MEASURES:
+        measure.read(cast("Frame", watched))
+    assert watched.asked == {field.name for field in msgspec.structs.fields(Frame)}
+
+
+def test_no_name_or_tag_stands_twice() -> None:
+    for names in ([m.name for m in MEASURES if m.name], [m.tag for m in MEASURES if m.tag]):
+        assert max(Counter(names).values()) == 1
+    tags = [tag for frame in make_frames(3) for tag in [tag for tag, _ in scalars(frame)]]
+    assert tags
+    assert all("{}" not in tag for tag in tags)
+
+
+def test_the_progress_line_has_nothing_empty() -> None:
+    assert all(part for frame in make_frames(3) for part in figures(frame))

@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 
 .PHONY: train quick test older capped lint types docs clean
 
-# What depends on the processor's instructions: products and kernels, codecs, models, exactness of whole jobs.
-OLDER := tests/training tests/compression tests/models tests/job/test_exactness.py tests/job/test_dead_units.py
+# What depends on the processor's instructions: products and kernels, codecs, models, rows, exactness of whole jobs.
+OLDER := tests/training tests/compression tests/models tests/embedding tests/job/test_exactness.py \
+	tests/job/test_dead_units.py tests/job/test_without_fbgemm.py
 # No job is distributed, no browser, no network namespace.
 QUICK := tests/aggregation tests/sync tests/models tests/training tests/metrics tests/job/test_exactness.py
 

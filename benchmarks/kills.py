@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowsync.recovery.checkpoints import CheckpointStore
+from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.report.result import Result, read_result
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -34,17 +34,17 @@ from typing import Any
 
 import torch
 
+from shadowsync.checkpoint.direct import write_file
+from shadowsync.checkpoint.saver import NICENESS
+from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
+from shadowsync.checkpoint.store import PIECE_BYTES, CheckpointStore
+from shadowsync.checkpoint.written import WrittenRows
 from shadowsync.choices import choose_all
 from shadowsync.config import parse
 from shadowsync.embedding.pages import keep_freed_memory
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.local_session import LocalSession
 from shadowsync.metrics.toll import Toll
-from shadowsync.recovery.checkpoints import PIECE_BYTES, CheckpointStore
-from shadowsync.recovery.direct import write_file
-from shadowsync.recovery.saver import NICENESS
-from shadowsync.recovery.snapshot import DeltaOf, Snapshot
-from shadowsync.recovery.written import WrittenRows
 from shadowsync.session import Material, Own
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -9,6 +9,8 @@ from torch import nn
 
 from shadowsync.aggregation.conductor import StepRule
 from shadowsync.aggregation.stragglers import parse_stragglers
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.matching import match_optimizer, match_tables
 from shadowsync.choices import Aggregating, Choices, server_count
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.batch import Jagged
@@ -32,10 +34,10 @@ from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.embedding.watching import Watching
+from shadowsync.errors import ConfigError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.model import ModelSpec
-from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.matching import match_optimizer, match_tables
+from shadowsync.report.machine import memory_bytes
 from shadowsync.runtime.codec_choice import Situation, unmeasured
 from shadowsync.runtime.lines import EmbeddingLine, Line, pulled_and_pushed_bytes
 from shadowsync.sync.background import Background
@@ -282,13 +284,30 @@ def restore_tables(embeddings: Embeddings, saved: LoadedCheckpoint) -> None:
 def make_module(
     config: Config, choices: Choices, schema: Schema, tables: Sequence[Table], own: nn.Module | None
 ) -> nn.Module:
-    """The dense part with its initial values, which depend on the seed only."""
+    """The dense part with its initial values, which depend on the seed only.
+
+    Raises:
+        ConfigError: it does not fit this machine's memory together with its gradients.
+    """
     if own is not None:
         return copy_module(own)
     assert choices.model is not None
+    inputs = len(schema.dense), widths(tables), sequence_inputs(tables, schema)
+    with torch.device("meta"):
+        _check_fits(choices.model.build(*inputs))
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
-        return choices.model.build(len(schema.dense), widths(tables), sequence_inputs(tables, schema))
+        return choices.model.build(*inputs)
+
+
+def _check_fits(module: nn.Module) -> None:
+    needed = 2 * sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+    here = memory_bytes()
+    if here is not None and needed > here:
+        raise ConfigError(
+            f"the dense part and its gradients take {needed / GIB:,.1f} GiB, more than the {here / GIB:,.1f} GiB of "
+            "this machine: lower the widths of the model's layers (model.top, model.bottom, model.deep)"
+        )
 
 
 def computing_here(config: Config, module: nn.Module) -> Computing:

@@ -1,13 +1,17 @@
 """The command line. A user's mistake is one sentence on stderr and exit status 2, never a traceback."""
 
 import contextlib
+import math
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
@@ -24,6 +28,7 @@ app = typer.Typer(
 )
 
 _INTERRUPTED = 130
+_REPEATED_S = 2.0
 _NO_MEMORY = (
     "this machine does not give the memory that is needed: lower train.batch_size, data.slice_rows, data.prefetch, the "
     "number of trainers or the rows of the tables, or raise the limit (ulimit -v)"
@@ -96,7 +101,10 @@ def evaluate(folder: RunFolder, data: DataPath = None, checkpoints: Checkpoints 
     from shadowsync.inference import Trained
     from shadowsync.report.quality_table import quality_table
 
-    Console().print(quality_table(_said(Trained(folder, checkpoints=checkpoints)).evaluate(data)))
+    trained = _said(Trained(folder, checkpoints=checkpoints))
+    Console().print(quality_table(trained.evaluate(data)))
+    for sentence in trained.remarks:
+        typer.echo(sentence)
 
 
 @app.command()
@@ -113,7 +121,10 @@ def predict(
     """Write the predicted probability of each row, in the order of the rows."""
     from shadowsync.inference import Trained
 
-    rows = _said(Trained(folder, checkpoints=checkpoints)).predict(data, out, keep or ())
+    trained = _said(Trained(folder, checkpoints=checkpoints))
+    rows = trained.predict(data, out, keep or ())
+    for sentence in trained.remarks:
+        typer.echo(sentence, err=True)
     typer.echo(f"{rows} predictions written to {out}")
 
 
@@ -238,22 +249,39 @@ def _split_settings(settings: list[str]) -> tuple[Path | None, list[str]]:
 
 def main() -> None:
     """Entry point: runs the command and turns every expected error into a sentence and an exit status."""
+    with _ended_by_signals():
+        status, message = _run()
+        if status == _INTERRUPTED:
+            _end_at_once(message)
+    if message:  # a command without arguments has shown its help
+        typer.echo(f"shadowsync: {message}", err=True)
+    sys.exit(status)
+
+
+def _run() -> tuple[int, str]:
+    """Runs the command; its exit status, and what is to be said about it."""
     try:
-        with _ended_by_sigterm():
-            status = app(standalone_mode=False)
+        status = app(standalone_mode=False)
     except ShadowSyncError as error:
-        _fail(str(error), error.exit_status)
+        return error.exit_status, str(error)
     except TyperException as error:
-        _fail(shortened(error.format_message()), 2)
+        return 2, shortened(error.format_message())
     except (typer.Abort, KeyboardInterrupt):
         status = _INTERRUPTED
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        _fail(_NO_MEMORY, 1)
-    if status == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
-        _fail("interrupted", _INTERRUPTED)
-    sys.exit(status or 0)
+        return 1, _NO_MEMORY
+    return status or 0, "interrupted" if status == _INTERRUPTED else ""  # what typer makes of a KeyboardInterrupt
+
+
+def _end_at_once(message: str) -> None:
+    """Ends the process, also where threads still compute, which would abort the interpreter's own end."""
+    typer.echo(f"shadowsync: {message}", err=True)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(_INTERRUPTED)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -262,23 +290,32 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in said)
 
 
+class _Interrupt:
+    """Handler that interrupts the command; what is repeated within `_REPEATED_S` does not interrupt its end."""
+
+    def __init__(self) -> None:
+        self._interrupted_at = -math.inf
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() > self._interrupted_at + _REPEATED_S:
+            self._interrupted_at = time.monotonic()
+            signal.default_int_handler(number, frame)
+
+
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _ended_by_signals() -> Iterator[None]:
     """SIGTERM ends a command as Ctrl-C does, so that it takes away what is half-written; training saves first."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    here = threading.current_thread() is threading.main_thread()
+    changed = {number: usual[number] for number in usual if here and signal.getsignal(number) == usual[number]}
+    interrupt = _Interrupt()
+    for number in changed:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _fail(message: str, status: int) -> None:
-    if message:  # a command without arguments has shown its help
-        typer.echo(f"shadowsync: {message}", err=True)
-    sys.exit(status)
+        for number, before in changed.items():
+            signal.signal(number, before)
 
 
 if __name__ == "__main__":

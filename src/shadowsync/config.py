@@ -24,6 +24,10 @@ from shadowsync.places import written_places
 from shadowsync.registry import explain, nearest
 
 Pooling = Literal["sum", "mean", "none"]
+LONGEST_S = 3.2e7
+"""A year: more than a job lasts, and less than the timers of Python take."""
+EMULATED_S = 1e9
+"""Of a job that stands for a longer one."""
 
 
 class Section(BaseModel):
@@ -47,7 +51,7 @@ class DataConfig(Choice):
     """Where samples come from and how they are read; the source's own options go beside these keys."""
 
     name: str = Field("completejourney", description="the source")
-    epochs: int = Field(1, ge=1, description="passes over the data; more trains longer")
+    epochs: int = Field(1, ge=1, le=1_000_000, description="passes over the data; more trains longer")
     on_bad_row: Literal["error", "skip"] = Field(
         "error", description="a bad row ends the run, or is counted and left out"
     )
@@ -167,7 +171,10 @@ class TrainConfig(Section):
         "and where workers wait for each other in rounds, else 2",
     )
     emulate_step_ms: float | None = Field(
-        None, gt=0, description="each step lasts at least this long, as on a slower machine; results say so"
+        None,
+        gt=0,
+        le=LONGEST_S * 1e3,
+        description="each step lasts at least this long, as on a slower machine; results say so",
     )
     stragglers: str | None = Field(
         None,
@@ -180,7 +187,7 @@ class TrainConfig(Section):
         "trainers than cores; nothing is learned",
     )
     save_every_s: float | None = Field(
-        None, gt=0, description="seconds between checkpoints; None saves at the end only"
+        None, gt=0, le=EMULATED_S, description="seconds between checkpoints; None saves at the end only"
     )
     keep: int = Field(
         2,
@@ -264,24 +271,36 @@ class RecoveryConfig(Section):
         100_000, ge=1, description="only tables of at least so many rows are saved by priority, the others whole"
     )
     interval_s: float | None = Field(
-        None, gt=0, description="seconds between saves; more loses more at a failure; null leaves it to the mode"
+        None,
+        gt=0,
+        le=EMULATED_S,
+        description="seconds between saves; more loses more at a failure; null leaves it to the mode",
     )
     prior_fail_s: float = Field(
         100_800.0,
         gt=0,
+        le=EMULATED_S,
         description="seconds between failures, as believed before any was seen; more saves less often at first",
     )
-    prior_save_s: float = Field(60.0, ge=0, description="seconds that a save costs, as believed before the first one")
+    prior_save_s: float = Field(
+        60.0, ge=0, le=EMULATED_S, description="seconds that a save costs, as believed before the first one"
+    )
     prior_load_s: float | None = Field(
-        None, ge=0, description="seconds that loading costs, as believed before the first one; null: as a save"
+        None,
+        ge=0,
+        le=EMULATED_S,
+        description="seconds that loading costs, as believed before the first one; null: as a save",
     )
     prior_restart_s: float = Field(
-        15.0, ge=0, description="seconds until a server is replaced, as believed before the first failure"
+        15.0,
+        ge=0,
+        le=EMULATED_S,
+        description="seconds until a server is replaced, as believed before the first failure",
     )
     emulate_job_s: float | None = Field(
         None,
         gt=0,
-        le=1e9,
+        le=EMULATED_S,
         description="in one process: the job stands for one of so many seconds; saves and failures follow that clock, "
         "each costs what prior_*_s say, and nobody waits for it",
     )
@@ -326,14 +345,19 @@ class ClusterConfig(Section):
         None, ge=1, le=1024, description="trainers may join up to so many while it runs; null is train.trainers"
     )
     lost_after_s: float = Field(
-        60.0, ge=2, description="silence after which a role is given up; more rides out longer cuts of the network"
+        60.0,
+        ge=2,
+        le=LONGEST_S,
+        description="silence after which a role is given up; more rides out longer cuts of the network",
     )
 
 
 class ReportConfig(Section):
     """What is shown and written."""
 
-    every_s: float = Field(1.0, gt=0, description="seconds between progress lines and rows of metrics.jsonl")
+    every_s: float = Field(
+        1.0, gt=0, le=LONGEST_S, description="seconds between progress lines and rows of metrics.jsonl"
+    )
     window: int = Field(100_000, ge=1, description="samples in the window of NE; more is smoother and slower to react")
     tensorboard: bool = Field(True, description="write TensorBoard events")
     html: bool = Field(True, description="write report.html")
@@ -421,16 +445,26 @@ def _over(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"{override!r} is not an override: write key.path=value, for instance train.lr=0.01")
-    for name, section in values.items():
-        if isinstance(section, list) and isinstance(base.get(name), dict):
-            raise ConfigError(f"{name}={section}: it holds keys, not a list")
+    _refuse_other_kinds(base, values)
     above: Any = {}
     with _unreadable(overrides):
         dotted = OmegaConf.from_dotlist([_codec_spelled_out(override) for override in overrides])
         for part in (_codecs_spelled_out(values), OmegaConf.to_container(dotted)):
+            _refuse_other_kinds(above, part)
             above = _without_emptied(above, part)
             above = OmegaConf.to_container(OmegaConf.merge(_without_replaced_codecs(above, part), part))
     return typing.cast("dict[str, Any]", above)
+
+
+def _refuse_other_kinds(below: Any, above: Any, place: str = "") -> None:
+    """Raises for a list where keys are given below, and for keys where a list is."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        for key in below.keys() & above.keys():
+            _refuse_other_kinds(below[key], above[key], f"{place}.{key}" if place else str(key))
+    elif isinstance(below, dict) and isinstance(above, list):
+        raise ConfigError(f"{place}={above}: it holds keys, not a list: write {place}.KEY=VALUE")
+    elif isinstance(below, list) and isinstance(above, dict):
+        raise ConfigError(f"{place}={above}: it is a list, and one is written whole: {place}=[a,b]")
 
 
 @contextlib.contextmanager

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.errors import CheckpointError
 from shadowsync.job_state import job_state
-from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.sync.method import State, SyncMethod
 from shadowsync.training.replica import Replica
 

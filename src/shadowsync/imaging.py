@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.snapshot import Snapshot
 from shadowsync.data.source import Schema
 from shadowsync.dense_state import DenseImage, layout, restored_dense
 from shadowsync.embedding.table import Rows
 from shadowsync.errors import CheckpointError, NonFiniteLoss
 from shadowsync.job_state import JobState, job_state
-from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.snapshot import Snapshot
 from shadowsync.session import Session
 
 
@@ -36,8 +36,8 @@ def take(session: Session, given: Mapping[str, Any], pls: float = 0.0, rows: Seq
     final = session.final_weights(image).clone()
     if not torch.isfinite(final).all():
         raise NonFiniteLoss(
-            f"a dense parameter is no longer finite after {session.reader.trained} samples: lower train.lr, or set "
-            "train.clip_norm=1"
+            f"a dense parameter is no longer finite after {session.reader.trained} samples: lower train.lr or "
+            "embedding.lr, or set train.clip_norm=1"
         )
     return Snapshot(
         config=dict(given),

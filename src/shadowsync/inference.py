@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shadowsync.assembly import Embeddings, make_embeddings, make_module, make_replica, restore_tables
 from shadowsync.choices import Choices, choose_all
 from shadowsync.config import Config, load, parse
+from shadowsync.data.checks import large_columns
 from shadowsync.data.parquet import Columns, OpenParquet, Parquet
 from shadowsync.data.rows import FileRows
 from shadowsync.data.source import OpenSource, Schema, Source
@@ -25,6 +26,7 @@ from shadowsync.job_state import job_state
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.places import advice, unfollowed, without
 from shadowsync.prediction import Predictor, predictions, score
+from shadowsync.remarks import left_out, undefined
 from shadowsync.runs import load_checkpoint
 
 
@@ -34,10 +36,11 @@ class Trained:
     Args:
         folder: of the run.
         model: the module of the user's own that the run trained, if it did.
-        checkpoints: where they are, if the folder names a place on another machine, which is not followed.
+        checkpoints: where they are; None: where the folder says, which is not followed to another machine.
 
     Attributes:
         skipped: one sentence for each newer checkpoint that cannot be loaded, and one if some rows are older.
+        remarks: sentences on what is odd about the rows that were evaluated or predicted last.
 
     Raises:
         ConfigError: the folder does not exist, or a module of the user's own is missing.
@@ -47,6 +50,7 @@ class Trained:
     def __init__(self, folder: Path | str, model: nn.Module | None = None, checkpoints: str | None = None) -> None:
         saved = load_checkpoint(Path(folder), place=checkpoints)
         self.skipped = saved.skipped
+        self.remarks: tuple[str, ...] = ()
         state = job_state(saved)
         if state.own_model and model is None:
             raise ConfigError(
@@ -77,12 +81,16 @@ class Trained:
             DataError: there are none, or they do not fit the model.
         """
         self._check_places(data)
+        if data == "":
+            raise ConfigError("--data is empty: give the path of the rows, a glob or a URL")
         source = self.choices.source if data is None else self._source_at(str(data), labelled)
         # Predictions have one row for each row given, so none may be left out of them.
         on_bad_row = self.config.data.on_bad_row if labelled else "error"
         opened = source.open("test" if data is None else "train", on_bad_row)
         if opened is None:
             raise DataError(f"data.name={self.config.data.name} has no test rows: give --data PATH")
+        if isinstance(opened, FileRows):
+            opened.for_trained = True
         place = str(data or f"the test rows of data.name={self.config.data.name}")
         if (difference := column_difference(self.schema, opened.schema)) is not None:
             raise DataError(f"{place}: the model was trained on {difference}")
@@ -115,13 +123,14 @@ class Trained:
         opened = self.rows(data)
         if not opened.labelled:
             raise DataError(f"{data or 'the test rows'}: there are no labels to evaluate with (data.label is null)")
-        try:
+        with contextlib.closing(opened):
+            unscaled = large_columns(opened)
             measured = evaluate_scores(*score(self.predictor, opened))
             if not measured.samples:
                 raise DataError(f"{data or 'the test rows'}: none of the rows can be used")
-            return measured
-        finally:
-            opened.close()
+        bad = left_out(opened.rows - measured.samples, opened.rows, "rows")
+        self._remark(unscaled, undefined(measured, "these rows"), bad)
+        return measured
 
     def predict(self, data: Path | str, out: Path | str, keep: Sequence[str] = ()) -> int:
         """Writes `probability` and `logit` of each row, in the rows' order; returns how many.
@@ -144,6 +153,7 @@ class Trained:
         with contextlib.ExitStack() as stack:
             stack.callback(opened.close)
             _keep_data(opened, out)
+            self._remark(large_columns(opened))
             columns = _columns_to_keep(opened, keep, out)
             write = stack.enter_context(writing_table(out))
             for logits, _ in predictions(self.predictor, opened):
@@ -151,6 +161,9 @@ class Trained:
                 write(table if columns is None else columns.take(len(logits)).hstack(table))
                 count += len(logits)
         return count
+
+    def _remark(self, *sentences: str | None) -> None:
+        self.remarks = tuple(sentence for sentence in sentences if sentence)
 
     def export(self, out: Path | str) -> None:
         """Writes one file with tables and module that torch alone loads; see `export.export_model`."""

@@ -19,14 +19,18 @@ from shadowsync import sections
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import untold
 from shadowsync.assembly import codec_remarks, prefetch
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.matching import match_data
+from shadowsync.checkpoint.saver import AsyncSaver
+from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import Choices, choose_all, global_batch, server_count, without_foreign_options
 from shadowsync.config import Config, load, merge, parse, read_given, with_written
-from shadowsync.data.checks import large_columns
+from shadowsync.data.checks import large_columns, largest_column
 from shadowsync.data.reader import Position
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.pages import keep_freed_memory
 from shadowsync.embedding.table import Shard, Table
-from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, ShadowSyncError
+from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, SaveError, ShadowSyncError
 from shadowsync.imaging import column_difference, put_back
 from shadowsync.job_state import job_state
 from shadowsync.metrics.frame import Frame
@@ -34,14 +38,11 @@ from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_score
 from shadowsync.metrics.roles import About, RoleEvent
 from shadowsync.metrics.toll import Toll
 from shadowsync.metrics.units import UnitActivity, Units
-from shadowsync.places import advice, as_stored, is_remote, unfollowed, without
+from shadowsync.places import advice, as_stored, local_path, unfollowed, without
 from shadowsync.prediction import Predictor, score
-from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.governor import Due
-from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.matching import match_data
-from shadowsync.recovery.saver import AsyncSaver
 from shadowsync.recovery.signals import StopRequest, stop_on_signals
+from shadowsync.remarks import left_out, one_label, too_short, undefined
 from shadowsync.report.files import write_atomically
 from shadowsync.report.history import frames_until, read_frames
 from shadowsync.report.machine import machine, versions
@@ -53,6 +54,7 @@ from shadowsync.runs import (
     check_unused,
     checkpoint_root,
     load_checkpoint,
+    load_to_resume,
     make_folder,
     new_folder,
     only_writer,
@@ -60,7 +62,6 @@ from shadowsync.runs import (
 from shadowsync.runtime.wire.errors import GONE
 from shadowsync.safekeeping import Safekeeping
 from shadowsync.session import Material, Newest, Own, RolePlace, Session, no_failures
-from shadowsync.training.kernels import Computing
 
 _ODD_NATS = 20.0  # of mean log loss: what happens was predicted with a probability of 2e-9
 _JUDGED_SAMPLES = 20_000  # a bad start of some thousand samples may be recovered from
@@ -93,7 +94,7 @@ T = TypeVar("T")
 
 
 class Interrupted(ShadowSyncError):
-    """Ctrl-C or SIGTERM ended the run; a checkpoint was written first."""
+    """Ctrl-C or SIGTERM ended the run; the message says from which checkpoint to go on."""
 
     exit_status = 130
 
@@ -146,11 +147,30 @@ class Job:
         keep_freed_memory()
         with contextlib.ExitStack() as stack:
             stack.enter_context(only_writer(self.out))
+            if (place := self._other_place()) is not None:
+                stack.enter_context(_claimed(place))
             if self.out != self.resume:
                 check_unused(self.out)
             stack.enter_context(_single_threaded())
             watch = _Watch(console or Console(quiet=True), on_frame)
             return _Run(self, time.monotonic(), watch, stack).to_the_end()
+
+    def _other_place(self) -> Path | None:
+        """A folder of this machine for the checkpoints that is not the run's own."""
+        place = self.config.train.checkpoint_dir
+        path = None if place is None else local_path(place)
+        return None if path is None or path.resolve() == self.out.resolve() else path
+
+
+@contextlib.contextmanager
+def _claimed(place: Path) -> Iterator[None]:
+    """As `only_writer`, of the place that train.checkpoint_dir names."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(only_writer(place))
+        except SaveError as error:
+            raise SaveError(f"{error}, and nothing was trained: set train.checkpoint_dir to another place") from error
+        yield
 
 
 def train_from_command_line(path: Path | None, overrides: Sequence[str], out: Path | None, resume: Path | None) -> None:
@@ -159,9 +179,19 @@ def train_from_command_line(path: Path | None, overrides: Sequence[str], out: Pa
     job = Job(config, out=out, resume=resume)
     console = Console(soft_wrap=True)
     console.print(_headline(job), highlight=False)
-    job.run(console)
+    try:
+        job.run(console)
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(f"interrupted; {_what_to_go_on_from(job)}") from interrupt
     page = "report" if job.config.report.html else "result"
     console.print(f"{page}: {job.out / ('report.html' if job.config.report.html else 'result.json')}", highlight=False)
+
+
+def _what_to_go_on_from(job: Job) -> str:
+    newest = CheckpointStore(checkpoint_root(job.out, job.config.train.checkpoint_dir)).newest()
+    if newest is None:
+        return "nothing was saved"
+    return f"the newest checkpoint is {newest}: go on with shadowsync train --resume {job.out}"
 
 
 def given(config: Config) -> dict[str, Any]:
@@ -195,7 +225,7 @@ class _Run:
 
     def __init__(self, job: Job, began: float, watch: _Watch, stack: contextlib.ExitStack) -> None:
         self.job, self.config, self.choices, self.console = job, job.config, job.choices, watch.console
-        self._on_frame, self._stack = watch.on_frame, stack
+        self._on_frame = watch.on_frame
         self.began = began
         store = CheckpointStore(checkpoint_root(job.out, self.config.train.checkpoint_dir), self.config.train.keep)
         self.store = store
@@ -204,6 +234,8 @@ class _Run:
         stack.callback(sources.close)
         if self.saved is not None:
             _check_data(self.saved, sources.train, self.config.data.accept)
+        for sentence in too_short(self.config, sources.train.rows * self.config.data.epochs):
+            self._print(sentence)  # before trainers are made: so many may take minutes
         position = None if self.saved is None else self.saved.position
         material = Material(self.config, self.choices, job.own, sources.train, sources.test, position)
         self.saver = AsyncSaver(store)
@@ -211,8 +243,8 @@ class _Run:
         stack.callback(self.session.close)
         self.load_s = self._restore()
         self.seconds_before = 0.0
-        self._computing: list[Computing] = []
-        self._told_of_loss = False
+        self._told_ways: set[tuple[str, str]] = set()
+        self._told_of_loss = self._told_of_labels = False
         self._switches: Sequence[Switch] = () if self.saved is None else job_state(self.saved).aggregation.switches
         own = self.saved is not None and job.resume == job.out
         self.keeping = Safekeeping(self.session, store, self.saver, given(self.config), self.saved, own)
@@ -229,7 +261,7 @@ class _Run:
         elif self.job.resume is None:
             return None
         else:
-            saved = load_checkpoint(self.job.resume, place=self.config.train.checkpoint_dir)
+            saved = load_checkpoint(self.job.resume)
         for sentence in saved.skipped:
             self.console.print(sentence, highlight=False)
         return saved
@@ -277,6 +309,7 @@ class _Run:
                 self.saver.wait()
             self._raise_if_unfinished(request)
             test, units = self._evaluate()
+            self._check_rows(test)
             self.keeping.take_stock()
             roles.notice(self.session, saving=False)  # who died meanwhile
             reporter.finish(result := self._result(started - self.began, test, units))
@@ -287,8 +320,8 @@ class _Run:
         outputs = Outputs(report.tensorboard, report.html, report.prometheus_port, report.prometheus_host)
         if self.saved is None or self.job.resume is None:
             return Reporter(self.job.out, self.console, outputs)
-        earlier = frames_until(read_frames(self.job.resume), self.saved.samples)
-        events = read_events(self.job.resume)
+        earlier = frames_until(read_frames(self.job.resume, self._print), self.saved.samples)
+        events = read_events(self.job.resume, self._print)
         self.seconds_before = max([event.seconds for event in events] + [frame.seconds for frame in earlier[-1:]] + [0])
         return Reporter(self.job.out, self.console, outputs, earlier, self.saved.samples, events)
 
@@ -297,7 +330,8 @@ class _Run:
             self.keeping.save_last()
             self._tell_nothing_left()
             return  # a finished run was resumed: synchronising without training would still move the replicas
-        self._claim_place()
+        if self.config.train.checkpoint_dir is not None:  # the run's own folder is being written already
+            self.store.try_writing()
         pace = _Pace(self.config.report.every_s, time.monotonic(), QUICK_S if self.keeping.lively else LOOK_S)
         self.keeping.begin()
         self._remark()
@@ -347,18 +381,10 @@ class _Run:
         for remark in codec_remarks(self.config, self.choices):
             self._tell(remark, "codec")
 
-    def _claim_place(self) -> None:
-        """Where checkpoints go elsewhere, finds out that they can; the run's own folder is being written already."""
-        if (place := self.config.train.checkpoint_dir) is None:
-            return
-        self.store.try_writing()
-        if not is_remote(place):
-            self._stack.enter_context(only_writer(Path(place.removeprefix("file://"))))
-
     def _look(self) -> None:
         for computing in self.session.computing():
-            if computing not in self._computing:
-                self._computing.append(computing)
+            if (way := (computing.precision, computing.why)) not in self._told_ways:
+                self._told_ways.add(way)
                 self._tell(computing.sentence)
         for sentence in self.keeping.look():
             self._tell(sentence)
@@ -391,6 +417,7 @@ class _Run:
         frame = self.session.recorder.frame(counts, ended=ended)
         reporter.show(frame)
         self._check_sense(frame, ended)
+        self._check_labels(ended)
         if self._on_frame is not None:
             self._on_frame(frame)
 
@@ -406,13 +433,42 @@ class _Run:
         found = f"training NE is {frame.ne_window:,.3g}, where 1 predicts the mean label"
         judged = ended or samples >= min(self.config.report.window, _JUDGED_SAMPLES)
         if judged and mean > EXTREME_NATS and extremes >= _MOST_EXTREMES:
-            raise RunError(
-                f"{found}, and nothing can be learnt like that: scale the dense columns to about −1 … 1, or lower "
-                "train.lr and embedding.lr"
-            )
+            raise RunError(f"{found}, and nothing can be learnt like that: {self._remedy('scale {} to about −1 … 1')}")
         if not self._told_of_loss:
             self._told_of_loss = True
-            self._tell(f"{found}: look for extreme values in the dense columns, or lower train.lr and embedding.lr")
+            self._tell(f"{found}: {self._remedy('look for extreme values in {}')}")
+
+    def _remedy(self, dense: str) -> str:
+        """What to do about an enormous loss; `dense` says what to do with the dense columns, if there are any."""
+        source = self.session.train_source
+        if not source.schema.dense:
+            return "lower embedding.lr, model.embedding_dim or train.lr"
+        largest = largest_column(source)
+        columns = "the dense columns" if largest is None else f"the dense columns ({largest})"
+        return f"{dense.format(columns)}, or lower train.lr and embedding.lr"
+
+    def _check_labels(self, ended: bool) -> None:
+        """Says once that all labels so far are the same."""
+        label, samples = self.session.recorder.only_label()
+        judged = ended or samples >= min(self.config.report.window, _JUDGED_SAMPLES)
+        if label is not None and judged and not self._told_of_labels:
+            self._told_of_labels = True
+            self._tell(one_label(samples, label, getattr(self.choices.source, "label", None)))
+
+    def _check_rows(self, test: TestMetrics | None) -> None:
+        """Says what is odd about the rows that were read."""
+        session, epochs = self.session, self.session.reader.epochs()
+        bad = sum(epoch.skipped for epoch in epochs)
+        example = next(iter(session.train_source.bad_rows.examples), None)
+        found = [left_out(bad, bad + session.reader.trained, "training rows", example)]
+        if (rows := session.test_source) is not None:
+            used, example = 0 if test is None else test.samples, next(iter(rows.bad_rows.examples), None)
+            found += [left_out(rows.rows - used, rows.rows, "test rows", example)]
+        if test is not None:
+            found += [undefined(test, "the test rows")]
+        for sentence in found:
+            if sentence is not None:
+                self._tell(sentence)
 
     def _toll(self) -> Toll:
         """Of failures so far; nothing where it is of no interest, because nobody saves and nothing was lost."""
@@ -615,7 +671,7 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], o
     changed = merge({}, given, [])
     train = changed.get("train")
     place = train.get("checkpoint_dir") if isinstance(train, dict) else None
-    saved = load_checkpoint(resume, verify=False, place=place)
+    saved = load_to_resume(resume, place if out in (None, resume) else None)
     if job_state(saved).own_model:
         raise ConfigError(
             f"{resume} trained a module of your own: go on from Python with "
@@ -630,12 +686,13 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], o
 
 
 def _followed(stored: dict[str, Any], changed: Mapping[str, Any], resume: Path, out: Path | None) -> dict[str, Any]:
-    """A stored configuration without its cache, and without its place of checkpoints where results go elsewhere.
+    """A stored configuration without its cache, the address where figures are shown, and its place of checkpoints
+    where results go elsewhere.
 
     Raises:
         ConfigError: the user has to give a place again that is not followed.
     """
-    kept = without(stored, "data", "cache")
+    kept = without(without(stored, "data", "cache"), "report", "prometheus_host")
     if out not in (None, resume):
         kept = without(kept, "train", "checkpoint_dir")
     sections = {name: section for name, section in changed.items() if isinstance(section, dict)}

@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.data.fingerprint import Mark
 from shadowsync.data.source import Schema
 from shadowsync.errors import CheckpointError
-from shadowsync.recovery.loading import LoadedCheckpoint
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):

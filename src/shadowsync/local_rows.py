@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.written import Written
 from shadowsync.embedding.live_rows import Copy, live_set, live_shard
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, RowSet, parts_of, shares_of
-from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.written import Written
 from shadowsync.under_way import UnderWay, held
 
 CHUNK_BYTES = 16 << 20

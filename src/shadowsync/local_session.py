@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import TrainerKit, computing_here, connect, make_embeddings, restore_tables, unique_rows
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.written import Written
 from shadowsync.data.reader import LeasedBatch, Reader
 from shadowsync.dense_state import DenseImage
 from shadowsync.embedding.client import EmbeddingClient
@@ -15,9 +17,7 @@ from shadowsync.local_dense import DenseMaterial, LocalDense, LocalGradients, Lo
 from shadowsync.local_rows import LocalRows
 from shadowsync.metrics.roles import RoleState
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.recovery.tracking import row_tracking
-from shadowsync.recovery.written import Written
 from shadowsync.session import Material, Newest, ServerLoss, Session, reader_options
 from shadowsync.training.gate import Gate
 from shadowsync.training.kernels import Computing

@@ -16,8 +16,11 @@ HIDDEN = "***"
 _SECTIONS_OF_PLACES = {"data": None, "train": ("checkpoint_dir",), "cluster": ("address",)}
 """The keys that name places; of `data` any, as every source has its own."""
 _PATHS = ("path", "test_path", "cache")
-_USER = re.compile(r"(?<=://)([^/\s]*)@")
-_QUERY = re.compile(r"\?(?=[^/?]*=).*?(?=::|$)", re.DOTALL)
+_WEB = ("http", "https")
+_WEB_QUERY, _QUERY = re.compile(r"[?#]"), re.compile(r"\?(?=[^?]*=)")
+"""What comes behind the path of a URL; a `?` without a `=` behind it is a glob's, unless a web server is asked."""
+_PASSWORD = re.compile(r"[^:]*:(?!\d*$)")
+"""The start of an authority whose colon is not a port's."""
 _LOCAL = re.compile(r"(?:file|local)://")
 
 
@@ -26,17 +29,38 @@ def is_remote(text: str) -> bool:
     return "::" in text or "://" in _LOCAL.sub("", text, count=1) or text.startswith("data:")
 
 
+def local_path(text: str) -> Path | None:
+    """The place on this machine that `text` names; None if it leads elsewhere."""
+    return None if is_remote(text) else Path(_LOCAL.sub("", text, count=1))
+
+
 def redacted(text: str) -> str:
     """A URL without passwords, tokens and signatures; other text as it is."""
-    if "://" not in text:
-        return text
-    return _QUERY.sub(f"?{HIDDEN}", _USER.sub(_without_password, text))
+    return "::".join(_redacted_link(link) for link in text.split("::")) if "://" in text else text
 
 
-def _without_password(match: re.Match[str]) -> str:
-    """A name alone is no secret, unless it is a token for a web server: Azure's is a container, that of SSH a user."""
-    web = match.string[: match.start()].endswith(("http://", "https://"))
-    return f"{HIDDEN}@" if web or ":" in match[1] else match[0]
+def _redacted_link(link: str) -> str:
+    scheme, given, rest = link.partition("://")
+    if not given:
+        return link
+    web = scheme.lower() in _WEB
+    query = (_WEB_QUERY if web else _QUERY).search(rest)
+    place = rest if query is None else rest[: query.start()]
+    behind = "" if query is None else rest[query.start()] + HIDDEN
+    return f"{scheme}://{_without_user(place, web)}{behind}"
+
+
+def _without_user(place: str, web: bool) -> str:
+    """Without what may be a secret. A name alone is none, unless it is a token for a web server: Azure's is a
+    container, that of SSH a user."""
+    authority = place.partition("/")[0]
+    user, at, _ = authority.rpartition("@")
+    if at:
+        return f"{HIDDEN}{place[len(user) :]}" if web or ":" in user else place
+    if not _PASSWORD.match(authority):
+        return place
+    _, at, behind = place.rpartition("@")  # a password with a slash
+    return f"{HIDDEN}@{behind}" if at else HIDDEN
 
 
 def written_places(values: Mapping[str, Any]) -> dict[tuple[str, str], Any]:

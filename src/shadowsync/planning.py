@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.manifest import MANIFEST
+from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import server_count
 from shadowsync.config import parse
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError, ConfigError
-from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.costs import Costs, Scale
 from shadowsync.recovery.decision import Decision, Goal, decide
 from shadowsync.recovery.estimates import Priors, time_between_failures
-from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.manifest import MANIFEST
 from shadowsync.recovery.settings import RecoverySettings, recovery_settings
 from shadowsync.report import result
 from shadowsync.runs import CONFIG_FILE, load_checkpoint

@@ -102,6 +102,8 @@ def explain(error: pydantic.ValidationError, section: str) -> str:
     if first["type"] == "missing":
         return f"{key} is required"
     message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", f"a list{_as_list(first['input'])}")
+    if first["type"] in ("model_type", "dict_type"):
+        message = f"it holds keys: write {key}.KEY=VALUE, or {key}: {{KEY: VALUE}} in the file"
     shown = repr(first["input"])
     value = (
         f"={first['input']}" if isinstance(first["input"], str | int | float | dict | list) and len(shown) < 80 else ""

@@ -6,6 +6,7 @@ import fcntl
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -14,12 +15,12 @@ from typing import IO, Any
 import yaml
 from omegaconf import OmegaConf
 
+from shadowsync.checkpoint.changes import changed_rows
+from shadowsync.checkpoint.delta_files import DeltaList, write_delta
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.errors import CheckpointError, ConfigError
-from shadowsync.places import advice, is_foreign, redacted
-from shadowsync.recovery.changes import changed_rows
-from shadowsync.recovery.checkpoints import CheckpointStore
-from shadowsync.recovery.delta_files import DeltaList, write_delta
-from shadowsync.recovery.loading import LoadedCheckpoint
+from shadowsync.places import advice, is_foreign
 from shadowsync.report.files import save_errors, write_atomically
 
 CONFIG_FILE = "config.yaml"
@@ -80,9 +81,13 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> IO[str]:
-    """The lock file, held and with its holder written into it."""
+    """The lock file, held and with its holder written into it; a run's folder may come from anybody, so that nothing
+    is written through a link."""
     while True:
-        file = path.open("a+")
+        file = os.fdopen(_open_or_make(path), "r+")
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise ConfigError(f"{path} is no file of a run: remove it")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -97,13 +102,22 @@ def _locked(path: Path) -> IO[str]:
                 file.close()
                 raise
         with contextlib.suppress(FileNotFoundError):  # its last holder has removed it meanwhile
-            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            if os.path.samestat(path.lstat(), os.fstat(file.fileno())):
                 break
         file.close()
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     return file
+
+
+def _open_or_make(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise ConfigError(f"{path} is no file of a run: remove it") from error
+        raise
 
 
 def make_folder(folder: Path, given: Mapping[str, Any]) -> None:
@@ -127,23 +141,23 @@ def open_store(folder: Path, place: str | None = None) -> CheckpointStore:
 
     Args:
         folder: of the run, which may come from anybody: it is not followed to another machine.
-        place: where the user says the checkpoints are, which counts where the folder names a place of this kind.
+        place: where the user says the checkpoints are; None: where the folder says.
 
     Raises:
         ConfigError: there is no such folder, or it names a place that is not followed.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; give the folder of a run")
+    if place is not None:
+        return CheckpointStore(place)
     stored = _stored_place(folder / CONFIG_FILE)
-    if stored is None or not is_foreign(stored):
-        return CheckpointStore(checkpoint_root(folder, stored))
-    if place is None or ("${" not in stored and redacted(place) != redacted(stored)):
+    if stored is not None and is_foreign(stored):
         key = advice({"train.checkpoint_dir": stored})
         raise ConfigError(
             f"{folder}: its checkpoints are said to be at {stored}, and a stored place on another machine is not "
             f"followed: if they are yours add {key} (evaluate, predict and export: --checkpoints)"
         )
-    return CheckpointStore(place)
+    return CheckpointStore(checkpoint_root(folder, stored))
 
 
 def _stored_place(path: Path) -> str | None:
@@ -185,6 +199,21 @@ def export_changes(folder: Path, since: str, out: str, place: str | None = None)
     store = open_store(folder, place)
     until = store.open().name
     return write_delta(out, since, until, changed_rows(store, since, until))
+
+
+def load_to_resume(folder: Path, place: str | None) -> LoadedCheckpoint:
+    """The newest checkpoint that the run in `folder` goes on from in the same folder, not read yet.
+
+    Args:
+        folder: as in `open_store`.
+        place: where the user has checkpoints go on; they are read from there if there are any.
+
+    Raises:
+        ConfigError: as `open_store`.
+        CheckpointError: it has no checkpoint that can be loaded.
+    """
+    moved = place is not None and folder.is_dir() and CheckpointStore(place).newest() is not None
+    return load_checkpoint(folder, verify=False, place=place if moved else None)
 
 
 def load_checkpoint(folder: Path, verify: bool = True, place: str | None = None) -> LoadedCheckpoint:

@@ -8,23 +8,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from shadowsync.checkpoint.chain import Chain, rows_bytes
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.names import plain_name
+from shadowsync.checkpoint.saver import AsyncSaver
+from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
+from shadowsync.checkpoint.store import CheckpointStore, GivenUp, ParentLost
+from shadowsync.checkpoint.written import WrittenRows
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import CheckpointError, SaveError
 from shadowsync.imaging import take
 from shadowsync.job_state import job_state
-from shadowsync.recovery.chain import Chain, rows_bytes
-from shadowsync.recovery.checkpoints import CheckpointStore, GivenUp, ParentLost
 from shadowsync.recovery.costs import Scale
 from shadowsync.recovery.estimates import Estimates
 from shadowsync.recovery.failures import FailureScript
 from shadowsync.recovery.governor import Due, Governor
-from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.names import plain_name
 from shadowsync.recovery.pls import PlsAccount
-from shadowsync.recovery.saver import AsyncSaver
 from shadowsync.recovery.settings import EVERYTHING
-from shadowsync.recovery.snapshot import DeltaOf, Snapshot
-from shadowsync.recovery.written import WrittenRows
 from shadowsync.runtime.wire.errors import GONE
 from shadowsync.session import ServerLoss, Session
 

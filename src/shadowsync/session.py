@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import make_module, make_replica, make_tables
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.written import Written
 from shadowsync.choices import Choices, warmup_samples
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config
@@ -28,8 +30,6 @@ from shadowsync.metrics.roles import About, Happening, RoleState
 from shadowsync.metrics.steps import GlobalSteps
 from shadowsync.metrics.toll import Toll
 from shadowsync.metrics.wire import WireTotals
-from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.written import Written
 from shadowsync.training.kernels import Computing
 from shadowsync.training.replica import Replica
 

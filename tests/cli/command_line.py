@@ -1,6 +1,7 @@
 """Runs the command line in this process, on small data."""
 
 import gzip
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class CommandLine:
 
     def __call__(self, *arguments: str) -> Said:
         self._monkeypatch.setattr(sys, "argv", ["shadowsync", *arguments])
+        self._monkeypatch.setattr(os, "_exit", sys.exit)
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()

@@ -53,6 +53,8 @@ CONFIGURATION: dict[str, Mistake] = {
     "not above zero": Mistake(train("train.lr=0"), ["train.lr=0", "greater than 0"]),
     "not a number": Mistake(train("train.lr=fast"), ["train.lr=fast", "number"]),
     "nan": Mistake(train("train.lr=.nan"), ["train.lr=nan", "finite"]),
+    "longer than a timer": Mistake(train("train.emulate_step_ms=1e300"), ["train.emulate_step_ms", "or equal to 3200"]),
+    "an option longer than a timer": Mistake(train("sync.every_s=1e300"), ["sync.every_s", "or equal to 3200"]),
     "not whole": Mistake(train("train.trainers=1.5"), ["train.trainers=1.5", "integer"]),
     "not a choice": Mistake(train("train.precision=fp16"), ["train.precision=fp16", "fp32", "bf16"]),
     "not a section": Mistake(train("train=3"), ["train"]),
@@ -126,12 +128,23 @@ CONFIGURATION: dict[str, Mistake] = {
         train("embedding.tables=[{name: a, rows: 49, dim: 4, features: [item, shop, recent]}]"), ["49", "50"]
     ),
     "unknown interpolation": Mistake(train("data.path=${nowhere}"), ["nowhere"]),
+    "too many epochs": Mistake(train("data.epochs=1000001"), ["data.epochs=1000001", "less than or equal to 1000000"]),
+    "no ids": Mistake(train("data.categorical=[]"), ["data.categorical is empty: name at least one column of ids"]),
+    "the answer as an input": Mistake(train("data.dense=[label]"), ["data.dense names 'label', which is the label"]),
     "too deep": Mistake(train("model.top=" + "[" * 5000), ["configuration"]),
     "too many digits": Mistake(train("train.batch_size=" + "9" * 6000), ["configuration"]),
     "a weight of rows": Mistake(
         train("data.weight=price"), ["data.weight is not an option", "a row has no weight of its own", "data.weights={"]
     ),
     "a word for a list": Mistake(train("data.dense=price"), ["data.dense=price", "a list, as [price]"]),
+    "a map for a list": Mistake(train("data.dense={price: 1}"), ["data.dense={'price': 1}", "whole: data.dense=[a,b]"]),
+    "a place in a list": Mistake(train("data.dense.0=price"), ["data.dense", "whole: data.dense=[a,b]"]),
+    "a list for a section": Mistake(train("data=[1]"), ["data=[1]", "not a list: write data.KEY=VALUE"]),
+    "a number for a section": Mistake(train("train=5"), ["train=5", "write train.KEY=VALUE"]),
+    "a word for a map": Mistake(train("data.pooling=sum"), ["data.pooling=sum", "write data.pooling.KEY=VALUE"]),
+    "a dense part beyond any memory": Mistake(
+        train("model.top=" + str([65536] * 99)), ["the dense part", "GiB", "model.top"]
+    ),
     "unclosed bracket": Mistake(train("model.top=[8"), ["configuration", "model.top=[8"]),
     "missing file": Mistake(train(config="nowhere.yaml"), ["nowhere.yaml", "no such configuration file"]),
     "a list": Mistake(train(config="list.yaml"), ["list.yaml", "not list"], text("list.yaml", "- a\n- b\n")),

@@ -13,8 +13,8 @@ from command_line import CommandLine, assert_sentence, cut_in_half, everything_i
 from torch import Tensor, nn
 
 from shadowsync import Job
+from shadowsync.checkpoint.files import LocalFiles
 from shadowsync.config import load
-from shadowsync.recovery.files import LocalFiles
 
 
 @pytest.fixture
@@ -165,6 +165,18 @@ def test_a_resumed_section_that_is_none(trained: CommandLine, override: str) -> 
     assert_sentence(trained("train", "--resume", "out", override), 2, [override.partition("=")[0]])
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_broken_line_of_the_history_is_left_out_of_a_resumed_run(trained: CommandLine, name: str) -> None:
+    history = trained.folder / "out" / name
+    good = history.read_bytes()
+    history.write_bytes(b"garbage\n" + good)
+    said = trained("train", "--resume", "out", "data.epochs=2")
+    assert (said.status, said.err) == (0, "")
+    assert f"{name}: line 1 is not " in said.out
+    assert "the line is left out" in said.out
+    assert history.read_bytes().startswith(good)
+
+
 def test_a_loss_that_explodes(shadowsync: CommandLine) -> None:
     said = shadowsync(*train("train.lr=1e30", "embedding.lr=1e30", "data.epochs=20"))
     assert_sentence(said, 1, ["finite", "train.lr", "train.clip_norm"])
@@ -204,7 +216,7 @@ def test_an_interruption_before_training_starts(shadowsync: CommandLine, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr("shadowsync.job.open_sources", interrupted)
-    assert_sentence(shadowsync(*train()), 130, ["interrupted"])
+    assert_sentence(shadowsync(*train()), 130, ["interrupted; nothing was saved"])
     assert not (shadowsync.folder / "out").exists()
 
 

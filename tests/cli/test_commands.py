@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 import torch
-from command_line import CommandLine
+from command_line import CommandLine, assert_sentence
 
 from shadowsync.config import Config
 
@@ -27,6 +27,14 @@ def test_train_says_where_the_results_are(shadowsync: CommandLine) -> None:
         "metrics.jsonl",
         "result.json",
     }
+
+
+def test_a_job_of_hardly_any_steps_says_so_once(shadowsync: CommandLine) -> None:
+    said = shadowsync("train", "run.yaml", "train.batch_size=1000000", "train.warmup_samples=60", "--out", "short")
+    assert said.status == 0
+    assert said.out.count("the job makes only 1 step(s) of each replica") == 1
+    assert said.out.count("train.warmup_samples=60 is not less than the 60 samples of the job") == 1
+    assert "the job makes only" not in shadowsync("train", "run.yaml", "data.epochs=6", "--out", "long").out
 
 
 def test_the_report_is_named_where_there_is_one(shadowsync: CommandLine) -> None:
@@ -104,6 +112,15 @@ def test_what_a_trained_model_is_good_for(shadowsync: CommandLine) -> None:
     said = shadowsync("predict", "out", "--data", "train.parquet", "--out", "p.csv", "--keep", "item", "--keep", "shop")
     assert (said.status, said.out) == (0, "60 predictions written to p.csv\n")
     assert Path("p.csv").read_text().startswith("item,shop,probability,logit\n")
+    pl.read_parquet("train.parquet").with_columns(pl.col("price") * 1e9).write_parquet("large.parquet")
+    said = shadowsync("evaluate", "out", "--data", "large.parquet")
+    assert (said.status, said.err) == (0, "")
+    assert said.out.splitlines()[-1].startswith("dense columns with numbers beyond ±10,000")
+    said = shadowsync("predict", "out", "--data", "large.parquet", "--out", "p.csv")
+    assert (said.status, said.out) == (0, "60 predictions written to p.csv\n")
+    assert said.err.startswith("dense columns with numbers beyond ±10,000")
+    for command in (("evaluate", "out"), ("predict", "out", "--out", "p.csv")):
+        assert_sentence(shadowsync(*command, "--data", ""), 2, ["--data is empty: give the path of the rows"])
     assert shadowsync("export", "out", "--out", "model.pt2").status == 0
     assert callable(torch.export.load("model.pt2").module())
 

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from command_line import CommandLine, assert_sentence, everything_in, train
 
+from shadowsync.checkpoint.manifest import MANIFEST, decode, encode, raw_json
 from shadowsync.places import as_stored, is_remote, redacted, unfollowed
-from shadowsync.recovery.manifest import MANIFEST, decode, encode, raw_json
 from shadowsync.runs import only_writer
 
 SECRET = "s3cr3t-value"
@@ -89,7 +89,7 @@ def test_checkpoints_on_another_machine_are_where_the_user_says(shadowsync: Comm
     place = f"memory://{os.getpid()}-{id(shadowsync)}"
     assert shadowsync(*train(f"train.checkpoint_dir={place}")).status == 0
     assert_sentence(shadowsync("evaluate", "out"), 2, [place, "not followed", "--checkpoints"])
-    assert_sentence(shadowsync("evaluate", "out", "--checkpoints", "memory://other"), 2, ["not followed"])
+    assert_sentence(shadowsync("evaluate", "out", "--checkpoints", "memory://other"), 2, ["memory://other"])
     assert shadowsync("evaluate", "out", "--checkpoints", place).status == 0
     assert_sentence(shadowsync("train", "--resume", "out", "data.epochs=2"), 2, [f"add train.checkpoint_dir={place}"])
     assert shadowsync("train", "--resume", "out", "data.epochs=2", f"train.checkpoint_dir={place}").status == 0
@@ -171,6 +171,14 @@ def test_secrets_are_in_no_file_of_a_run(shadowsync: CommandLine, monkeypatch: p
         ("https://token@host/x?version=1&sig=abc", "https://***@host/x?***"),
         ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
         ("simplecache::https://u:p@host/x?sig=a/b", "simplecache::https://***@host/x?***"),
+        ("https://u:p/w@host/x", "https://***@host/x"),
+        ("https://u:p?w@host/x", "https://***?***"),
+        ("HTTPS://token@host/x", "HTTPS://***@host/x"),
+        ("https://host:8080/a@b/c", "https://host:8080/a@b/c"),
+        ("https://host/x?TOKEN", "https://host/x?***"),
+        ("https://host/x#access_token=abc", "https://host/x#***"),
+        ("https://host/get?file/a.csv&token=abc", "https://host/get?***"),
+        ("s3://bucket/a@b#1", "s3://bucket/a@b#1"),
         ("zip://a.csv::https://u:p@host/x.zip?sig=a::file://y", "zip://a.csv::https://***@host/x.zip?***::file://y"),
     ],
 )
@@ -222,6 +230,43 @@ def test_two_runs_do_not_share_a_place_for_checkpoints(shadowsync: CommandLine) 
     with only_writer(shadowsync.folder / "shared"):
         said = shadowsync(*train("train.checkpoint_dir=shared"))
     assert_sentence(said, 2, ["shared is in use", f"process {os.getpid()}"])
+
+
+def test_a_job_may_keep_its_checkpoints_in_its_own_folder(shadowsync: CommandLine) -> None:
+    assert shadowsync(*train(f"train.checkpoint_dir={shadowsync.folder / 'out'}")).status == 0
+
+
+def test_a_place_that_is_in_use_leaves_no_folder_behind(shadowsync: CommandLine) -> None:
+    place = shadowsync.folder / "shared"
+    with only_writer(place):
+        assert_sentence(shadowsync(*train(f"train.checkpoint_dir=local://{place}")), 2, ["shared is in use"])
+    assert not (shadowsync.folder / "out").exists()
+    assert shadowsync(*train(f"train.checkpoint_dir=local://{place}")).status == 0
+    with only_writer(place):
+        resume = ("train", "--resume", "out", f"train.checkpoint_dir=local://{place}")
+        assert_sentence(shadowsync(*resume), 2, ["shared is in use"])
+
+
+def test_nothing_is_written_through_a_link_in_the_place_of_a_lock(trained: CommandLine) -> None:
+    victim = trained.folder / "victim"
+    victim.write_text("precious")
+    (trained.folder / "out" / ".in-use").symlink_to(victim)
+    for command in (("report", "out"), ("train", "--resume", "out", "data.epochs=2")):
+        assert_sentence(trained(*command), 2, [".in-use is no file of a run: remove it"])
+    assert victim.read_text() == "precious"
+
+
+def test_checkpoints_are_read_where_the_user_says(trained: CommandLine) -> None:
+    moved = trained.folder / "moved"
+    (trained.folder / "out" / "checkpoints").rename(moved)
+    assert trained("evaluate", "out", "--checkpoints", str(moved)).status == 0
+    assert_sentence(trained("evaluate", "out", "--checkpoints", "nowhere"), 2, ["nowhere"])
+    assert trained("train", "--resume", "out", "data.epochs=2", f"train.checkpoint_dir={moved}").status == 0
+
+
+def test_a_stored_port_is_opened_on_loopback_only(trained: CommandLine) -> None:
+    forge(trained.folder / "out", "report", {"prometheus_host": "203.0.113.1", "prometheus_port": 0})
+    assert trained("train", "--resume", "out", "data.epochs=2").status == 0
 
 
 def test_a_folder_that_was_made_for_nothing_goes_away(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from embedding_cases import ADAGRAD, ADAM, SOURCE, TABLES, train
 from torch import Tensor
 
+from shadowsync.checkpoint.written import Written
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
@@ -21,7 +22,6 @@ from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import DataError
 from shadowsync.recovery.priority import RowPriority
 from shadowsync.recovery.tracking import RowTracking
-from shadowsync.recovery.written import Written
 from shadowsync.registry import members
 from shadowsync.runtime import embedding_saves
 from shadowsync.runtime.embedding_messages import (

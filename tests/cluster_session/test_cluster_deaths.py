@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_jobs import Cluster, Killing, Tower, cluster_settings, events_of, soon
+from cluster_jobs import DEADLINE_S, Cluster, Killing, Tower, cluster_settings, events_of, soon
 from job_helpers import METHODS, Ledger, Witness, beside_own_model, checkpoints, error_of, name_of, write_rows
 
 from shadowsync import Job, Result
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.images import Images
+from shadowsync.cluster.newcomers import Newcomers
+from shadowsync.cluster.staff import Member
+from shadowsync.data.reader import Reader
 from shadowsync.errors import RunError
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Machine
@@ -140,6 +143,34 @@ def test_several_at_once(tmp_path: Path, cluster: Cluster, roles: Sequence[str])
     result = survive(job_settings(tmp_path), out, Killing(cluster, roles))
     assert result.recovery.failures >= len(roles)
     assert all("dead" in events_of(out)[role] for role in roles)
+
+
+def test_a_new_trainer_waits_for_a_server_of_rows_that_is_not_there_yet(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no failure, and the trainer is not started again."""
+    tried, out = threading.Event(), tmp_path / "out"
+    build, install = Crew.build_trainer, Newcomers._install_embedding
+
+    def build_trainer(crew: Crew, member: Member) -> None:
+        try:
+            build(crew, member)
+        finally:
+            if member.incarnation:
+                tried.set()
+
+    def install_later(newcomers: Newcomers, member: Member, reader: Reader) -> None:
+        assert tried.wait(DEADLINE_S)
+        install(newcomers, member, reader)
+
+    monkeypatch.setattr(Crew, "build_trainer", build_trainer)
+    monkeypatch.setattr(Newcomers, "_install_embedding", install_later)
+    script = Killing(cluster, ["embedding-0", "trainer-1"], until="restored")
+    result = survive(job_settings(tmp_path, recovery={"mode": "partial"}), out, script)
+    assert result.recovery.failures == 2
+    silences = ("unreachable", "reachable")  # on a busy machine
+    told = [event for event in events_of(out)["trainer-1"] if event not in silences]
+    assert told == ["alive", "dead", "restarted", "restored"]
 
 
 def test_a_server_of_rows_goes_back_to_the_newest_checkpoint(tmp_path: Path, cluster: Cluster) -> None:

@@ -25,13 +25,13 @@ from saving_sessions import (
     snapshot,
 )
 
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.snapshot import DeltaOf
+from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.cluster.session import ClusterSession
 from shadowsync.embedding import initial, memory
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.imaging import take
-from shadowsync.recovery.checkpoints import CheckpointStore
-from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.snapshot import DeltaOf
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.keys import JobKeys

@@ -3,11 +3,14 @@
 import contextlib
 import json
 import os
+import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from cluster_jobs import cluster_settings, events_of
 from job_helpers import SMALL_DLRM, by_gradients, checkpoints, write_rows
 
 from shadowsync import Job, Result
+from shadowsync.errors import RunError
+from shadowsync.runtime.ray_runtime import RayRuntime
 
 pytest.importorskip("ray", reason="install the extra to test it: pip install 'shadowsync[ray]'")
 
@@ -26,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 ROWS, EPOCHS = 1500, 2
-DEADLINE_S = 240.0
+DEADLINE_S = 500.0
 STEP_MS = 40.0  # so that a job is not over before a process on a slow machine has been replaced
 
 
@@ -102,8 +107,23 @@ def check_that_only_this_user_gets_in(out: Path) -> None:
     assert (log.parent.parent / "sockets" / "raylet").is_socket()
 
 
+@dataclass(frozen=True)
+class SlowUntil:
+    """Half a second for each step until there is a file: a process may take a minute to start, and is to find a job."""
+
+    file: Path
+
+    def __call__(self, rank: int, iteration: int) -> None:
+        if not self.file.exists():
+            threading.Event().wait(0.5)
+
+
 def run_and_kill(config: dict[str, Any], out: Path, first: str, then: str) -> Result:
     """Runs a job; kills the process of one role, and once it is back and there is a checkpoint that of another."""
+    import ray  # noqa: PLC0415 an extra
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a role's process does not find this file
+    done = out.with_suffix(".killed")
 
     def disturb() -> None:
         wait_until(lambda: samples_of(out) > 100)
@@ -112,15 +132,31 @@ def run_and_kill(config: dict[str, Any], out: Path, first: str, then: str) -> Re
         wait_until(lambda: "restored" in events_of(out).get(first, []))
         wait_until(lambda: checkpoints(out))
         kill(out, then)
+        done.touch()
 
     with ThreadPoolExecutor(1) as pool:
         disturbing = pool.submit(disturb)
-        result = Job(config, out=out).run()
+        result = Job(config, out=out, failures=SlowUntil(done)).run()
         disturbing.result(DEADLINE_S)
     log = Path(places_of(out)["trainer-0"]["log"])
     assert log.read_text()
     assert not (log.parent.parent / "sockets").exists()
     return result
+
+
+@pytest.mark.parametrize(
+    "inside", ["ray._raylet.AuthenticationTokenLoader", "ray._private.ray_constants.ENABLE_RAY_CLUSTER"]
+)
+def test_a_ray_that_cannot_be_closed_to_others_is_not_started(monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
+    import ray  # noqa: PLC0415 an extra
+
+    monkeypatch.delattr(inside)
+    before = dict(os.environ)
+    with pytest.raises(RunError, match=re.escape(f"Ray {ray.__version__} has no {inside}")) as caught:
+        RayRuntime(None)
+    assert "pip install 'ray[default]>=" in str(caught.value)
+    assert not ray.is_initialized()
+    assert dict(os.environ) == before
 
 
 def test_processes_that_are_killed_are_replaced_and_every_row_is_trained(tmp_path: Path) -> None:

@@ -253,3 +253,16 @@ def test_a_slice_that_nobody_has_parsed_yet_is_taken_over_whole():
     assert book.claim(lease, 0, 4) == 0
     assert book.opened(moved, 20)
     assert book.claim(moved, 0, 20) == 20
+
+
+def test_epochs_cost_nothing_before_they_begin():
+    book = LeaseBook(Plan([2], 10**6, shuffle=False, seed=0))
+    for _ in range(2):
+        lease = book.lease(0)
+        book.opened(lease, 2)
+        book.done(lease, 0, 2)
+    assert (book.trained, len(book.epochs), len(book.state()["trained"])) == (4, 2, 2)
+    other = LeaseBook(book.plan)
+    other.restore(book.state())
+    assert other.lease(0).epoch == 2
+    assert len(other.epochs) == 3

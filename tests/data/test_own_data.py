@@ -15,10 +15,10 @@ from polars.exceptions import PanicException
 
 from shadowsync.data import criteo
 from shadowsync.data.batch import Batch
-from shadowsync.data.checks import large_columns
+from shadowsync.data.checks import large_columns, largest_column
 from shadowsync.data.criteo import Criteo
 from shadowsync.data.files import File
-from shadowsync.data.parquet import OpenParquet, Parquet
+from shadowsync.data.parquet import Columns, OpenParquet, Parquet
 from shadowsync.data.synthetic import Synthetic
 from shadowsync.errors import DataError
 
@@ -59,7 +59,7 @@ def test_a_panic_of_the_parser_is_an_error_with_its_place(tmp_path: Path, monkey
         read(source, 3)
 
 
-@pytest.mark.parametrize(("owner", "called"), [(pl, "read_parquet_schema"), (pl.LazyFrame, "collect")])
+@pytest.mark.parametrize(("owner", "called"), [(pl.LazyFrame, "collect_schema"), (pl.LazyFrame, "collect")])
 def test_a_panic_at_opening_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, called: str
 ) -> None:
@@ -113,10 +113,17 @@ def test_a_file_that_was_only_touched_is_read_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("literal", "other"), [("day[1].parquet", "day1.parquet"), ("day*.parquet", "day2.parquet")])
 def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path: Path, literal: str, other: str) -> None:
-    written(tmp_path / other, frame(first=1000.0))
+    written(tmp_path / other, frame(first=1000.0).with_columns(pl.lit("text").alias("item")).drop("price"))
     source = opened(written(tmp_path / literal, frame(30)))
     assert source.rows == 30
     assert read(source).dense[0].tolist() == [0.0]
+    assert Columns(source.files, ["item"], source.file_rows).types == {"item": pl.Int64}
+
+
+def test_a_name_that_would_match_nothing_as_a_pattern_is_a_name(tmp_path: Path) -> None:
+    source = opened(written(tmp_path / "t [1].parquet", frame(30)))
+    assert read(source).dense[1].tolist() == [0.5]
+    assert Columns(source.files, ["price"], source.file_rows).take(2)["price"].to_list() == [0.0, 0.5]
 
 
 def test_a_folder_stands_for_its_parquet_files(tmp_path: Path) -> None:
@@ -205,6 +212,19 @@ def test_numbers_too_large_to_train_on_are_told_of(tmp_path: Path) -> None:
     assert "price" not in said
     for good in (opened(path), opened(path, dense=("user",), log_dense=True), opened(path, dense=())):
         assert large_columns(good) is None
+
+
+def test_the_largest_number_is_known_without_reading_the_rows(tmp_path: Path) -> None:
+    numbers = np.zeros(ROWS)
+    numbers[40] = -1e30
+    first = written(tmp_path / "a.parquet", frame(age=-3.0))
+    second = written(tmp_path / "b.parquet", frame(age=numbers), row_group_size=16)
+    columns = ("price", "age")
+    assert largest_column(opened(first, second, dense=columns)) == "|age| is up to 1e+30"
+    for good in (opened(first, dense=columns), opened(second, dense=columns, log_dense=True), opened(second, dense=())):
+        assert largest_column(good) is None
+    unknown = written(tmp_path / "c.parquet", frame(age=numbers), statistics=False)
+    assert largest_column(opened(unknown, dense=columns)) is None
 
 
 # --- knowing data again ----------------------------------------------------------------------------------------------

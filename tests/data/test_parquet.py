@@ -131,7 +131,10 @@ def test_a_bad_row_is_named_or_skipped(tmp_path, what):
         ({"label": "clicked"}, "there is no column 'clicked' (data.label); the file has label, price"),
         ({"dense": ("prise",)}, "there is no column 'prise' (data.dense), did you mean price?"),
         ({"dense": ("tags",)}, "column 'tags' (data.dense) holds List(Int64), it must hold one number per row"),
-        ({"label": "word"}, "column 'word' (data.label) holds String, it must hold one number per row"),
+        (
+            {"label": "word", "categorical": ("item", "tags")},
+            "column 'word' (data.label) holds String, it must hold one number per row",
+        ),
         (
             {"categorical": ("price",), "rows": 9},
             "column 'price' (data.categorical) holds Float64, it must hold integers",
@@ -160,7 +163,11 @@ def test_columns_that_do_not_fit(tmp_path, options, message):
         ({"tables": {"x": "item"}}, "data.tables names 'x'"),
         ({"categorical": ("item", "item")}, "data.categorical names 'item' twice"),
         ({"hash_size": 1}, "data.hash_size"),
-        ({"categorical": ()}, "data.categorical"),
+        ({"dense": ("price", "price")}, "data.dense names 'price' twice: leave one out"),
+        ({"dense": ("price", "label")}, "data.dense names 'label', which is the label (data.label): leave it out"),
+        ({"categorical": ("label", "item", "word", "tags")}, "data.categorical names 'label', which is the label"),
+        ({"label": "marks"}, "data.weights names 'marks', which is the label"),
+        ({"categorical": (), "rows": None, "hash_size": None, "weights": {}}, "data.categorical is empty: name at"),
     ],
 )
 def test_options_that_do_not_fit(tmp_path, options, message):

@@ -60,7 +60,7 @@ def test_the_first_python_of_the_readme_prints_a_result(capsys: pytest.CaptureFi
 def test_the_readmes_own_module_trains(capsys: pytest.CaptureFixture[str]) -> None:
     _, own_module = blocks("python", ROOT / "README.md")
     exec(compile(own_module, "README.md", "exec"), {})
-    assert float(capsys.readouterr().out) > 0.6
+    assert float(capsys.readouterr().out) > 0.68
 
 
 @pytest.mark.parametrize("text", blocks("yaml", *PAGES))

@@ -20,7 +20,7 @@ TO_THE_END = ("report.every_s=1000",)
 
 def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(TUNE), *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=500)
 
 
 def test_two_trials_are_jobs_that_report_and_are_compared_on_the_test_rows(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from embedding_cases import ADAGRAD, ADAM, OPTIMIZERS, SGD, STORAGES, dense_gradient, jagged, random_ids, table, whole
 
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding.memory import ShardMemory
 from shadowsync.embedding.requests import KNOWN_REQUESTS
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table
@@ -282,3 +283,14 @@ def test_a_shard_of_one_row_takes_no_row_for_another():
     saved = copied(trained(ADAM).state())[1]
     with pytest.raises(CheckpointError, match="weight of 0 rows of table b has the form"):
         made.load([replace(single(saved, []), tensors={n: t[:1] for n, t in saved.tensors.items()})], partial=True)
+
+
+def test_one_of_many_parts_is_copied_and_loaded_without_a_look_at_the_others(monkeypatch):
+    cut = table("cut", 300, 4)
+    made = server([Shard(cut, row, row + 1) for row in range(300)])
+    looks = []
+    monkeypatch.setattr(ShardMemory, "view", lambda *_: looks.append("a view"))
+    monkeypatch.setattr("shadowsync.embedding.server.check_fits", lambda *_: looks.append("a comparison"))
+    made.load([Rows(cut, 8, made.copy_rows(7, range(7, 8)))], partial=True)
+    assert looks == ["a comparison"]
+    assert torch.equal(made.state()[7].tensors["weight"], made.state()[8].tensors["weight"])

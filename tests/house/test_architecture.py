@@ -14,6 +14,7 @@ ORDER = (
     "sync",
     "aggregation",
     "compression",
+    "checkpoint",
     "recovery",
     "runtime",
     "metrics",

@@ -14,8 +14,9 @@ from repository import ROOT, SOURCE, attributes, tree_of
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.compression.codec import Codec
-from shadowsync.config import Config
+from shadowsync.config import Config, parse
 from shadowsync.data.source import Source
+from shadowsync.errors import ConfigError
 from shadowsync.models.model import ModelSpec
 from shadowsync.registry import members, option_names
 from shadowsync.sync.method import SyncMethod
@@ -106,6 +107,12 @@ def test_every_key_says_what_it_means() -> None:
     for section, schema in sections():
         for key, field in schema.model_fields.items():
             assert field.description, f"{section}.{key} has no description"
+
+
+@pytest.mark.parametrize(("section", "key"), [pair for pair in KEYS if pair[1].endswith(("_s", "_ms"))])
+def test_no_duration_is_longer_than_the_timers_take(section: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}=.*less than or equal to"):
+        parse({section: {key: 1e10 if key.endswith("_s") else 1e13}})
 
 
 def test_the_reference_is_what_the_schema_says() -> None:

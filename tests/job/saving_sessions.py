@@ -9,13 +9,13 @@ import torch
 from job_helpers import Ledger, Witness, beside_own_model, settings, write_rows
 from torch import Tensor
 
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
+from shadowsync.checkpoint.store import CheckpointStore
+from shadowsync.checkpoint.written import WrittenRows
 from shadowsync.choices import choose_all
 from shadowsync.config import parse
 from shadowsync.embedding.table import Rows, RowSet, Table
-from shadowsync.recovery.checkpoints import CheckpointStore
-from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.snapshot import DeltaOf, Snapshot
-from shadowsync.recovery.written import WrittenRows
 from shadowsync.session import Material, Own, Session
 
 DEADLINE_S = 120.0

@@ -7,6 +7,7 @@ import pytest
 from shadowsync.assembly import prefetch
 from shadowsync.choices import choose_all, server_count, warmup_samples
 from shadowsync.config import merge, parse
+from shadowsync.remarks import too_short
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,28 @@ def test_a_warm_up_has_some_steps_and_leaves_most_of_a_short_job(
 ) -> None:
     config = parse({**given, "train": {"batch_size": 512, "trainers": 2, "workers": 1} | given.get("train", {})})
     assert warmup_samples(config, total) == samples
+
+
+ONE_TRAINER = {"batch_size": 10, "trainers": 1, "workers": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "total", "said"),
+    [
+        ({"train": ONE_TRAINER}, 191, None),
+        ({"train": ONE_TRAINER}, 190, "only 19 step(s) of each replica, 190 samples in all by 10 x 1 trainer(s)"),
+        ({"train": {"trainers": 1000}}, 4000, "only 1 step(s) of each replica"),
+        ({"train": {"batch_size": 10**12}}, 4000, "only 1 step(s) of each replica"),
+        ({"aggregation": {"method": "gba", "global_batch": 102_400}}, 4000, "only 1 global step(s), 4,000 samples"),
+        ({"train": ONE_TRAINER, "aggregation": {"method": "gba", "global_batch": 10}}, 200, None),
+        ({"train": ONE_TRAINER | {"warmup_samples": 999}}, 1000, None),
+        ({"train": ONE_TRAINER | {"warmup_samples": 1000}}, 1000, "=1000 is not less than the 1,000 samples"),
+    ],
+)
+def test_a_job_too_short_to_learn_anything_is_told_of(given: dict[str, Any], total: int, said: str | None) -> None:
+    found = too_short(parse(given), total)
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
 
 
 def test_an_empty_map_clears_the_one_below_it() -> None:

@@ -99,7 +99,7 @@ def test_a_bad_row_is_never_left_out_of_predictions(tmp_path: Path, data: tuple[
     file = tmp_path / "predictions.parquet"
     error = error_of(lambda: Trained(tmp_path / "out").predict(str(bad), file))
     assert isinstance(error, DataError)
-    assert f"{bad}, row 6" in str(error)
+    assert f"{bad}, row 6: c1 has id 40, outside of 0 … 39 (data.rows); mend it, or take such rows out" in str(error)
     assert list(tmp_path.glob("*predictions*")) == []
 
 
@@ -112,6 +112,40 @@ def test_rows_without_labels_can_be_predicted(tmp_path: Path, data: tuple[Path, 
     assert pl.read_parquet(tmp_path / "bare.out.parquet").equals(pl.read_parquet(tmp_path / "out.parquet"))
     error = error_of(lambda: trained.evaluate(str(bare)))
     assert isinstance(error, DataError)
+
+
+@pytest.mark.parametrize(("column", "value"), [("label", 7), ("c1", -1), ("c1", None), ("x", float("nan"))])
+def test_a_bad_row_is_said_to_be_mended_in_the_file_alone(
+    tmp_path: Path, data: tuple[Path, Path], column: str, value: object
+) -> None:
+    """The two commands take no options of the data, and what a model was trained on stays."""
+    run(data, tmp_path / "out")
+    bad, trained = tmp_path / "bad.parquet", Trained(tmp_path / "out")
+    cells = pl.when(pl.int_range(pl.len()) == 5).then(pl.lit(value)).otherwise(column).alias(column)
+    pl.read_parquet(data[1]).with_columns(cells).write_parquet(bad)
+    asked = [lambda: trained.evaluate(bad), lambda: trained.predict(bad, tmp_path / "p.csv")]
+    for ask in asked[: 1 if column == "label" else 2]:
+        said = str(error_of(ask))
+        assert f"{bad}, row 6: " in said
+        assert said.endswith("mend it, or take such rows out of the file, as the model is trained already")
+        assert "hash_size" not in said
+
+
+def test_odd_rows_are_remarked_on(tmp_path: Path, data: tuple[Path, Path]) -> None:
+    run(data, tmp_path / "out", data={"on_bad_row": "skip"})
+    rows, odd, trained = pl.read_parquet(data[1]), tmp_path / "odd.parquet", Trained(tmp_path / "out")
+    label = pl.when(pl.int_range(pl.len()) < 13).then(7).otherwise(1).alias("label")
+    rows.with_columns(label, pl.col("x") * 1e6).write_parquet(odd)
+    unscaled, undefined, bad = (trained.evaluate(odd), trained.remarks)[1]
+    assert "dense columns with numbers beyond ±10,000, which drown the others: x (" in unscaled
+    assert unscaled.endswith("; scale them as the rows that the model was trained on")
+    assert undefined == "AUC and NE of these rows are not defined, as all 107 labels are 1: give rows of both labels"
+    assert bad == "13 of 120 rows (11 %) were left out by data.on_bad_row=skip"
+    trained.predict(odd, tmp_path / "p.csv")
+    (alone,) = trained.remarks
+    assert alone.startswith("dense columns with numbers beyond ±10,000")
+    trained.evaluate()
+    assert trained.remarks == ()
 
 
 def test_predictions_go_to_a_path_given_as_text_as_csv_or_parquet_by_its_name(

@@ -87,6 +87,28 @@ def test_a_signal_saves_and_stops(run: list[str], number: signal.Signals, tmp_pa
     finish(out)
 
 
+STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGINT]
+"""Two kinds, since a signal that is sent again before it was seen is sent once."""
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("saved", [False, True])
+def test_signals_in_a_row_end_it_with_one_sentence(run: list[str], count: int, saved: bool, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    history = out / "metrics.jsonl"
+    settings = ["train.emulate_step_ms=20000"] if not saved else []
+    with process([*run, *settings]) as started:
+        watch(started, lambda: bool(checkpoints(out)) if saved else history.exists())
+        for number in STOPS[:count]:
+            started.send_signal(number)
+        _, said = started.communicate(timeout=DEADLINE_S)
+    assert started.returncode == 130, said
+    assert said.count("\n") == 1
+    kept = [found.name for found in checkpoints(out)]
+    assert said.startswith("shadowsync: interrupted; ")
+    assert (f"{max(kept)}: go on with shadowsync train --resume {out}" if kept else "nothing was saved") in said
+
+
 def test_sigterm_before_and_after_training_ends_the_command_as_ctrl_c_does(tmp_path: Path) -> None:
     program = (
         "import signal\n"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from job_helpers import error_of, settings, train_counted, write_rows
+from job_helpers import SMALL_DLRM, error_of, settings, train_counted, write_rows
 from rich.console import Console
 
 from shadowsync import Job
@@ -114,7 +114,7 @@ def test_ids_among_dense_columns_are_told_of_and_end_the_run(tmp_path: Path) -> 
     error = error_of(lambda: job.run(Console(file=said, width=400)))
     assert isinstance(error, RunError)
     assert "training NE is " in str(error)
-    assert "nothing can be learnt like that: scale the dense columns" in str(error)
+    assert "nothing can be learnt like that: scale the dense columns (|x| is up to 4.61e+18) to about −1" in str(error)
     assert "dense columns with numbers beyond ±10,000, which drown the others: x (4.6" in said.getvalue()
     assert not (tmp_path / "out" / "result.json").exists()
 
@@ -125,5 +125,50 @@ def test_a_few_extreme_rows_are_told_of_and_do_not_end_the_run(tmp_path: Path) -
     said = io.StringIO()
     result = Job(unscaled(tmp_path / "rows.parquet", numbers), out=tmp_path / "out").run(Console(file=said, width=400))
     assert result.data.trained_samples == len(numbers)
-    assert said.getvalue().count("look for extreme values in the dense columns") == 1
+    assert said.getvalue().count("look for extreme values in the dense columns (|x| is up to 1e+12), or lower") == 1
     assert "beyond ±10,000" not in said.getvalue()
+
+
+def told(config: dict[str, Any], out: Path) -> str:
+    """What a job says."""
+    said = io.StringIO()
+    Job(config, out=out).run(Console(file=said, width=1000))
+    return said.getvalue()
+
+
+def test_a_loss_that_no_dense_column_can_have_made_names_what_did(tmp_path: Path) -> None:
+    config = unscaled(tmp_path / "rows.parquet", np.zeros(12_000))
+    config["data"]["dense"] = []
+    config |= {"model": {"name": "deepfm"}, "embedding": config["embedding"] | {"lr": 1e6, "optimizer": "sgd"}}
+    error = error_of(lambda: told(config, tmp_path / "out"))
+    assert isinstance(error, RunError)
+    assert "nothing can be learnt like that: lower embedding.lr, model.embedding_dim or train.lr" in str(error)
+    assert "dense columns" not in str(error)
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_labels_that_are_all_the_same_are_told_of(tmp_path: Path, label: int) -> None:
+    path = write_rows(tmp_path / "rows.parquet", ROWS)
+    pl.read_parquet(path).with_columns(label=pl.lit(label)).rename({"label": "clicked"}).write_parquet(path)
+    said = told(settings(path, path, model=SMALL_DLRM, data={"label": "clicked"}), tmp_path / "out")
+    assert said.count(f"labels so far are {label}: is data.label (clicked) the right column?") == 1
+    assert f"AUC and NE of the test rows are not defined, as all 60 labels are {label}: give rows of both" in said
+
+
+def test_labels_of_both_kinds_are_nothing_to_tell(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.parquet", ROWS)
+    assert "labels" not in told(settings(path, path, model=SMALL_DLRM), tmp_path / "out")
+
+
+@pytest.mark.parametrize(("bad", "many"), [(6, False), (7, True)])
+def test_many_rows_that_were_left_out_are_told_of(tmp_path: Path, bad: int, many: bool) -> None:
+    path = write_rows(tmp_path / "rows.parquet", ROWS)
+    rows = pl.read_parquet(path)
+    label = pl.when(pl.int_range(pl.len()) < bad).then(7).otherwise("label").alias("label")
+    rows.with_columns(label).write_parquet(path)
+    said = told(settings(path, path, model=SMALL_DLRM, data={"on_bad_row": "skip"}), tmp_path / "out")
+    for kind in ("training rows", "test rows"):
+        assert (
+            f"7 of 60 {kind} (12 %) were left out by data.on_bad_row=skip, for instance {path}, row " in said
+        ) == many
+    assert ("were left out" in said) == many

@@ -32,10 +32,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shadowsync import Interrupted, Job, Trained
+from shadowsync.checkpoint.files import LocalFiles
 from shadowsync.config import merge
 from shadowsync.errors import CheckpointError, ConfigError, SaveError
 from shadowsync.local_session import LocalSession
-from shadowsync.recovery.files import LocalFiles
 
 
 class SignalAt:

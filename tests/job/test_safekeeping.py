@@ -13,13 +13,13 @@ import torch
 from saving_sessions import Pause, assert_same, by_table, loaded_rows, material
 from torch import Tensor
 
+from shadowsync.checkpoint import chain
+from shadowsync.checkpoint.saver import AsyncSaver
+from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.table import Rows
 from shadowsync.errors import CheckpointError
 from shadowsync.local_session import LocalSession
-from shadowsync.recovery import chain
-from shadowsync.recovery.checkpoints import CheckpointStore
 from shadowsync.recovery.governor import Due
-from shadowsync.recovery.saver import AsyncSaver
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.safekeeping import Safekeeping
 

@@ -25,12 +25,12 @@ from saving_sessions import (
     tell,
 )
 
+from shadowsync.checkpoint.snapshot import DeltaOf
+from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.errors import CheckpointError
 from shadowsync.local_session import LocalSession
-from shadowsync.recovery.checkpoints import CheckpointStore
-from shadowsync.recovery.snapshot import DeltaOf
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,15 @@ def test_streaming_agrees_with_exact(batch: int, scale: float, shift: float) -> 
     assert [p.prediction for p in streamed] == pytest.approx([p.prediction for p in known], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("labels", "only"), [([], None), ([0, 0, 0], 0), ([1, 1], 1), ([0, 0, 1], None), ([1, 1, 0], None)]
+)
+def test_the_only_label_there_is(labels: list[float], only: int | None) -> None:
+    logits, given = torch.zeros(len(labels)), torch.tensor(labels, dtype=torch.float32)
+    assert evaluate_scores(logits, given).only_label == only
+    assert feed(Quality(2), logits, given, 1).only_label == only
+
+
 def test_auc_of_bf16_logits_is_exact() -> None:
     logits, labels = draw(20_000, 2)
     logits = logits.bfloat16()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.metrics.roles import Happening, RoleEvent, RoleState, Roster, Span, role_order, spans, state_after
+from shadowsync.metrics.roles import Happening, RoleEvent, RoleState, Span, role_order, spans, state_after
 
 DEATH = [
     RoleEvent(0.0, "embedding-1", "alive"),
@@ -30,18 +30,13 @@ def test_a_death_and_a_return() -> None:
             Span(30.0, 40.0, "alive"),
         ]
     }
-    roster, seen = Roster(), []
-    for event in DEATH:
-        roster.note(event)
-        seen.append(roster.states()["embedding-1"])
-    assert seen == ["alive", "saving", "alive", "dead", "restarting", "alive"]
 
 
 def test_the_end_of_a_save_does_not_revive_the_dead() -> None:
     for started, died, ended in (("saving", "dead", "saved"), ("unreachable", "dead", "reachable")):
-        roster = Roster([RoleEvent(0.0, "trainer-0", started), RoleEvent(1.0, "trainer-0", died)])
-        roster.note(RoleEvent(2.0, "trainer-0", ended))
-        assert roster.states() == {"trainer-0": "dead"}
+        happened = zip((0.0, 1.0, 2.0), (started, died, ended), strict=True)
+        told = spans([RoleEvent(seconds, "trainer-0", event) for seconds, event in happened], until=3.0)
+        assert told["trainer-0"][-1] == Span(1.0, 3.0, "dead")
 
 
 def test_who_left_is_in_no_span_until_it_is_back() -> None:
@@ -64,7 +59,6 @@ def test_roles_stand_as_a_batch_meets_them() -> None:
     assert sorted(shuffled, key=role_order) == expected
     events = [RoleEvent(0.0, role, "alive") for role in shuffled]
     assert list(spans(events, 1.0)) == expected
-    assert list(Roster(events).states()) == expected
 
 
 @pytest.mark.parametrize("event", get_args(Happening))
@@ -80,13 +74,15 @@ def test_every_event_leads_to_a_state(state: RoleState | None, event: Happening)
         max_size=12,
     )
 )
-def test_spans_follow_each_other_and_end_in_the_roster(steps: list[tuple[int, str, Happening]]) -> None:
+def test_spans_follow_each_other_and_end_in_the_last_state(steps: list[tuple[int, str, Happening]]) -> None:
     now, events = 0.0, []
     for passed, role, event in steps:
         now += passed
         events.append(RoleEvent(now, role, event))
     told = spans(events, until=now + 1.0)
-    states = Roster(events).states()
+    states: dict[str, RoleState] = {}
+    for event in events:
+        states[event.role] = state_after(states.get(event.role), event.event)
     assert set(told) == set(states)
     for role, stretches in told.items():
         assert all(stretch.start < stretch.end for stretch in stretches)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shadowsync.recovery.costs import Costs, Scale, spoken
 from shadowsync.recovery.decision import Goal, decide
-from shadowsync.recovery.policy import Full, NoRecovery, Partial, RecoveryPolicy, policies
+from shadowsync.recovery.policy import Full, Partial, RecoveryPolicy, policies
 from shadowsync.registry import members
 
 HOUR = 3600.0
@@ -80,12 +80,6 @@ def test_servers_that_fail_together_shorten_the_interval() -> None:
     assert Partial().interval_s(together, EIGHT) == pytest.approx(Partial().interval_s(PRODUCTION, EIGHT) / 4)
     more_than_there_are = replace(PRODUCTION, lost_servers=99)
     assert Partial().expected_pls(more_than_there_are, EIGHT, HOUR) == pytest.approx(0.5 / 28)
-
-
-def test_who_loads() -> None:
-    assert Full().loading({2}, Scale(4)) == {0, 1, 2, 3}
-    assert Partial().loading([2, 3], Scale(4)) == {2, 3}
-    assert NoRecovery().loading({2}, Scale(4)) == frozenset()
 
 
 def test_saving_for_nothing_is_done_all_the_time_and_then_full_loses_nothing() -> None:

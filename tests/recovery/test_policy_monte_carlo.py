@@ -16,6 +16,7 @@ from shadowsync.recovery.decision import Goal, decide
 from shadowsync.recovery.estimates import Estimates, Priors
 from shadowsync.recovery.governor import Due, Governor
 from shadowsync.recovery.pls import PlsAccount
+from shadowsync.recovery.policy import Full
 
 HOUR = 3600.0
 TRUE = Costs(save_s=318.0, load_s=200.0, restart_s=208.0, fail_s=28 * HOUR)
@@ -62,9 +63,8 @@ class Job:
             self.account.saved(server, round(self.trained))
 
     def fail(self, servers: list[int]) -> None:
-        """Some servers die, and whom the policy names goes back."""
-        going_back = self.governor.decision.chosen.policy.loading(servers, self.governor.scale)
-        if len(going_back) == len(self.account.shares):
+        """Some servers die; under full recovery everybody goes back."""
+        if isinstance(self.governor.decision.chosen.policy, Full):
             self.lost_s["again"] += self.trained - self.checkpoint
             self.trained = self.checkpoint
             self.account.went_back(round(self.checkpoint))

@@ -50,8 +50,12 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, 3)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], '{"seconds": 1}\n', lines[2]]))
-    with pytest.raises(DataError, match=r"metrics\.jsonl: line 2 is not a frame"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl: line 2 is not a frame .*; remove the line"):
         read_frames(tmp_path)
+    told: list[str] = []
+    assert read_frames(tmp_path, told.append) == [make_frames(3)[0], make_frames(3)[2]]
+    assert len(told) == 1
+    assert "line 2 is not a frame" in told[0]
 
 
 def test_no_file_means_no_frames(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +18,6 @@ from shadowsync.training.kernels import (
     Kernels,
     choose_computing,
     fastest_kernels,
-    multiplies_bf16,
     onednn_runs,
     parse_kernels,
 )
@@ -107,11 +107,13 @@ def ticking(seconds: Iterator[float]) -> Iterator[float]:
 
 @pytest.mark.skipif(not onednn_runs(torch.float32), reason="install a torch with oneDNN to compare it")
 def test_the_faster_library_wins_product_by_product() -> None:
-    """The clock is a script: start, then two readings for each of the eight products, the last of which ends it."""
-    by_torch, slower, faster = 1.0, 1.5, 0.5
-    took = (by_torch, faster, by_torch, slower, by_torch, slower, slower, faster)
-    readings = [0.0, *itertools.chain.from_iterable((0.0, seconds) for seconds in took), 99.0]
-    clock = ticking(iter(readings))
+    """The clock is a script: start, a reading before each layer and product, and two for each library of a product."""
+    by_torch, slower, faster = 1e-4, 1.5e-4, 0.5e-4
+    took = ((by_torch, faster), (by_torch, slower), (by_torch, slower, slower, faster))
+    readings = [0.0, 0.0]
+    for product in took:
+        readings += [0.0, *itertools.chain.from_iterable((0.0, seconds) for seconds in product)]
+    clock = ticking(iter([*readings, 99.0]))
     assert str(fastest_kernels([nn.Linear(3, 5)], 4, torch.float32, lambda: next(clock))) == "3x5=otO"
 
 
@@ -121,9 +123,36 @@ def test_equally_fast_libraries_leave_the_product_with_torch() -> None:
     assert str(fastest_kernels([nn.Linear(3, 5)], 4, torch.float32, lambda: next(clock))) == "3x5=ttt"
 
 
-def test_the_probe_agrees_with_what_runs() -> None:
-    """On any processor: what the probe allows does not raise, and bf16 is native only where oneDNN runs it."""
-    inputs, weight = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(5, 3, dtype=torch.bfloat16)
-    if onednn_runs(torch.bfloat16):
-        assert torch.ops.mkldnn._linear_pointwise(inputs, weight, None, "none", [], "").shape == (4, 5)
-    assert onednn_runs(torch.bfloat16) or not multiplies_bf16("cpu")
+@pytest.mark.skipif(not onednn_runs(torch.float32), reason="install a torch with oneDNN to compare it")
+def test_timing_ends_in_time_however_many_and_wide_the_layers_are() -> None:
+    layers = [nn.Linear(width, 1 << 12, device="meta") for width in range(1 << 12, (1 << 12) + 2_000)]
+    layers += [nn.Linear(1 << 20, 1 << 16, device="meta"), *(nn.Linear(16 + k, 8, device="meta") for k in range(2_000))]
+    began = time.thread_time()
+    fastest_kernels(layers, 1 << 20, torch.float32)
+    assert time.thread_time() - began < 20 * kernels.TIMED_S
+    clock = itertools.count(0.0, 0.03)
+    named = fastest_kernels([nn.Linear(3, 5), nn.Linear(5, 7)], 4, torch.float32, lambda: next(clock))
+    assert named.layers == {"3x5": "ttt"}, "what was not reached is left to torch"
+
+
+@pytest.mark.skipif(not onednn_runs(torch.float32), reason="install a torch with oneDNN to compare it")
+def test_every_product_of_no_rows_runs() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        if onednn_runs(dtype):
+            nothing = torch.zeros(0, 3, dtype=dtype)
+            layer = parse_kernels("3x5=ooO,5x7=ooo").of(nn.Linear(3, 5))
+            outputs = layer.forward(nothing, torch.ones(5, 3, dtype=dtype), None, True)
+            assert layer.by_input(outputs, torch.ones(5, 3, dtype=dtype)).shape == (0, 3)
+            assert torch.equal(layer.by_weight(outputs, nothing), torch.zeros(5, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_probe_agrees_with_what_runs(dtype: torch.dtype) -> None:
+    """On any processor: oneDNN's product is as torch's where the probe allows it, and raises where it does not."""
+    inputs, weight = torch.rand(4, 3).to(dtype), torch.rand(5, 3).to(dtype)
+    if onednn_runs(dtype):
+        product = torch.ops.mkldnn._linear_pointwise(inputs, weight, None, "none", [], "")
+        torch.testing.assert_close(product, nn.functional.linear(inputs, weight))
+    else:
+        with pytest.raises((RuntimeError, AttributeError)):
+            torch.ops.mkldnn._linear_pointwise(inputs, weight, None, "none", [], "")

@@ -222,9 +222,27 @@ def test_a_loss_that_is_not_finite_reaches_no_update() -> None:
     bench, update = Bench(Rates()), Kept()
     bad = bench.feed.waiting[2].batch
     bad.dense.fill_(torch.inf)
-    with pytest.raises(NonFiniteLoss, match="batch 2"):
+    said = r"batch 2 .*samples: look for extreme values in the dense columns of these rows \(up to inf\), lower train"
+    with pytest.raises(NonFiniteLoss, match=said):
         bench.train(update)
     assert update.numbers == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(torch.nan, "^parameter top.weight of the model holds NaN .* before the first step"), (0.0, "^the model gives a")],
+)
+def test_before_the_first_step_the_model_is_to_blame_and_no_learning_rate(
+    value: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(Rates())
+    monkeypatch.setattr(bench, "_trained", lambda: 0)
+    with torch.no_grad():
+        bench.replica.module.top.weight[0, 0] = value
+    bench.feed.waiting[0].batch.dense.fill_(torch.inf)
+    with pytest.raises(NonFiniteLoss, match=said) as caught:
+        bench.train(Kept())
+    assert "lr" not in str(caught.value)
 
 
 def test_both_parts_follow_the_factor() -> None:

@@ -22,7 +22,7 @@ from shadowsync.runtime.wire.client import Courier, WireConnection
 from shadowsync.runtime.wire.clients import Limits
 from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.messages import Bye, Call, Hello, Ping, Pong, Unknown, Welcome, encode, from_server
+from shadowsync.runtime.wire.messages import Bye, Call, Failed, Hello, Ping, Pong, Unknown, Welcome, encode, from_server
 from shadowsync.runtime.wire.packing import Cargo
 from shadowsync.runtime.wire.server import WireServer
 from shadowsync.runtime.wire.tensors import Spec
@@ -333,6 +333,27 @@ def test_the_answers_of_a_client_that_does_not_read_wait_outside_of_memory(
     assert answers == set(range(1, calls + 1)), "it reads at last, and gets what it asked for"
 
 
+def test_the_calls_of_a_client_that_does_not_read_do_not_pile_up(
+    raw: Callable[..., Raw], serve: Callable[..., WireServer]
+) -> None:
+    replies, calls, limit = 40, 100, 4
+    server = serve(Bank(), limits=Limits(unread_bytes=limit << 20))
+    lazy = raw(server.address, rcvhwm=1, rcvbuf=1 << 16)
+    lazy.greet("a" * 32)
+    for number in range(1, replies + 1):
+        lazy.socket.send(encode(Call(lazy.session, number, 1, "statement", b"\xc0", ())))
+    until(lambda: server.counts.requests == replies and server.queue_depth == 0, "the calls, and their turn")
+    cargo = Cargo.of(Deposit("big", 1), (torch.ones(1 << 18),), 1 << 20)
+    for number in range(replies + 1, replies + calls + 1):
+        call = Call(lazy.session, number, 1, "echo", cargo.meta, cargo.specs)
+        lazy.socket.send_multipart([encode(call), *map(bytes, cargo.frames)])
+    answers = [from_server(lazy.socket.recv_multipart()[:1]) for _ in range(replies + calls)]
+    assert {answer.number for answer in answers} == set(range(1, replies + calls + 1))
+    refused = [answer for answer in answers if isinstance(answer, Failed)]
+    assert calls / 2 < len(refused) < calls
+    assert "wait to be read" in refused[0].fault.message
+
+
 CROWDED = """
 import os, resource, sys
 from shadowsync.runtime.wire.keys import JobKeys
@@ -375,7 +396,7 @@ def test_a_server_without_descriptors_rests_and_opens_again(
     def refuses() -> bool:
         try:
             idle.append(stack.enter_context(socket.create_connection(place, PATIENCE_S)))
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, ConnectionResetError):  # the latter if it waited to be let in
             return True
         return False
 

@@ -12,6 +12,7 @@ from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Co
 from shadowsync.aggregation.gba import DivideBy, Gba, Tolerance
 from shadowsync.aggregation.step_times import Round, StepTimes, lost_share
 from shadowsync.aggregation.synchronous import Sync
+from shadowsync.config import LONGEST_S
 from shadowsync.errors import ConfigError
 
 BACK = 10
@@ -49,7 +50,12 @@ class Auto(Aggregation):
     ] = 2
     steady_s: Annotated[
         float,
-        Field(ge=0, allow_inf_nan=False, description="seconds in a row to go to GBA, ten times that to return"),
+        Field(
+            ge=0,
+            le=LONGEST_S,
+            allow_inf_nan=False,
+            description="seconds in a row to go to GBA, ten times that to return",
+        ),
     ] = 1.0
     tolerance: Tolerance = Gba.tolerance
     divide_by: DivideBy = Gba.divide_by

@@ -17,6 +17,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import BeforeValidator, Field
 
+from shadowsync.config import LONGEST_S
 from shadowsync.errors import ConfigError
 from shadowsync.registry import build, split_options
 
@@ -63,7 +64,7 @@ class Slowness:
     share: Annotated[float, Field(gt=0, le=1)] | None = None
     index: Annotated[tuple[Annotated[int, Field(ge=0)], ...], _listed("+")] | None = None
     slow: Annotated[tuple[Factor, Factor], BeforeValidator(_range)] = (3.0, 10.0)
-    for_s: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] | None = None
+    for_s: Annotated[float, Field(ge=0.1, le=LONGEST_S, allow_inf_nan=False)] | None = None
     from_s: Seconds = 0.0
     until_s: Annotated[float, Field(gt=0)] = math.inf
     seed: Annotated[int, Field(ge=0)] = 0

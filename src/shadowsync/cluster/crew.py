@@ -130,6 +130,11 @@ class Crew:
         """Embedding servers that are not there."""
         return tuple(sorted({*range(len(self.blueprint.shards))} - {m.index for m in self.serving("embedding")}))
 
+    def everybody_serves(self) -> bool:
+        """All servers are there, and a reader: all that a trainer needs."""
+        servers = len(self.serving("embedding")) + len(self.serving("dense"))
+        return servers == len(self.blueprint.servers()) and bool(self.serving("reader"))
+
     def _complete(self, kind: str, count: int) -> list[Member]:
         servers = self.serving(kind)
         missing = set(range(count)) - {member.index for member in servers}

@@ -12,6 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.matching import match_optimizer, match_tables
+from shadowsync.checkpoint.written import Written
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.dense_messages import image_reply, read_image
 from shadowsync.cluster.staff import Member
@@ -21,9 +24,6 @@ from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.matching import match_optimizer, match_tables
-from shadowsync.recovery.written import Written
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
 from shadowsync.runtime.embedding_rows import RemoteRows
 from shadowsync.runtime.embedding_saver import RemoteSave

@@ -6,14 +6,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.dense_side import DenseSide
 from shadowsync.cluster.images import Images
 from shadowsync.cluster.staff import Member
 from shadowsync.data.reader import Reader
-from shadowsync.recovery.loading import LoadedCheckpoint
 from shadowsync.runtime.runtime import Order
+from shadowsync.runtime.wire.errors import GONE
 from shadowsync.session import Newest, ServerLoss
+
+LOOK_S = 0.05
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Newcomers:
 
         Raises:
             NobodyLeft: see there.
-            PeerLost: somebody who is needed for that is not there, or it died again.
+            PeerLost: it died again. For servers that are not there a trainer waits, unless `stopping`.
         """
         member = self.crew.staff.hire(order)
         install: dict[str, Callable[[Member, Reader], None]] = {
@@ -138,7 +141,8 @@ class Newcomers:
         self.crew.tell_of_server(member)
 
     def _install_trainer(self, member: Member, stopping: Callable[[], bool]) -> None:
-        self.crew.build_trainer(member)
+        if not self._build_trainer(member, stopping):
+            return
         with self.images.turn:
             self.dense.fill_trainer(member)
             self.crew.doors.expect(member.index)
@@ -147,3 +151,16 @@ class Newcomers:
             self.crew.ask_to_start(member)
             if stopping():
                 self.crew.ask_to_stop()
+
+    def _build_trainer(self, member: Member, stopping: Callable[[], bool]) -> bool:
+        """Waits for servers that are not there yet; False if nobody is to train meanwhile."""
+        while not stopping():
+            try:
+                self.crew.build_trainer(member)
+            except GONE:
+                if not member.living or self.crew.everybody_serves():
+                    raise
+                time.sleep(LOOK_S)
+            else:
+                return True
+        return False

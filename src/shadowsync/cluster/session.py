@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import step_rule
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.written import Written
 from shadowsync.cluster.blueprint import Blueprint
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.dense_side import DenseSide, NobodyLeft
@@ -29,8 +31,6 @@ from shadowsync.embedding.table import Rows, RowSet, shares_of
 from shadowsync.errors import RunError
 from shadowsync.job_state import job_state
 from shadowsync.metrics.roles import RoleState
-from shadowsync.recovery.loading import LoadedCheckpoint
-from shadowsync.recovery.written import Written
 from shadowsync.runtime.host import CALL_S, waiting_for
 from shadowsync.runtime.runtime import Order, Runtime
 from shadowsync.runtime.wire.client import Courier, CourierOptions
@@ -361,11 +361,15 @@ class ClusterSession(Session):
     def _install(self, order: Order) -> None:
         """Starts a process for a role and puts it to work, while the others go on."""
         try:
-            member = self._newcomers.install(order, self.reader, lambda: self._stopping)
+            member = self._newcomers.install(order, self.reader, self._nobody_is_to_train)
         except NobodyLeft as error:
             self._must_go_back = str(error)
             raise
         self.happenings.add(member.role, "restored" if member.incarnation else "alive")
+
+    def _nobody_is_to_train(self) -> bool:
+        """The job stops, or goes back to a checkpoint, where everybody who lives gets a new part."""
+        return self._stopping or self._must_go_back is not None or self._closing.is_set()
 
     # --- back to a checkpoint ----------------------------------------------------------------------------------------
 

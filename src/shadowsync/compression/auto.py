@@ -19,6 +19,7 @@ from shadowsync.compression.int8 import Int8
 from shadowsync.compression.low_bit import Block, Rounding, Seed
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
+from shadowsync.config import LONGEST_S
 from shadowsync.errors import ConfigError
 
 OVERLAPPED, IN_LINE = 0.8, 0.1
@@ -73,6 +74,7 @@ class Auto(Codec):
         float,
         Field(
             ge=0,
+            le=LONGEST_S,
             allow_inf_nan=False,
             description="least seconds between two changes; more follows later and flaps less",
         ),

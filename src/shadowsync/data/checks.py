@@ -24,11 +24,27 @@ def large_columns(source: OpenSource) -> str | None:
     if not found:
         return None
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return (
-        f"dense columns with numbers beyond ±{_LARGE:,.0f}, which drown the others: {', '.join(found[:3])}{more}; list "
-        "ids in data.categorical with data.hash_size, take counts with data.log_dense=true, and scale the rest to "
-        "about −1 … 1"
+    remedy = (
+        "scale them as the rows that the model was trained on"
+        if source.for_trained
+        else "list ids in data.categorical with data.hash_size, take counts with data.log_dense=true, and scale the "
+        "rest to about −1 … 1"
     )
+    return (
+        f"dense columns with numbers beyond ±{_LARGE:,.0f}, which drown the others: {', '.join(found[:3])}{more}; "
+        f"{remedy}"
+    )
+
+
+def largest_column(source: OpenSource) -> str | None:
+    """`|price| is up to 1e+30`: the dense column with the largest number, where it is large and the files tell it.
+
+    Raises:
+        DataError: a file is gone, or was damaged.
+    """
+    bounds = source.dense_bounds() if isinstance(source, FileRows) else {}
+    name = max(bounds, key=bounds.__getitem__, default=None)
+    return None if name is None or bounds[name] <= _LARGE else f"|{name}| is up to {bounds[name]:.3g}"
 
 
 def check_ids(batch: Batch, source: OpenSource, part: Slice) -> None:

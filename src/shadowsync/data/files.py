@@ -133,6 +133,8 @@ def reading(path: str) -> Iterator[None]:
     except ShadowSyncError:
         raise
     except FileNotFoundError as error:
+        if isinstance(error.__cause__, OSError):  # what fsspec makes of a server that cannot be reached
+            raise DataError(f"{path}: cannot be read: {_reason(error.__cause__)}") from error
         raise DataError(f"{path}: there is no such file") from error
     except IsADirectoryError as error:
         raise DataError(f"{path}: is a folder; name its files, for instance {path.rstrip('/')}/*") from error
@@ -159,18 +161,19 @@ def patiently(fetch: Callable[[], bytes]) -> bytes:
 
 
 def _expand(key: str, pattern: str, suffix: str | None) -> Iterator[File]:
-    filesystem, inner = _open_filesystem(key, pattern)
-    with reading(pattern):
+    shown = redacted(pattern)
+    filesystem, inner = _open_filesystem(f"{key}={shown}", pattern)
+    with reading(shown):
         if not glob.has_magic(inner) or filesystem.exists(inner):
             found = filesystem.info(inner)
             if suffix is not None and found["type"] == "directory":
-                yield from _in_folder(filesystem, pattern, inner, suffix)
+                yield from _in_folder(filesystem, shown, inner, suffix)
             else:
-                yield _file(filesystem, pattern, inner, found)
+                yield _file(filesystem, shown, inner, found)
             return
         matches = sorted(match for match in filesystem.glob(inner) if not filesystem.isdir(match))
         if not matches:
-            raise DataError(f"{key}={pattern}: no file matches")
+            raise DataError(f"{key}={shown}: no file matches")
         for match in matches:
             yield _file(filesystem, _shown(filesystem, match), match, filesystem.info(match))
 
@@ -198,19 +201,19 @@ def _last(path: str) -> str:
 
 
 def _shown(filesystem: Any, key: str) -> str:
-    return key if _is_local(filesystem) else str(filesystem.unstrip_protocol(key))
+    return key if _is_local(filesystem) else redacted(str(filesystem.unstrip_protocol(key)))
 
 
-def _open_filesystem(key: str, pattern: str) -> tuple[Any, str]:
+def _open_filesystem(place: str, pattern: str) -> tuple[Any, str]:
     try:
         filesystem, inner = _url_to_fs(pattern)
     except ImportError as error:
         cause = error.__cause__ or error.__context__ or error
         module = (getattr(cause, "name", None) or "fsspec").partition(".")[0]
         package = _PACKAGES.get(module, module)
-        raise DataError(f"{key}={pattern}: needs a package that is not installed: pip install {package}") from error
+        raise DataError(f"{place}: needs a package that is not installed: pip install {package}") from error
     except Exception as error:  # each file system has its own kinds
-        raise DataError(f"{key}={pattern}: {_reason(error)}") from error
+        raise DataError(f"{place}: {_reason(error)}") from error
     return filesystem, inner
 
 
@@ -222,7 +225,7 @@ def _file(filesystem: Any, path: str, key: str, information: Mapping[str, Any]) 
         raise DataError(f"{path}: the server does not say how long it is; copy it to this machine first")
     if information["size"] == 0:
         raise DataError(f"{path}: the file is empty")
-    return File(redacted(path), key, information["size"], filesystem)
+    return File(path, key, information["size"], filesystem)
 
 
 def _is_local(filesystem: Any) -> bool:

@@ -104,10 +104,10 @@ class _Saved(msgspec.Struct, frozen=True):
 
     def fits(self, slices: Sequence[int]) -> bool:
         """Whether it is a position among slices of these rows."""
-        counted = len(self.trained) == len(self.skipped) and self.position <= len(slices)
+        counted = len(self.trained) == len(self.skipped) > self.epoch and self.position <= len(slices)
         return counted and all(
-            part < len(slices) and all(start < stop <= slices[part] for start, stop in spans)
-            for _, part, spans, _ in self.parts
+            epoch <= self.epoch and part < len(slices) and all(start < stop <= slices[part] for start, stop in spans)
+            for epoch, part, spans, _ in self.parts
         )
 
 
@@ -123,7 +123,7 @@ class LeaseBook:
         plan: what there is.
         first_number: of the leases; a book that goes on after a roll-back begins above those of the book before, so
             that no report from before is taken for one of now.
-        epochs: what was trained in each.
+        epochs: what was trained in each that has begun.
     """
 
     plan: Plan
@@ -136,7 +136,7 @@ class LeaseBook:
     _position: int = 0
 
     def __post_init__(self) -> None:
-        self.epochs = [EpochCount() for _ in range(self.plan.epochs)]
+        self.epochs = [EpochCount()]
         self._order = self.plan.order(0)
         self._next_number = self.first_number
 
@@ -282,7 +282,6 @@ class LeaseBook:
             raise CheckpointError("the checkpoint's position in the data contradicts itself")
         self._epoch, self._position = saved.epoch, saved.position
         self.epochs = [EpochCount(*pair) for pair in zip(saved.trained, saved.skipped, strict=True)]
-        self.epochs += [EpochCount() for _ in range(self.plan.epochs - len(self.epochs))]
         parts = [_Part(epoch, part, spans, opened) for epoch, part, spans, opened in saved.parts]
         self._returned = deque(sorted(parts, key=lambda part: part.epoch))
         self._held = {}
@@ -299,6 +298,8 @@ class LeaseBook:
             return None
         if self._position == len(self._order):
             self._epoch, self._position = self._epoch + 1, 0
+            if self._epoch == len(self.epochs):
+                self.epochs.append(EpochCount())
             self._order = self.plan.order(self._epoch)
         index = self._order[self._position]
         self._position += 1

@@ -3,7 +3,7 @@
 `B` samples, `F` categorical features, `N` dense columns, `L` ids.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -45,9 +45,7 @@ class Parquet(Source):
     path: Annotated[
         str | tuple[str, ...], Field(description="training rows: a file, a glob or a list, any URL of fsspec")
     ]
-    categorical: Annotated[
-        tuple[str, ...], Field(min_length=1, description="categorical columns, in the model's order")
-    ]
+    categorical: Annotated[tuple[str, ...], Field(description="categorical columns, in the model's order")]
     test_path: Annotated[str | tuple[str, ...] | None, Field(description="test rows, likewise; None: no test")] = None
     label: Annotated[
         str | None, Field(description="the column that holds 0 or 1; null: rows without labels, for predictions only")
@@ -79,14 +77,25 @@ class Parquet(Source):
         for key in ("rows", "hash_size"):
             sizes = getattr(self, key)
             self._check_names(key, sizes if isinstance(sizes, dict) else {})
-        repeated = {name for name in self.categorical if self.categorical.count(name) > 1}
-        if repeated:
-            raise ConfigError(f"data.categorical names {min(repeated)!r} twice")
+        if not self.categorical:
+            raise ConfigError("data.categorical is empty: name at least one column of ids, as data.categorical=[user]")
+        for key, names in (("dense", self.dense), ("categorical", self.categorical)):
+            self._check_inputs(key, names)
+        self._check_inputs("weights", tuple(dict.fromkeys(self.weights.values())))
 
     @property
     def label_columns(self) -> tuple[str, ...]:
         """The label's column, if there is one."""
         return () if self.label is None else (self.label,)
+
+    def _check_inputs(self, key: str, names: Sequence[str]) -> None:
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"data.{key} names {min(repeated)!r} twice: leave one out")
+        if self.label in names:
+            raise ConfigError(
+                f"data.{key} names {self.label!r}, which is the label (data.label): leave it out, as a model cannot be "
+                "given the answer"
+            )
 
     def _check_names(self, key: str, named: Mapping[str, object]) -> None:
         for name in named:
@@ -156,6 +165,17 @@ class OpenParquet(FileRows):
                     f"{path}: row {part.start + 1} and those after cannot be decoded: {_line(error)}"
                 ) from error
 
+    def dense_bounds(self) -> Mapping[str, float]:
+        """As the footers tell; nothing where logarithms are taken, or where a file holds no bounds."""
+        largest: dict[str, float] = {}
+        if self._layout.log_dense:
+            return largest
+        for file, path in zip(self.files, self._paths, strict=True):
+            with reading(file.path):
+                for name, bound in _bounds(pq.read_metadata(path), self._layout.dense):
+                    largest[name] = max(bound, largest.get(name, 0.0))
+        return largest
+
     def digest(self, file: int) -> str:
         """Of the footer, which has sizes and bounds of all columns, and of the first labels, which hardly show there.
 
@@ -188,7 +208,7 @@ class _Checked:
         self.options, self.file, self.path = options, file, path
         with reading(file.path):
             try:
-                self.types = pl.read_parquet_schema(path)
+                self.types = _schema_of(path)
             except (pl.exceptions.PolarsError, PANIC) as error:
                 raise DataError(f"{file.path}: is not a parquet file, or was cut: {_line(error)}") from error
 
@@ -270,7 +290,7 @@ class Columns:
 
     def _types(self, shown: str, path: str) -> dict[str, pl.DataType]:
         with reading(shown):
-            types = pl.read_parquet_schema(path)
+            types = _schema_of(path)
         for name in self._names:
             if name not in types:
                 has = ", ".join(list(types)[:50])
@@ -290,6 +310,20 @@ class Columns:
         with reading(self._files[self._file].path):
             frame = pl.scan_parquet(self._paths[self._file], glob=False).select(self._names)
             return frame.slice(start, rows).collect()
+
+
+def _schema_of(path: str) -> Mapping[str, pl.DataType]:
+    """By column; a path that looks like a pattern is a name, as it was resolved before."""
+    return pl.scan_parquet(path, glob=False).collect_schema()
+
+
+def _bounds(metadata: Any, columns: Collection[str]) -> Iterator[tuple[str, float]]:
+    """The largest |x| of each row group's columns, as far as it is written down."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    wanted = [n for n in range(metadata.num_columns) if groups[0].column(n).path_in_schema in columns]
+    for chunk in (group.column(number) for group in groups for number in wanted):
+        if chunk.is_stats_set and chunk.statistics.has_min_max:
+            yield chunk.path_in_schema, max(abs(float(chunk.statistics.min)), abs(float(chunk.statistics.max)))
 
 
 def _is_number(kind: object) -> bool:

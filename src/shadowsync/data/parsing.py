@@ -13,6 +13,9 @@ from shadowsync.data.batch import Batch
 from shadowsync.data.checks import check_ids
 from shadowsync.data.leases import Lease, Span
 from shadowsync.data.source import OpenSource, Slice
+from shadowsync.errors import ConfigError
+
+_MOST_SLICES = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,9 @@ class Parser:
         source: opened.
         options: how.
         slices: of the source; `lease.slice` is a position among them.
+
+    Raises:
+        ConfigError: the slices are far too many.
     """
 
     source: OpenSource
@@ -68,6 +74,12 @@ class Parser:
     slices: Sequence[Slice] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        rows, size = self.source.rows, self.options.slice_rows
+        if rows > _MOST_SLICES * size:
+            raise ConfigError(
+                f"data.slice_rows={size} cuts {rows:,} rows into more slices than can be kept track of: set "
+                f"data.slice_rows={-(-rows // _MOST_SLICES)} or more"
+            )
         object.__setattr__(self, "slices", self.source.slices(self.options.slice_rows))
 
     def parse(self, lease: Lease) -> Parsed:

@@ -1,7 +1,7 @@
 """What sources of files have in common: slices that do not cross files, places for messages, bad rows."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,8 +24,17 @@ class Problem:
     remedy: str = "mend it, or leave such rows out with data.on_bad_row=skip"
 
 
+_REMEDY_WHEN_TRAINED = "mend it, or take such rows out of the file, as the model is trained already"
+
+
 class FileRows(OpenSource):
-    """An opened source whose rows lie in files."""
+    """An opened source whose rows lie in files.
+
+    Attributes:
+        for_trained: the rows are for a model that is trained, so that options of the data cannot be changed any more.
+    """
+
+    for_trained: bool = False
 
     def __init__(
         self, schema: Schema, files: Sequence[File], file_rows: Sequence[int], on_bad_row: Literal["error", "skip"]
@@ -70,6 +79,10 @@ class FileRows(OpenSource):
         kept = [position for position in range(part.rows) if position not in dropped]
         return f"{self.files[part.file].path}, row {part.start + kept[row] + 1}"
 
+    def dense_bounds(self) -> Mapping[str, float]:
+        """The largest |x| of dense columns, of those of which the files tell it without being read through."""
+        return {}
+
     @abstractmethod
     def digest(self, file: int) -> str:
         """Of those bytes of a file that tell it from others."""
@@ -105,7 +118,7 @@ class FileRows(OpenSource):
         """Raises for the first problem, or counts all of them and returns which rows of the slice to keep."""
         texts = [f"{self.files[part.file].path}, row {part.start + p.row + 1}: {p.text}" for p in problems]
         if self.on_bad_row == "error":
-            raise DataError(f"{texts[0]}; {problems[0].remedy}")
+            raise DataError(f"{texts[0]}; {_REMEDY_WHEN_TRAINED if self.for_trained else problems[0].remedy}")
         self.bad_rows.add(texts)
         keep = np.ones(part.rows, dtype=np.bool_)
         keep[[problem.row for problem in problems]] = False

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, overload
 
 import numpy as np
 import torch
@@ -38,10 +38,10 @@ class Synthetic(Source):
 
     name: ClassVar[str] = "synthetic"
 
-    rows: Annotated[int, Field(ge=1, description="training rows per epoch; more trains longer")] = 1_000_000
-    test_rows: Annotated[int, Field(ge=0, description="test rows; more makes the test AUC more exact; 0: no test")] = (
-        100_000
-    )
+    rows: Annotated[int, Field(ge=1, le=10**10, description="training rows per epoch; more trains longer")] = 1_000_000
+    test_rows: Annotated[
+        int, Field(ge=0, le=10**9, description="test rows; more makes the test AUC more exact; 0: no test")
+    ] = 100_000
     dense: Annotated[int, Field(ge=0, le=4096, description="dense columns")] = 13
     features: Annotated[int, Field(ge=1, le=1024, description="categorical features")] = 26
     table_rows: Annotated[
@@ -122,8 +122,7 @@ class OpenSynthetic(OpenSource):
 
     def slices(self, rows_per_slice: int) -> Sequence[Slice]:
         """Slices of `rows_per_slice` rows, the last one shorter."""
-        starts = range(0, self.rows, rows_per_slice)
-        return [Slice(k, 0, start, min(rows_per_slice, self.rows - start)) for k, start in enumerate(starts)]
+        return _Slices(self.rows, rows_per_slice)
 
     def marks(self) -> tuple[Mark, ...]:
         """Its options."""
@@ -187,6 +186,28 @@ class OpenSynthetic(OpenSource):
         offsets = np.append(0, np.cumsum(lengths))
         ids = np.concatenate(values)
         return Jagged(torch.from_numpy(ids), torch.from_numpy(offsets), None, len(self._sizes), _BLOCK), hidden
+
+
+@dataclass(frozen=True)
+class _Slices(Sequence[Slice]):
+    """Slices of `size` of the rows, each made as it is asked for: there may be millions."""
+
+    rows: int
+    size: int
+
+    def __len__(self) -> int:
+        return (self.rows + self.size - 1) // self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Slice: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Slice]: ...
+    def __getitem__(self, index: int | slice) -> Slice | Sequence[Slice]:
+        found = range(len(self))[index]
+        if isinstance(found, range):
+            return [self[number] for number in found]
+        start = found * self.size
+        return Slice(found, 0, start, min(self.size, self.rows - start))
 
 
 @dataclass(frozen=True)

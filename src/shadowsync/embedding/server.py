@@ -1,6 +1,7 @@
 """The embedding server: a role that holds shards and answers pulls and pushes."""
 
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from shadowsync.embedding.push_gate import PushGate
 from shadowsync.embedding.requests import Bounds, bounds_of, check_range, check_rows, check_shape, check_single
 from shadowsync.embedding.slot_groups import SlotGroups
 from shadowsync.embedding.storage import RowOptimizer, Storage
-from shadowsync.embedding.table import Rows, RowSet, Shard, slots_of
+from shadowsync.embedding.table import Rows, RowSet, Shard, slots_of, span_of
 from shadowsync.embedding.watching import RowWatches, Watching
 from shadowsync.errors import DataError
 
@@ -86,6 +87,11 @@ class EmbeddingServer:
         self._storage = storage(self.shards, shard_of_slot, optimizer, seed)
         self._bounds = bounds_of(self.slots)
         self._seed = seed
+        tensors = self._storage.state()
+        self._rows = tuple(Rows(shard.table, shard.start, tensors[shard.key]) for shard in self.shards)
+        self._parts: dict[str, list[int]] = {}  # positions of a table's shards by their rows
+        for index in sorted(range(len(self.shards)), key=lambda index: self.shards[index].start):
+            self._parts.setdefault(self.shards[index].table.name, []).append(index)
         self._gate = PushGate()
         self._watches = RowWatches(self.state(), self.numbers, watching)
         self._groups = SlotGroups(self.shards, shard_of_slot, self.numbers)
@@ -249,8 +255,7 @@ class EmbeddingServer:
 
     def state(self) -> tuple[Rows, ...]:
         """Every shard's rows with their optimizer state, as live views."""
-        tensors = self._storage.state()
-        return tuple(Rows(shard.table, shard.start, tensors[shard.key]) for shard in self.shards)
+        return self._rows
 
     def load(self, saved: Iterable[Rows | RowSet], partial: bool = False) -> None:
         """Overwrites this server's rows with those of `saved` that it holds, however they were cut.
@@ -263,17 +268,16 @@ class EmbeddingServer:
             CheckpointError: rows of another width or optimizer, of a table of another size, numbers that are no rows,
                 or rows missing. All is compared before anything is written.
         """
-        pieces = [(own, rows) for rows in saved for own in self.state() if own.table.name == rows.table.name]
-        for own, rows in pieces:
-            check_fits(own, rows, self._rule)
+        pieces = [(shard, rows) for rows in saved for shard in self._fitting(rows)]
         if not partial:
-            for own in self.state():
-                check_covered(
-                    own, [rows for mine, rows in pieces if mine.start == own.start and mine.table == own.table]
-                )
+            found: dict[int, list[Rows | RowSet]] = {}
+            for shard, rows in pieces:
+                found.setdefault(shard, []).append(rows)
+            for shard, own in enumerate(self._rows):
+                check_covered(own, found.get(shard, []))
         with self._watches.turn, self._gate.alone():
-            for own, rows in pieces:
-                self._put(own, rows)
+            for shard, rows in pieces:
+                self._put(shard, rows)
 
     def lose(self, saved: Iterable[Rows | RowSet] | None) -> None:
         """As if this server had failed and a replacement had its place: pushes wait until it is over.
@@ -290,15 +294,24 @@ class EmbeddingServer:
                 self._begin_anew()
                 return
             for rows in saved:
-                for own in (own for own in self.state() if own.table.name == rows.table.name):
-                    check_fits(own, rows, self._rule)
-                    self._put(own, rows)
+                for shard in self._fitting(rows):
+                    self._put(shard, rows)
 
-    def _put(self, own: Rows, rows: Rows | RowSet) -> None:
+    def _fitting(self, saved: Rows | RowSet) -> list[int]:
+        """Positions of the shards that share a row with `saved`; parts of a table have one form, so one is compared."""
+        same = self._parts.get(saved.table.name, [])
+        if not same:
+            return []
+        check_fits(self._rows[same[0]], saved, self._rule)
+        start, stop = span_of(saved)
+        first = bisect_right(same, start, key=lambda shard: self.shards[shard].stop)
+        return same[first : bisect_left(same, stop, key=lambda shard: self.shards[shard].start)]
+
+    def _put(self, shard: int, rows: Rows | RowSet) -> None:
+        own = self._rows[shard]
         overwrite(own, rows, self._rule)
         held = held_rows(own, rows)
         if len(held):
-            shard = next(i for i, s in enumerate(self.shards) if s.table == own.table and s.start == own.start)
             self._watches.loaded(shard, held)
 
     def _begin_anew(self) -> None:

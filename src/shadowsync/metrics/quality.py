@@ -55,6 +55,7 @@ class TestMetrics:
         logloss: mean log loss in nats; None without samples.
         calibration: mean prediction over mean label; None without a positive label.
         curve: bins of equal count, ascending.
+        only_label: the label that all samples have; None if there are both, or no samples.
     """
 
     __test__ = False  # pytest would take the class for a test
@@ -65,6 +66,7 @@ class TestMetrics:
     logloss: float | None
     calibration: float | None
     curve: tuple[CurvePoint, ...]
+    only_label: int | None = None
 
 
 def evaluate_scores(logits: Tensor, labels: Tensor, bins: int = 20) -> TestMetrics:
@@ -84,6 +86,7 @@ def evaluate_scores(logits: Tensor, labels: Tensor, bins: int = 20) -> TestMetri
         logloss=sums.logloss,
         calibration=sums.calibration,
         curve=calibration_curve(groups, bins),
+        only_label=sums.only_label,
     )
 
 
@@ -113,6 +116,11 @@ class Quality:
     def samples(self) -> int:
         """Samples seen so far."""
         return self._lifetime.count
+
+    @property
+    def only_label(self) -> int | None:
+        """The label that all samples so far have; None if there are both, or no samples."""
+        return self._lifetime.only_label
 
     @property
     def loss_sum(self) -> float:
@@ -194,6 +202,10 @@ class _Sums:
         self.prediction += float(logits.sigmoid().sum(dtype=torch.float64))
         self.label += float(labels.sum(dtype=torch.float64))
         return loss
+
+    @property
+    def only_label(self) -> int | None:
+        return int(self.label > 0) if self.count and self.label in (0, self.count) else None
 
     @property
     def logloss(self) -> float | None:

@@ -251,6 +251,11 @@ class Recorder:
         with self._lock:
             return self._quality.window_loss()
 
+    def only_label(self) -> tuple[int | None, int]:
+        """As `Quality.only_label`, and of how many samples."""
+        with self._lock:
+            return self._quality.only_label, self._quality.samples
+
     def frame(self, counts: JobCounts, *, ended: bool = False) -> Frame:
         """The state of the job now; its rates are over the time since the frame before.
 

@@ -1,6 +1,6 @@
 """What happened to the roles of a job, when, and the state each was in: the tale that the report's timeline tells."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,23 +74,6 @@ def state_after(state: RoleState | None, event: Happening) -> RoleState:
     if event in _ENTERED:
         return _ENTERED[event]
     return "alive" if state is None or state == _ENDED.get(event) else state
-
-
-class Roster:
-    """The state each role is in now, from the events so far."""
-
-    def __init__(self, events: Iterable[RoleEvent] = ()) -> None:
-        self._states: dict[str, RoleState] = {}
-        for event in events:
-            self.note(event)
-
-    def note(self, event: RoleEvent) -> None:
-        """Takes one event; they come in the order in which they happened."""
-        self._states[event.role] = state_after(self._states.get(event.role), event.event)
-
-    def states(self) -> dict[str, RoleState]:
-        """State by role, in the order of `role_order`; a copy."""
-        return {role: self._states[role] for role in sorted(self._states, key=role_order)}
 
 
 def role_order(role: str) -> tuple[int, str, int]:

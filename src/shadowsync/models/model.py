@@ -47,6 +47,8 @@ class ModelSpec(ABC):
     ) -> nn.Module:
         """A freshly initialised module; its values depend on torch's random state only.
 
+        It is called once more before, with torch's meta device as the default, to know how large the module gets.
+
         Args:
             dense_columns: `N`, may be 0.
             dims: the width of each pooled feature's vector, in the order of the configuration.

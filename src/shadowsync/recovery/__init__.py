@@ -1,1 +1,1 @@
-"""Checkpoints and what happens after a failure."""
+"""What happens after a failure, and what is saved for it."""

@@ -6,7 +6,6 @@ T_total, so they do not depend on how long the job is. PLS is the portion of los
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,10 +42,6 @@ class RecoveryPolicy(ABC):
     def expected_pls(self, costs: Costs, scale: Scale, interval_s: float) -> float:
         """The PLS to expect at the end of the job."""
 
-    @abstractmethod
-    def loading(self, dead: Collection[int], scale: Scale) -> frozenset[int]:
-        """The embedding servers that load the last checkpoint after the failure of `dead`."""
-
 
 @dataclass(frozen=True)
 class Full(RecoveryPolicy):
@@ -68,9 +63,6 @@ class Full(RecoveryPolicy):
 
     def expected_pls(self, costs: Costs, scale: Scale, interval_s: float) -> float:
         return 0.0
-
-    def loading(self, dead: Collection[int], scale: Scale) -> frozenset[int]:
-        return frozenset(range(scale.servers))
 
 
 @dataclass(frozen=True)
@@ -102,9 +94,6 @@ class Partial(RecoveryPolicy):
     def expected_pls(self, costs: Costs, scale: Scale, interval_s: float) -> float:
         return _lost(costs, scale, interval_s)
 
-    def loading(self, dead: Collection[int], scale: Scale) -> frozenset[int]:
-        return frozenset(dead)
-
 
 @dataclass(frozen=True)
 class NoRecovery(RecoveryPolicy):
@@ -127,9 +116,6 @@ class NoRecovery(RecoveryPolicy):
 
     def expected_pls(self, costs: Costs, scale: Scale, interval_s: float) -> float:
         return _lost(costs, scale, scale.job_s)
-
-    def loading(self, dead: Collection[int], scale: Scale) -> frozenset[int]:
-        return frozenset()
 
 
 def policies(target_pls: float) -> dict[str, RecoveryPolicy]:

@@ -3,8 +3,9 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -16,12 +17,16 @@ class StopRequest:
     the lock of a `threading.Event` at that moment and would then wait for itself. So there is nothing to wait on; the
     main thread looks at it between its other waits.
 
+    Args:
+        interrupt: handler of the signals that come after the first.
+
     Attributes:
         requested: the job is to stop; set it to stop the job without a signal.
         signal: the signal that asked; None if none did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interrupt: Callable[[int, FrameType | None], Any] = signal.default_int_handler) -> None:
+        self._interrupt = interrupt
         self.requested = False
         self.signal: signal.Signals | None = None
 
@@ -34,11 +39,11 @@ class StopRequest:
         """Handler of the signals: takes the first as a request.
 
         Raises:
-            KeyboardInterrupt: it is the second.
+            KeyboardInterrupt: it is the second (or whatever else `interrupt` does then).
         """
-        del frame
         if self.signal is not None:
-            raise KeyboardInterrupt
+            self._interrupt(number, frame)
+            return
         self.signal = signal.Signals(number)
         self.requested = True
 
@@ -47,9 +52,12 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Within the block SIGINT and SIGTERM set the request handed out; afterwards the handlers are as before.
 
+    A second signal goes to the handler that SIGINT had before, which as a rule raises `KeyboardInterrupt`.
+
     Only the main thread may change handlers, so elsewhere the request is never set by a signal.
     """
-    request = StopRequest()
+    usual = signal.getsignal(signal.SIGINT)
+    request = StopRequest(usual) if callable(usual) else StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

@@ -1,6 +1,6 @@
 """`metrics.jsonl`: one frame a line, flushed as it comes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from shadowsync.metrics.frame import Frame
@@ -21,13 +21,13 @@ class History(JsonLines[Frame]):
         super().__init__(folder / FILE_NAME, earlier)
 
 
-def read_frames(folder: Path) -> list[Frame]:
-    """The frames of the run in `folder`; none where it wrote no `metrics.jsonl`.
+def read_frames(folder: Path, tell: Callable[[str], object] | None = None) -> list[Frame]:
+    """The frames of the run in `folder`; none where it wrote no `metrics.jsonl`; `tell` as in `read_lines`.
 
     Raises:
         DataError: a line is not a frame; the message names it.
     """
-    return read_lines(folder / FILE_NAME, Frame, "a frame")
+    return read_lines(folder / FILE_NAME, Frame, "a frame", tell)
 
 
 def frames_until(frames: Iterable[Frame], samples: int) -> list[Frame]:

@@ -1,6 +1,6 @@
 """Files of one JSON object a line, written so that neither a kill nor a resume spoils them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -59,10 +59,16 @@ def _lines(structs: Iterable[msgspec.Struct]) -> bytes:
     return b"".join(msgspec.json.encode(struct) + b"\n" for struct in structs)
 
 
-def read_lines(path: Path, kind: type[S], name: str) -> list[S]:
-    """The lines of a file, none where there is no file; `name` is what a line is called in messages.
+def read_lines(path: Path, kind: type[S], name: str, tell: Callable[[str], object] | None = None) -> list[S]:
+    """The lines of a file, none where there is no file.
 
     A last line without its end was cut off by a kill and is left out.
+
+    Args:
+        path: of the file.
+        kind: of a line.
+        name: what a line is called in messages.
+        tell: hears of lines that are none, which are left out; without it the first one is an error.
 
     Raises:
         DataError: a line is none of `kind`; the message names it.
@@ -70,7 +76,15 @@ def read_lines(path: Path, kind: type[S], name: str) -> list[S]:
     if not path.exists():
         return []
     *lines, _cut_off = read_bytes(path, "").split(b"\n")
-    return [_decode(path, number, line, kind, name) for number, line in enumerate(lines, start=1) if line.strip()]
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found += [_decode(path, number, line, kind, name)] if line.strip() else []
+        except DataError as error:
+            if tell is None:
+                raise DataError(f"{error}; remove the line") from error
+            tell(f"{error}; the line is left out")
+    return found
 
 
 def _decode(path: Path, number: int, line: bytes, kind: type[S], name: str) -> S:

@@ -26,7 +26,7 @@ def machine() -> dict[str, str | int | float]:
         "processor": _processor(),
         "cores": _cores(),
     }
-    memory = _memory_bytes()
+    memory = memory_bytes()
     return {**facts, "memory_gb": round(memory / 1e9, 1)} if memory else facts
 
 
@@ -51,8 +51,14 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _memory_bytes() -> int | None:
+def memory_bytes() -> int | None:
+    """What this machine has, or the control group that this process is in may take; None where nobody says."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+    try:
+        allowed = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return installed
+    return min(installed, int(allowed)) if allowed.isdecimal() else installed

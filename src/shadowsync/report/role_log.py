@@ -1,7 +1,7 @@
 """`events.jsonl`: what happened to the roles, one event a line, flushed as it comes."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -68,10 +68,11 @@ class RoleLog:
         self.close()
 
 
-def read_events(folder: Path) -> list[RoleEvent]:
-    """What happened to the roles of the run in `folder`; nothing where it wrote no `events.jsonl`.
+def read_events(folder: Path, tell: Callable[[str], object] | None = None) -> list[RoleEvent]:
+    """What happened to the roles of the run in `folder`; nothing where it wrote no `events.jsonl`; `tell` as in
+    `read_lines`.
 
     Raises:
         DataError: a line is not an event; the message names it.
     """
-    return read_lines(folder / FILE_NAME, RoleEvent, "an event")
+    return read_lines(folder / FILE_NAME, RoleEvent, "an event", tell)

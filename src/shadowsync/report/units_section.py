@@ -1,5 +1,7 @@
 """The page's card on dead units."""
 
+from functools import partial
+
 from shadowsync.report import words
 from shadowsync.report.canvas import Axis
 from shadowsync.report.charts import Card
@@ -29,6 +31,6 @@ def units_cards(result: Result) -> list[Card]:
             f"Share of each layer's units (of its ReLU) that were 0 on all {words.count(units.rows)} test rows looked "
             f"at.{rest if left_out else ''}",
             "none or a few; a layer that is wholly dead lets nothing through of what lies in front of it.",
-            bar_chart(bars, "dead-units", Axis("share of the layer's units", words.percent)),
+            bar_chart(bars, "dead-units", Axis("share of the layer's units", partial(words.percent, digits=1))),
         )
     ]

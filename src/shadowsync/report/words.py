@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MISSING = "—"
+_PROPORTION = 1e6
 
 
 def count(value: float | None) -> str:
@@ -13,8 +14,10 @@ def count(value: float | None) -> str:
 
 
 def decimal(value: float | None, digits: int = 4) -> str:
-    """`0.9312`."""
-    return MISSING if _undefined(value) else f"{value:,.{digits}f}"
+    """`0.9312`; `4.5e+12` of what is out of all proportion."""
+    if value is None or _undefined(value):
+        return MISSING
+    return f"{value:,.{digits}f}" if abs(value) < _PROPORTION else f"{value:.2g}"
 
 
 def percent(share: float | None, digits: int = 0) -> str:

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shadowsync.checkpoint.written import Written
 from shadowsync.embedding.live_rows import Copy, live_set, live_shard
 from shadowsync.embedding.table import Rows, RowSet, Shard, parts_of
-from shadowsync.recovery.written import Written
 from shadowsync.runtime.embedding_messages import (
     PickAsked,
     Picked,

@@ -31,6 +31,8 @@ OBJECTS_BYTES = 96 << 20
 """Shared memory of a Ray of our own: specifications pass through it, tensors do not."""
 PINNED = 0.001
 """Share of a machine's own resource (or of a custom one) that a role takes to be put there."""
+KNOWN_RAY = "ray[default]>=2.56,<2.61"
+"""Versions whose inside is what is used here."""
 ANSWER_S = 5.0
 RAY_FOLDER = "ray"
 USUAL_LENGTH = 15
@@ -318,8 +320,8 @@ def _new_token() -> Iterator[None]:
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
-    _forget_token()
     try:
+        _forget_token()
         yield
     finally:
         for name, value in before.items():
@@ -331,18 +333,31 @@ def _new_token() -> Iterator[None]:
 
 def _forget_token() -> None:
     """Has Ray look at the environment again, which it does once in a process otherwise."""
-    raylet = importlib.import_module("ray._raylet")
-    if hasattr(raylet, "AuthenticationTokenLoader"):  # an older Ray has no tokens
-        raylet.Config.initialize("")
-        raylet.AuthenticationTokenLoader.instance().reset_cache()
+    _inside_ray("ray._raylet", "Config").initialize("")
+    _inside_ray("ray._raylet", "AuthenticationTokenLoader").instance().reset_cache()
+
+
+def _inside_ray(module: str, name: str) -> Any:
+    """A part of Ray that has no public name, without which a Ray of one's own would be open to others.
+
+    Raises:
+        RunError: this version of Ray does not have it.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RunError(
+            f"Ray {_ray().__version__} has no {module}.{name}, without which a Ray of the job's own would be open to "
+            f"others: install one that has it (pip install '{KNOWN_RAY}'), or join a cluster with cluster.address"
+        ) from error
 
 
 @contextlib.contextmanager
 def _loopback_only() -> Iterator[None]:
     """Ray's servers listen on loopback where it takes its node for a lone one, as it does on macOS and Windows; there
     is no option for that, and an address of loopback that is given it replaces by another."""
+    before = _inside_ray("ray._private.ray_constants", "ENABLE_RAY_CLUSTER")
     constants: Any = importlib.import_module("ray._private.ray_constants")
-    before = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False
     try:
         yield

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from shadowsync.config import LONGEST_S
 from shadowsync.sync.schedule import Driver, Schedule, Synchronisation
 
 
@@ -25,7 +26,8 @@ class Background(Schedule):
     foreground: ClassVar[bool] = False
 
     every_s: Annotated[
-        float, Field(ge=0, description="least seconds from start to start; more synchronises less often")
+        float,
+        Field(ge=0, le=LONGEST_S, description="least seconds from start to start; more synchronises less often"),
     ] = 0.0
     max_share: Annotated[
         float, Field(gt=0, le=1, description="share of one core the shadow thread may use; 1 is back to back")

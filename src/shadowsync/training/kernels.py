@@ -9,7 +9,9 @@ the speeds).
 """
 
 import functools
+import itertools
 import math
+import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +28,8 @@ TIMED_S = 0.05
 """Seconds that timing takes at most, about."""
 _MOST_PRODUCTS = 1 << 23
 """Multiply-adds of a timed product; wider layers are timed with fewer samples."""
+_MOST_WIDTH = 512
+"""Inputs and outputs of a timed layer; from there on a library is as fast as it gets."""
 _LEAD = 0.95
 """A library takes the place of torch's own where it needs less than this share of its time."""
 
@@ -46,6 +50,8 @@ def _forward_by_onednn(inputs: Tensor, weight: Tensor, bias: Tensor | None, relu
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
+    if left.shape[1] == 0:  # the gradient of a weight for no rows, of which oneDNN has no product
+        return torch.mm(left, right)
     return _forward_by_onednn(left, right.t(), None, False)
 
 
@@ -198,12 +204,10 @@ def onednn_runs(dtype: torch.dtype) -> bool:
 def multiplies_bf16(device: str) -> bool:
     """The device has instructions for products of bf16, and the libraries may use them."""
     if device != "cpu":
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     asked = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    known = [found() for found in asked if found is not None]
-    x86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or any(known)
-    if x86:
-        return any(known) and onednn_runs(torch.bfloat16)
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return any(found() for found in asked if found is not None) and onednn_runs(torch.bfloat16)
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return supported is not None and bool(supported()) and onednn_runs(torch.bfloat16)
 
@@ -212,50 +216,76 @@ def fastest_kernels(
     layers: Iterable[nn.Linear],
     batch_size: int,
     dtype: torch.dtype,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.thread_time,
 ) -> Kernels:
     """The fastest library for each product of each layer, timed in turn within about `TIMED_S` seconds.
+
+    Layers of about the same shape are timed as one. What the time does not suffice for is left to torch.
 
     Args:
         layers: of the model.
         batch_size: `B`.
         dtype: of all factors.
-        clock: seconds from any start.
+        clock: seconds from any start; of this thread only, so that others on the machine do not count.
     """
-    runs = {
-        (name, product, letter): run
-        for name, layer in {_name(layer): layer for layer in layers}.items()
-        for product, libraries in enumerate(_libraries(layer, batch_size, dtype))
-        for letter, run in libraries.items()
-    }
-    best = dict.fromkeys(runs, math.inf)
+    until = clock() + TIMED_S
+    by_name = {_name(layer): _timed_shape(layer) for layer in layers}
+    races: dict[_Shape, list[_Race]] = {}
+    for shape in by_name.values():
+        if shape not in races and clock() < until:
+            races[shape] = [_Race(libraries) for libraries in _libraries(shape, batch_size, dtype)]
     with torch.no_grad():
-        until = clock() + TIMED_S
-        for run in runs.values():  # the first time a library also looks for its kernel
-            run()
-        while True:
-            for key, run in runs.items():
-                began = clock()
-                run()
-                best[key] = min(best[key], clock() - began)
+        for race in itertools.cycle([race for triple in races.values() for race in triple]):
             if clock() >= until:
                 break
-    chosen: dict[str, str] = {}
-    for name, product in dict.fromkeys(key[:2] for key in runs):
-        seconds = {key[2]: best[key] for key in runs if key[:2] == (name, product)}
-        fastest = min(seconds, key=seconds.__getitem__)
-        chosen[name] = chosen.get(name, "") + (fastest if seconds[fastest] < _LEAD * seconds["t"] else "t")
-    return Kernels(chosen)
+            race.run(clock)
+    return Kernels(
+        {name: "".join(race.fastest for race in races[shape]) for name, shape in by_name.items() if shape in races}
+    )
 
 
-def _libraries(layer: nn.Linear, batch_size: int, dtype: torch.dtype) -> list[dict[str, Callable[[], Tensor]]]:
+_Shape = tuple[int, int, bool]
+"""Inputs, outputs, and whether there is a bias."""
+
+
+def _timed_shape(layer: nn.Linear) -> _Shape:
+    return _rounded(layer.in_features), _rounded(layer.out_features), layer.bias is not None
+
+
+def _rounded(width: int) -> int:
+    """A power of two not below it, as far as they are timed; narrow ones as they are."""
+    return width if width <= 16 else min(_MOST_WIDTH, 1 << (width - 1).bit_length())
+
+
+class _Race:
+    """One product by all libraries, and the shortest time of each."""
+
+    def __init__(self, libraries: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._libraries = libraries
+        self._best = dict.fromkeys(libraries, math.inf)
+
+    def run(self, clock: Callable[[], float]) -> None:
+        """All of them once. The first time oneDNN also makes its kernel, and does not lead yet."""
+        for letter, product in self._libraries.items():
+            began = clock()
+            product()
+            self._best[letter] = min(self._best[letter], clock() - began)
+
+    @property
+    def fastest(self) -> str:
+        """Its letter; torch's where it leads by too little, or nothing is known."""
+        found = min(self._best, key=self._best.__getitem__)
+        return found if self._best[found] < _LEAD * self._best["t"] else "t"
+
+
+def _libraries(shape: _Shape, batch_size: int, dtype: torch.dtype) -> list[dict[str, Callable[[], Tensor]]]:
     """The three products of a layer, each by all libraries."""
-    size = layer.in_features * layer.out_features
-    samples = max(1, min(batch_size, max(16, _MOST_PRODUCTS // max(1, size))))
-    inputs = torch.full((samples, layer.in_features), 0.5, dtype=dtype)
-    gradient = torch.full((samples, layer.out_features), 0.5, dtype=dtype)
-    weight = torch.full((layer.out_features, layer.in_features), 0.5, dtype=dtype)
-    bias = None if layer.bias is None else torch.zeros(layer.out_features, dtype=dtype)
+    width, outputs, has_bias = shape
+    samples = max(1, min(batch_size, _MOST_PRODUCTS // max(1, width * outputs)))
+    inputs = torch.full((samples, width), 0.5, dtype=dtype)
+    gradient = torch.full((samples, outputs), 0.5, dtype=dtype)
+    weight = torch.full((outputs, width), 0.5, dtype=dtype)
+    bias = torch.zeros(outputs, dtype=dtype) if has_bias else None
     return [
         {letter: functools.partial(run, inputs, weight, bias, True) for letter, run in _FORWARD.items()},
         {letter: functools.partial(run, gradient, weight) for letter, run in _BY_INPUT.items()},

@@ -260,7 +260,7 @@ class WorkerModule:
 
     def _swapped(self) -> ConfigError:
         return ConfigError(
-            f"the model {type(self.module).__name__} replaces, adds, freezes or moves parameters while it is trained, "
+            f"the model {type(self.module).__name__} replaces, freezes or moves parameters while it is trained, "
             "which would not be trained any more: make all of them in __init__ and change them in place "
             "(with torch.no_grad(): parameter.copy_(…))"
         )
@@ -268,6 +268,14 @@ class WorkerModule:
     def step(self, lr: float) -> None:
         """Applies the optimizer to the replica in place, without a lock, with `gradients` clipped if so set."""
         self._stepper.step(self.gradients, lr)
+
+    def non_finite(self) -> str | None:
+        """The first parameter or buffer of the module that holds NaN or infinities, by its name."""
+        for kind, tensors in (("parameter", self.module.named_parameters()), ("buffer", self.module.named_buffers())):
+            for name, tensor in tensors:
+                if not torch.isfinite(tensor).all():
+                    return f"{kind} {name}"
+        return None
 
     def flat_gradient(self) -> Tensor:
         """`gradients` as one tensor `[P]`, zero in the gaps and for parameters without one."""

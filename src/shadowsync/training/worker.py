@@ -173,16 +173,29 @@ class Worker:
         forward_and_backward = parts.module.loss_and_gradients if parts.settings.compute else _nothing_computed
         loss, logits, gradient = forward_and_backward(batch.dense, pulled.pooled, batch.labels, pulled.sequences)
         if not torch.isfinite(loss):
-            raise NonFiniteLoss(
-                f"the loss is no longer finite ({loss.item()}) at {parts.hooks.place(leased)} after "
-                f"{parts.hooks.trained()} samples: "
-                "lower train.lr or embedding.lr, set train.clip_norm=1, or check these rows for extreme values"
-            )
+            raise self._not_finite(loss.item(), batch.dense, parts.hooks.place(leased))
         self._emulate(started)
         self._computed_s = time.monotonic() - started
         self._update.apply(leased, pulled, parts.module, gradient, factor)
         self.iterations += 1
         parts.hooks.record(parts.rank, logits, batch.labels)
+
+    def _not_finite(self, loss: float, dense: Tensor, place: str) -> NonFiniteLoss:
+        """What is to blame: of a job that has trained nothing yet, the model or the rows themselves."""
+        if trained := self._parts.hooks.trained():
+            return NonFiniteLoss(
+                f"the loss is no longer finite ({loss}) at {place} after {trained} samples: {_extremes(dense)}lower "
+                "train.lr or embedding.lr, or set train.clip_norm=1"
+            )
+        if name := self._parts.module.non_finite():
+            return NonFiniteLoss(
+                f"{name} of the model holds NaN or infinite numbers before the first step: give the module other "
+                "initial values"
+            )
+        return NonFiniteLoss(
+            f"the model gives a loss of {loss} at {place} before the first step: check its forward for what makes "
+            "numbers that are not finite, and these rows for extreme values"
+        )
 
     def _emulate(self, started: float) -> None:
         """Waits as long as a slower machine would still compute; a pause need not wait for it."""
@@ -234,6 +247,13 @@ class Worker:
             return None
         self._parts.listener.worker_back(self._parts.index)
         return ready
+
+
+def _extremes(dense: Tensor) -> str:
+    """What to look for first in dense columns `[B, N]`, if there are any."""
+    if not dense.numel():
+        return ""
+    return f"look for extreme values in the dense columns of these rows (up to {float(dense.abs().max()):.3g}), "
 
 
 def _nothing_computed(

@@ -22,7 +22,8 @@ class Limits:
         forget_client_after_s: silence after which a client is forgotten.
         yield_after_s: silence after which a client is forgotten if another needs its place; one that has called
             nothing yet is at once.
-        unread_bytes: of replies that wait for a client to read them; while there are more, its calls wait.
+        unread_bytes: of replies that wait for a client to read them; while there are more, its calls wait, and as
+            many bytes of them; further ones are refused.
     """
 
     clients: int = 4096
@@ -43,7 +44,7 @@ class Sent(Protocol):
 
 
 class Unread:
-    """Bytes of replies that a client has not read: they wait in this process; any thread.
+    """Bytes of replies that a client has not read, and of its calls that wait for that, in this process; any thread.
 
     To follow a message costs more than to send a short one, so that one is followed after every so many bytes.
     """
@@ -53,7 +54,7 @@ class Unread:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._loose = self._waiting = 0
+        self._loose = self._waiting = self._parked = 0
         self._followed: deque[tuple[Sent, int]] = deque()
 
     def add(self, size: int) -> bool:
@@ -68,6 +69,16 @@ class Unread:
             self._followed.append((sent, self._loose))
             self._waiting += self._loose
             self._loose = 0
+
+    def park(self, size: int) -> None:
+        """Counts the bytes of a call that waits until replies are read; negative ones of a call that waits no more."""
+        with self._lock:
+            self._parked += size
+
+    @property
+    def crowded(self) -> bool:
+        """More bytes of calls wait for replies to be read than may."""
+        return self._parked > self._limit_bytes
 
     @property
     def full(self) -> bool:

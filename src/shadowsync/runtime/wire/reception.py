@@ -57,6 +57,11 @@ class Job:
     call: Call
     tensors: tuple[Tensor, ...]
 
+    @property
+    def bytes(self) -> int:
+        """Of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -155,6 +160,8 @@ class Reception:
             record = self._clients.heard(route, call.session, now_s)
             if record is None:
                 return self._stranger(call.session)
+            if tensors and record.unread.crowded:
+                return Step(answer=_refusal(call, "replies to calls of this client before it wait to be read"))
             verdict = record.ledger.admit(call.number, call.low)
             if verdict is Verdict.RUN:
                 record.greeted_only = False

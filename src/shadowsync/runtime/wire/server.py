@@ -164,13 +164,18 @@ class WireServer:
         """Begins what waited for clients to read what they had asked for before; those that are gone get nothing."""
         for _ in range(len(self._parked)):
             job, since_s = self._parked.popleft()
+            job.record.unread.park(-job.bytes)
             if job.record.gone:
                 _, free = self._reception.finish(job, [], keep=False)
                 self._free([job.record.client] if free else [])
             elif job.record.unread.full:
-                self._parked.append((job, since_s))
+                self._park(job, since_s)
             else:
                 self._jobs.put(partial(self._run, job, since_s))
+
+    def _park(self, job: Job, since_s: float) -> None:
+        job.record.unread.park(job.bytes)
+        self._parked.append((job, since_s))
 
     def _is_full(self) -> bool:
         if self.queue_depth >= self._options.max_waiting:
@@ -202,7 +207,7 @@ class WireServer:
 
     def _run(self, job: Job, since_s: float) -> None:
         if job.record.unread.full:
-            self._parked.append((job, since_s))
+            self._park(job, since_s)
             return
         call = job.call
         request = Request(call.method, call.meta, job.tensors, job.record.client)

@@ -1,0 +1,1 @@
+"""Checkpoints: their format, and a store of whole and incremental ones."""

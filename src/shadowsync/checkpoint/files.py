@@ -1,0 +1,232 @@
+"""The few file operations that checkpoints need, on a local folder or on any other fsspec file system.
+
+Paths are relative to a root and use `/`. Errors are `OSError`s, whatever the file system raised.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from shadowsync.checkpoint.direct import write_file
+from shadowsync.checkpoint.tensors import Chunk
+from shadowsync.errors import ConfigError
+from shadowsync.places import redacted
+
+_NO_FOLDER_FSYNC = (errno.EINVAL, errno.ENOTSUP)
+
+
+class Files(ABC):
+    """A folder of checkpoints. Every member writes a whole file or a whole folder so that nothing half-written shows.
+
+    Attributes:
+        root: as the user wrote it, for messages.
+    """
+
+    root: str
+
+    def place(self, path: str) -> str:
+        """`path` with its root, for messages."""
+        return f"{self.root.rstrip('/')}/{path}"
+
+    @abstractmethod
+    def names(self, folder: str = "") -> list[str]:
+        """Names in a folder, in no particular order; none where there is no such folder."""
+
+    @abstractmethod
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None where there is no such file."""
+
+    @abstractmethod
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Bytes `start … stop − 1` of a file, fewer where it ends before."""
+
+    @abstractmethod
+    def write(self, path: str, chunks: Iterable[Chunk]) -> None:
+        """Writes a file, made durable where the file system can; its folder is made if need be.
+
+        What `chunks` raises passes through as it is.
+        """
+
+    @abstractmethod
+    def staging(self, folder: str) -> str:
+        """Where the files of a new `folder` are to be written before `publish`."""
+
+    @abstractmethod
+    def publish(self, folder: str, last: str, content: bytes) -> None:
+        """Adds the file `last`, without which a folder is not complete, and gives the staged folder its name."""
+
+    @abstractmethod
+    def remove(self, folder: str, first: str) -> None:
+        """Removes a folder, the file `first` before all others, so that a half-removed folder is not complete."""
+
+
+class LocalFiles(Files):
+    """A folder of this machine: a new folder is written under another name, flushed to the disk and renamed."""
+
+    def __init__(self, root: str, path: Path) -> None:
+        self.root = root
+        self._path = path
+
+    def names(self, folder: str = "") -> list[str]:
+        try:
+            return [entry.name for entry in (self._path / folder).iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, path: str) -> int | None:
+        try:
+            return (self._path / path).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        with (self._path / path).open("rb", buffering=0) as file:
+            file.seek(start)
+            return _read_all(file, stop - start)
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> None:
+        target = self._path / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_file(target, chunks)
+
+    def staging(self, folder: str) -> str:
+        return f".{folder}.part"
+
+    def publish(self, folder: str, last: str, content: bytes) -> None:
+        staged = self.staging(folder)
+        self.write(f"{staged}/{last}", [content])
+        _flush_folder(self._path / staged)
+        (self._path / staged).rename(self._path / folder)
+        _flush_folder(self._path)
+
+    def remove(self, folder: str, first: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (self._path / folder / first).unlink()
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._path / folder)
+
+
+class RemoteFiles(Files):
+    """Any other fsspec file system: files go to their place at once, and the one that makes a folder complete last."""
+
+    def __init__(self, root: str, filesystem: Any, path: str) -> None:
+        self.root = root
+        self._filesystem = filesystem
+        self._path = path.rstrip("/")
+
+    def names(self, folder: str = "") -> list[str]:
+        self._filesystem.invalidate_cache()
+        with _as_os_error():
+            try:
+                found = self._filesystem.ls(self._full(folder), detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return [str(name).rstrip("/").rsplit("/", 1)[-1] for name in found]
+
+    def size(self, path: str) -> int | None:
+        with _as_os_error():
+            try:
+                info = self._filesystem.info(self._full(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return int(info["size"]) if info["type"] == "file" else None
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        with _as_os_error():
+            return bytes(self._filesystem.cat_file(self._full(path), start=start, end=stop))
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> None:
+        with self._opened(self._full(path)) as file:
+            for chunk in chunks:
+                with _as_os_error():
+                    file.write(chunk)
+
+    @contextlib.contextmanager
+    def _opened(self, full: str) -> Iterator[Any]:
+        with _as_os_error():
+            self._filesystem.makedirs(full.rsplit("/", 1)[0], exist_ok=True)
+            file = self._filesystem.open(full, "wb")
+        try:
+            yield file
+        except BaseException:
+            with contextlib.suppress(Exception):  # of no interest any more
+                file.close()
+            raise
+        with _as_os_error():
+            file.close()
+
+    def staging(self, folder: str) -> str:
+        return folder
+
+    def publish(self, folder: str, last: str, content: bytes) -> None:
+        temporary, final = self._full(f"{folder}/{last}.part"), self._full(f"{folder}/{last}")
+        with _as_os_error():
+            self._filesystem.pipe_file(temporary, content)
+            self._filesystem.mv(temporary, final)
+
+    def remove(self, folder: str, first: str) -> None:
+        with _as_os_error():
+            for path in (f"{folder}/{first}", folder):
+                with contextlib.suppress(FileNotFoundError):
+                    self._filesystem.rm(self._full(path), recursive=path == folder)
+
+    def _full(self, path: str) -> str:
+        return f"{self._path}/{path}" if path else self._path
+
+
+def open_files(root: str) -> Files:
+    """The files below `root`, a local path or a URL that fsspec knows; nothing is made yet.
+
+    Raises:
+        ConfigError: fsspec does not know the protocol, or its package is not installed.
+    """
+    try:
+        filesystem, path = url_to_fs(root)  # type: ignore[no-untyped-call]
+    except (ImportError, ValueError, OSError) as error:
+        raise ConfigError(f"{redacted(root)}: checkpoints cannot be kept there: {_first_line(error)}") from error
+    if isinstance(filesystem, LocalFileSystem):
+        return LocalFiles(root, Path(path))
+    return RemoteFiles(redacted(root), filesystem, path)
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Libraries of remote file systems raise errors of their own: those become `OSError`s."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _read_all(file: Any, count: int) -> bytes:
+    parts: list[bytes] = []
+    while count > 0 and (part := file.read(count)):
+        parts.append(part)
+        count -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _flush_folder(path: Path) -> None:
+    """Makes renames inside a folder durable, where its file system knows how."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_FSYNC:
+            raise
+    finally:
+        os.close(descriptor)

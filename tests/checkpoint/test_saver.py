@@ -1,0 +1,144 @@
+"""Saving in the background: one under way, one waiting, no error lost."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from checkpoint_helpers import make_snapshot
+
+from shadowsync.checkpoint.saver import AsyncSaver
+from shadowsync.checkpoint.snapshot import Snapshot
+from shadowsync.errors import SaveError
+
+
+class GatedStore:
+    """A store whose saves take as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+        self.started = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+        self.threads: set[int] = set()
+
+    def save(self, snapshot: Snapshot) -> str:
+        self.threads.add(threading.get_ident())
+        self.started.release()
+        assert self.go_on.acquire(timeout=120)
+        self.saved.append(snapshot.samples)
+        return str(snapshot.samples)
+
+
+class FailingStore:
+    """Fails for odd sample counts."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def save(self, snapshot: Snapshot) -> str:
+        if snapshot.samples % 2:
+            raise SaveError(f"disk full at {snapshot.samples}")
+        self.saved.append(snapshot.samples)
+        return ""
+
+
+def ticking() -> Callable[[], float]:
+    ticks = iter(range(1000))
+    return lambda: float(next(ticks))
+
+
+def test_saves_happen_elsewhere_and_in_order() -> None:
+    store = GatedStore()
+    saver = AsyncSaver(store, ticking())
+    store.go_on.release(2)
+    for samples in (1, 2):
+        saver.submit(make_snapshot(samples))
+        saver.wait()
+    assert store.saved == [1, 2]
+    assert threading.get_ident() not in store.threads
+    assert (saver.saves, saver.replaced, saver.seconds, saver.busy) == (2, 0, 2.0, False)
+
+
+def test_one_waits_and_gives_way_to_a_newer_one() -> None:
+    store = GatedStore()
+    saver = AsyncSaver(store)
+    saver.submit(make_snapshot(1))
+    assert store.started.acquire(timeout=120)
+    for samples in (2, 3, 4):
+        saver.submit(make_snapshot(samples))
+    assert saver.busy
+    store.go_on.release(2)
+    saver.wait()
+    assert store.saved == [1, 4]
+    assert (saver.saves, saver.replaced) == (2, 2)
+
+
+def test_an_error_surfaces_in_wait_and_saving_goes_on() -> None:
+    store = FailingStore()
+    saver = AsyncSaver(store, ticking())
+    saver.submit(make_snapshot(1))
+    with pytest.raises(SaveError, match="disk full at 1"):
+        saver.wait()
+    saver.wait()
+    saver.submit(make_snapshot(2))
+    saver.wait()
+    assert store.saved == [2]
+    assert (saver.saves, saver.seconds) == (1, 2.0)
+
+
+def test_an_error_surfaces_in_the_next_submit_which_is_saved_none_the_less() -> None:
+    store = FailingStore()
+    saver = AsyncSaver(store)
+    saver.submit(make_snapshot(1))
+    while saver.busy:
+        pass
+    with pytest.raises(SaveError, match="disk full at 1"):
+        saver.submit(make_snapshot(2))
+    saver.wait()
+    assert store.saved == [2]
+
+
+def test_of_several_errors_none_is_lost() -> None:
+    store = GatedStore()
+    failing = FailingStore()
+
+    class Both:
+        def save(self, snapshot: Snapshot) -> str:
+            store.save(snapshot)
+            return failing.save(snapshot)
+
+    saver = AsyncSaver(Both())
+    saver.submit(make_snapshot(1))
+    assert store.started.acquire(timeout=120)
+    saver.submit(make_snapshot(3))
+    store.go_on.release(2)
+    for samples in (1, 3):
+        with pytest.raises(SaveError, match=f"disk full at {samples}"):
+            saver.wait()
+    saver.wait()
+
+
+def test_leaving_the_block_waits_and_raises() -> None:
+    with pytest.raises(SaveError, match="disk full at 5"), AsyncSaver(FailingStore()) as saver:
+        saver.submit(make_snapshot(5))
+
+
+def test_an_error_of_the_block_comes_first_with_that_of_the_save_beside_it() -> None:
+    def run() -> None:
+        with AsyncSaver(FailingStore()) as saver:
+            saver.submit(make_snapshot(5))
+            raise RuntimeError("first")
+
+    with pytest.raises(RuntimeError, match="first") as caught:
+        run()
+    assert caught.value.__notes__ == ["disk full at 5"]
+
+
+def test_many_submits_end_with_the_newest() -> None:
+    store = FailingStore()
+    saver = AsyncSaver(store)
+    for samples in range(0, 400, 2):
+        saver.submit(make_snapshot(samples))
+    saver.wait()
+    assert store.saved[-1] == 398
+    assert store.saved == sorted(store.saved)
+    assert saver.saves + saver.replaced == 200

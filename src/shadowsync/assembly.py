@@ -27,6 +27,7 @@ from shadowsync.embedding.catalog import (
 )
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.optimizers import rule_class
+from shadowsync.embedding.pages import memory_bytes
 from shadowsync.embedding.placement import Servers, place, row_wise
 from shadowsync.embedding.profile import Probe, measure_costs
 from shadowsync.embedding.server import EmbeddingServer
@@ -37,7 +38,6 @@ from shadowsync.embedding.watching import Watching
 from shadowsync.errors import ConfigError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.model import ModelSpec
-from shadowsync.report.machine import memory_bytes
 from shadowsync.runtime.codec_choice import Situation, unmeasured
 from shadowsync.runtime.lines import EmbeddingLine, Line, pulled_and_pushed_bytes
 from shadowsync.sync.background import Background
@@ -50,7 +50,7 @@ from shadowsync.training.update import LocalUpdate, Update
 from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
 
 GIB = 1 << 30
-PREFETCH = {"inprocess": 0, "ray": 2}
+PREFETCH = {"inprocess": 0, "processes": 1, "ray": 2}
 PROFILED_ROWS = 2048
 PROFILED_SLICES = 4
 LOADED_ROWS = 1 << 20

@@ -9,7 +9,16 @@ from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.unused import in_vain, unused
-from shadowsync.config import AggregationConfig, CodecConfig, Config, EmbeddingConfig, SyncConfig, TrainConfig, parse
+from shadowsync.config import (
+    AggregationConfig,
+    ClusterConfig,
+    CodecConfig,
+    Config,
+    EmbeddingConfig,
+    SyncConfig,
+    TrainConfig,
+    parse,
+)
 from shadowsync.data.source import Source
 from shadowsync.embedding.choose import storage_class
 from shadowsync.embedding.optimizers import RowRule
@@ -28,7 +37,12 @@ WARMUP_SAMPLES, WARMUP_STEPS = 50_000, 20
 
 RAYS_OWN = {"CPU", "GPU", "memory", "object_store_memory"}
 IN_PROCESS_KEYS = {"runtime", "dense_servers", "server_memory_gib"}
-"""Keys of `cluster` that matter in one process too."""
+CLUSTER_KEYS: Mapping[str, set[str]] = {
+    "inprocess": IN_PROCESS_KEYS,
+    "processes": IN_PROCESS_KEYS | {"readers", "min_trainers", "max_trainers", "lost_after_s"},
+    "ray": set(ClusterConfig.model_fields),
+}
+"""Keys of `cluster` that matter, by its runtime."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     _check_emulation(config)
     if own_model and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
         raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
-    recovery = recovery_settings(config.recovery, config.cluster.runtime == "ray")
+    recovery = recovery_settings(config.recovery, config.cluster.runtime != "inprocess")
     if recovery.schedule is not None:
         recovery.schedule.check_roles(_most_roles(config, method))
     return Choices(
@@ -140,8 +154,9 @@ def without_foreign_options(values: dict[str, Any], changed: Mapping[str, Any] |
     if isinstance(codecs := values.get("compression"), Mapping):
         kept["compression"] = {kind: _own_codec_options(kind, codec) for kind, codec in codecs.items()}
     kept.pop("aggregation" if config.aggregation.method is None else "sync", None)
-    if parse({"cluster": values.get("cluster", {})}).cluster.runtime == "inprocess" and "cluster" in values:
-        kept["cluster"] = {key: value for key, value in values["cluster"].items() if key in IN_PROCESS_KEYS}
+    if "cluster" in values:
+        known_keys = CLUSTER_KEYS[parse({"cluster": values["cluster"]}).cluster.runtime]
+        kept["cluster"] = {key: value for key, value in values["cluster"].items() if key in known_keys}
     if changed is None:
         return kept
     kept = _without_idle_servers(kept, changed.get("cluster") or {})
@@ -306,9 +321,10 @@ def _check_used(config: Config) -> None:
 def _check_cluster(config: Config) -> None:
     """Raises `ConfigError` for what has no effect or cannot be met."""
     cluster, train = config.cluster, config.train
-    if cluster.runtime == "inprocess":
-        for key in sorted(cluster.model_fields_set - IN_PROCESS_KEYS):
-            raise ConfigError(f"cluster.{key} has no effect in one process: set cluster.runtime=ray, or leave it out")
+    for key in sorted(cluster.model_fields_set - CLUSTER_KEYS[cluster.runtime]):
+        where = "in one process" if cluster.runtime == "inprocess" else "on one machine"
+        able = " or ".join(runtime for runtime, keys in CLUSTER_KEYS.items() if key in keys)
+        raise ConfigError(f"cluster.{key} has no effect {where}: set cluster.runtime={able}, or leave it out")
     for key in ("trainer_resource", "server_resource"):
         if (name := getattr(cluster, key)) in RAYS_OWN:
             raise ConfigError(f"cluster.{key}={name} is Ray's own: name one that ray start --resources gave")

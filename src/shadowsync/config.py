@@ -312,7 +312,9 @@ class RecoveryConfig(Section):
 class ClusterConfig(Section):
     """Where roles run."""
 
-    runtime: Literal["inprocess", "ray"] = Field("inprocess", description="where roles run")
+    runtime: Literal["inprocess", "processes", "ray"] = Field(
+        "inprocess", description="where roles run: threads, processes on this machine, or actors on a Ray cluster"
+    )
     address: str | None = Field(
         None,
         description="of the Ray cluster to join, host:port or auto; null starts one of its own on this machine",

@@ -77,6 +77,14 @@ def _local(material: Material, newest: Newest) -> Session:
     return LocalSession(material, newest)
 
 
+def _processes(material: Material, newest: Newest) -> Session:
+    from shadowsync.cluster.blueprint import cpus_needed  # noqa: PLC0415
+    from shadowsync.cluster.session import ClusterSession  # noqa: PLC0415
+    from shadowsync.runtime.processes import Processes  # noqa: PLC0415
+
+    return ClusterSession(material, partial(Processes, cpus_needed(material.config)), newest)
+
+
 def _ray(material: Material, newest: Newest) -> Session:
     from shadowsync.cluster.blueprint import cpus_needed, resources_needed  # noqa: PLC0415
     from shadowsync.cluster.session import ClusterSession  # noqa: PLC0415
@@ -87,7 +95,11 @@ def _ray(material: Material, newest: Newest) -> Session:
     return ClusterSession(material, make_runtime, newest)
 
 
-_SESSIONS: Mapping[str, Callable[[Material, Newest], Session]] = {"inprocess": _local, "ray": _ray}
+_SESSIONS: Mapping[str, Callable[[Material, Newest], Session]] = {
+    "inprocess": _local,
+    "processes": _processes,
+    "ray": _ray,
+}
 
 
 T = TypeVar("T")
@@ -737,6 +749,8 @@ def _runtime(config: Config) -> str:
     """Where the roles are to be, unless in this process."""
     if config.cluster.runtime == "inprocess":
         return ""
+    if config.cluster.runtime == "processes":
+        return ", each role a process"
     where = f"the Ray cluster at {config.cluster.address}" if config.cluster.address else "a Ray started for this job"
     return f", each role a process on {where}"
 

@@ -173,7 +173,7 @@ class _Run:
         self._saved = _checkpoint_in(folder)
         self._config = parse(self._saved.config)
         self.settings: RecoverySettings = recovery_settings(
-            self._config.recovery, self._config.cluster.runtime == "ray"
+            self._config.recovery, self._config.cluster.runtime != "inprocess"
         )
         self._result = result.read_result(folder) if (folder / result.FILE_NAME).exists() else None
 

@@ -61,7 +61,10 @@ def test_only_the_command_line_imports_the_job() -> None:
 @pytest.mark.parametrize("module", MODULES, ids=name_of)
 def test_nothing_is_pickled_and_the_environment_is_no_configuration(module: Path) -> None:
     tree = tree_of(module)
-    assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & {name.split(".")[0] for name in imports(tree)}
+    # between a process and those that it started, over sockets of their own
+    own = {"pickle", "cloudpickle"} if module.name == "control.py" else set()
+    pickling = {"pickle", "marshal", "shelve", "dill", "cloudpickle"} - own
+    assert not pickling & {name.split(".")[0] for name in imports(tree)}
     read = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     hands_on = {"os.environ"} if module.name == "ray_runtime.py" else set()  # Ray takes its token from nowhere else
     assert not ({"torch.load", "torch.save", "os.environ", "os.getenv"} - hands_on) & read

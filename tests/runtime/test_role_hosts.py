@@ -1,52 +1,21 @@
 """A role's process: parts are built there, served, replaced, and gone when it is killed."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from role_parts import CLOSED, Panic, Said, greeter, panics, refuses
 
 from shadowsync.errors import ConfigError, RunError
-from shadowsync.runtime import ray_runtime
+from shadowsync.runtime import host
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.ray_runtime import RoleActor
-from shadowsync.runtime.runtime import Home, Order, Part
+from shadowsync.runtime.runtime import Order
 from shadowsync.runtime.wire.client import Courier
 from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
 from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
-
-CLOSED: list[str] = []
-
-
-class Said(Meta, frozen=True):
-    text: str
-
-
-class Greeter:
-    """Says what it was built with."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.methods: Mapping[str, Method] = {"greet": Method(self._greet)}
-
-    def _greet(self, request: Request) -> Reply:
-        return Reply(Said(self.text))
-
-    def client_gone(self, client: str) -> None:
-        """Keeps nothing."""
-
-    def close(self) -> None:
-        CLOSED.append(self.text)
-
-
-def greeter(spec: str, home: Home) -> Part:
-    return Greeter(f"{spec} from {home.role}")
-
-
-def refuses(spec: str, home: Home) -> Part:
-    raise ConfigError(f"{home.role} cannot be built from {spec}")
 
 
 @pytest.fixture
@@ -104,20 +73,12 @@ def test_what_no_machine_has_is_refused_before_anything_starts(runtime: InProces
     assert not runtime.processes
 
 
-class Panic(BaseException):
-    """As libraries written in Rust raise it."""
-
-
-def panics(spec: str, home: Home) -> Part:
-    raise Panic(f"{home.role} met {spec}")
-
-
 @pytest.fixture
 def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RoleActor]:
     """What Ray would run, without Ray; what it changes in its process is as before afterwards."""
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    monkeypatch.setattr(ray_runtime, "keep_freed_memory", lambda: True)
-    monkeypatch.setattr(ray_runtime, "log_to", lambda job, role: "")
+    monkeypatch.setattr(host, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(host, "log_to", lambda job, role: "")
     threads = torch.get_num_threads()
     made = RoleActor("job", Order("reader-0"), JobKeys.make(), str(tmp_path))
     yield made

@@ -8,6 +8,8 @@ from 2.7 s to 0.9 s.
 import contextlib
 import ctypes
 import mmap
+import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -53,3 +55,16 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError, TypeError):
         return False
     return bool(mallopt(M_TRIM_THRESHOLD, 512 << 20)) and bool(mallopt(M_MMAP_THRESHOLD, 32 << 20))
+
+
+def memory_bytes() -> int | None:
+    """What this machine has, or the control group that this process is in may take; None where nobody says."""
+    try:
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+    try:
+        allowed = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return installed
+    return min(installed, int(allowed)) if allowed.isdecimal() else installed

@@ -5,6 +5,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from shadowsync.embedding.pages import memory_bytes
+
 _PACKAGES = ("shadowsync", "torch", "fbgemm-gpu-cpu", "numpy", "polars", "pyarrow")
 
 
@@ -49,16 +51,3 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def memory_bytes() -> int | None:
-    """What this machine has, or the control group that this process is in may take; None where nobody says."""
-    try:
-        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
-    try:
-        allowed = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return installed
-    return min(installed, int(allowed)) if allowed.isdecimal() else installed

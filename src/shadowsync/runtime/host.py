@@ -1,9 +1,13 @@
 """The inside of a role's process: a server on the wire whose service is the part that was built last."""
 
+import importlib
+import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from shadowsync.embedding.pages import keep_freed_memory
+from shadowsync.runtime.role_logging import log_to
 from shadowsync.runtime.runtime import Builder, Home, Part
 from shadowsync.runtime.wire.client import Courier, CourierOptions, WireConnection
 from shadowsync.runtime.wire.clients import Limits
@@ -12,6 +16,7 @@ from shadowsync.runtime.wire.server import ServerOptions, WireServer
 from shadowsync.runtime.wire.service import Method
 from shadowsync.runtime.wire.sockets import is_folder
 
+_LOG = logging.getLogger(__name__)
 CALL_S = 3600.0
 """Deadline of a role's calls. Who gives up a peer is the driver, which ends the wait by moving or ending the role."""
 LONG_S = 60.0
@@ -19,6 +24,30 @@ LONG_S = 60.0
 
 
 LOOPBACK = "127.0.0.1"
+
+
+def take_up(job: str, role: str, died: Callable[[str], None]) -> str:
+    """Makes this process one of a role's; the path of its log.
+
+    Args:
+        job: name of the job.
+        role: name of the role.
+        died: called with the reason when a thread died without which the role would only seem to be alive; one that
+            exits (`SystemExit`) wants to end.
+    """
+    importlib.import_module("torch").set_num_threads(1)  # workers are the parallelism
+    keep_freed_memory()
+
+    def thread_died(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is SystemExit:
+            return
+        name = "a thread" if args.thread is None else args.thread.name
+        _LOG.error("thread %s died", name, exc_info=args.exc_value)
+        error = args.exc_value or args.exc_type()
+        died(f"its thread {name} died of {type(error).__name__}: {error}")
+
+    threading.excepthook = thread_died
+    return log_to(job, role)
 
 
 def waiting_for(peers: Iterable[tuple[str, WireConnection]]) -> str:

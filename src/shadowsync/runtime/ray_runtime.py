@@ -9,7 +9,6 @@ import secrets
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +16,9 @@ from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shadowsync.embedding.pages import keep_freed_memory
 from shadowsync.errors import ConfigError, MissingExtra, RunError
-from shadowsync.runtime.host import RoleHost
-from shadowsync.runtime.role_logging import log_to
+from shadowsync.runtime.host import RoleHost, take_up
+from shadowsync.runtime.own_folder import make_folder, remove_sockets
 from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
 from shadowsync.runtime.wire.errors import Fault, PeerLost
 from shadowsync.runtime.wire.keys import JobKeys
@@ -35,8 +33,6 @@ KNOWN_RAY = "ray[default]>=2.56,<2.61"
 """Versions whose inside is what is used here."""
 ANSWER_S = 5.0
 RAY_FOLDER = "ray"
-USUAL_LENGTH = 15
-"""Longest path of a folder for temporary files below which the paths of Ray's sockets are not too long."""
 CALLS = 8
 """Calls that an actor runs at a time; one of them is the watch."""
 
@@ -45,14 +41,10 @@ class RoleActor:
     """What Ray runs: one role's process."""
 
     def __init__(self, job: str, order: Order, keys: JobKeys, folder: str | None) -> None:
-        torch = importlib.import_module("torch")
-        torch.set_num_threads(1)  # workers are the parallelism
-        keep_freed_memory()
-        self._log = log_to(job, order.role)
+        self._ended: Future[str] = Future()
+        self._log = take_up(job, order.role, self._died)
         host = folder or _ray().util.get_node_ip_address()
         self._host = RoleHost(order.role, keys, host, order.threads, order.forget_s)
-        self._ended: Future[str] = Future()
-        threading.excepthook = self._thread_died
 
     def place(self) -> Place:
         """Where it is."""
@@ -71,14 +63,9 @@ class RoleActor:
         """Returns when this process cannot go on, and says why; whoever waits for it hears of its end, too."""
         return self._ended.result()
 
-    def _thread_died(self, died: threading.ExceptHookArgs) -> None:
-        """A thread without which the role would only seem to be alive; one that exits (`SystemExit`) wants to end."""
-        if died.exc_type is SystemExit:
-            return
-        name = "a thread" if died.thread is None else died.thread.name
-        _LOG.error("thread %s died", name, exc_info=died.exc_value)
+    def _died(self, reason: str) -> None:
         with contextlib.suppress(InvalidStateError):  # only the first one counts
-            self._ended.set_result(f"its thread {name} died of {_said(died.exc_value or died.exc_type())}")
+            self._ended.set_result(reason)
 
 
 class RayRole(RoleProcess):
@@ -164,7 +151,7 @@ class RayRuntime(Runtime):
         self.job = f"shadowsync-{time.strftime('%H%M%S')}-{secrets.token_hex(2)}"
         ray = _ray()
         self._joined = ray.is_initialized()
-        self._folder = None if address or self._joined else _own_folder()
+        self._folder = None if address or self._joined else make_folder()
         self._closed = False
         if self._folder is not None:
             own_cpus = max(os.cpu_count() or 1, math.ceil(cpus))
@@ -258,20 +245,9 @@ class RayRuntime(Runtime):
                 _leave_logs(self._folder)
 
 
-def _own_folder() -> str:
-    """A new folder that only this user may enter, for all sockets and files of a Ray of our own.
-
-    The path of a Unix socket has room for 103 bytes, and those of Ray's take 88 behind the place of this folder.
-    """
-    usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="shadowsync-", dir=usual if len(usual) <= USUAL_LENGTH else "/tmp")  # noqa: S108
-
-
 def _leave_logs(folder: str) -> None:
     """Removes everything of a Ray that has ended but the logs of its roles."""
-    for path in Path(folder).glob("*"):
-        if path.is_socket():
-            path.unlink(missing_ok=True)
+    remove_sockets(folder)
     for path in Path(folder, RAY_FOLDER).glob("session_*/*"):
         if path.is_dir() and path.name != "logs":
             shutil.rmtree(path, ignore_errors=True)

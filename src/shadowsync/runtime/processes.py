@@ -1,0 +1,259 @@
+"""Roles as processes on this machine, forked from one that has loaded what they need."""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from shadowsync.embedding.pages import memory_bytes
+from shadowsync.errors import ConfigError, RunError
+from shadowsync.runtime import control
+from shadowsync.runtime.child import MACHINE, Begin, Build, Built, Died
+from shadowsync.runtime.fork_server import ENDED, FORK, KILL, NUMBER
+from shadowsync.runtime.own_folder import make_folder, remove_sockets
+from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
+from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.runtime.wire.keys import JobKeys
+
+_PROGRAM = (
+    "import json, socket, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from shadowsync.runtime.fork_server import run; run(socket.socket(fileno=int(sys.argv[1])))"
+)
+STATUS_S = 1.0
+"""How long the end of a process waits for the word how it ended."""
+END_S = 5.0
+
+
+class ForkServer:
+    """The process that roles are forked from.
+
+    Args:
+        folder: where it logs to; roles log beside it.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._end, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._statuses: dict[int, int] = {}
+        self._changed = threading.Condition()
+        command = [sys.executable, "-c", _PROGRAM, str(its.fileno()), json.dumps(sys.path)]
+        with its, Path(folder, "roles.log").open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[its.fileno()]
+            )
+        self._thread = threading.Thread(target=self._hear, name="fork server", daemon=True)
+        self._thread.start()
+
+    def fork(self) -> socket.socket:
+        """Has a process forked; this end of the way to it.
+
+        Raises:
+            PeerLost: the server is gone.
+        """
+        mine, its = socket.socketpair()
+        with its:
+            try:
+                socket.send_fds(self._end, [FORK], [its.fileno()])
+            except OSError as error:
+                mine.close()
+                raise PeerLost(f"the process that starts the others has ended: {error}") from error
+        return mine
+
+    def kill(self, pid: int) -> None:
+        """Ends a process that it forked at once, if it has not ended."""
+        with suppress(OSError):
+            self._end.send(KILL + NUMBER.pack(pid))
+
+    def status(self, pid: int, timeout_s: float) -> int | None:
+        """How a process ended, as `os.waitpid` gives it; None where that is not heard in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: pid in self._statuses, timeout_s)
+            return self._statuses.get(pid)
+
+    def close(self) -> None:
+        """Ends it; its children end with their own ways to the driver."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._end.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _hear(self) -> None:
+        with suppress(OSError):
+            while data := self._end.recv(64):
+                pid, status = ENDED.unpack(data)
+                with self._changed:
+                    self._statuses[pid] = status
+                    self._changed.notify_all()
+
+
+class ForkedRole(RoleProcess):
+    """A role in a process of its own.
+
+    Args:
+        order: what was ordered.
+        server: that it was forked from.
+        end: of the way to it.
+    """
+
+    def __init__(self, order: Order, server: ForkServer, end: socket.socket) -> None:
+        self.order = order
+        self._server, self._end = server, end
+        self._place: Future[Place] = Future()
+        self._building: deque[Future[None]] = deque()
+        self._lock = threading.Lock()
+        self._reason: str | None = None
+        self._died: str | None = None
+        self._thread = threading.Thread(target=self._hear, name=f"hears {order.role}", daemon=True)
+        self._thread.start()
+
+    def place(self, timeout_s: float) -> Place:
+        try:
+            return self._place.result(timeout_s)
+        except TimeoutError as error:
+            raise PeerLost(f"{self.order.role} did not start within {timeout_s:g} s") from error
+
+    def build(self, builder: Builder, spec: Any) -> "Future[None]":
+        built: Future[None] = Future()
+        with self._lock:
+            if self._reason is not None:
+                built.set_exception(PeerLost(f"{self.order.role} ended: {self._reason}"))
+                return built
+            self._building.append(built)
+            try:
+                control.send(self._end, Build(builder, spec))
+            except OSError:
+                pass  # whoever hears its end tells
+            except control.Unsendable as error:  # a user's own model or script of failures
+                self._building.pop()
+                raise ConfigError(
+                    f"what {self.order.role} is made from cannot be sent to another process: {error}"
+                ) from error
+        return built
+
+    def ended(self) -> str | None:
+        return self._reason
+
+    def kill(self) -> None:
+        with self._lock:
+            if self._reason is None:
+                self._died = self._died or "it was given up"
+        if self._place.done() and self._place.exception() is None:
+            self._server.kill(self._place.result().pid)
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)  # one that has not said who it is ends at that
+
+    def join(self) -> None:
+        """Waits for the end of a process that was killed."""
+        self._thread.join(END_S)
+
+    def begin(self, begin: Begin) -> None:
+        """Tells the process who it is."""
+        with suppress(OSError):
+            control.send(self._end, begin)
+
+    def _hear(self) -> None:
+        try:
+            while True:
+                self._heard(control.receive(self._end))
+        except EOFError:
+            self._over()
+
+    def _heard(self, message: Any) -> None:
+        if isinstance(message, Place):
+            self._place.set_result(message)
+        elif isinstance(message, Died):
+            self._died = self._died or message.reason
+        elif isinstance(message, Built):
+            built = self._building.popleft()
+            if message.fault is None:
+                built.set_result(None)
+            else:
+                built.set_exception(message.fault.error())
+
+    def _over(self) -> None:
+        reason = self._died
+        if reason is None and self._place.done():
+            status = self._server.status(self._place.result().pid, STATUS_S)
+            reason = "its end is not known" if status is None else _in_words(status)
+        with self._lock:
+            self._reason = reason or "it ended before it had begun"
+            self._end.close()
+        lost = PeerLost(f"{self.order.role} ended: {self._reason}")
+        if not self._place.done():
+            self._place.set_exception(lost)
+        for built in self._building:
+            built.set_exception(lost)
+
+
+class Processes(Runtime):
+    """The processes of one job on this machine.
+
+    Args:
+        cpus: what this machine offers; more than it has is no harm, since roles are only counted.
+    """
+
+    name: ClassVar[str] = "processes"
+
+    def __init__(self, cpus: float = 1.0) -> None:
+        self.keys = JobKeys.make()
+        self.job = f"shadowsync-{time.strftime('%H%M%S')}-{secrets.token_hex(2)}"
+        self._cpus = max(float(os.cpu_count() or 1), cpus)
+        self._folder = make_folder()
+        self._server = ForkServer(self._folder)
+        self._roles: list[ForkedRole] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def machines(self) -> Sequence[Machine]:
+        return [Machine(MACHINE, socket.gethostname(), self._cpus, memory_bytes() or 1 << 50)]
+
+    def reserve(self, orders: Sequence[Order], timeout_s: float) -> None:
+        if named := [order for order in orders if order.resource is not None]:
+            raise RunError(f"{named[0].role} needs the resource {named[0].resource}: only Ray's machines have such")
+
+    def start(self, order: Order) -> RoleProcess:
+        with self._lock:
+            if self._closed:
+                raise PeerLost("the job has ended")
+            role = ForkedRole(order, self._server, self._server.fork())
+            self._roles.append(role)
+        role.begin(Begin(self.job, order, self.keys, self._folder))
+        return role
+
+    def host(self) -> str:
+        return self._folder
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for role in self._roles:
+            role.kill()
+        for role in self._roles:
+            role.join()
+        self._server.close()
+        remove_sockets(self._folder)
+
+
+def _in_words(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
+        return f"its process was ended by {name}"
+    return f"its process ended with status {os.waitstatus_to_exitcode(status)}"

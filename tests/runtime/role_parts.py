@@ -1,0 +1,46 @@
+"""Parts of roles for the tests of runtimes."""
+
+from collections.abc import Mapping
+
+from shadowsync.errors import ConfigError
+from shadowsync.runtime.runtime import Home, Part
+from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
+
+CLOSED: list[str] = []
+
+
+class Said(Meta, frozen=True):
+    text: str
+
+
+class Greeter:
+    """Says what it was built with."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.methods: Mapping[str, Method] = {"greet": Method(self._greet)}
+
+    def _greet(self, request: Request) -> Reply:
+        return Reply(Said(self.text))
+
+    def client_gone(self, client: str) -> None:
+        """Keeps nothing."""
+
+    def close(self) -> None:
+        CLOSED.append(self.text)
+
+
+def greeter(spec: str, home: Home) -> Part:
+    return Greeter(f"{spec} from {home.role}")
+
+
+def refuses(spec: str, home: Home) -> Part:
+    raise ConfigError(f"{home.role} cannot be built from {spec}")
+
+
+class Panic(BaseException):
+    """As libraries written in Rust raise it."""
+
+
+def panics(spec: str, home: Home) -> Part:
+    raise Panic(f"{home.role} met {spec}")

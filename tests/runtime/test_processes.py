@@ -1,0 +1,198 @@
+"""Roles as processes of this machine: forked in no time, served, replaced, and gone with whoever started them."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from role_parts import Greeter, Said, greeter, panics, refuses
+
+from shadowsync.errors import ConfigError, RunError
+from shadowsync.runtime.processes import ForkedRole, Processes
+from shadowsync.runtime.runtime import Home, Order, Part
+from shadowsync.runtime.wire.client import Courier
+from shadowsync.runtime.wire.errors import PeerLost
+
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Processes]:
+    made = Processes()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def courier(runtime: Processes) -> Iterator[Courier]:
+    made = Courier(runtime.keys)
+    yield made
+    made.close()
+
+
+def forked(runtime: Processes, role: str) -> ForkedRole:
+    process = runtime.start(Order(role))
+    assert isinstance(process, ForkedRole)
+    return process
+
+
+def gone(process: ForkedRole) -> str:
+    """Why it ended, as soon as it has."""
+    process.join()
+    reason = process.ended()
+    assert reason is not None, "it has not ended"
+    return reason
+
+
+def dies_in_a_thread(spec: str, home: Home) -> Part:
+    threading.Thread(target=refuses, args=(spec, home), name="shadow").start()
+    return Greeter(spec)
+
+
+def says_what_is_loaded(_: None, __: Home) -> Part:
+    return Greeter(json.dumps([name for name in ("torch", "zmq", "ray") if name in sys.modules]))
+
+
+def test_a_part_is_served_from_another_process_and_another_takes_its_place(
+    runtime: Processes, courier: Courier
+) -> None:
+    process = forked(runtime, "reader-0")
+    place = process.place(PATIENCE_S)
+    assert place.pid != os.getpid()
+    assert Path(place.log).is_file()
+    connection = courier.connect(place.address)
+    for spec in ("first", "second"):
+        process.build(greeter, spec).result(PATIENCE_S)
+        said = connection.call("greet", timeout_s=PATIENCE_S).result(PATIENCE_S).read(Said)
+        assert said.text == f"{spec} from reader-0"
+    process.kill()
+    assert gone(process) == "it was given up"
+
+
+def test_what_cannot_be_built_comes_back_as_what_it_was(runtime: Processes) -> None:
+    process = forked(runtime, "trainer-3")
+    with pytest.raises(ConfigError, match="trainer-3 cannot be built from sand"):
+        process.build(refuses, "sand").result(PATIENCE_S)
+    with pytest.raises(RunError, match="build failed with Panic: trainer-3 met sand"):
+        process.build(panics, "sand").result(PATIENCE_S)
+    process.build(greeter, "stone").result(PATIENCE_S)
+    process.kill()
+
+
+def test_a_process_that_is_killed_is_known_to_be_gone_and_by_what(runtime: Processes) -> None:
+    process = forked(runtime, "dense-0")
+    os.kill(process.place(PATIENCE_S).pid, signal.SIGKILL)
+    assert gone(process) == "its process was ended by SIGKILL"
+    with pytest.raises(PeerLost, match="dense-0 ended: its process was ended by SIGKILL"):
+        process.build(greeter, "late").result(PATIENCE_S)
+
+
+def test_a_build_under_way_ends_with_its_process(runtime: Processes) -> None:
+    process = forked(runtime, "dense-1")
+    built = process.build(lambda *_: signal.pause(), None)  # type: ignore[arg-type,return-value]
+    os.kill(process.place(PATIENCE_S).pid, signal.SIGKILL)
+    with pytest.raises(PeerLost, match="SIGKILL"):
+        built.result(PATIENCE_S)
+
+
+def test_a_thread_that_dies_ends_its_role_with_what_it_died_of(runtime: Processes) -> None:
+    process = forked(runtime, "embedding-0")
+    process.build(dies_in_a_thread, "sand")
+    assert gone(process) == "its thread shadow died of ConfigError: embedding-0 cannot be built from sand"
+
+
+def test_what_cannot_be_sent_is_the_users_to_mend(runtime: Processes) -> None:
+    process = forked(runtime, "trainer-0")
+    with pytest.raises(ConfigError, match="what trainer-0 is made from cannot be sent to another process"):
+        process.build(greeter, threading.Lock())
+    process.build(greeter, "stone").result(PATIENCE_S)
+    process.kill()
+
+
+def test_children_begin_with_what_takes_long_to_load(runtime: Processes, courier: Courier) -> None:
+    process = forked(runtime, "reader-1")
+    process.build(says_what_is_loaded, None).result(PATIENCE_S)
+    connection = courier.connect(process.place(PATIENCE_S).address)
+    assert json.loads(connection.call("greet").result(PATIENCE_S).read(Said).text) == ["torch", "zmq"]
+    process.kill()
+
+
+def test_what_is_preloaded_starts_no_thread_that_a_fork_would_lose() -> None:
+    program = """if True:
+        import importlib, os, shadowsync.runtime.fork_server as server
+        from pathlib import Path
+        for name in server.PRELOADED:
+            importlib.import_module(name)
+        names = [(path / "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
+        print({name for name in names if not name.startswith("python")}, "polars" in __import__("sys").modules)
+    """
+    if not Path("/proc/self/task").exists():
+        pytest.skip("only Linux says which threads there are")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set() False"
+
+
+def test_processes_end_with_the_driver_however_it_ends(tmp_path: Path) -> None:
+    program = f"""if True:
+        import os, sys, time
+        sys.path.append({str(Path(__file__).parent)!r})
+        from role_parts import greeter
+        from shadowsync.runtime.processes import Processes
+        from shadowsync.runtime.runtime import Order
+        runtime = Processes()
+        roles = [runtime.start(Order(f"trainer-{{rank}}")) for rank in range(2)]
+        print(*[role.place(100).pid for role in roles], runtime._server._process.pid, flush=True)
+        time.sleep(1000)
+    """
+    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    with driver.stdout:
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+    watched = [os.pidfd_open(pid) for pid in pids]
+    driver.kill()
+    driver.wait()
+    select = importlib.import_module("select")
+    for descriptor in watched:
+        assert select.select([descriptor], [], [], PATIENCE_S)[0], "a process outlives its driver"
+        os.close(descriptor)
+
+
+def test_a_model_of_ones_own_script_is_known_in_other_processes(tmp_path: Path) -> None:
+    """What stands in `__main__`, unguarded, is neither looked for nor run again."""
+    program = """if True:
+        from shadowsync.runtime.processes import Processes
+        from shadowsync.runtime.runtime import Order
+        from shadowsync.runtime.wire.service import Method, Reply
+        class Own:
+            methods = {}
+            def client_gone(self, client): pass
+            def close(self): pass
+        runtime = Processes()
+        role = runtime.start(Order("trainer-0"))
+        role.build(lambda spec, home: spec(), Own).result(100)
+        runtime.close()
+        print("once")
+    """
+    script = tmp_path / "own.py"
+    script.write_text(program)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("once\n", "")
+
+
+def test_nothing_starts_once_a_job_has_ended() -> None:
+    runtime = Processes()
+    runtime.close()
+    runtime.close()
+    with pytest.raises(PeerLost, match="the job has ended"):
+        runtime.start(Order("trainer-0"))
+
+
+def test_a_resource_that_only_ray_has_is_refused(runtime: Processes) -> None:
+    with pytest.raises(RunError, match="needs the resource gpu_box: only Ray's machines have such"):
+        runtime.reserve([Order("trainer-0", resource="gpu_box")], 1.0)

@@ -25,7 +25,7 @@ from torch import Tensor
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.positions import pack, unpack
 from shadowsync.compression.selection import exact_floors, mask_of, reach
-from shadowsync.embedding.pages import keep_freed_memory
+from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.registry import build, members
 
 STEPS = 1000

@@ -41,9 +41,9 @@ from shadowsync.checkpoint.store import PIECE_BYTES, CheckpointStore
 from shadowsync.checkpoint.written import WrittenRows
 from shadowsync.choices import choose_all
 from shadowsync.config import parse
-from shadowsync.embedding.pages import keep_freed_memory
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.local_session import LocalSession
+from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.metrics.toll import Toll
 from shadowsync.session import Material, Own
 

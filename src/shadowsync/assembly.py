@@ -27,7 +27,6 @@ from shadowsync.embedding.catalog import (
 )
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.optimizers import rule_class
-from shadowsync.embedding.pages import memory_bytes
 from shadowsync.embedding.placement import Servers, place, row_wise
 from shadowsync.embedding.profile import Probe, measure_costs
 from shadowsync.embedding.server import EmbeddingServer
@@ -36,8 +35,11 @@ from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.embedding.watching import Watching
 from shadowsync.errors import ConfigError
+from shadowsync.memory.pages import memory_bytes
+from shadowsync.memory.shared import can_share
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.model import ModelSpec
+from shadowsync.recovery.tracking import row_tracking
 from shadowsync.runtime.codec_choice import Situation, unmeasured
 from shadowsync.runtime.lines import EmbeddingLine, Line, pulled_and_pushed_bytes
 from shadowsync.sync.background import Background
@@ -50,7 +52,7 @@ from shadowsync.training.update import LocalUpdate, Update
 from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
 
 GIB = 1 << 30
-PREFETCH = {"inprocess": 0, "processes": 1, "ray": 2}
+PREFETCH = 2
 PROFILED_ROWS = 2048
 PROFILED_SLICES = 4
 LOADED_ROWS = 1 << 20
@@ -260,7 +262,24 @@ def prefetch(config: Config, choices: Choices) -> int:
     if given is not None:
         return given
     in_rounds = choices.aggregation is not None and choices.aggregation.waits
-    return 0 if in_rounds else PREFETCH[config.cluster.runtime]
+    near = config.cluster.runtime == "inprocess" or shares_rows(config, choices)
+    return 0 if in_rounds or near else PREFETCH
+
+
+def shares_rows(config: Config, choices: Choices) -> bool:
+    """Trainers of this machine reach the rows in memory that they have in common with the embedding servers.
+
+    Not where somebody has to hear of each push: whoever follows which rows change, or who holds gradients for a step.
+    """
+    followed = row_tracking(choices.recovery, config.train.seed) is not None
+    return config.cluster.runtime == "processes" and can_share() and not followed and choices.aggregation is None
+
+
+def shares_center(config: Config, choices: Choices) -> bool:
+    """As `shares_rows`, of the central dense copy; not under codecs of which either end has to remember something."""
+    sparse = any(codec.sparse for codec in choices.codecs["dense"].ladder)
+    merged = choices.aggregation is None and choices.method.centralised
+    return config.cluster.runtime == "processes" and can_share() and merged and not sparse
 
 
 def restore_tables(embeddings: Embeddings, saved: LoadedCheckpoint) -> None:

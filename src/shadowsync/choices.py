@@ -105,7 +105,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     _check_emulation(config)
     if own_model and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
         raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
-    recovery = recovery_settings(config.recovery, config.cluster.runtime != "inprocess")
+    recovery = recovery_settings(config.recovery, config.cluster.runtime)
     if recovery.schedule is not None:
         recovery.schedule.check_roles(_most_roles(config, method))
     return Choices(

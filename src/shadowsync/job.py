@@ -28,11 +28,11 @@ from shadowsync.config import Config, load, merge, parse, read_given, with_writt
 from shadowsync.data.checks import large_columns, largest_column
 from shadowsync.data.reader import Position
 from shadowsync.data.source import OpenSource
-from shadowsync.embedding.pages import keep_freed_memory
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, SaveError, ShadowSyncError
 from shadowsync.imaging import column_difference, put_back
 from shadowsync.job_state import job_state
+from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_scores
 from shadowsync.metrics.roles import About, RoleEvent

@@ -148,7 +148,7 @@ class LocalReplicas(LocalDense):
         self._material = material
         config, choices, line = material.config, material.choices, material.line
         self.replicas = [material.replica() for _ in range(config.train.trainers)]
-        self.servers = DenseServers(material.template.flat.detach().cpu(), config.cluster.dense_servers, line)
+        self.servers = DenseServers.split(material.template.flat.detach().cpu(), config.cluster.dense_servers, line)
         averaged = material.line_of(self.replicas[0]) if choices.method.collective else line
         self._averaging = Averaging(range(len(self.replicas)), averaged, material.gate.waiting)
         self.synchronisations = [

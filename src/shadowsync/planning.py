@@ -172,9 +172,7 @@ class _Run:
             raise ConfigError(f"{folder}: there is no such folder; give the folder of a run, or numbers instead")
         self._saved = _checkpoint_in(folder)
         self._config = parse(self._saved.config)
-        self.settings: RecoverySettings = recovery_settings(
-            self._config.recovery, self._config.cluster.runtime != "inprocess"
-        )
+        self.settings: RecoverySettings = recovery_settings(self._config.recovery, self._config.cluster.runtime)
         self._result = result.read_result(folder) if (folder / result.FILE_NAME).exists() else None
 
     def figures(self) -> dict[str, Figure]:

@@ -63,7 +63,7 @@ def direct(service: Service, clients: int) -> list[Connection]:
 def test_remote_and_in_process_servers_agree_bit_for_bit(count: int, codec: Codec, connect: Connect) -> None:
     generator = torch.Generator().manual_seed(count)
     center, counters = torch.randn(ODD_SIZE, generator=generator), (WireCounter(), WireCounter())
-    near = DenseServers(center, count, Line("dense", codec, counters[0]))
+    near = DenseServers.split(center, count, Line("dense", codec, counters[0]))
     far = remote(center, count, codec, connect, counters[1])
     for step in range(6):
         weights, rank = torch.randn(ODD_SIZE, generator=generator) * 3, step % 2
@@ -105,7 +105,7 @@ FEW = Threshold(keep=0.1, feedback=True)
 def test_differences_near_and_far_are_the_same_and_conserved(count: int, codec: Codec, connect: Connect) -> None:
     generator = torch.Generator().manual_seed(count)
     center, counters = torch.randn(ODD_SIZE, generator=generator), (WireCounter(), WireCounter())
-    near = DenseServers(center, count, Line("dense", codec, counters[0]))
+    near = DenseServers.split(center, count, Line("dense", codec, counters[0]))
     far = remote(center, count, codec, connect, counters[1])
     trainers = [torch.randn(ODD_SIZE, generator=generator) for _ in range(2)]
     before = center + sum(trainers)
@@ -132,7 +132,7 @@ def test_differences_near_and_far_are_the_same_and_conserved(count: int, codec: 
 
 def test_what_a_threshold_leaves_out_comes_later() -> None:
     """Trainers that stand still meet the central copy, though a tenth of the elements moves at a time."""
-    servers = DenseServers(torch.zeros(ODD_SIZE), 1, Line("dense", FEW, WireCounter()))
+    servers = DenseServers.split(torch.zeros(ODD_SIZE), 1, Line("dense", FEW, WireCounter()))
     trainer = torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0))
     apart = [float((trainer - servers.read()).norm())]
     for _ in range(60):
@@ -143,7 +143,7 @@ def test_what_a_threshold_leaves_out_comes_later() -> None:
 
 def test_the_central_copy_takes_at_once_what_it_knows_and_owes_it() -> None:
     """A replica that has crossed whole and stands still moves the central copy as it would without a codec."""
-    few, plain = (DenseServers(torch.zeros(ODD_SIZE), 1, Line("dense", c, WireCounter())) for c in (FEW, Plain()))
+    few, plain = (DenseServers.split(torch.zeros(ODD_SIZE), 1, Line("dense", c, WireCounter())) for c in (FEW, Plain()))
     trainers = [torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
     for _ in range(8):
         for servers, trainer in zip((few, plain), trainers, strict=True):
@@ -158,7 +158,7 @@ def test_the_central_copy_takes_at_once_what_it_knows_and_owes_it() -> None:
 
 def test_after_a_write_differences_begin_anew(connect: Connect) -> None:
     center = torch.zeros(ODD_SIZE)
-    near = DenseServers(center, 2, Line("dense", FEW, WireCounter()))
+    near = DenseServers.split(center, 2, Line("dense", FEW, WireCounter()))
     far = remote(center, 2, FEW, connect, WireCounter())
     generator = torch.Generator().manual_seed(0)
     for servers in (near, far):
@@ -186,7 +186,7 @@ def test_a_client_speaks_for_few_trainers() -> None:
 def test_who_keeps_everything_sends_the_vector_itself(connect: Connect) -> None:
     generator, counters = torch.Generator().manual_seed(0), (WireCounter(), WireCounter())
     center = torch.randn(ODD_SIZE, generator=generator)
-    plain = DenseServers(center, 2, Line("dense", Plain(), counters[0]))
+    plain = DenseServers.split(center, 2, Line("dense", Plain(), counters[0]))
     kept = remote(center, 2, Threshold(keep=1, feedback=True), connect, counters[1])
     for _ in range(3):
         weights = torch.randn(ODD_SIZE, generator=generator)

@@ -263,7 +263,7 @@ def test_momentum_takes_all_to_one_point(nesterov: bool) -> None:
     """Also after one was away: all hold the same model and the same average, and differences cross again."""
     counter, method = WireCounter(), Bmuf(alpha=0.6, momentum=0.7, nesterov=nesterov)
     averaging = Averaging(range(3), Line("dense", pieces(keep=0.05), counter), nullcontext)
-    no_servers = DenseServers(torch.zeros(1), 1, Line("dense", Plain(), counter))
+    no_servers = DenseServers.split(torch.zeros(1), 1, Line("dense", Plain(), counter))
     parts = [
         Synchronisation(method, drawn(rank), InProcessGroup(rank, averaging, no_servers), 1, Gate())
         for rank in range(3)

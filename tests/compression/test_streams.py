@@ -72,7 +72,7 @@ def test_sent_and_residual_make_the_sum_in_every_stream() -> None:
 
 
 def test_every_trainer_has_a_stream_to_each_dense_server() -> None:
-    servers, books = DenseServers(torch.zeros(4), 2, rounded_line()), Books()
+    servers, books = DenseServers.split(torch.zeros(4), 2, rounded_line()), Books()
     weights = [torch.tensor([0.4, 0.3, -0.4, -0.3]), torch.tensor([-0.3, -0.4, 0.3, 0.4])]
     for _ in range(ROUNDS):
         for rank in (0, 1):
@@ -82,7 +82,7 @@ def test_every_trainer_has_a_stream_to_each_dense_server() -> None:
 
 
 def test_every_trainer_has_a_stream_back_from_each_dense_server() -> None:
-    servers, books = DenseServers(torch.zeros(4), 2, rounded_line()), Books()
+    servers, books = DenseServers.split(torch.zeros(4), 2, rounded_line()), Books()
     center = torch.tensor([0.4, 0.3, -0.4, -0.3])
     servers.write(center)
     for _ in range(ROUNDS):
@@ -170,7 +170,7 @@ def test_messages_of_the_dense_part_are_named_by_trainer_worker_server_and_param
     line = Line("dense", by_parameter(codec, slots, 400), WireCounter())
     with pytest.raises(NonFiniteTensor, match=r"^the dense gradient of worker 0 of trainer 1 cannot .* top\.0\.bias"):
         gradients(line, (1, 0), slots).encode(bad)
-    servers = DenseServers(torch.zeros(400), 2, Line("dense", codec, WireCounter()))
+    servers = DenseServers.split(torch.zeros(400), 2, Line("dense", codec, WireCounter()))
     servers.elastic(3, torch.zeros(400), 0.5)
     with pytest.raises(NonFiniteTensor, match=r"^the replica of trainer 3 for dense server 1 cannot be sent"):
         servers.elastic(3, bad, 0.5)

@@ -9,9 +9,10 @@ from embedding_cases import SGD, STORAGES, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.embedding import initial, pages
+from shadowsync.embedding import initial
 from shadowsync.embedding.initial import ROWS_PER_BLOCK, fill
 from shadowsync.embedding.table import Shard
+from shadowsync.memory import pages
 
 
 def rows_of(found, start, stop, seed=0):

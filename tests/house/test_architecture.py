@@ -7,6 +7,7 @@ import pytest
 from repository import PYTHON, ROOT, SOURCE, imports, name_of, tree_of
 
 ORDER = (
+    "memory",
     "data",
     "models",
     "embedding",

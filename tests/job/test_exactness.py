@@ -270,7 +270,7 @@ def test_replicas_averaged_after_every_step_equal_sgd_on_the_large_batch(tmp_pat
     replicas = [Replica(Tower(), Sgd(), dict.fromkeys(FEATURES, DIM)) for _ in range(trainers)]
     line = Line("dense", Plain(), WireCounter())
     averaging = Averaging(range(trainers), line, contextlib.nullcontext)
-    method, no_servers = ModelAveraging(alpha=1.0), DenseServers(torch.zeros(1), 1, line)
+    method, no_servers = ModelAveraging(alpha=1.0), DenseServers.split(torch.zeros(1), 1, line)
 
     def run(rank: int) -> None:
         worker, group = replicas[rank].worker_module(), InProcessGroup(rank, averaging, no_servers)

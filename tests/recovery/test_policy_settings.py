@@ -10,15 +10,16 @@ from shadowsync.recovery.failures import Gamma
 from shadowsync.recovery.settings import RecoverySettings, recovery_settings
 
 
-def settings(on_cluster: bool = False, **given: Any) -> RecoverySettings:
-    return recovery_settings(RecoveryConfig(**given), on_cluster)
+def settings(runtime: str = "inprocess", **given: Any) -> RecoverySettings:
+    return recovery_settings(RecoveryConfig(**given), runtime)
 
 
 def test_what_nobody_set_is_recovered_where_something_can_fail() -> None:
     assert settings().goal.mode == "none"
-    assert settings(on_cluster=True).goal.mode == "auto"
+    assert settings(runtime="ray").goal.mode == "auto"
+    assert settings(runtime="processes").goal.mode == "none", "what a process held outlives it"
     assert settings(inject="at:1").goal.mode == "auto"
-    assert settings(on_cluster=True, mode="none").goal.mode == "none"
+    assert settings(runtime="ray", mode="none").goal.mode == "none"
 
 
 def test_every_key_reaches_its_part() -> None:
@@ -39,13 +40,13 @@ def test_every_key_reaches_its_part() -> None:
 
 
 def test_without_priority_a_save_holds_every_row() -> None:
-    assert settings(on_cluster=True).share == 1
-    assert settings(on_cluster=True, priority="ssu").share == 0.125
+    assert settings(runtime="ray").share == 1
+    assert settings(runtime="ray", priority="ssu").share == 0.125
 
 
 def test_schedules_are_written_on_the_command_line_as_they_are() -> None:
     config = load(None, ["recovery.inject=gamma:mean_s=5,seed=3;at:0.45+0.9,unit=epoch"])
-    schedule = recovery_settings(config.recovery, on_cluster=False).schedule
+    schedule = recovery_settings(config.recovery, runtime="inprocess").schedule
     assert schedule is not None
     assert [part.name for part in schedule.parts] == ["gamma", "at"]
 

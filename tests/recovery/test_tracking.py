@@ -17,8 +17,8 @@ from shadowsync.recovery.tracking import RowTracking, row_tracking
 BIG, SMALL = Table("big", 100, 2, ("big",)), Table("small", 99, 2, ("small",))
 
 
-def tracking(on_cluster: bool = True, **recovery: Any) -> RowTracking | None:
-    return row_tracking(recovery_settings(parse({"recovery": recovery}).recovery, on_cluster), seed=1)
+def tracking(runtime: str = "ray", **recovery: Any) -> RowTracking | None:
+    return row_tracking(recovery_settings(parse({"recovery": recovery}).recovery, runtime), seed=1)
 
 
 def shard(table: Table, start: int, stop: int) -> Rows:
@@ -26,10 +26,12 @@ def shard(table: Table, start: int, stop: int) -> Rows:
 
 
 @pytest.mark.parametrize(
-    ("recovery", "on_cluster"), [({}, False), ({"mode": "none"}, True), ({"mode": "full"}, True)], ids=str
+    ("recovery", "runtime"),
+    [({}, "inprocess"), ({}, "processes"), ({"mode": "none"}, "ray"), ({"mode": "full"}, "ray")],
+    ids=str,
 )
-def test_nothing_is_tracked_where_no_single_rows_are_saved(recovery: dict[str, Any], on_cluster: bool) -> None:
-    assert tracking(on_cluster, **recovery) is None
+def test_nothing_is_tracked_where_no_single_rows_are_saved(recovery: dict[str, Any], runtime: str) -> None:
+    assert tracking(runtime, **recovery) is None
 
 
 @pytest.mark.parametrize("mode", ["auto", "partial", None])

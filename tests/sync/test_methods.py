@@ -43,7 +43,7 @@ class Cluster:
         start = torch.randn(SIZE, generator=generator)
         line = Line("dense", codec or Plain(), WireCounter())
         self.method = method.resolved(n, foreground=False)
-        self.servers = DenseServers(start, dense_servers, line)
+        self.servers = DenseServers.split(start, dense_servers, line)
         self.averaging = Averaging(range(n), line, Gate().waiting)
         self.groups = [InProcessGroup(rank, self.averaging, self.servers) for rank in range(n)]
         self.ways: Sequence[Group] = self.groups
@@ -162,7 +162,7 @@ def make_lossy_codec() -> Codec:
 def test_elastic_and_sequential_by_hand() -> None:
     for form, expected in (("elastic", 10 - 0.25 * 8), ("sequential", 0.75 * 10 + 0.25 * (0.75 * 2 + 0.25 * 10))):
         line = Line("dense", Plain(), WireCounter())
-        servers = DenseServers(torch.tensor([2.0]), 1, line)
+        servers = DenseServers.split(torch.tensor([2.0]), 1, line)
         weights = torch.tensor([10.0])
         method = Easgd(alpha=0.25, form=form)  # type: ignore[arg-type]
         method.sync(weights, InProcessGroup(0, Averaging([0], line, Gate().waiting), servers), {})
@@ -187,7 +187,7 @@ def test_bmuf_without_momentum_equals_model_averaging(alpha: float) -> None:
 def test_bmuf_momentum_by_hand() -> None:
     for nesterov, expected in ((False, 1.0), (True, 1.0 + 0.5 * 1.0)):
         line = Line("dense", Plain(), WireCounter())
-        group = InProcessGroup(0, Averaging([0], line, Gate().waiting), DenseServers(torch.zeros(1), 1, line))
+        group = InProcessGroup(0, Averaging([0], line, Gate().waiting), DenseServers.split(torch.zeros(1), 1, line))
         method = Bmuf(alpha=1.0, momentum=0.5, nesterov=nesterov)
         weights = torch.zeros(1)
         state = method.init(weights)
@@ -253,7 +253,7 @@ def test_dense_servers_split_makes_no_difference() -> None:
 def test_traffic_is_counted() -> None:
     counter = WireCounter()
     line = Line("dense", Plain(), counter)
-    servers = DenseServers(torch.zeros(SIZE), 2, line)
+    servers = DenseServers.split(torch.zeros(SIZE), 2, line)
     Easgd(alpha=0.5).sync(torch.ones(SIZE), InProcessGroup(0, Averaging([0], line, Gate().waiting), servers), {})
     totals = counter.totals()
     assert totals.bytes["dense"] == totals.raw_bytes["dense"] == 2 * SIZE * 4

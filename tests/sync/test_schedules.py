@@ -31,7 +31,7 @@ def make_drivers(
     method: type[SyncMethod], schedule: Schedule, n: int, workers: int
 ) -> tuple[list[Driver], list[Synchronisation]]:
     gate, line, start = Gate(), Line("dense", Plain(), WireCounter()), torch.zeros(5)
-    averaging, servers = Averaging(range(n), line, gate.waiting), DenseServers(start, 1, line)
+    averaging, servers = Averaging(range(n), line, gate.waiting), DenseServers.split(start, 1, line)
     chosen = method().resolved(n, schedule.foreground)
     parts = [
         Synchronisation(

@@ -64,14 +64,16 @@ def test_a_link_lost_again_and_again_loses_and_doubles_nothing(serve: Serve, con
 
     def work(worker: int) -> None:
         for i in range(40):
+            assert allowed.acquire(timeout=PATIENCE_S)
             connection.call("deposit", Deposit(f"{worker}/{i}", 1), (torch.ones(1000),)).result(PATIENCE_S)
             ran.release()
 
-    ran = threading.Semaphore(0)
+    allowed, ran = threading.Semaphore(0), threading.Semaphore(0)
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(3)]
     for thread in threads:
         thread.start()
     for _ in range(5):
+        allowed.release(24)  # fewer are left over than are waited for next time, so that needs a new connection
         for _ in range(15):
             assert ran.acquire(timeout=PATIENCE_S)
         way.cut()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shadowsync.embedding.pages import HUGE_PAGE_BYTES, zeros
+from shadowsync.memory.pages import HUGE_PAGE_BYTES, zeros
 
 BUFFER_BYTES = 4 << 20
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from shadowsync.aggregation.dense_shares import DenseShare, divide
-from shadowsync.assembly import place_tables, row_optimizer
+from shadowsync.assembly import place_tables, row_optimizer, shares_center, shares_rows
 from shadowsync.choices import Choices, server_count
 from shadowsync.cluster.parts import DenseSpec, EmbeddingSpec, ReaderSpec, build_dense
 from shadowsync.cluster.places import Need
@@ -14,8 +16,10 @@ from shadowsync.cluster.stepper_part import StepperSpec, build_stepper
 from shadowsync.cluster.trainer_spec import Addresses, TrainerSpec
 from shadowsync.config import Config
 from shadowsync.data.parsing import ReaderOptions
+from shadowsync.embedding.memory import parts_of
 from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.table import Shard
+from shadowsync.memory.shared import bytes_of
 from shadowsync.runtime.group import split_evenly
 from shadowsync.runtime.runtime import Builder
 from shadowsync.session import Material, Session
@@ -89,6 +93,18 @@ class Blueprint:
         rule = rule_class(row_optimizer(self.config.embedding).name)
         return [sum(shard.rows * rule.row_bytes(shard.table.dim) for shard in shards) for shards in self.shards]
 
+    @cached_property
+    def shared_bytes(self) -> Mapping[str, int]:
+        """By role, the memory of what trainers of this machine reach without its server, should that be possible."""
+        rule = rule_class(row_optimizer(self.config.embedding).name)
+        found: dict[str, int] = {}
+        if shares_rows(self.config, self.choices):
+            found |= {f"embedding-{index}": bytes_of(parts_of(held, rule)) for index, held in enumerate(self.shards)}
+        if shares_center(self.config, self.choices):
+            lengths = enumerate(stop - start for start, stop in self.spans)
+            found |= {f"dense-{index}": bytes_of([(length, torch.float32)]) for index, length in lengths}
+        return found
+
     def need(self, role: str) -> Need:
         """What a role needs of its machine."""
         kind, _, index = role.rpartition("-")
@@ -102,11 +118,11 @@ class Blueprint:
 
     # --- specifications ----------------------------------------------------------------------------------------------
 
-    def embedding(self, index: int, generation: int, filled: bool = True) -> EmbeddingSpec:
+    def embedding(self, index: int, generation: int, filled: bool, memory: str | None) -> EmbeddingSpec:
         """Of an embedding server."""
-        return EmbeddingSpec(self.config, self._own_model, self.shards[index], generation, filled)
+        return EmbeddingSpec(self.config, self._own_model, self.shards[index], generation, filled, memory)
 
-    def dense(self, index: int, generation: int) -> tuple[Builder, DenseSpec | StepperSpec]:
+    def dense(self, index: int, generation: int, memory: str | None) -> tuple[Builder, DenseSpec | StepperSpec]:
         """Of a dense server, with what makes it."""
         session = self.session
         if self.choices.aggregation is not None:
@@ -114,7 +130,7 @@ class Blueprint:
             given = self.config, session.schema, session.tables, generation, model, part, index == 0
             return build_stepper, StepperSpec(*given)
         start, stop = self.spans[index]
-        return build_dense, DenseSpec(self.choices.codecs["dense"], stop - start, generation)
+        return build_dense, DenseSpec(self.choices.codecs["dense"], stop - start, generation, memory)
 
     def reader(self, options: ReaderOptions) -> ReaderSpec:
         """Of any reader."""

@@ -15,9 +15,10 @@ from shadowsync.cluster.staff import Member, Staff, first_error
 from shadowsync.cluster.statuses import Statuses
 from shadowsync.cluster.trainer_messages import Moved
 from shadowsync.cluster.trainer_part import build_trainer
-from shadowsync.cluster.trainer_spec import Addresses
+from shadowsync.cluster.trainer_spec import Addresses, ServerAddress
 from shadowsync.data.reader import Reader
 from shadowsync.errors import RunError
+from shadowsync.memory.shared import SharedMemory
 from shadowsync.runtime.runtime import Order, Runtime
 from shadowsync.runtime.wire.connection import Answer
 from shadowsync.runtime.wire.errors import GONE, PeerLost
@@ -39,6 +40,8 @@ class Crew:
     Attributes:
         generation: of the parts; 0 before the first.
         reader_count: readers that there should be.
+        memory: what servers hold, as far as trainers reach it without them; anew in each generation, and as it is for
+            a server that takes another's place.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Crew:
         self.blueprint, self.staff, self.doors, self.statuses = blueprint, staff, doors, statuses
         self.generation = 0
         self.reader_count = 0
+        self.memory: dict[str, SharedMemory] = {}
         self._runtime, self._pool = runtime, pool
 
     # --- places ------------------------------------------------------------------------------------------------------
@@ -177,6 +181,7 @@ class Crew:
             filled: rows have their initial values; else all of them are to be loaded.
         """
         self.generation += 1
+        self._renew_memory()
         ranks = [member.index for member in self.trainers()]
         conducting = dense.open(reader, self.generation)
         self.doors.open(reader, self.blueprint.material.train, ranks, self.generation, conducting)
@@ -186,12 +191,27 @@ class Crew:
         for member in members:
             member.ready = True
 
+    def _renew_memory(self) -> None:
+        for before in self.memory.values():
+            before.close()
+        sizes = self.blueprint.shared_bytes if self._runtime.shares_memory else {}
+        self.memory = {role: SharedMemory.create(size, f"what {role} holds") for role, size in sizes.items()}
+
+    def close_memory(self) -> None:
+        """Lets go of it."""
+        for memory in self.memory.values():
+            memory.close()
+
+    def _memory_of(self, role: str) -> str | None:
+        return self.memory[role].path if role in self.memory else None
+
     def build_server(self, member: Member, reader: Reader, filled: bool = True) -> None:
         """Gives a server or reader a fresh part of this generation; `filled` as in `build_servers`."""
+        memory = self._memory_of(member.role)
         if member.kind == "embedding":
-            member.build(build_embedding, self.blueprint.embedding(member.index, self.generation, filled))
+            member.build(build_embedding, self.blueprint.embedding(member.index, self.generation, filled, memory))
         elif member.kind == "dense":
-            member.build(*self.blueprint.dense(member.index, self.generation))
+            member.build(*self.blueprint.dense(member.index, self.generation, memory))
         else:
             member.build(build_reader, self.blueprint.reader(reader.options))
 
@@ -206,10 +226,13 @@ class Crew:
         """Gives a trainer a fresh part, which knows all servers."""
         desk, averaging = self.doors.addresses
         shards = self.blueprint.shards
-        embedding = tuple((server.place.address, shards[server.index]) for server in self.row_servers())
-        dense = tuple(server.place.address for server in self.dense_servers())
+        embedding = tuple((self._address(server), shards[server.index]) for server in self.row_servers())
+        dense = tuple(self._address(server) for server in self.dense_servers())
         addresses = Addresses(desk, averaging, self.reader_of(member).place.address, embedding, dense)
         member.build(build_trainer, self.blueprint.trainer(member.index, self.generation, addresses))
+
+    def _address(self, server: Member) -> ServerAddress:
+        return ServerAddress(server.place.address, self._memory_of(server.role))
 
     # --- news for trainers -------------------------------------------------------------------------------------------
 

@@ -121,24 +121,31 @@ class Newcomers:
         self.crew.tell_of_readers()
 
     def _install_embedding(self, member: Member, reader: Reader) -> None:
-        """Its rows are those of the newest checkpoint, without one the initial ones; nobody else goes back.
+        """Its rows are as they were, if they outlived the one before; else those of the newest checkpoint, without one
+        the initial ones. Nobody else goes back.
 
         Nobody knows it yet, so rows of a checkpoint that turns out to be damaged are simply overwritten.
         """
         self.crew.build_server(member, reader, filled=False)
+        if member.role in self.crew.memory:
+            self._puts_on_duty(member)
+            return
         began, shards = time.monotonic(), self.crew.blueprint.shards[member.index]
         with self.newest(shards, lambda saved: self.images.load_server(saved, member)) as saved:
             if saved is None:
                 self.crew.build_server(member, reader)
             self._is_back(member.index, saved, began)  # before anybody saves: what it loaded decides what a save holds
-        member.ready = True
-        self.crew.tell_of_server(member)
+        self._puts_on_duty(member)
 
     def _install_dense(self, member: Member, reader: Reader) -> None:
         self.crew.build_server(member, reader)
-        self.dense.fill_server(member)
-        member.ready = True
-        self.crew.tell_of_server(member)
+        if member.role not in self.crew.memory:
+            self.dense.fill_server(member)
+        self._puts_on_duty(member)
+
+    def _puts_on_duty(self, server: Member) -> None:
+        server.ready = True
+        self.crew.tell_of_server(server)
 
     def _install_trainer(self, member: Member, stopping: Callable[[], bool]) -> None:
         if not self._build_trainer(member, stopping):

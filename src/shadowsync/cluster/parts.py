@@ -13,6 +13,7 @@ from shadowsync.data.source import OpenSource
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import DataError
+from shadowsync.memory.shared import Exclusive, SharedMemory
 from shadowsync.recovery.tracking import row_tracking
 from shadowsync.runtime.dense_service import DenseService
 from shadowsync.runtime.embedding_service import EmbeddingService
@@ -46,7 +47,9 @@ class EmbeddingSpec:
     """An embedding server.
 
     Attributes:
-        filled: its rows have their initial values; else they are zero, and all of them are to be loaded.
+        filled: its rows have their initial values; else they are zero, and all of them are to be loaded, or as they
+            stand in its memory.
+        memory: path of the memory that its rows are in, where trainers reach them without it.
     """
 
     config: Config
@@ -54,6 +57,7 @@ class EmbeddingSpec:
     shards: tuple[Shard, ...]
     generation: int
     filled: bool = True
+    memory: str | None = None
 
 
 def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
@@ -61,7 +65,8 @@ def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
     choices = choose_all(spec.config, spec.own_model)
     optimizer, seed = row_optimizer(spec.config.embedding), spec.config.train.seed
     watching = row_tracking(choices.recovery, seed)
-    server = EmbeddingServer(spec.shards, choices.storage, optimizer, seed if spec.filled else None, watching)
+    memory = None if spec.memory is None else SharedMemory.open(spec.memory)
+    server = EmbeddingServer(spec.shards, choices.storage, optimizer, seed if spec.filled else None, watching, memory)
     codecs, generation = choices.codecs, Generation(spec.generation)
     workers = spec.config.train.workers
     return EmbeddingService(server, codecs["pull"], codecs["push"], generation=generation, streams=workers)
@@ -69,16 +74,25 @@ def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """A dense server of so many parameters, zero until they are written."""
+    """A dense server of so many parameters, zero until they are written; `memory` as in `EmbeddingSpec`."""
 
     codec: Codec
     length: int
     generation: int
+    memory: str | None = None
 
 
 def build_dense(spec: DenseSpec, _: Home) -> DenseService:
     """Makes one."""
-    return DenseService(DenseServer(torch.zeros(spec.length)), spec.codec, Generation(spec.generation))
+    return DenseService(dense_server(spec.length, spec.memory), spec.codec, Generation(spec.generation))
+
+
+def dense_server(length: int, memory: str | None) -> DenseServer:
+    """Of so many parameters, zero or as they stand in that memory."""
+    if memory is None:
+        return DenseServer(torch.zeros(length))
+    opened = SharedMemory.open(memory)
+    return DenseServer(opened.take(length, torch.float32), Exclusive(opened))
 
 
 @dataclass(frozen=True)

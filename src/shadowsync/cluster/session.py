@@ -93,6 +93,7 @@ class ClusterSession(Session):
             runtime = make_runtime()
             stack.callback(runtime.close)  # once more, should something fail before its turn among the others
             self._crew = self._make_crew(runtime, blueprint, stack)
+            stack.callback(self._crew.close_memory)
             self._images = Images(self._crew)
             self._dense = self._make_dense()
             stack.callback(self._dense.close)
@@ -211,7 +212,7 @@ class ClusterSession(Session):
         dead = self._crew.staff.take_dead()
         for member in dead:
             self._mourn(member)
-        if servers := [member for member in dead if member.kind == "embedding"]:
+        if servers := [m for m in dead if m.kind == "embedding" and m.role not in self._crew.memory]:
             self._mourn_embedding_servers(servers)
 
     def _mourn(self, member: Member) -> None:

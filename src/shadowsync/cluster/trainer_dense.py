@@ -10,6 +10,7 @@ from shadowsync.aggregation.dense_shares import DenseShare, divide
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_replica, make_trainer
 from shadowsync.cluster.dense_messages import check_image
+from shadowsync.cluster.parts import dense_server
 from shadowsync.cluster.trainer_spec import TrainerSpec
 from shadowsync.compression.pieces import by_parameter
 from shadowsync.data.feed import Feed
@@ -22,7 +23,7 @@ from shadowsync.runtime.conductor_remote import ConductorRemote
 from shadowsync.runtime.dense_remote import DenseRemote
 from shadowsync.runtime.divided_steppers import DividedSteppers
 from shadowsync.runtime.gloo import GlooOptions, GlooRing
-from shadowsync.runtime.group import split_evenly
+from shadowsync.runtime.group import DenseServers, split_evenly
 from shadowsync.runtime.lines import Line, restore_all
 from shadowsync.runtime.remote_group import RemoteGroup
 from shadowsync.runtime.stepper_remote import StepperRemote
@@ -150,8 +151,8 @@ class GradientWorkers(TrainerDense):
         self._conductor = ConductorRemote(material.connect("driver", 0, spec.addresses.driver), spec.generation)
         # refuses a model that is too much for one server: what a job may do does not depend on how many there are
         by_parameter(material.line.codec, replicas[0].slots, len(replicas[0].flat))
-        addresses = enumerate(spec.addresses.dense)
-        self._servers = [material.connect("dense", index, address) for index, address in addresses]
+        places = enumerate(spec.addresses.dense)
+        self._servers = [material.connect("dense", index, place.wire) for index, place in places]
         self._parts = divide(replicas[0].slots, len(self._servers))
         self._lines = [_line_of(material.line, part) for part in self._parts]
         self._steppers: list[DividedSteppers] = []
@@ -213,7 +214,16 @@ def _group(material: TrainerMaterial, replica: Replica) -> Group:
         codec,
         material.counter,
     )
-    dense = [material.connect("dense", index, address) for index, address in enumerate(spec.addresses.dense)]
-    spans = split_evenly(length, max(1, len(dense)))[: len(dense)]
-    servers = DenseRemote(dense, spans, material.line, None, spec.generation)
-    return for_replica(replica.flat, RemoteGroup(spec.rank, averaging, servers, material.gate))
+    return for_replica(replica.flat, RemoteGroup(spec.rank, averaging, _servers(material, length), material.gate))
+
+
+def _servers(material: TrainerMaterial, length: int) -> DenseServers | DenseRemote:
+    """The central copy of so many parameters, in this machine's memory if it is there."""
+    spec, places = material.spec, material.spec.addresses.dense
+    spans = split_evenly(length, max(1, len(places)))[: len(places)]
+    shared = [place.memory for place in places if place.memory is not None]
+    if places and len(shared) == len(places):
+        servers = [dense_server(stop - start, path) for path, (start, stop) in zip(shared, spans, strict=True)]
+        return DenseServers(servers, Line("dense", material.kit.choices.codecs["dense"], material.counter))
+    connections = [material.connect("dense", index, place.wire) for index, place in enumerate(places)]
+    return DenseRemote(connections, spans, material.line, None, spec.generation)

@@ -3,9 +3,9 @@
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from shadowsync.assembly import TrainerKit, codec_situation, computing_here, make_module, unique_rows
+from shadowsync.assembly import TrainerKit, codec_situation, computing_here, make_module, row_optimizer, unique_rows
 from shadowsync.choices import choose_all
 from shadowsync.cluster.dense_messages import image_reply, read_image
 from shadowsync.cluster.records import RecordSender
@@ -22,16 +22,19 @@ from shadowsync.cluster.trainer_messages import (
     StatusAsked,
     TrainerStatus,
 )
-from shadowsync.cluster.trainer_spec import TrainerSpec
+from shadowsync.cluster.trainer_spec import ServerAddress, TrainerSpec
 from shadowsync.data.feed import Feed, LeasedBatch
-from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.client import EmbeddingClient, Server
+from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import RunError, ShadowSyncError
+from shadowsync.memory.shared import SharedMemory
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.runtime.codec_choice import CodecChoice
 from shadowsync.runtime.desk_remote import DeskRemote
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
 from shadowsync.runtime.host import waiting_for
+from shadowsync.runtime.lines import EmbeddingLine, Line
 from shadowsync.runtime.reader_service import ReaderRemote
 from shadowsync.runtime.runtime import Home
 from shadowsync.runtime.wire.client import WireConnection
@@ -150,21 +153,27 @@ class TrainerPart:
         )
 
     def _make_clients(self) -> list[EmbeddingClient]:
-        servers = [
-            (self._measured("embedding", index, address), shards)
-            for index, (address, shards) in enumerate(self._spec.addresses.embedding)
-        ]
-        return [self._make_client(stream, servers) for stream in range(self._kit.config.train.workers)]
-
-    def _make_client(self, stream: int, servers: Sequence[tuple[Connection, tuple[Shard, ...]]]) -> EmbeddingClient:
+        """One for each worker; servers whose memory is this machine's are reached there."""
         spec, choices = self._spec, self._kit.choices
-        pulls, pushes = (self._codecs.line(kind, self._counter) for kind in ("pull", "push"))
-        remotes = [
-            EmbeddingRemote(Remote(connection, shards, position, stream, generation=spec.generation), pulls, pushes)
-            for position, (connection, shards) in enumerate(servers)
-        ]
+        reach = [self._server(*given) for given in enumerate(spec.addresses.embedding)]
         names = [feature.name for feature in spec.schema.features]
-        return EmbeddingClient(spec.tables, names, remotes, unique_rows(spec.config, choices))
+        unique = unique_rows(spec.config, choices)
+        streams = range(spec.config.train.workers)
+        return [EmbeddingClient(spec.tables, names, [way(stream) for way in reach], unique) for stream in streams]
+
+    def _server(self, position: int, place: tuple[ServerAddress, tuple[Shard, ...]]) -> Callable[[int], Server]:
+        """The way of each worker, by its number, to an embedding server."""
+        (address, shards), spec, choices = place, self._spec, self._kit.choices
+        if address.memory is not None:
+            memory, optimizer = SharedMemory.open(address.memory), row_optimizer(spec.config.embedding)
+            server = EmbeddingServer(shards, choices.storage, optimizer, None, memory=memory)
+            pulled, pushed = (Line(kind, choices.codecs[kind], self._counter) for kind in ("pull", "push"))
+            return lambda _: EmbeddingLine(server, position, pulled, pushed)
+        pulls, pushes = (self._codecs.line(kind, self._counter) for kind in ("pull", "push"))
+        connection = self._measured("embedding", position, address.wire)
+        return lambda stream: EmbeddingRemote(
+            Remote(connection, shards, position, stream, generation=spec.generation), pulls, pushes
+        )
 
     def _place(self, leased: LeasedBatch) -> str:
         """The driver knows the files."""
@@ -248,9 +257,8 @@ class TrainerPart:
     def _moved(self, request: Request) -> Reply:
         moved = request.read(Moved)
         connection = self._connections.get((moved.kind, moved.index))
-        if connection is None:
-            raise RunError(f"trainer {self._spec.rank} knows no {moved.kind} {moved.index}")
-        connection.redirect(moved.address)
+        if connection is not None:  # else what it serves is reached without it
+            connection.redirect(moved.address)
         return Reply()
 
     # --- state -------------------------------------------------------------------------------------------------------

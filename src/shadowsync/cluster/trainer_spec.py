@@ -11,6 +11,19 @@ from shadowsync.embedding.table import Shard, Table
 
 
 @dataclass(frozen=True)
+class ServerAddress:
+    """Where a server is.
+
+    Attributes:
+        wire: its address.
+        memory: path of the memory in which what it holds lies (`memory.shared`); None where trainers cannot open it.
+    """
+
+    wire: str
+    memory: str | None = None
+
+
+@dataclass(frozen=True)
 class Addresses:
     """Where the others are.
 
@@ -25,8 +38,8 @@ class Addresses:
     driver: str
     averaging: str
     reader: str
-    embedding: tuple[tuple[str, tuple[Shard, ...]], ...]
-    dense: tuple[str, ...]
+    embedding: tuple[tuple[ServerAddress, tuple[Shard, ...]], ...]
+    dense: tuple[ServerAddress, ...]
 
 
 @dataclass(frozen=True)

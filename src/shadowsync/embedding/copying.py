@@ -5,14 +5,14 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from shadowsync.embedding.push_gate import PushGate
 from shadowsync.embedding.table import Rows
+from shadowsync.memory.shared import Gate
 
 CHUNK_BYTES = 16 << 20
 """Copied in one turn; more makes pushes wait longer, less makes a copy wait for more pushes."""
 
 
-def copy_rows(own: Rows, rows: Tensor | range, wide: Collection[str], gate: PushGate) -> dict[str, Tensor]:
+def copy_rows(own: Rows, rows: Tensor | range, wide: Collection[str], gate: Gate) -> dict[str, Tensor]:
     """Copies of a shard's rows, in turns of `CHUNK_BYTES` at most (one row at least) of which pushes keep out.
 
     Args:

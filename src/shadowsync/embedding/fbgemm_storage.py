@@ -27,6 +27,8 @@ from shadowsync.embedding.rowwise import RowwiseTables
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import ConfigError, MissingExtra
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
 
 VERSION = "1.8"
 SUM = 0  # FBGEMM's PoolingMode.SUM
@@ -75,11 +77,16 @@ class FbgemmStorage(Storage):
     name: ClassVar[str] = "fbgemm"
 
     def __init__(
-        self, shards: Sequence[Shard], features: Sequence[int], optimizer: RowOptimizer, seed: int | None
+        self,
+        shards: Sequence[Shard],
+        features: Sequence[int],
+        optimizer: RowOptimizer,
+        seed: int | None,
+        allocate: Allocate = zeros,
     ) -> None:
         self._operators = load_operators()
         rule = rule_class(optimizer.name)
-        self._memory = ShardMemory(shards, rule, seed)
+        self._memory = ShardMemory(shards, rule, seed, allocate)
         self._features = tuple(features)
         self._tables = RowwiseTables(self._memory, features, rule(optimizer))
         self._step = _FUSED[rule](self._operators, self._memory, optimizer) if rule in _FUSED else None

@@ -15,8 +15,19 @@ from torch import Tensor
 from shadowsync.embedding.initial import fill
 from shadowsync.embedding.numbering import RowNumbers, starts_of
 from shadowsync.embedding.optimizers import Extent, RowRule
-from shadowsync.embedding.pages import zeros
 from shadowsync.embedding.table import Shard
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
+
+
+def parts_of(shards: Sequence[Shard], rule: type[RowRule]) -> list[tuple[int, torch.dtype]]:
+    """Elements and type of each tensor that is kept of these shards: of the weights, and of the state."""
+    sizes = {
+        Extent.ROW: (sum(shard.rows for shard in shards), torch.float32),
+        Extent.ELEMENT: (sum(shard.rows * shard.table.dim for shard in shards), torch.float32),
+        Extent.SHARD: (len(shards), torch.int64),
+    }
+    return [sizes[extent] for extent in (Extent.ELEMENT, *rule.state.values())]
 
 
 class ShardMemory:
@@ -30,26 +41,20 @@ class ShardMemory:
         flat: by name, tensors of one dimension: `weight`, and the state.
     """
 
-    def __init__(self, shards: Sequence[Shard], rule: type[RowRule], seed: int | None) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], rule: type[RowRule], seed: int | None, allocate: Allocate = zeros
+    ) -> None:
         self.shards = tuple(shards)
         self.numbers = RowNumbers(shards)
         self.row_start = self.numbers.starts
         self.weight_start = starts_of({s: self._elements(s) for s in self.numbers.by_width})
         self._extents = {"weight": Extent.ELEMENT, **rule.state}
-        self.flat = {name: self._allocate(extent) for name, extent in self._extents.items()}
+        self.flat = dict(zip(self._extents, (allocate(*part) for part in parts_of(shards, rule)), strict=True))
         if seed is not None:
             fill([(shard, self.view(index, "weight")) for index, shard in enumerate(self.shards)], seed)
 
     def _elements(self, index: int) -> int:
         return self.shards[index].rows * self.shards[index].table.dim
-
-    def _allocate(self, extent: Extent) -> Tensor:
-        sizes = {
-            Extent.ROW: sum(shard.rows for shard in self.shards),
-            Extent.ELEMENT: sum(self._elements(index) for index in range(len(self.shards))),
-            Extent.SHARD: len(self.shards),
-        }
-        return zeros(sizes[extent], torch.int64 if extent is Extent.SHARD else torch.float32)
 
     def view(self, index: int, name: str) -> Tensor:
         """The live tensor `name` of shard `index`: `[rows, D]`, `[rows]` or `[1]`."""

@@ -15,13 +15,15 @@ from shadowsync.embedding.initial import fill
 from shadowsync.embedding.numbering import RowNumbers
 from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.overwriting import check_covered, check_fits, held_rows, overwrite, wide_names
-from shadowsync.embedding.push_gate import PushGate
 from shadowsync.embedding.requests import Bounds, bounds_of, check_range, check_rows, check_shape, check_single
 from shadowsync.embedding.slot_groups import SlotGroups
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Rows, RowSet, Shard, slots_of, span_of
 from shadowsync.embedding.watching import RowWatches, Watching
 from shadowsync.errors import DataError
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.push_gate import PushGate
+from shadowsync.memory.shared import FileGate, Gate, SharedMemory
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,10 @@ class EmbeddingServer:
         shards: what to hold.
         storage: how.
         optimizer: of the rows.
-        seed: of the initial rows; None leaves them zero, for who loads all of them.
+        seed: of the initial rows; None leaves them zero, for who loads all of them, or as they are in `memory`.
         watching: which rows are to be saved next; None saves every shard as a whole.
+        memory: where the rows are, if other processes of this machine have them, too: each of them has a server of its
+            own over the same rows, which outlive them.
     """
 
     def __init__(
@@ -78,13 +82,15 @@ class EmbeddingServer:
         optimizer: RowOptimizer,
         seed: int | None,
         watching: Watching | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         self.shards = tuple(shards)
         self.slots = slots_of(self.shards)
         self.numbers = RowNumbers(self.shards)
         self._rule = rule_class(optimizer.name)
         shard_of_slot = [index for index, shard in enumerate(self.shards) for _ in shard.table.features]
-        self._storage = storage(self.shards, shard_of_slot, optimizer, seed)
+        allocate = zeros if memory is None else memory.take
+        self._storage = storage(self.shards, shard_of_slot, optimizer, seed, allocate)
         self._bounds = bounds_of(self.slots)
         self._seed = seed
         tensors = self._storage.state()
@@ -92,7 +98,7 @@ class EmbeddingServer:
         self._parts: dict[str, list[int]] = {}  # positions of a table's shards by their rows
         for index in sorted(range(len(self.shards)), key=lambda index: self.shards[index].start):
             self._parts.setdefault(self.shards[index].table.name, []).append(index)
-        self._gate = PushGate()
+        self._gate: Gate = PushGate() if memory is None else FileGate(memory)
         self._watches = RowWatches(self.state(), self.numbers, watching)
         self._groups = SlotGroups(self.shards, shard_of_slot, self.numbers)
         self._held = HeldGradients(self.numbers)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.table import Shard
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,12 @@ class Storage(ABC):
 
     @abstractmethod
     def __init__(
-        self, shards: Sequence[Shard], features: Sequence[int], optimizer: RowOptimizer, seed: int | None
+        self,
+        shards: Sequence[Shard],
+        features: Sequence[int],
+        optimizer: RowOptimizer,
+        seed: int | None,
+        allocate: Allocate = zeros,
     ) -> None:
         """
         Args:
@@ -51,7 +58,8 @@ class Storage(ABC):
             features: for each feature that will be looked up, in the order of `pull`'s output, the position of its
                 shard in `shards`.
             optimizer: applied by `push`.
-            seed: of the initial rows; None leaves them zero, which takes less time where all of them are loaded.
+            seed: of the initial rows; None leaves them as they are in the memory, zero where that is new.
+            allocate: gives the memory of all tensors, in the order of `embedding.memory.parts_of`.
         """
 
     @abstractmethod

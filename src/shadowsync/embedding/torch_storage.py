@@ -12,6 +12,8 @@ from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.rowwise import RowwiseTables
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
 
 
 class TorchStorage(Storage):
@@ -20,10 +22,15 @@ class TorchStorage(Storage):
     name: ClassVar[str] = "torch"
 
     def __init__(
-        self, shards: Sequence[Shard], features: Sequence[int], optimizer: RowOptimizer, seed: int | None
+        self,
+        shards: Sequence[Shard],
+        features: Sequence[int],
+        optimizer: RowOptimizer,
+        seed: int | None,
+        allocate: Allocate = zeros,
     ) -> None:
         rule = rule_class(optimizer.name)
-        self._memory = ShardMemory(shards, rule, seed)
+        self._memory = ShardMemory(shards, rule, seed, allocate)
         self._tables = RowwiseTables(self._memory, features, rule(optimizer))
 
     def pull(self, ids: Jagged, features: Sequence[int]) -> Tensor:

@@ -40,15 +40,20 @@ class RecoverySettings:
         return self.goal.mode != "none"
 
 
-def recovery_settings(config: RecoveryConfig, on_cluster: bool) -> RecoverySettings:
+def recovery_settings(config: RecoveryConfig, runtime: str) -> RecoverySettings:
     """The settings of a section of the configuration, with the mode resolved.
+
+    Args:
+        config: the section.
+        runtime: `cluster.runtime`. By itself only a job on several machines saves to recover: on one, what a killed
+            process held outlives it.
 
     Raises:
         ConfigError: `inject` is not in the language of failures, or a key has no effect beside the others.
     """
     schedule = parse_schedule(config.inject) if config.inject is not None else None
-    mode = config.mode or (AUTO if on_cluster or schedule is not None else "none")
-    _check_used(config, mode, on_cluster)
+    mode = config.mode or (AUTO if runtime == "ray" or schedule is not None else "none")
+    _check_used(config, mode, runtime)
     return RecoverySettings(
         goal=Goal(mode, config.target_pls, config.interval_s),
         priors=Priors(config.prior_save_s, config.prior_load_s, config.prior_restart_s, config.prior_fail_s),
@@ -60,12 +65,12 @@ def recovery_settings(config: RecoveryConfig, on_cluster: bool) -> RecoverySetti
     )
 
 
-def _check_used(config: RecoveryConfig, mode: str, on_cluster: bool) -> None:
+def _check_used(config: RecoveryConfig, mode: str, runtime: str) -> None:
     """Raises `ConfigError` for a key that was set to something else than its default and changes nothing."""
     policy = policies(config.target_pls).get(mode)
     idle: dict[str, str] = {}
-    if on_cluster:
-        idle["emulate_job_s"] = "cluster.runtime=ray: set cluster.runtime=inprocess"
+    if runtime != "inprocess":
+        idle["emulate_job_s"] = f"cluster.runtime={runtime}: set cluster.runtime=inprocess"
     if config.priority == EVERYTHING:
         idle |= dict.fromkeys(("share", "min_rows"), "recovery.priority=all: set scar, mfu or ssu")
     if policy is not None and not policy.by_priority:

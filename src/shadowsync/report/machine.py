@@ -5,7 +5,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from shadowsync.embedding.pages import memory_bytes
+from shadowsync.memory.pages import memory_bytes
 
 _PACKAGES = ("shadowsync", "torch", "fbgemm-gpu-cpu", "numpy", "polars", "pyarrow")
 

@@ -17,6 +17,10 @@ from shadowsync.runtime.lines import Encoder, Line
 from shadowsync.runtime.rungs import received
 from shadowsync.runtime.wire.connection import Answer, Connection
 
+CPU_S_PER_BYTE = 3e-9
+"""What a byte of an exchange costs in other threads than the caller's, both ends together: to encrypt and decrypt it
+(most of it), to copy it and to add it up. Measured on one machine; see docs/decisions.md."""
+
 
 @dataclass(frozen=True)
 class DenseRemote:
@@ -44,9 +48,9 @@ class DenseRemote:
         object.__setattr__(self, "_differences", differences)
 
     @property
-    def exchanged_bytes(self) -> int:
-        """Bytes of exchanges so far, both directions, about."""
-        return self._exchanged[0]
+    def cpu_s(self) -> float:
+        """As `Group.cpu_s`."""
+        return self._exchanged[0] * CPU_S_PER_BYTE
 
     def elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.elastic` of trainer `rank`.

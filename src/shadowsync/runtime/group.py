@@ -25,14 +25,28 @@ _Exchange = Callable[[DenseServer, Tensor, float, Sent], Tensor]
 
 
 class DenseServers:
-    """The central copy, split over its servers."""
+    """The central copy, split over its servers.
 
-    def __init__(self, center: Tensor, count: int, line: Line) -> None:
-        self._line = line
-        self._spans = split_evenly(len(center), count)
-        self._servers = [DenseServer(center[start:stop].clone()) for start, stop in self._spans]
+    Args:
+        servers: in the order of their parts.
+        line: the way there and back.
+    """
+
+    def __init__(self, servers: Sequence[DenseServer], line: Line) -> None:
+        self._line, self._servers = line, servers
+        self._spans = split_evenly(sum(server.length for server in servers), max(1, len(servers)))[: len(servers)]
         self._differences = ElasticExchanges(self._spans, line, self._carry)
         self._ends: dict[tuple[int, int], CenterEnd] = {}
+
+    @classmethod
+    def split(cls, center: Tensor, count: int, line: Line) -> "DenseServers":
+        """So many new servers of a copy."""
+        return cls([DenseServer(center[start:stop].clone()) for start, stop in split_evenly(len(center), count)], line)
+
+    @property
+    def cpu_s(self) -> float:
+        """As `Group.cpu_s`: here all is done in the calling thread."""
+        return 0.0
 
     def elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         """As `Group.elastic` of trainer `rank`, server by server.
@@ -148,8 +162,8 @@ class InProcessGroup:
         return self.servers.sequential(self.rank, weights, alpha)
 
     def cpu_s(self) -> float:
-        """As `Group.cpu_s`: here all is done in the calling thread."""
-        return 0.0
+        """As `Group.cpu_s`."""
+        return self.servers.cpu_s
 
     def join(self) -> None:
         """As `Group.join`."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from shadowsync.embedding.pages import keep_freed_memory
+from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.runtime.role_logging import log_to
 from shadowsync.runtime.runtime import Builder, Home, Part
 from shadowsync.runtime.wire.client import Courier, CourierOptions, WireConnection

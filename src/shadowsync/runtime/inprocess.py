@@ -55,12 +55,14 @@ class InProcess(Runtime):
     Args:
         keys: of the job.
         machines: how many to pretend.
+        shares_memory: what roles hold is reached in memory that they have in common, as far as it can be.
     """
 
     name: ClassVar[str] = "inprocess"
 
-    def __init__(self, keys: JobKeys, machines: int = 1) -> None:
+    def __init__(self, keys: JobKeys, machines: int = 1, shares_memory: bool = False) -> None:
         self.keys = keys
+        self.shares_memory = shares_memory
         self._machines = [Machine(f"machine-{i}", f"machine-{i}", 64.0, 1 << 40) for i in range(machines)]
         self.processes: list[HostedRole] = []
 

@@ -16,8 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shadowsync.embedding.pages import memory_bytes
 from shadowsync.errors import ConfigError, RunError
+from shadowsync.memory.pages import memory_bytes
+from shadowsync.memory.shared import can_share
 from shadowsync.runtime import control
 from shadowsync.runtime.child import MACHINE, Begin, Build, Built, Died
 from shadowsync.runtime.fork_server import ENDED, FORK, KILL, NUMBER
@@ -211,6 +212,7 @@ class Processes(Runtime):
 
     def __init__(self, cpus: float = 1.0) -> None:
         self.keys = JobKeys.make()
+        self.shares_memory = can_share()
         self.job = f"shadowsync-{time.strftime('%H%M%S')}-{secrets.token_hex(2)}"
         self._cpus = max(float(os.cpu_count() or 1), cpus)
         self._folder = make_folder()

@@ -6,11 +6,8 @@ from torch import Tensor
 
 from shadowsync.runtime.averaging_remote import RemoteAveraging
 from shadowsync.runtime.dense_remote import DenseRemote
+from shadowsync.runtime.group import DenseServers
 from shadowsync.sync.schedule import Rest
-
-CPU_S_PER_BYTE = 3e-9
-"""What a byte of an exchange costs in other threads than the caller's, both ends together: to encrypt and decrypt it
-(most of it), to copy it and to add it up. Measured on one machine; see docs/decisions.md."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class RemoteGroup:
 
     rank: int
     averaging: RemoteAveraging
-    servers: DenseRemote
+    servers: DenseServers | DenseRemote
     gate: Rest
 
     def mean(self, weights: Tensor) -> Tensor:
@@ -53,7 +50,7 @@ class RemoteGroup:
 
     def cpu_s(self) -> float:
         """As `Group.cpu_s`."""
-        return self.servers.exchanged_bytes * CPU_S_PER_BYTE
+        return self.servers.cpu_s
 
     def join(self) -> None:
         """As `Group.join`."""

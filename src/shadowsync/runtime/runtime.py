@@ -134,6 +134,8 @@ class Runtime(ABC):
 
     name: ClassVar[str]
     keys: JobKeys
+    shares_memory: bool = False
+    """All processes and the driver are on one machine, whose memory they can have in common."""
 
     @abstractmethod
     def machines(self) -> Sequence[Machine]:

@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor
 
@@ -20,11 +22,12 @@ class DenseServer:
 
     Args:
         values: the initial copy, `[p]`; kept and changed in place.
+        lock: for turns, where the values are in memory that other processes have in common.
     """
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, lock: AbstractContextManager[Any] | None = None) -> None:
         self._values = values
-        self._lock = threading.Lock()
+        self._lock = lock or threading.Lock()
 
     @property
     def length(self) -> int:

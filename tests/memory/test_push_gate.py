@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shadowsync.embedding.push_gate import PushGate
+from shadowsync.memory.push_gate import PushGate
 
 DEADLINE_S = 120.0
 

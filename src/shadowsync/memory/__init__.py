@@ -1,0 +1,1 @@
+"""Memory of the process, and memory that processes of one machine have in common."""

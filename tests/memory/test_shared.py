@@ -1,0 +1,165 @@
+"""Memory that processes have in common: seen by all, kept when they are killed, gone with the last of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shadowsync.errors import ConfigError, RunError
+from shadowsync.memory import shared
+from shadowsync.memory.shared import FileGate, SharedMemory, bytes_of, can_share
+
+pytestmark = pytest.mark.skipif(not can_share(), reason="needs memory files and /proc, as Linux has them")
+PARTS = [(1000, torch.float32), (3, torch.int64)]
+DEADLINE_S = 120.0
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    made = SharedMemory.create(bytes_of(PARTS), "the rows")
+    yield made
+    made.close()
+
+
+def in_another_process(program: str, *arguments: str) -> "subprocess.Popen[str]":
+    given = f"if True:\n        import sys\n{program}"
+    return subprocess.Popen(
+        [sys.executable, "-c", given, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_what_one_process_writes_another_sees_also_when_the_writer_was_killed(memory: SharedMemory) -> None:
+    floats, numbers = (memory.take(*part) for part in PARTS)
+    assert not floats.any()
+    numbers[2] = 7
+    program = """
+        import torch
+        from shadowsync.memory.shared import SharedMemory
+        memory = SharedMemory.open(sys.argv[1])
+        floats, numbers = memory.take(1000, torch.float32), memory.take(3, torch.int64)
+        floats[999] = float(numbers[2])
+        print("written", flush=True)
+        sys.stdin.read()
+    """
+    other = in_another_process(program, memory.path)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "written\n"
+    other.kill()
+    other.communicate()
+    assert floats[999] == 7
+
+
+def test_it_lives_as_long_as_a_tensor_of_it_and_is_gone_then(memory: SharedMemory) -> None:
+    path = memory.path
+    (part,) = [SharedMemory.open(path).take(1000, torch.float32)]
+    memory.close()
+    part.fill_(3)
+    assert part.sum() == 3000
+    with pytest.raises(RunError, match="memory that the roles of this job have in common cannot be opened"):
+        SharedMemory.open(path)
+
+
+def test_nothing_of_it_has_a_name(memory: SharedMemory) -> None:
+    assert os.fstat(int(memory.path.rpartition("/")[2])).st_nlink == 0
+
+
+def test_more_than_the_machine_has_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "memory_bytes", lambda: 1 << 30)
+    with pytest.raises(ConfigError, match=r"the rows of embedding-0 take 2\.0 GiB, and this machine has 1\.0 GiB"):
+        SharedMemory.create(1 << 31, "the rows of embedding-0")
+
+
+def test_memory_that_the_system_does_not_give_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", none_left)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(ConfigError, match=r"this machine does not give 0\.0 GiB for the rows: .*No space left"):
+        SharedMemory.create(4096, "the rows")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_more_than_there_is_cannot_be_taken(memory: SharedMemory) -> None:
+    memory.take(*PARTS[0])
+    with pytest.raises(RunError, match="smaller than what is to be kept there"):
+        memory.take(1 << 20, torch.float32)
+
+
+GATE = """
+        from shadowsync.memory.shared import FileGate, SharedMemory
+        gate = FileGate(SharedMemory.open(sys.argv[1]))
+        with gate if sys.argv[2] == "push" else gate.alone():
+            print("inside", flush=True)
+            sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("ended", ["leaves", "is killed"])
+@pytest.mark.parametrize(("first", "then"), [("push", "alone"), ("alone", "push"), ("alone", "alone")])
+def test_one_is_alone_among_processes_also_when_somebody_inside_is_killed(
+    memory: SharedMemory, first: str, then: str, ended: str
+) -> None:
+    gate, came_in = FileGate(memory), threading.Event()
+
+    def go_in() -> None:
+        with gate if then == "push" else gate.alone():
+            came_in.set()
+
+    other = in_another_process(GATE, memory.path, first)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "inside\n"
+    thread = threading.Thread(target=go_in)
+    thread.start()
+    assert not came_in.wait(0.05)
+    if ended == "leaves":
+        other.communicate("\n")
+    else:
+        other.send_signal(signal.SIGKILL)
+        other.communicate()
+    assert came_in.wait(DEADLINE_S)
+    thread.join()
+
+
+def test_pushes_of_processes_and_threads_go_together(memory: SharedMemory) -> None:
+    gate = FileGate(memory)
+    other = in_another_process(GATE, memory.path, "push")
+    assert other.stdout is not None
+    assert other.stdout.readline() == "inside\n"
+
+    def push() -> None:
+        with gate:
+            together.wait(DEADLINE_S)
+
+    together = threading.Barrier(3)
+    threads = [threading.Thread(target=push) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    together.wait(DEADLINE_S)
+    for thread in threads:
+        thread.join()
+    other.communicate("\n")
+
+
+def test_a_thread_that_ends_leaves_no_handle_open(memory: SharedMemory) -> None:
+    gate = FileGate(memory)
+
+    def push() -> None:
+        with gate:
+            pass
+
+    def handles() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = handles()
+    for _ in range(20):
+        thread = threading.Thread(target=push)
+        thread.start()
+        thread.join()
+    assert handles() <= before + 1

@@ -1,4 +1,4 @@
-"""What it costs to have every role in a process of its own: the demo in one process and on a Ray of its own, in turn.
+"""What it costs to have every role in a process of its own: the demo in one process, in forked ones, on Ray, in turn.
 
 python benchmarks/runtime_cost.py [--rounds 5] [--rows 1325700] [key.path=value …]
 """
@@ -15,7 +15,7 @@ from machine import describe, ratios, table
 from shadowsync import Job
 from shadowsync.config import load
 
-RUNTIMES = ("inprocess", "ray")
+RUNTIMES = ("inprocess", "processes", "ray")
 QUIET = ["report.html=false", "report.tensorboard=false"]
 
 

@@ -1,24 +1,17 @@
 """Whole jobs on a Ray of their own: processes that are really killed are replaced."""
 
 import contextlib
-import json
 import os
 import re
-import signal
-import sys
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import killed_jobs
 import pytest
 from cluster_jobs import cluster_settings, events_of
-from job_helpers import SMALL_DLRM, by_gradients, checkpoints, write_rows
+from job_helpers import write_rows
+from killed_jobs import EPOCHS, ROWS, STEP_MS, places_of, run_and_kill
 
-from shadowsync import Job, Result
 from shadowsync.errors import RunError
 from shadowsync.runtime.ray_runtime import RayRuntime
 
@@ -30,34 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves its files and processes to the collector
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-ROWS, EPOCHS = 1500, 2
-DEADLINE_S = 500.0
-STEP_MS = 40.0  # so that a job is not over before a process on a slow machine has been replaced
-
-
-def wait_until(seen: Callable[[], Any]) -> Any:
-    """Looks every 50 ms, for some minutes at most."""
-    pause, deadline = threading.Event(), time.monotonic() + DEADLINE_S
-    while not (found := seen()):
-        assert time.monotonic() < deadline, "it did not get so far"
-        pause.wait(0.05)
-    return found
-
-
-def places_of(out: Path) -> dict[str, Any]:
-    file = out / "roles.json"
-    places: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return places
-
-
-def samples_of(out: Path) -> int:
-    file = out / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return max((json.loads(line)["samples"] for line in lines if line.endswith("\n")), default=0)
-
-
-def kill(out: Path, role: str) -> None:
-    os.kill(places_of(out)[role]["pid"], signal.SIGKILL)
 
 
 def processes_below(pid: int) -> set[int]:
@@ -107,43 +72,6 @@ def check_that_only_this_user_gets_in(out: Path) -> None:
     assert (log.parent.parent / "sockets" / "raylet").is_socket()
 
 
-@dataclass(frozen=True)
-class SlowUntil:
-    """Half a second for each step until there is a file: a process may take a minute to start, and is to find a job."""
-
-    file: Path
-
-    def __call__(self, rank: int, iteration: int) -> None:
-        if not self.file.exists():
-            threading.Event().wait(0.5)
-
-
-def run_and_kill(config: dict[str, Any], out: Path, first: str, then: str) -> Result:
-    """Runs a job; kills the process of one role, and once it is back and there is a checkpoint that of another."""
-    import ray  # noqa: PLC0415 an extra
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a role's process does not find this file
-    done = out.with_suffix(".killed")
-
-    def disturb() -> None:
-        wait_until(lambda: samples_of(out) > 100)
-        kill(out, first)
-        check_that_only_this_user_gets_in(out)  # while another one starts
-        wait_until(lambda: "restored" in events_of(out).get(first, []))
-        wait_until(lambda: checkpoints(out))
-        kill(out, then)
-        done.touch()
-
-    with ThreadPoolExecutor(1) as pool:
-        disturbing = pool.submit(disturb)
-        result = Job(config, out=out, failures=SlowUntil(done)).run()
-        disturbing.result(DEADLINE_S)
-    log = Path(places_of(out)["trainer-0"]["log"])
-    assert log.read_text()
-    assert not (log.parent.parent / "sockets").exists()
-    return result
-
-
 @pytest.mark.parametrize(
     "inside", ["ray._raylet.AuthenticationTokenLoader", "ray._private.ray_constants.ENABLE_RAY_CLUSTER"]
 )
@@ -173,7 +101,14 @@ def test_processes_that_are_killed_are_replaced_and_every_row_is_trained(tmp_pat
         compression={"dense": {"name": "threshold", "keep": 0.05, "values": "int8"}},
         cluster={"trainer_cpus": 0.1},
     )
-    result = run_and_kill(config, out, "trainer-1", "embedding-0")
+    import ray  # noqa: PLC0415 an extra
+
+    ray.cloudpickle.register_pickle_by_value(killed_jobs)  # a role's process does not find that file
+    watch = partial(check_that_only_this_user_gets_in, out)  # while another one starts
+    result = run_and_kill(config, out, "trainer-1", "embedding-0", watch)
+    log = Path(places_of(out)["trainer-0"]["log"])
+    assert log.read_text()
+    assert not (log.parent.parent / "sockets").exists()
     assert result.data.trained_samples == ROWS * EPOCHS
     assert result.recovery.failures == 2
     events = events_of(out)
@@ -185,34 +120,6 @@ def test_processes_that_are_killed_are_replaced_and_every_row_is_trained(tmp_pat
     assert 0 < result.wire.kept_share["dense"] < 1
     assert result.wire.bytes["dense"] < result.wire.raw_bytes["dense"]
     assert len({place["pid"] for place in places.values()}) == len(places)
-    assert result.test is not None
-    assert result.test.auc is not None
-    assert result.test.auc > 0.7
-
-
-@pytest.mark.parametrize("method", ["gba"])
-def test_gradient_methods_survive_a_killed_trainer_and_a_killed_dense_server(tmp_path: Path, method: str) -> None:
-    data, out = write_rows(tmp_path / "rows.parquet", ROWS), tmp_path / "out"
-    config = cluster_settings(
-        data,
-        data,
-        data={"slice_rows": 16, "epochs": EPOCHS},
-        model=SMALL_DLRM,
-        train={"trainers": 2, "batch_size": 4, "emulate_step_ms": STEP_MS, "save_every_s": 0.5},
-        embedding={"servers": 1},
-        aggregation={"global_batch": 16},
-        cluster={"trainer_cpus": 0.1},
-    )
-    config = by_gradients(config, method)
-    result = run_and_kill(config, out, "trainer-1", "dense-0")
-    assert result.data.trained_samples == ROWS * EPOCHS
-    assert result.recovery.failures == 2
-    assert result.aggregation is not None
-    assert result.aggregation.global_steps >= ROWS * EPOCHS // 16
-    assert method != "sync" or result.aggregation.max_staleness == 0
-    events = events_of(out)
-    assert events["trainer-1"][:4] == ["alive", "dead", "restarted", "restored"]
-    assert events["dense-0"][:4] == ["alive", "dead", "restarted", "restored"]
     assert result.test is not None
     assert result.test.auc is not None
     assert result.test.auc > 0.7

@@ -1,0 +1,104 @@
+"""Whole jobs whose roles are processes of this machine: what is killed is replaced, and what it held outlives it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster_jobs import cluster_settings, events_of
+from job_helpers import SMALL_DLRM, by_gradients, settings, write_rows
+from killed_jobs import EPOCHS, ROWS, places_of, run_and_kill
+
+from shadowsync import Job, Trained
+from shadowsync.errors import ConfigError
+
+
+def killed_settings(data: Path, **sections: Any) -> dict[str, Any]:
+    return cluster_settings(
+        data,
+        data,
+        data={"slice_rows": 16, "epochs": EPOCHS},
+        model={"name": "dlrm", "bottom": [64], "top": [64]},
+        train={"trainers": 2, "batch_size": 4, "emulate_step_ms": 5.0, "save_every_s": 0.5},
+        cluster={"runtime": "processes"},
+        **sections,
+    )
+
+
+@pytest.mark.parametrize(("first", "then"), [("embedding-1", "trainer-0"), ("dense-0", "reader-0")])
+def test_who_is_killed_loses_nothing_that_others_share(tmp_path: Path, first: str, then: str) -> None:
+    """Rows and the central copy lie in memory that outlives their servers: nobody goes back, and nothing is loaded."""
+    data, out = write_rows(tmp_path / "rows.parquet", ROWS), tmp_path / "out"
+    result = run_and_kill(killed_settings(data, embedding={"servers": 2}, sync={"method": "easgd"}), out, first, then)
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert result.recovery.failures == 2
+    assert result.recovery.mode == "none"
+    assert result.recovery.seconds.lost == 0
+    assert result.recovery.seconds.load < 0.1, "nothing was loaded"
+    events = events_of(out)
+    for role in (first, then):
+        assert events[role][:4] == ["alive", "dead", "restarted", "restored"]
+    assert {role for role, place in places_of(out).items() if place["incarnation"]} == {first, then}
+    assert result.test is not None
+    assert result.test.auc is not None
+    assert result.test.auc > 0.7
+
+
+def test_averages_cross_as_differences_between_processes_and_survive_a_kill(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", ROWS), tmp_path / "out"
+    config = killed_settings(
+        data,
+        embedding={"servers": 2},
+        sync={"method": "ma", "max_share": 1.0},
+        compression={"dense": {"name": "threshold", "keep": 0.05, "values": "int8"}},
+        recovery={"mode": "partial"},
+    )
+    result = run_and_kill(config, out, "trainer-1", "embedding-0")
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert result.recovery.failures == 2
+    assert result.wire is not None
+    assert 0 < result.wire.kept_share["dense"] < 1
+
+
+def test_gradient_methods_survive_a_killed_trainer_and_a_killed_dense_server(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", ROWS), tmp_path / "out"
+    config = by_gradients(killed_settings(data, aggregation={"global_batch": 16}), "gba")
+    result = run_and_kill(config, out, "trainer-1", "dense-0")
+    assert result.data.trained_samples == ROWS * EPOCHS
+    assert result.recovery.failures == 2
+    assert result.aggregation is not None
+    assert result.aggregation.global_steps >= ROWS * EPOCHS // 16
+    events = events_of(out)
+    assert events["trainer-1"][:4] == ["alive", "dead", "restarted", "restored"]
+    assert events["dense-0"][:4] == ["alive", "dead", "restarted", "restored"]
+    assert result.test is not None
+    assert result.test.auc is not None
+    assert result.test.auc > 0.7
+
+
+def test_processes_compute_what_one_process_does(tmp_path: Path) -> None:
+    """One trainer that synchronises with a central copy in every step leaves nothing to chance."""
+    data = write_rows(tmp_path / "rows.parquet", 200)
+    rows = {}
+    for runtime in ("inprocess", "processes"):
+        config = settings(
+            data,
+            model=SMALL_DLRM,
+            train={"trainers": 1, "batch_size": 8},
+            embedding={"servers": 2},
+            sync={"method": "easgd", "schedule": "every_k", "k": 1},
+            cluster={"runtime": runtime},
+        )
+        Job(config, out=tmp_path / runtime).run()
+        trained = Trained(tmp_path / runtime)
+        rows[runtime] = [part.tensors["weight"].clone() for s in trained.embeddings.servers for part in s.state()]
+    for there, here in zip(rows["processes"], rows["inprocess"], strict=True):
+        torch.testing.assert_close(there, here, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("key", ["trainer_cpus", "placement", "address"])
+def test_what_only_a_cluster_has_is_refused(tmp_path: Path, key: str) -> None:
+    given = {"trainer_cpus": 2.0, "placement": "apart", "address": "auto"}
+    data = write_rows(tmp_path / "rows.parquet", 20)
+    with pytest.raises(ConfigError, match=f"cluster.{key} has no effect on one machine: set cluster.runtime=ray"):
+        Job(settings(data, cluster={"runtime": "processes", key: given[key]}), out=tmp_path / "out")

@@ -39,7 +39,6 @@ from shadowsync.memory.pages import memory_bytes
 from shadowsync.memory.shared import can_share
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.model import ModelSpec
-from shadowsync.recovery.tracking import row_tracking
 from shadowsync.runtime.codec_choice import Situation, unmeasured
 from shadowsync.runtime.lines import EmbeddingLine, Line, pulled_and_pushed_bytes
 from shadowsync.sync.background import Background
@@ -269,17 +268,21 @@ def prefetch(config: Config, choices: Choices) -> int:
 def shares_rows(config: Config, choices: Choices) -> bool:
     """Trainers of this machine reach the rows in memory that they have in common with the embedding servers.
 
-    Not where somebody has to hear of each push: whoever follows which rows change, or who holds gradients for a step.
+    Not under gradient methods, whose gradients somebody holds for a step.
     """
-    followed = row_tracking(choices.recovery, config.train.seed) is not None
-    return config.cluster.runtime == "processes" and can_share() and not followed and choices.aggregation is None
+    return _on_one_machine(config) and choices.aggregation is None
 
 
 def shares_center(config: Config, choices: Choices) -> bool:
     """As `shares_rows`, of the central dense copy; not under codecs of which either end has to remember something."""
     sparse = any(codec.sparse for codec in choices.codecs["dense"].ladder)
     merged = choices.aggregation is None and choices.method.centralised
-    return config.cluster.runtime == "processes" and can_share() and merged and not sparse
+    return _on_one_machine(config) and merged and not sparse
+
+
+def _on_one_machine(config: Config) -> bool:
+    """The processes of the job are on this machine, which lets them have memory in common."""
+    return config.cluster.runtime != "inprocess" and config.cluster.address is None and can_share()
 
 
 def restore_tables(embeddings: Embeddings, saved: LoadedCheckpoint) -> None:

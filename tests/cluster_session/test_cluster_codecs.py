@@ -76,7 +76,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
 
 def run(tmp_path: Path, rows: int = 1600, step_ms: float = 2.0, **sections: Any) -> Result:
     data = write_rows(tmp_path / "rows.parquet", rows)
-    train = {"batch_size": 8, "emulate_step_ms": step_ms}
+    train = {"batch_size": 8, "emulate_step_ms": step_ms, "prefetch": 2}
     config = cluster_settings(data, data={"slice_rows": 64}, train=train, **sections)
     if "aggregation" in sections:
         del config["sync"]

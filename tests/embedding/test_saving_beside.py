@@ -37,7 +37,7 @@ BIG = 20
 class Watch:
     """Writes down what it is told."""
 
-    sees, compares = True, True
+    sees, compares, exact = True, True, False
 
     def __init__(self) -> None:
         self.seen_rows: list[int] = []
@@ -69,7 +69,7 @@ class Watches:
     def __init__(self) -> None:
         self.made: dict[str, Watch] = {}
 
-    def watch(self, own: Rows) -> Watch | None:
+    def watch(self, own: Rows, allocate: object = None) -> Watch | None:
         if own.table.rows < BIG:
             return None
         return self.made.setdefault(f"{own.table.name} {own.start}", Watch())

@@ -239,7 +239,7 @@ def test_a_watch_sees_the_rows_of_sequences():
             seen.append(rows)
 
     class Watching:
-        def watch(self, own):
+        def watch(self, own, allocate):
             return Watch() if own.table.name == "shop" else None
 
         def count(self, rows):

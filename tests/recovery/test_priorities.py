@@ -347,7 +347,7 @@ def test_the_largest_are_those_of_a_sort(values: list[int], count: int, first: i
 
 
 def test_every_change_is_in_the_next_checkpoint() -> None:
-    dirty = DirtyRows(ROWS)
+    dirty = DirtyRows(torch.zeros(ROWS, dtype=torch.uint8))
     assert dirty.bytes == ROWS
     dirty.seen(torch.tensor([5, 5, 3]))
     assert dirty.take(10).tolist() == [3, 5]
@@ -367,7 +367,7 @@ def test_every_change_is_in_the_next_checkpoint() -> None:
 
 
 def test_saves_that_are_never_confirmed_take_no_more_memory_than_one() -> None:
-    dirty = DirtyRows(ROWS)
+    dirty = DirtyRows(torch.zeros(ROWS, dtype=torch.uint8))
     for version in range(100):
         dirty.seen(torch.tensor([version % 3, 7]))
         assert dirty.take(version).tolist() == sorted({7, *(earlier % 3 for earlier in range(version + 1))})
@@ -378,7 +378,7 @@ def test_saves_that_are_never_confirmed_take_no_more_memory_than_one() -> None:
 
 
 def test_rows_loaded_while_nothing_changed_but_a_save_began_are_in_the_next() -> None:
-    dirty = DirtyRows(ROWS)
+    dirty = DirtyRows(torch.zeros(ROWS, dtype=torch.uint8))
     dirty.take(1)
     dirty.loaded(torch.tensor([4]))
     dirty.confirm(1)
@@ -392,7 +392,7 @@ def test_rows_loaded_while_nothing_changed_but_a_save_began_are_in_the_next() ->
 @settings(deadline=None, max_examples=60, derandomize=True)
 def test_marks_equal_a_plain_history(events: list[list[int] | str]) -> None:
     """Each take holds exactly the rows changed after the newest confirmed take."""
-    dirty, changed, taken, confirmed = DirtyRows(10), [set[int]()], 0, 0
+    dirty, changed, taken, confirmed = DirtyRows(torch.zeros(10, dtype=torch.uint8)), [set[int]()], 0, 0
     for event in events:
         if isinstance(event, list):
             dirty.seen(torch.tensor(event))

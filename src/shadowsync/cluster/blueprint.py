@@ -20,6 +20,7 @@ from shadowsync.embedding.memory import parts_of
 from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.table import Shard
 from shadowsync.memory.shared import bytes_of
+from shadowsync.recovery.tracking import row_tracking
 from shadowsync.runtime.group import split_evenly
 from shadowsync.runtime.runtime import Builder
 from shadowsync.session import Material, Session
@@ -99,7 +100,10 @@ class Blueprint:
         rule = rule_class(row_optimizer(self.config.embedding).name)
         found: dict[str, int] = {}
         if shares_rows(self.config, self.choices):
-            found |= {f"embedding-{index}": bytes_of(parts_of(held, rule)) for index, held in enumerate(self.shards)}
+            tracking = row_tracking(self.choices.recovery, self.config.train.seed)
+            for index, shards in enumerate(self.shards):
+                followed = [] if tracking is None else [part for shard in shards for part in tracking.parts(shard)]
+                found[f"embedding-{index}"] = bytes_of([*parts_of(shards, rule), *followed])
         if shares_center(self.config, self.choices):
             lengths = enumerate(stop - start for start, stop in self.spans)
             found |= {f"dense-{index}": bytes_of([(length, torch.float32)]) for index, length in lengths}
@@ -118,9 +122,9 @@ class Blueprint:
 
     # --- specifications ----------------------------------------------------------------------------------------------
 
-    def embedding(self, index: int, generation: int, filled: bool, memory: str | None) -> EmbeddingSpec:
+    def embedding(self, index: int, generation: int, filled: bool, memory: str | None, inherits: bool) -> EmbeddingSpec:
         """Of an embedding server."""
-        return EmbeddingSpec(self.config, self._own_model, self.shards[index], generation, filled, memory)
+        return EmbeddingSpec(self.config, self._own_model, self.shards[index], generation, filled, memory, inherits)
 
     def dense(self, index: int, generation: int, memory: str | None) -> tuple[Builder, DenseSpec | StepperSpec]:
         """Of a dense server, with what makes it."""

@@ -205,11 +205,19 @@ class Crew:
     def _memory_of(self, role: str) -> str | None:
         return self.memory[role].path if role in self.memory else None
 
-    def build_server(self, member: Member, reader: Reader, filled: bool = True) -> None:
-        """Gives a server or reader a fresh part of this generation; `filled` as in `build_servers`."""
+    def build_server(self, member: Member, reader: Reader, filled: bool = True, inherits: bool = False) -> None:
+        """Gives a server or reader a fresh part of this generation.
+
+        Args:
+            member: which.
+            reader: of the generation.
+            filled: as in `build_servers`.
+            inherits: the memory of an embedding server is that of one that is gone.
+        """
         memory = self._memory_of(member.role)
         if member.kind == "embedding":
-            member.build(build_embedding, self.blueprint.embedding(member.index, self.generation, filled, memory))
+            spec = self.blueprint.embedding(member.index, self.generation, filled, memory, inherits)
+            member.build(build_embedding, spec)
         elif member.kind == "dense":
             member.build(*self.blueprint.dense(member.index, self.generation, memory))
         else:

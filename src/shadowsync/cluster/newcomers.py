@@ -126,8 +126,9 @@ class Newcomers:
 
         Nobody knows it yet, so rows of a checkpoint that turns out to be damaged are simply overwritten.
         """
-        self.crew.build_server(member, reader, filled=False)
-        if member.role in self.crew.memory:
+        outlived = member.role in self.crew.memory
+        self.crew.build_server(member, reader, filled=False, inherits=outlived)
+        if outlived:
             self._puts_on_duty(member)
             return
         began, shards = time.monotonic(), self.crew.blueprint.shards[member.index]

@@ -50,6 +50,7 @@ class EmbeddingSpec:
         filled: its rows have their initial values; else they are zero, and all of them are to be loaded, or as they
             stand in its memory.
         memory: path of the memory that its rows are in, where trainers reach them without it.
+        inherits: the rows there are those of a server that is gone.
     """
 
     config: Config
@@ -58,6 +59,7 @@ class EmbeddingSpec:
     generation: int
     filled: bool = True
     memory: str | None = None
+    inherits: bool = False
 
 
 def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
@@ -67,6 +69,8 @@ def build_embedding(spec: EmbeddingSpec, _: Home) -> EmbeddingService:
     watching = row_tracking(choices.recovery, seed)
     memory = None if spec.memory is None else SharedMemory.open(spec.memory)
     server = EmbeddingServer(spec.shards, choices.storage, optimizer, seed if spec.filled else None, watching, memory)
+    if spec.inherits:
+        server.inherit()
     codecs, generation = choices.codecs, Generation(spec.generation)
     workers = spec.config.train.workers
     return EmbeddingService(server, codecs["pull"], codecs["push"], generation=generation, streams=workers)

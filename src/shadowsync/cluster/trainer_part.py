@@ -30,6 +30,7 @@ from shadowsync.embedding.table import Shard
 from shadowsync.errors import RunError, ShadowSyncError
 from shadowsync.memory.shared import SharedMemory
 from shadowsync.metrics.wire import WireCounter
+from shadowsync.recovery.tracking import row_tracking
 from shadowsync.runtime.codec_choice import CodecChoice
 from shadowsync.runtime.desk_remote import DeskRemote
 from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
@@ -166,7 +167,9 @@ class TrainerPart:
         (address, shards), spec, choices = place, self._spec, self._kit.choices
         if address.memory is not None:
             memory, optimizer = SharedMemory.open(address.memory), row_optimizer(spec.config.embedding)
-            server = EmbeddingServer(shards, choices.storage, optimizer, None, memory=memory)
+            tracking = row_tracking(choices.recovery, spec.config.train.seed)
+            told = tracking if tracking is not None and tracking.sees else None
+            server = EmbeddingServer(shards, choices.storage, optimizer, None, told, memory)
             pulled, pushed = (Line(kind, choices.codecs[kind], self._counter) for kind in ("pull", "push"))
             return lambda _: EmbeddingLine(server, position, pulled, pushed)
         pulls, pushes = (self._codecs.line(kind, self._counter) for kind in ("pull", "push"))

@@ -99,11 +99,15 @@ class EmbeddingServer:
         for index in sorted(range(len(self.shards)), key=lambda index: self.shards[index].start):
             self._parts.setdefault(self.shards[index].table.name, []).append(index)
         self._gate: Gate = PushGate() if memory is None else FileGate(memory)
-        self._watches = RowWatches(self.state(), self.numbers, watching)
+        self._watches = RowWatches(self.state(), self.numbers, watching, allocate, memory is not None)
         self._groups = SlotGroups(self.shards, shard_of_slot, self.numbers)
         self._held = HeldGradients(self.numbers)
         self._stepped = -1
         self._stepping = threading.Lock()
+
+    def inherit(self) -> None:
+        """This server takes the place of one that is gone, whose rows are in its memory."""
+        self._watches.inherit()
 
     def pull(self, lookup: Lookup) -> Tensor:
         """Pooled rows, float32 `[B, Σ D of the slots]`.

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.numbering import RowNumbers
-from shadowsync.embedding.table import Rows
+from shadowsync.embedding.table import Rows, Shard
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
 
 QUEUED_IDS = 1 << 17
 """Watches hear of so many rows at once: a call for each table at each push would cost more than what it does. The ids
@@ -29,6 +31,7 @@ class RowWatch(Protocol):
     Attributes:
         sees: it wants to know which rows change.
         compares: it wants to know what was written of them.
+        exact: it wants to know of each change before the push is over.
     """
 
     @property
@@ -36,6 +39,12 @@ class RowWatch(Protocol):
 
     @property
     def compares(self) -> bool: ...
+
+    @property
+    def exact(self) -> bool: ...
+
+    def inherit(self) -> None:
+        """Takes the place of one that is gone with its process; what that one wrote in shared memory is here."""
 
     def seen(self, rows: Tensor) -> None:
         """Pushes have changed these rows, int64 `[L]`, in any order and with duplicates."""
@@ -66,8 +75,14 @@ class RowWatch(Protocol):
 class Watching(Protocol):
     """Which shards are watched, and how much of them a save holds."""
 
-    def watch(self, own: Rows) -> RowWatch | None:
-        """Follows a shard whose rows are saved as they are; None: it is saved as a whole at the end of each round."""
+    def watch(self, own: Rows, allocate: Allocate = zeros, /) -> RowWatch | None:
+        """Follows a shard whose rows are saved as they are; None: it is saved as a whole at the end of each round.
+
+        `allocate` gives the memory to which `seen` writes, as `parts` asks for it.
+        """
+
+    def parts(self, shard: Shard, /) -> Sequence[tuple[int, torch.dtype]]:
+        """Elements and type of what `watch` allocates for a shard."""
 
     def count(self, rows: int) -> int:
         """How many of a shard's rows one save is to hold."""
@@ -82,24 +97,40 @@ class RowWatches:
         state: live views of all shards.
         numbers: of their rows.
         watching: None to watch nothing.
+        allocate: gives the memory to which changes are written.
+        shared: other processes have it, too.
 
     Attributes:
         turn: held by whoever asks or tells anything but of pushes.
     """
 
-    def __init__(self, state: Sequence[Rows], numbers: RowNumbers, watching: Watching | None) -> None:
+    def __init__(
+        self,
+        state: Sequence[Rows],
+        numbers: RowNumbers,
+        watching: Watching | None,
+        allocate: Allocate = zeros,
+        shared: bool = False,
+    ) -> None:
         self.turn = threading.RLock()
         self._weights = [own.tensors["weight"] for own in state]
-        self._watches = [None if watching is None else watching.watch(own) for own in state]
+        self._watches = [None if watching is None else watching.watch(own, allocate) for own in state]
         self._counts = [0 if watching is None else watching.count(len(weights)) for weights in self._weights]
         self._seeing = {index: watch for index, watch in enumerate(self._watches) if watch is not None and watch.sees}
         self._of_slot = [index for index, own in enumerate(state) for _ in own.table.features]
         self._starts = numbers.starts
+        self._most_queued = 1 if shared and any(watch.exact for watch in self._seeing.values()) else QUEUED_IDS
         self._queue: deque[tuple[tuple[int, ...], Jagged] | Tensor] = deque()
         self._queued = 0
         self._telling = threading.Lock()
         # a server that takes this one's place counts from elsewhere, so that nobody takes its saves for this one's
         self._save = secrets.randbits(62)
+
+    def inherit(self) -> None:
+        """This server takes the place of one that is gone."""
+        for watch in self._watches:
+            if watch is not None:
+                watch.inherit()
 
     # --- pushes ------------------------------------------------------------------------------------------------------
 
@@ -116,7 +147,7 @@ class RowWatches:
     def _add(self, changed: tuple[tuple[int, ...], Jagged] | Tensor, ids: int) -> None:
         self._queue.append(changed)
         self._queued += ids  # threads may lose a sum to each other: then the watches hear a little later
-        if self._queued >= QUEUED_IDS and self._telling.acquire(blocking=False):
+        if self._queued >= self._most_queued and self._telling.acquire(blocking=self._most_queued == 1):
             try:
                 self._empty()
             finally:

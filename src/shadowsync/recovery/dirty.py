@@ -20,9 +20,10 @@ class DirtyRows:
     for each row taken, however many times.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self._marks = np.zeros(rows, np.uint8)
+    def __init__(self, marks: Tensor) -> None:
+        """`marks`: zeros, uint8 `[R]`, or as somebody left them whose place this one takes."""
+        self.rows = len(marks)
+        self._marks: NDArray[np.uint8] = marks.numpy()
         self._taken: dict[int, NDArray[np.int64]] = {}  # a row stands with the last version it was taken for
         self._newest: int | None = None
         self._confirmed = True

@@ -5,11 +5,16 @@ CPR, arXiv 2011.02999, section 5: instead of every row each T_save, the share r 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
 
 
 class Tracker(ABC):
@@ -24,12 +29,17 @@ class Tracker(ABC):
         bytes: memory that the tracker holds on to.
         sees: whether `seen` is of interest.
         compares: whether `saved` needs the weights.
+        exact: nothing that was `seen` may be lost, not even with the process that saw it.
     """
 
     rows: int
     bytes: int
     sees: ClassVar[bool] = True
     compares: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+
+    def inherit(self) -> None:  # noqa: B027 (most lose what a save under way had picked, and nothing else)
+        """Takes the place of a tracker that is gone; what that one wrote in memory is here, all else it knew is not."""
 
     @abstractmethod
     def seen(self, rows: Tensor) -> None:
@@ -77,14 +87,20 @@ class RowPriority(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def tracker(self, weights: Tensor, share: float, seed: int) -> Tracker:
+    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> Tracker:
         """A tracker of one shard all of whose rows are saved as they are now.
 
         Args:
             weights: the shard's, float32 `[R, D]`.
             share: r, the share of the rows that will be picked at a time, in (0, 1].
             seed: of its random choices.
+            allocate: gives the memory to which `seen` writes (`seen_parts`); trackers in other processes may have it,
+                too, of which nothing but `seen` is called.
         """
+
+    @abstractmethod
+    def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
+        """Elements and type of what `tracker` allocates."""
 
     @abstractmethod
     def memory_bytes(self, rows: int, dim: int, share: float) -> int:

@@ -1,10 +1,14 @@
 """Every row that changed: nothing is left out, so a delta is exact."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
 from shadowsync.recovery.dirty import DirtyRows
 from shadowsync.recovery.priority import RowPriority, Tracker
 
@@ -19,8 +23,11 @@ class EveryRow(RowPriority):
 
     name: ClassVar[str] = "all"
 
-    def tracker(self, weights: Tensor, share: float, seed: int) -> Tracker:
-        return ChangedRows(len(weights))
+    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> Tracker:
+        return ChangedRows(allocate(*self.seen_parts(len(weights), share)[0]))
+
+    def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
+        return [(rows, torch.uint8)]
 
     def memory_bytes(self, rows: int, dim: int, share: float) -> int:
         return rows
@@ -29,11 +36,17 @@ class EveryRow(RowPriority):
 class ChangedRows(Tracker):
     """`DirtyRows`, whose versions are the saves that began."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self._dirty = DirtyRows(rows)
+    exact: ClassVar[bool] = True
+
+    def __init__(self, marks: Tensor) -> None:
+        self.rows = len(marks)
+        self._dirty = DirtyRows(marks)
         self.bytes = self._dirty.bytes
         self._version = 0
+
+    def inherit(self) -> None:
+        """Which rows were taken for a save that may not be written, only the one before knew."""
+        self._dirty.seen(torch.arange(self.rows))
 
     def seen(self, rows: Tensor) -> None:
         self._dirty.seen(rows)

@@ -1,12 +1,15 @@
 """MFU: the rows most frequently used since they were saved."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
 from shadowsync.recovery.largest import largest
 from shadowsync.recovery.priority import RowPriority, Tracker, checked
 
@@ -27,8 +30,11 @@ class MostFrequentlyUsed(RowPriority):
 
     name: ClassVar[str] = "mfu"
 
-    def tracker(self, weights: Tensor, share: float, seed: int) -> Tracker:
-        return Counters(len(weights))
+    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> Tracker:
+        return Counters(allocate(*self.seen_parts(len(weights), share)[0]))
+
+    def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
+        return [(rows, torch.int32)]
 
     def memory_bytes(self, rows: int, dim: int, share: float) -> int:
         return COUNTER_BYTES * rows
@@ -37,9 +43,9 @@ class MostFrequentlyUsed(RowPriority):
 class Counters(Tracker):
     """Accesses of each row, int32 `[R]`."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self._counts = torch.zeros(rows, dtype=torch.int32)
+    def __init__(self, counts: Tensor) -> None:
+        self.rows = len(counts)
+        self._counts = counts
         self.bytes = self._counts.nbytes
         self._turn = 0
         self._forget()

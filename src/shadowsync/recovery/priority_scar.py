@@ -1,11 +1,14 @@
 """SCAR: the rows that moved furthest since they were saved."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
 from shadowsync.recovery.largest import largest
 from shadowsync.recovery.priority import RowPriority, Tracker
 
@@ -22,8 +25,11 @@ class Scar(RowPriority):
 
     name: ClassVar[str] = "scar"
 
-    def tracker(self, weights: Tensor, share: float, seed: int) -> Tracker:
+    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> Tracker:
         return Changes(weights)
+
+    def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
+        return []
 
     def memory_bytes(self, rows: int, dim: int, share: float) -> int:
         return 4 * rows * dim
@@ -39,6 +45,10 @@ class Changes(Tracker):
         self.rows = len(weights)
         self._saved = weights.detach().clone(memory_format=torch.contiguous_format)
         self.bytes = self._saved.nbytes
+
+    def inherit(self) -> None:
+        """How rows were saved last, only the one before knew: all of them count as moved furthest."""
+        self._saved.fill_(torch.nan)
 
     def seen(self, rows: Tensor) -> None:
         """The weights themselves tell."""

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
 from shadowsync.recovery.priority import RowPriority, Tracker, checked
 
 PERIOD = 2
-_INT32_ROWS = 1 << 31
-_NONE = -1
+_INT32_ROWS = (1 << 31) - 1
+_NONE = 0
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,23 @@ class SubSampledUsed(RowPriority):
 
     name: ClassVar[str] = "ssu"
 
-    def tracker(self, weights: Tensor, share: float, seed: int) -> Tracker:
-        return Sample(len(weights), _capacity(len(weights), share), seed)
+    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> Tracker:
+        return Sample(len(weights), allocate(*self.seen_parts(len(weights), share)[0]), seed)
+
+    def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
+        return [(_capacity(rows, share), _entry(rows))]
 
     def memory_bytes(self, rows: int, dim: int, share: float) -> int:
-        return _capacity(rows, share) * np.dtype(_entry(rows)).itemsize
+        return _capacity(rows, share) * _entry(rows).itemsize
 
 
 class Sample(Tracker):
-    """The list `[capacity]`, and that of the save under way; row `i` stands at `i mod capacity`, −1 where none does."""
+    """The list `[capacity]`, and that of the save under way; row `i` stands as `i + 1` at `i mod capacity`, and 0 where
+    none does."""
 
-    def __init__(self, rows: int, capacity: int, seed: int) -> None:
+    def __init__(self, rows: int, entries: Tensor, seed: int) -> None:
         self.rows = rows
-        self._list: NDArray[Any] = np.full(capacity, _NONE, _entry(rows))
+        self._list: NDArray[Any] = entries.numpy()
         self._aside: NDArray[Any] | None = None
         self._random = random.Random(seed)  # noqa: S311 (nothing is kept secret with it)
         self.bytes = self._list.nbytes
@@ -70,11 +77,12 @@ class Sample(Tracker):
         for entries in (self._list, self._aside):
             if entries is not None:
                 places = _places(rows.numpy(), len(entries))
-                entries[places[entries[places] == rows.numpy()]] = _NONE
+                entries[places[entries[places] == rows.numpy() + 1]] = _NONE
 
     def _set_aside(self) -> NDArray[Any]:
         """A new list begins; returns the one for the save, with all that came since the last one that was saved."""
-        newer, self._list = self._list, np.full_like(self._list, _NONE)
+        newer = self._list.copy()
+        self._list.fill(_NONE)  # in place: processes that push have it, too
         if self._aside is None:
             self._aside = newer
         else:
@@ -84,7 +92,7 @@ class Sample(Tracker):
 
 def _put(entries: NDArray[Any], rows: NDArray[Any]) -> None:
     rows = np.ascontiguousarray(rows)
-    entries[_places(rows, len(entries))] = rows.astype(entries.dtype)
+    entries[_places(rows, len(entries))] = rows.astype(entries.dtype) + 1
 
 
 def _places(rows: NDArray[Any], capacity: int) -> NDArray[Any]:
@@ -95,12 +103,12 @@ def _places(rows: NDArray[Any], capacity: int) -> NDArray[Any]:
 
 def _held(entries: NDArray[Any]) -> NDArray[Any]:
     found: NDArray[Any] = entries[entries != _NONE]
-    return found
+    return found - 1
 
 
 def _capacity(rows: int, share: float) -> int:
     return max(1, math.ceil(share * rows))
 
 
-def _entry(rows: int) -> type[np.signedinteger[Any]]:
-    return np.int32 if rows <= _INT32_ROWS else np.int64
+def _entry(rows: int) -> torch.dtype:
+    return torch.int32 if rows < _INT32_ROWS else torch.int64

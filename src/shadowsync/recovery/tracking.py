@@ -1,9 +1,14 @@
 """Which shards of a job are tracked, and how: what `recovery.priority` and `recovery.min_rows` mean to a server."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shadowsync.embedding.table import Rows
+import torch
+
+from shadowsync.embedding.table import Rows, Shard
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
 from shadowsync.recovery.decision import AUTO
 from shadowsync.recovery.policy import policies
 from shadowsync.recovery.priority import RowPriority, Tracker
@@ -27,11 +32,20 @@ class RowTracking:
     min_rows: int
     seed: int
 
-    def watch(self, own: Rows) -> Tracker | None:
+    @property
+    def sees(self) -> bool:
+        """Pushes are of interest, not only the weights."""
+        return bool(self.priority.seen_parts(1, self.share))
+
+    def watch(self, own: Rows, allocate: Allocate = zeros) -> Tracker | None:
         """A tracker of a shard whose rows are saved as they are; None if its table is small."""
         if own.table.rows < self.min_rows:
             return None
-        return self.priority.tracker(own.tensors["weight"], self.share, self.seed)
+        return self.priority.tracker(own.tensors["weight"], self.share, self.seed, allocate)
+
+    def parts(self, shard: Shard) -> Sequence[tuple[int, torch.dtype]]:
+        """Elements and type of what `watch` allocates."""
+        return [] if shard.table.rows < self.min_rows else self.priority.seen_parts(shard.rows, self.share)
 
     def count(self, rows: int) -> int:
         """How many of a shard's rows one save holds."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from shadowsync.errors import ConfigError, MissingExtra, RunError
+from shadowsync.memory.shared import can_share
 from shadowsync.runtime.host import RoleHost, take_up
 from shadowsync.runtime.own_folder import make_folder, remove_sockets
 from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
@@ -152,6 +153,7 @@ class RayRuntime(Runtime):
         ray = _ray()
         self._joined = ray.is_initialized()
         self._folder = None if address or self._joined else make_folder()
+        self.shares_memory = self._folder is not None and can_share()
         self._closed = False
         if self._folder is not None:
             own_cpus = max(os.cpu_count() or 1, math.ceil(cpus))

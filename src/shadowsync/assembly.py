@@ -12,6 +12,8 @@ from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.matching import match_optimizer, match_tables
 from shadowsync.choices import Aggregating, Choices, server_count
+from shadowsync.compression.channel import Line, pulled_and_pushed_bytes
+from shadowsync.compression.codec_choice import Situation, unmeasured
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.batch import Jagged
 from shadowsync.data.feed import Feed
@@ -26,6 +28,7 @@ from shadowsync.embedding.catalog import (
     with_pooling,
 )
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.line import EmbeddingLine
 from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.placement import Servers, place, row_wise
 from shadowsync.embedding.profile import Probe, measure_costs
@@ -39,8 +42,6 @@ from shadowsync.memory.pages import memory_bytes
 from shadowsync.memory.shared import can_share
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.model import ModelSpec
-from shadowsync.runtime.codec_choice import Situation, unmeasured
-from shadowsync.runtime.lines import EmbeddingLine, Line, pulled_and_pushed_bytes
 from shadowsync.sync.background import Background
 from shadowsync.sync.schedule import Driver
 from shadowsync.training.kernels import Computing, choose_computing

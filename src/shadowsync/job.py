@@ -49,6 +49,7 @@ from shadowsync.report.machine import machine, versions
 from shadowsync.report.reporter import Outputs, Reporter
 from shadowsync.report.result import Result
 from shadowsync.report.role_log import read_events
+from shadowsync.rpc.errors import GONE
 from shadowsync.runs import (
     check_folder,
     check_unused,
@@ -59,7 +60,6 @@ from shadowsync.runs import (
     new_folder,
     only_writer,
 )
-from shadowsync.runtime.wire.errors import GONE
 from shadowsync.safekeeping import Safekeeping
 from shadowsync.session import Material, Newest, Own, RolePlace, Session, no_failures
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.conductor import Conductor, StepParts
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.aggregation.dense_line import DenseLine
 from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_replica, make_trainer, step_rule
 from shadowsync.choices import Aggregating, Choices
+from shadowsync.compression.channel import Line, Stream, restore_all
 from shadowsync.compression.codec import Codec
-from shadowsync.compression.pieces import by_parameter
 from shadowsync.config import Config
 from shadowsync.data.desk import Desk
 from shadowsync.data.feed import Feed
@@ -21,13 +22,12 @@ from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.dense_line import DenseLine
-from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.runtime.lines import Line, Stream, restore_all
 from shadowsync.session import distance
+from shadowsync.sync.group import Averaging, DenseServers, InProcessGroup
 from shadowsync.sync.main_memory import for_replica
 from shadowsync.sync.schedule import Synchronisation, Unsynchronised
 from shadowsync.training.gate import Gate
+from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import Replica
 from shadowsync.training.trainer import Trainer
 from shadowsync.training.worker import Hooks

@@ -25,7 +25,7 @@ from shadowsync.recovery.failures import FailureScript
 from shadowsync.recovery.governor import Due, Governor
 from shadowsync.recovery.pls import PlsAccount
 from shadowsync.recovery.settings import EVERYTHING
-from shadowsync.runtime.wire.errors import GONE
+from shadowsync.rpc.errors import GONE
 from shadowsync.session import ServerLoss, Session
 
 AGAIN_S = 0.5

@@ -15,7 +15,7 @@ from shadowsync.checkpoint.store import CheckpointStore, GivenUp
 from shadowsync.checkpoint.written import WrittenRows
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.errors import CheckpointError
-from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
+from shadowsync.rpc.errors import CallTimeout, PeerLost
 
 ROOTS: dict[str, Callable[[Path], str]] = {"local": lambda path: str(path / "here"), "memory": lambda _: memory_root()}
 

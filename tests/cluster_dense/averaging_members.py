@@ -20,11 +20,11 @@ from torch import Tensor
 
 from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.averaging_remote import AveragingOptions, RemoteAveraging
-from shadowsync.runtime.gloo import GlooRing
-from shadowsync.runtime.ring import Ring, Seat
-from shadowsync.runtime.wire.client import Courier
-from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.rpc.client import Courier
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
+from shadowsync.sync.gloo import GlooRing
+from shadowsync.sync.ring import Ring, Seat
 
 SIZE = 100_003
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shadowsync.runtime.wire.client import Courier
-from shadowsync.runtime.wire.connection import Connection, DirectConnection
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.server import ServerOptions, WireServer
-from shadowsync.runtime.wire.service import Service
+from shadowsync.rpc.client import Courier
+from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.server import ServerOptions, WireServer
+from shadowsync.rpc.service import Service
 
 sys.path.append(str(Path(__file__).parents[1] / "aggregation"))  # `step_models`
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shadowsync.runtime.averaging_local import mean_of
-from shadowsync.runtime.ring import RingBroken, Seat
+from shadowsync.sync.averaging_local import mean_of
+from shadowsync.sync.ring import RingBroken, Seat
 
 PATIENCE_S = 120.0
 

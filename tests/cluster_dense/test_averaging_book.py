@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.runtime.averaging import AveragingBook, Ground, Phase, Verdict
+from shadowsync.sync.averaging import AveragingBook, Ground, Phase, Verdict
 
 RANKS = range(4)
 

@@ -15,11 +15,11 @@ from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.plain import Plain
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.averaging_remote import AveragingOptions, RemoteAveraging
-from shadowsync.runtime.averaging_service import AveragingService, Note, Wanted
-from shadowsync.runtime.wire.connection import Connection, DirectConnection
-from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.service import Service
+from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.service import Service
+from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
+from shadowsync.sync.averaging_service import AveragingService, Note, Wanted
 from shadowsync.sync.rendezvous import Left
 
 Connect = Callable[[Service, int], list[Connection]]

@@ -8,17 +8,17 @@ import pytest
 import torch
 from rings import PATIENCE_S, Hall, until
 
+from shadowsync.compression.channel import Line
 from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.averaging_remote import AveragingOptions, RemoteAveraging
-from shadowsync.runtime.averaging_service import AveragingService
-from shadowsync.runtime.dense_remote import DenseRemote
-from shadowsync.runtime.lines import Line
-from shadowsync.runtime.remote_group import RemoteGroup
-from shadowsync.runtime.wire.connection import DirectConnection
+from shadowsync.rpc.connection import DirectConnection
+from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
+from shadowsync.sync.averaging_service import AveragingService
 from shadowsync.sync.background import Background
+from shadowsync.sync.dense_remote import DenseRemote
 from shadowsync.sync.every_k import EveryK
 from shadowsync.sync.ma import ModelAveraging
+from shadowsync.sync.remote_group import RemoteGroup
 from shadowsync.sync.schedule import Driver, Schedule, Synchronisation
 from shadowsync.training.gate import Gate
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 from rings import until
 
-from shadowsync.runtime.averaging_service import AveragingService
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.server import ServerOptions, WireServer
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.server import ServerOptions, WireServer
+from shadowsync.sync.averaging_service import AveragingService
 
 MEMBERS = Path(__file__).with_name("averaging_members.py")
 ROUNDS, KILLED_IN, FROZEN_IN = 6, 2, 1

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.channel import Line
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter, kept_shares
-from shadowsync.runtime.dense_remote import DenseRemote
-from shadowsync.runtime.dense_service import MOST_TRAINERS, DenseService, Exchange
-from shadowsync.runtime.group import DenseServers, split_evenly
-from shadowsync.runtime.lines import Line
-from shadowsync.runtime.wire.connection import Answer, Connection, DirectConnection
-from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.service import Meta, Service
+from shadowsync.rpc.connection import Answer, Connection, DirectConnection
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.service import Meta, Service
 from shadowsync.sync.dense import DenseServer
+from shadowsync.sync.dense_remote import DenseRemote
+from shadowsync.sync.dense_service import MOST_TRAINERS, DenseService, Exchange
+from shadowsync.sync.group import DenseServers, split_evenly
 
 ODD_SIZE = 1003
 Connect = Callable[[Service, int], list[Connection]]

@@ -13,27 +13,27 @@ from hypothesis import strategies as st
 from rings import PATIENCE_S, Hall
 from torch import Tensor
 
+from shadowsync.compression.channel import Line
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.differences import PublicCopy
 from shadowsync.compression.int4 import Int4
 from shadowsync.compression.int8 import Int8
-from shadowsync.compression.pieces import Pieces
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import DataError, NonFiniteTensor, RunError
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.averaging_local import LocalDifferences, mean_of
-from shadowsync.runtime.averaging_remote import AveragingOptions, RemoteAveraging
-from shadowsync.runtime.averaging_service import AveragingService
-from shadowsync.runtime.differences import PublicCopy
-from shadowsync.runtime.gloo import GlooRing
-from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.runtime.lines import Line
-from shadowsync.runtime.ring import MakeRing
-from shadowsync.runtime.wire.bundle import bundle, frames_of
-from shadowsync.runtime.wire.connection import DirectConnection
+from shadowsync.rpc.bundle import bundle, frames_of
+from shadowsync.rpc.connection import DirectConnection
+from shadowsync.sync.averaging_local import LocalDifferences, mean_of
+from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
+from shadowsync.sync.averaging_service import AveragingService
 from shadowsync.sync.bmuf import Bmuf
+from shadowsync.sync.gloo import GlooRing
+from shadowsync.sync.group import Averaging, DenseServers, InProcessGroup
+from shadowsync.sync.ring import MakeRing
 from shadowsync.sync.schedule import Synchronisation
 from shadowsync.training.gate import Gate
+from shadowsync.training.pieces import Pieces
 
 WIDTHS = (700, 30, 300)
 SIZE = sum(WIDTHS)

@@ -12,15 +12,15 @@ from rings import PATIENCE_S
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.channel import Line
 from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.averaging_remote import AveragingOptions, RemoteAveraging
-from shadowsync.runtime.averaging_service import AveragingService
-from shadowsync.runtime.gloo import GlooOptions, GlooRing
-from shadowsync.runtime.group import Averaging
-from shadowsync.runtime.lines import Line
-from shadowsync.runtime.ring import RingBroken, Seat
-from shadowsync.runtime.wire.connection import DirectConnection
+from shadowsync.rpc.connection import DirectConnection
+from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
+from shadowsync.sync.averaging_service import AveragingService
+from shadowsync.sync.gloo import GlooOptions, GlooRing
+from shadowsync.sync.group import Averaging
+from shadowsync.sync.ring import RingBroken, Seat
 
 
 @dataclass

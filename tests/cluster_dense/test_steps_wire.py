@@ -14,28 +14,14 @@ from torch import Tensor, nn
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.conductor import Arrived, Conductor, StepParts, StepRule
+from shadowsync.aggregation.conductor_remote import ConductorRemote
+from shadowsync.aggregation.conductor_service import ConductorService
+from shadowsync.aggregation.dense_line import DenseLine
 from shadowsync.aggregation.dense_shares import divide
+from shadowsync.aggregation.divided_steppers import DividedSteppers
 from shadowsync.aggregation.gba import Gba
-from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper, Version
-from shadowsync.aggregation.synchronous import Sync
-from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.codec import Codec
-from shadowsync.compression.int8 import Int8
-from shadowsync.compression.pieces import by_parameter
-from shadowsync.compression.plain import Plain
-from shadowsync.compression.threshold import Threshold
-from shadowsync.data.desk import Claim, Desk
-from shadowsync.data.leases import LeaseBook, Plan
-from shadowsync.errors import DataError, RunError
-from shadowsync.metrics.wire import WireCounter, kept_shares
-from shadowsync.runtime.conductor_remote import ConductorRemote
-from shadowsync.runtime.conductor_service import ConductorService
-from shadowsync.runtime.dense_line import DenseLine
-from shadowsync.runtime.divided_steppers import DividedSteppers
-from shadowsync.runtime.generation import Generation
-from shadowsync.runtime.lines import Line
-from shadowsync.runtime.parameters import Message, ParameterReceiver, ParameterSender
-from shadowsync.runtime.step_messages import (
+from shadowsync.aggregation.parameters import Message, ParameterReceiver, ParameterSender
+from shadowsync.aggregation.step_messages import (
     ArrivedTold,
     BeginAsked,
     BeginGiven,
@@ -45,11 +31,25 @@ from shadowsync.runtime.step_messages import (
     StepAsked,
     WorkerTold,
 )
-from shadowsync.runtime.stepper_remote import StepperRemote
-from shadowsync.runtime.stepper_service import StepperService
-from shadowsync.runtime.wire.connection import Connection, DirectConnection
-from shadowsync.runtime.wire.service import Meta, Service
+from shadowsync.aggregation.stepper_remote import StepperRemote
+from shadowsync.aggregation.stepper_service import StepperService
+from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper, Version
+from shadowsync.aggregation.synchronous import Sync
+from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.channel import Line
+from shadowsync.compression.codec import Codec
+from shadowsync.compression.int8 import Int8
+from shadowsync.compression.plain import Plain
+from shadowsync.compression.threshold import Threshold
+from shadowsync.data.desk import Claim, Desk
+from shadowsync.data.leases import LeaseBook, Plan
+from shadowsync.errors import DataError, RunError
+from shadowsync.metrics.wire import WireCounter, kept_shares
+from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.service import Meta, Service
 from shadowsync.training.optimizers import Adagrad
+from shadowsync.training.pieces import by_parameter
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shadowsync.runtime.embedding_service import EmbeddingService
-from shadowsync.runtime.wire.connection import Connection, DirectConnection
-from shadowsync.runtime.wire.keys import JobKeys
+from shadowsync.embedding.service import EmbeddingService
+from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.keys import JobKeys
 
 sys.path.append(str(Path(__file__).parents[1] / "embedding"))  # `embedding_cases`
 
@@ -55,13 +55,13 @@ class Wire:
     """Servers and one courier on this machine."""
 
     def __init__(self, keys: JobKeys, stack: ExitStack) -> None:
-        from shadowsync.runtime.wire.client import Courier, CourierOptions  # noqa: PLC0415 (needs ZeroMQ)
+        from shadowsync.rpc.client import Courier, CourierOptions  # noqa: PLC0415 (needs ZeroMQ)
 
         self._keys, self._stack = keys, stack
         self._courier = stack.enter_context(closing(Courier(keys, CourierOptions(timeout_s=120))))
 
     def serve(self, service):
-        from shadowsync.runtime.wire.server import WireServer  # noqa: PLC0415 (needs ZeroMQ)
+        from shadowsync.rpc.server import WireServer  # noqa: PLC0415 (needs ZeroMQ)
 
         server = WireServer(service, self._keys)
         server.start()

@@ -5,20 +5,21 @@ from dataclasses import dataclass
 
 from embedding_cases import ADAGRAD, SOURCE, TABLES, whole
 
+from shadowsync.compression.channel import Line
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.line import EmbeddingLine
+from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
-from shadowsync.runtime.embedding_service import EmbeddingService
-from shadowsync.runtime.kept import USUAL, KeptLimits
-from shadowsync.runtime.lines import EmbeddingLine, Line
-from shadowsync.runtime.wire.connection import Connection
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.kept import USUAL, KeptLimits
 
 user, item, day, shop, tag = TABLES
 ONE = [whole(TABLES)]

@@ -12,17 +12,13 @@ from embedding_cases import ADAGRAD, ADAM, ROWS, SOURCE, TABLES, dense_gradient,
 from msgspec.structs import replace
 from remote_cases import CUT, ONE, far
 
+from shadowsync.compression.channel import Line
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
-from shadowsync.embedding.table import Rows, Shard, Table
-from shadowsync.embedding.torch_storage import TorchStorage
-from shadowsync.errors import DataError
-from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.embedding_messages import (
+from shadowsync.embedding.messages import (
     Coded,
     CommitAsked,
     Ids,
@@ -35,11 +31,15 @@ from shadowsync.runtime.embedding_messages import (
     SavedTold,
     StepAsked,
 )
-from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
-from shadowsync.runtime.embedding_rows import RemoteRows
-from shadowsync.runtime.embedding_service import MOST_ROUTES, EmbeddingService
-from shadowsync.runtime.lines import Line
-from shadowsync.runtime.wire.connection import DirectConnection
+from shadowsync.embedding.remote import EmbeddingRemote, Remote
+from shadowsync.embedding.rows import RemoteRows
+from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.service import MOST_ROUTES, EmbeddingService
+from shadowsync.embedding.table import Rows, Shard, Table
+from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.errors import DataError
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.rpc.connection import DirectConnection
 
 INT = torch.int32
 HELD = [Shard(Table("user", 40, 8, ("user",)), 0, 40), Shard(Table("item", 30, 4, ("item",)), 0, 30)]
@@ -223,7 +223,7 @@ def memory_of(call):
 @pytest.mark.parametrize(("codec", "frames"), FRAMES.values(), ids=FRAMES)
 def test_a_shape_that_is_only_claimed_takes_neither_memory_nor_time(codec, frames, shapes, known, monkeypatch):
     """Nothing is unpacked: the shape is that of the look-up, whatever the sender says of the gradient."""
-    for where in ("compression.threshold.unpack", "runtime.embedding_messages.unpack_positions"):
+    for where in ("compression.threshold.unpack", "embedding.messages.unpack_positions"):
         monkeypatch.setattr(f"shadowsync.{where}", lambda *_: pytest.fail("it is unpacked"))
     member = Threshold(feedback=False) if codec == "threshold" else Int8()
     server = EmbeddingServer(HELD, TorchStorage, ADAGRAD, seed=3)

@@ -7,23 +7,24 @@ from remote_cases import CUT, ONE, far, near
 
 from shadowsync.compression.auto import Auto
 from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.channel import Line
+from shadowsync.compression.codec_choice import ChangingLine
 from shadowsync.compression.int4 import Int4
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding.line import EmbeddingLine
+from shadowsync.embedding.messages import Coded, Ids, PullAsked, PushAsked, Pushed, StepAsked
+from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.embedding.unique_rows import UniqueRows
 from shadowsync.errors import DataError
 from shadowsync.metrics.wire import WireCounter, kept_shares
-from shadowsync.runtime.codec_choice import ChangingLine
-from shadowsync.runtime.embedding_messages import Coded, Ids, PullAsked, PushAsked, Pushed, StepAsked
-from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
-from shadowsync.runtime.embedding_service import EmbeddingService
-from shadowsync.runtime.kept import Kept, KeptLimits
-from shadowsync.runtime.lines import EmbeddingLine, Line
-from shadowsync.runtime.wire.connection import DirectConnection
+from shadowsync.rpc.connection import DirectConnection
+from shadowsync.rpc.kept import Kept, KeptLimits
 
 SAMPLES = 24
 THIRD = Threshold(keep=0.3, feedback=False)

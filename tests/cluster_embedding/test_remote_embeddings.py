@@ -22,22 +22,22 @@ from embedding_cases import (
 from remote_cases import CUT, ONE, far, near
 
 from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.channel import Line
 from shadowsync.compression.plain import Plain
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.holding import RowStep
+from shadowsync.embedding.messages import Coded, Pushed
+from shadowsync.embedding.remote import EmbeddingRemote, Remote
+from shadowsync.embedding.row_numbers import unpack_rows
 from shadowsync.embedding.server import Lookup, RowLookup
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.unique_rows import UniqueRows
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.embedding_messages import Coded, Pushed
-from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
-from shadowsync.runtime.kept import KeptLimits
-from shadowsync.runtime.lines import Line
-from shadowsync.runtime.row_numbers import unpack_rows
-from shadowsync.runtime.wire.connection import Answer, Connection, DirectConnection
-from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.service import encode_meta
+from shadowsync.rpc.connection import Answer, Connection, DirectConnection
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.kept import KeptLimits
+from shadowsync.rpc.service import encode_meta
 
 MODES = {mode: UniqueRows(mode, every=2) for mode in ("never", "always", "auto")}
 

@@ -13,18 +13,12 @@ import torch
 from embedding_cases import ADAGRAD, ADAM, SOURCE, TABLES, train
 from torch import Tensor
 
+from shadowsync.checkpoint.remote_save import RemoteSave
 from shadowsync.checkpoint.written import Written
 from shadowsync.compression.plain import Plain
+from shadowsync.embedding import saves as embedding_saves
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Rows, RowSet, Shard, Table
-from shadowsync.embedding.torch_storage import TorchStorage
-from shadowsync.errors import DataError
-from shadowsync.recovery.priority import RowPriority
-from shadowsync.recovery.tracking import RowTracking
-from shadowsync.registry import members
-from shadowsync.runtime import embedding_saves
-from shadowsync.runtime.embedding_messages import (
+from shadowsync.embedding.messages import (
     PickAsked,
     Picked,
     Pushed,
@@ -33,10 +27,16 @@ from shadowsync.runtime.embedding_messages import (
     SavedTold,
     SinglesAsked,
 )
-from shadowsync.runtime.embedding_saver import RemoteSave
-from shadowsync.runtime.embedding_service import EmbeddingService
-from shadowsync.runtime.wire.connection import Connection, DirectConnection
-from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.service import EmbeddingService
+from shadowsync.embedding.table import Rows, RowSet, Shard, Table
+from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.errors import DataError
+from shadowsync.recovery.priority import RowPriority
+from shadowsync.recovery.tracking import RowTracking
+from shadowsync.registry import members
+from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.errors import PeerLost
 
 Connect = Callable[[EmbeddingService], Connection]
 SHARDS = (Shard(TABLES[0], 10, 40), *(Shard(table, 0, table.rows) for table in TABLES[1:]))
@@ -113,12 +113,12 @@ def assert_copies(found: Sequence[Rows | RowSet], server: EmbeddingServer) -> No
 @pytest.fixture
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedding_saves, "MOST_ROWS", 5)
-    monkeypatch.setattr("shadowsync.runtime.embedding_saver.MOST_ROWS", 5)
+    monkeypatch.setattr("shadowsync.checkpoint.remote_save.MOST_ROWS", 5)
 
 
 @pytest.fixture
 def nothing_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowsync.runtime.embedding_saver.EARLY_BYTES", 0)
+    monkeypatch.setattr("shadowsync.checkpoint.remote_save.EARLY_BYTES", 0)
 
 
 @pytest.mark.usefixtures("small_messages")

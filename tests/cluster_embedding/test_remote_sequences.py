@@ -6,9 +6,9 @@ from embedding_cases import ADAM, HISTORIES, HISTORY_SOURCE, client, rows_of, tr
 from remote_cases import far
 
 from shadowsync.compression.bf16 import Bf16
+from shadowsync.embedding.messages import ShardInfo
 from shadowsync.embedding.table import Shard
-from shadowsync.runtime.embedding_messages import ShardInfo
-from shadowsync.runtime.wire.service import decode_meta, encode_meta
+from shadowsync.rpc.service import decode_meta, encode_meta
 
 item, user, shop, tag, word = HISTORIES
 CUT = [

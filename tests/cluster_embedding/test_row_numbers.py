@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shadowsync.embedding.row_numbers import pack_rows, unpack_rows
 from shadowsync.errors import DataError
-from shadowsync.runtime.row_numbers import pack_rows, unpack_rows
 
 
 @given(st.data())

@@ -19,8 +19,8 @@ from shadowsync import Interrupted, Job, Trained
 from shadowsync.cluster.session import ClusterSession
 from shadowsync.metrics.roles import RoleEvent
 from shadowsync.report.role_log import read_events
+from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime.inprocess import InProcess
-from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.session import Happenings, Material, Newest, Session
 
 DEADLINE_S = 120.0

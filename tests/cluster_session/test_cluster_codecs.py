@@ -16,13 +16,13 @@ from torch import Tensor
 from shadowsync import Job, Result
 from shadowsync.cluster import trainer_part
 from shadowsync.cluster.trainer_part import TrainerPart
+from shadowsync.compression import codec_choice
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.codec_choice import CodecChoice, Situation
 from shadowsync.report.role_log import read_events
-from shadowsync.runtime import codec_choice
-from shadowsync.runtime.codec_choice import CodecChoice, Situation
-from shadowsync.runtime.link import Link, Traffic
-from shadowsync.runtime.wire.connection import Answer, Connection
-from shadowsync.runtime.wire.service import Meta
+from shadowsync.rpc.connection import Answer, Connection
+from shadowsync.rpc.link import Link, Traffic
+from shadowsync.rpc.service import Meta
 
 STEP_S, SPEED = 0.002, 100_000
 

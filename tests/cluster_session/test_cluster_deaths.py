@@ -18,9 +18,9 @@ from shadowsync.cluster.newcomers import Newcomers
 from shadowsync.cluster.staff import Member
 from shadowsync.data.reader import Reader
 from shadowsync.errors import RunError
+from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Machine
-from shadowsync.runtime.wire.keys import JobKeys
 
 ROWS, EPOCHS = 240, 2
 PATIENCE_S = 2.5

@@ -6,19 +6,19 @@ from typing import Any, cast
 import pytest
 
 from shadowsync.aggregation.conductor import Arrived, Conductor, StepParts, StepRule
+from shadowsync.aggregation.conductor_remote import ConductorRemote
+from shadowsync.aggregation.conductor_service import ConductorService
 from shadowsync.aggregation.gba import Gba
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.cluster.front import FrontDesk
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.data.desk import Desk
 from shadowsync.data.leases import Lease, LeaseBook, Plan
+from shadowsync.data.reading_messages import DeskStatus, LeaseAsked, LeaseGiven
 from shadowsync.errors import RunError
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.runtime.conductor_remote import ConductorRemote
-from shadowsync.runtime.conductor_service import ConductorService
-from shadowsync.runtime.generation import Generation
-from shadowsync.runtime.reading_messages import DeskStatus, LeaseAsked, LeaseGiven
-from shadowsync.runtime.wire.connection import Answer, DirectConnection
+from shadowsync.rpc.connection import Answer, DirectConnection
+from shadowsync.rpc.generation import Generation
 from shadowsync.training.rates import Rates
 
 

@@ -31,7 +31,12 @@ from shadowsync import Job
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.auto import Auto
 from shadowsync.aggregation.conductor import StepRule
+from shadowsync.aggregation.conductor_remote import ConductorRemote
+from shadowsync.aggregation.conductor_service import ConductorService
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.aggregation.divided_steppers import DividedSteppers
+from shadowsync.aggregation.step_messages import StepAsked
+from shadowsync.aggregation.stepper_service import StepperService
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.cluster import stepped, trainer_dense
@@ -40,13 +45,8 @@ from shadowsync.data.leases import Lease
 from shadowsync.embedding.holding import RowStep
 from shadowsync.errors import DataError
 from shadowsync.job_state import job_state
+from shadowsync.rpc.service import Request
 from shadowsync.runs import load_checkpoint
-from shadowsync.runtime.conductor_remote import ConductorRemote
-from shadowsync.runtime.conductor_service import ConductorService
-from shadowsync.runtime.divided_steppers import DividedSteppers
-from shadowsync.runtime.step_messages import StepAsked
-from shadowsync.runtime.stepper_service import StepperService
-from shadowsync.runtime.wire.service import Request
 from shadowsync.training.rates import Rates
 from shadowsync.training.worker import TrainerLost
 

@@ -13,9 +13,9 @@ from shadowsync.cluster import records
 from shadowsync.cluster.records import Records, RecordSender, RecordTaker
 from shadowsync.errors import DataError
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.runtime.wire.connection import Answer, Connection, DirectConnection
-from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.service import Meta, Method, Reply, Request, encode_meta
+from shadowsync.rpc.connection import Answer, Connection, DirectConnection
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.service import Meta, Method, Reply, Request, encode_meta
 
 WINDOW = 10_000
 Batches = list[tuple[Tensor, Tensor]]

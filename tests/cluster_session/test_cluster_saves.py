@@ -32,9 +32,9 @@ from shadowsync.cluster.session import ClusterSession
 from shadowsync.embedding import initial, memory
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.imaging import take
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime.inprocess import InProcess
-from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.keys import JobKeys
 
 pytest.importorskip("zmq", reason="needs ZeroMQ: pip install 'shadowsync[ray]'")
 
@@ -130,7 +130,7 @@ def test_by_priority_shares_cross_and_small_tables_at_the_end_of_a_round(tmp_pat
 def test_a_server_that_dies_is_reported_and_nothing_counts_as_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shadowsync.runtime.embedding_saver.EARLY_BYTES", 0)
+    monkeypatch.setattr("shadowsync.checkpoint.remote_save.EARLY_BYTES", 0)
     store, pause = store_in(tmp_path), Pause(iteration=20)
     with clustered(tmp_path, store, failures=pause, rows=600) as started:
         session = started.session

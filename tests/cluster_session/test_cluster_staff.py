@@ -11,11 +11,11 @@ import pytest
 from shadowsync.cluster import staff
 from shadowsync.cluster.staff import Member, Staff, first_error
 from shadowsync.errors import DataError, RunError
+from shadowsync.rpc.client import Courier
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
-from shadowsync.runtime.wire.client import Courier
-from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.keys import JobKeys
 from shadowsync.session import Happenings
 
 LOST_AFTER_S = 60.0

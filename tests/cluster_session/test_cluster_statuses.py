@@ -9,7 +9,7 @@ import torch
 from shadowsync.cluster.statuses import Statuses
 from shadowsync.cluster.trainer_messages import StatusAsked, TrainerStatus
 from shadowsync.errors import RunError
-from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.rpc.errors import PeerLost
 
 
 class Teller:

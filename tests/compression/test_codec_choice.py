@@ -10,16 +10,16 @@ from codec_cases import numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowsync.compression import codec_choice
 from shadowsync.compression.auto import Auto
+from shadowsync.compression.codec_choice import CodecChoice, Situation
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.low_bit import Draws
 from shadowsync.compression.plain import Plain
 from shadowsync.errors import RunError
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime import codec_choice
-from shadowsync.runtime.codec_choice import CodecChoice, Situation
-from shadowsync.runtime.link import Crossing, Link, MeasuredConnection, busy_s
-from shadowsync.runtime.wire.connection import Answer, Connection
+from shadowsync.rpc.connection import Answer, Connection
+from shadowsync.rpc.link import Crossing, Link, MeasuredConnection, busy_s
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=30)
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from shadowsync.compression.auto import Auto
 from shadowsync.compression.threshold import Threshold
+from shadowsync.embedding.messages import Coded, pack_coded, unpack_coded
 from shadowsync.errors import DataError
-from shadowsync.runtime.embedding_messages import Coded, pack_coded, unpack_coded
-from shadowsync.runtime.wire.service import decode_meta
+from shadowsync.rpc.service import decode_meta
 
 EXPECTED = (RuntimeError, TypeError, ValueError, IndexError)
 EACH = pytest.mark.parametrize("codec", [pytest.param(codec, id=name) for name, codec in CODECS.items()])

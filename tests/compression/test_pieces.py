@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from shadowsync.compression.codec import NotFinite
-from shadowsync.compression.pieces import MOST, Pieces, by_parameter
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import ConfigError
 from shadowsync.training.optimizers import Adagrad
+from shadowsync.training.pieces import MOST, Pieces, by_parameter
 from shadowsync.training.replica import Replica
 
 TENTH = Threshold(keep=0.1, feedback=True)

@@ -8,23 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from shadowsync.aggregation.dense_line import gradients
 from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.channel import Encoder, Line, float_bytes, pulled_and_pushed_bytes, restore_all
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.int8 import Int8
-from shadowsync.compression.pieces import by_parameter
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding.line import EmbeddingLine
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import NonFiniteTensor
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.dense_line import gradients
-from shadowsync.runtime.group import Averaging, DenseServers
-from shadowsync.runtime.lines import EmbeddingLine, Encoder, Line, float_bytes, pulled_and_pushed_bytes, restore_all
+from shadowsync.sync.group import Averaging, DenseServers
 from shadowsync.training.gate import Gate
+from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import Slot
 
 ROUNDS = 12

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.compression.codec import NotFinite
+from shadowsync.compression.mirror import Mirror
 from shadowsync.compression.threshold import SETTLING, SMALL, Threshold
-from shadowsync.runtime.mirror import Mirror
 
 VALUES = ["fp32", "bf16", "int8", "int4"]
 

@@ -10,11 +10,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shadowsync.compression.channel import Line
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.embedding.fbgemm_storage import FbgemmStorage
+from shadowsync.embedding.line import EmbeddingLine
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard, Table
@@ -22,7 +24,6 @@ from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.sequences import VectorGradients
-from shadowsync.runtime.lines import EmbeddingLine, Line
 
 needs_fbgemm = pytest.mark.skipif(
     importlib.util.find_spec("fbgemm_gpu") is None, reason="needs FBGEMM: pip install 'shadowsync[fbgemm]'"

@@ -32,12 +32,12 @@ from hypothesis import strategies as st
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.pending import Promise
 from shadowsync.embedding.selection import mean_weighted
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import ConfigError, DataError
+from shadowsync.rpc.pending import Promise
 
 EACH = pytest.mark.parametrize("storage", STORAGES)
 BY_NAME = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from shadowsync.embedding.pending import DONE, Done, Promise, all_of
+from shadowsync.rpc.pending import DONE, Done, Promise, all_of
 
 
 def test_an_answer_that_is_there_calls_back_at_once():

@@ -8,13 +8,14 @@ from repository import PYTHON, ROOT, SOURCE, imports, name_of, tree_of
 
 ORDER = (
     "memory",
+    "rpc",
+    "compression",
     "data",
     "models",
     "embedding",
     "training",
     "sync",
     "aggregation",
-    "compression",
     "checkpoint",
     "recovery",
     "runtime",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shadowsync import Job, Table, Trained
 from shadowsync.choices import choose_all
+from shadowsync.compression.channel import Line
 from shadowsync.compression.plain import Plain
 from shadowsync.config import parse
 from shadowsync.data.batch import Batch, Jagged
@@ -25,8 +26,7 @@ from shadowsync.data.reader import Reader, ReaderOptions
 from shadowsync.embedding.initial import fill
 from shadowsync.embedding.table import Shard
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.runtime.lines import Line
+from shadowsync.sync.group import Averaging, DenseServers, InProcessGroup
 from shadowsync.sync.ma import ModelAveraging
 from shadowsync.training.optimizers import Sgd
 from shadowsync.training.replica import Replica

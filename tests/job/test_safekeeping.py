@@ -20,7 +20,7 @@ from shadowsync.embedding.table import Rows
 from shadowsync.errors import CheckpointError
 from shadowsync.local_session import LocalSession
 from shadowsync.recovery.governor import Due
-from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.rpc.errors import PeerLost
 from shadowsync.safekeeping import Safekeeping
 
 

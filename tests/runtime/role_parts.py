@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from shadowsync.errors import ConfigError
+from shadowsync.rpc.service import Meta, Method, Reply, Request
 from shadowsync.runtime.runtime import Home, Part
-from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
 
 CLOSED: list[str] = []
 

@@ -14,10 +14,10 @@ import pytest
 from role_parts import Greeter, Said, greeter, panics, refuses
 
 from shadowsync.errors import ConfigError, RunError
+from shadowsync.rpc.client import Courier
+from shadowsync.rpc.errors import PeerLost
 from shadowsync.runtime.processes import ForkedRole, Processes
 from shadowsync.runtime.runtime import Home, Order, Part
-from shadowsync.runtime.wire.client import Courier
-from shadowsync.runtime.wire.errors import PeerLost
 
 PATIENCE_S = 120.0
 
@@ -168,7 +168,7 @@ def test_a_model_of_ones_own_script_is_known_in_other_processes(tmp_path: Path) 
     program = """if True:
         from shadowsync.runtime.processes import Processes
         from shadowsync.runtime.runtime import Order
-        from shadowsync.runtime.wire.service import Method, Reply
+        from shadowsync.rpc.service import Method, Reply
         class Own:
             methods = {}
             def client_gone(self, client): pass

@@ -11,22 +11,22 @@ import torch
 
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.desk import Desk
+from shadowsync.data.desk_remote import DeskRemote
+from shadowsync.data.desk_service import DeskService
 from shadowsync.data.feed import Feed, LeasedBatch
 from shadowsync.data.leases import Lease, LeaseBook, Plan
 from shadowsync.data.parsing import Parser, ReaderOptions
 from shadowsync.data.reader import Reader
+from shadowsync.data.reader_service import PARSE_S, ReaderRemote, ReaderService
+from shadowsync.data.reading_messages import DoneTold, LeaseInfo, Rows
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice
 from shadowsync.errors import DataError, RunError
-from shadowsync.runtime.desk_remote import DeskRemote
-from shadowsync.runtime.desk_service import DeskService
-from shadowsync.runtime.reader_service import PARSE_S, ReaderRemote, ReaderService
-from shadowsync.runtime.reading_messages import DoneTold, LeaseInfo, Rows
-from shadowsync.runtime.wire.client import Courier
-from shadowsync.runtime.wire.connection import Answer, Connection, DirectConnection
-from shadowsync.runtime.wire.errors import GONE, CallTimeout
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.server import WireServer
-from shadowsync.runtime.wire.service import Service
+from shadowsync.rpc.client import Courier
+from shadowsync.rpc.connection import Answer, Connection, DirectConnection
+from shadowsync.rpc.errors import GONE, CallTimeout
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.server import WireServer
+from shadowsync.rpc.service import Service
 
 OPTIONS = ReaderOptions(batch_size=4, slice_rows=8, epochs=2, seed=3)
 Connect = Callable[[Service], Connection]

@@ -9,13 +9,13 @@ import torch
 from role_parts import CLOSED, Panic, Said, greeter, panics, refuses
 
 from shadowsync.errors import ConfigError, RunError
+from shadowsync.rpc.client import Courier
+from shadowsync.rpc.errors import CallTimeout, PeerLost
+from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime import host
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.ray_runtime import RoleActor
 from shadowsync.runtime.runtime import Order
-from shadowsync.runtime.wire.client import Courier
-from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
-from shadowsync.runtime.wire.keys import JobKeys
 
 
 @pytest.fixture

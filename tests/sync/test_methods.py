@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
+from shadowsync.compression.channel import Line
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
@@ -18,10 +19,9 @@ from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import ConfigError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.registry import build, members
-from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.runtime.lines import Line
 from shadowsync.sync.bmuf import Bmuf
 from shadowsync.sync.easgd import Easgd
+from shadowsync.sync.group import Averaging, DenseServers, InProcessGroup
 from shadowsync.sync.ma import ModelAveraging
 from shadowsync.sync.main_memory import MainMemory
 from shadowsync.sync.method import Group, State, SyncMethod

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowsync.compression.channel import Line
 from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.registry import members
-from shadowsync.runtime.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.runtime.lines import Line
 from shadowsync.sync.background import Background
 from shadowsync.sync.easgd import Easgd
 from shadowsync.sync.every_k import EveryK
+from shadowsync.sync.group import Averaging, DenseServers, InProcessGroup
 from shadowsync.sync.ma import ModelAveraging
 from shadowsync.sync.method import Group, State, SyncMethod
 from shadowsync.sync.schedule import Driver, Schedule, Synchronisation

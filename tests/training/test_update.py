@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shadowsync.embedding.pending import DONE, Pending, Promise
 from shadowsync.errors import RunError
+from shadowsync.rpc.pending import DONE, Pending, Promise
 from shadowsync.training.update import LocalUpdate
 
 

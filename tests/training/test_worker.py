@@ -13,9 +13,9 @@ from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.leases import Lease
 from shadowsync.data.reader import LeasedBatch
 from shadowsync.embedding.client import Pulled
-from shadowsync.embedding.pending import DONE, Pending
 from shadowsync.errors import NonFiniteLoss
 from shadowsync.models.sequences import VectorGradients
+from shadowsync.rpc.pending import DONE, Pending
 from shadowsync.sync.schedule import Unsynchronised
 from shadowsync.training.gate import Gate
 from shadowsync.training.optimizers import Sgd

@@ -6,9 +6,9 @@ from contextlib import ExitStack, closing
 import pytest
 from wire_cases import Bank, Link
 
-from shadowsync.runtime.wire.client import Courier, CourierOptions, WireConnection
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.server import ServerOptions, WireServer
+from shadowsync.rpc.client import Courier, CourierOptions, WireConnection
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.server import ServerOptions, WireServer
 
 
 @pytest.fixture(scope="session")

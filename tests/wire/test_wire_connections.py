@@ -13,9 +13,9 @@ from torch import Tensor
 from wire_cases import PATIENCE_S, Balance, Bank, Deposit, until
 
 from shadowsync.errors import DataError, RunError
-from shadowsync.runtime.wire.connection import Connection, DirectConnection
-from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.tensors import DTYPES, FRAME_BYTES, Misfit, Spec, tensors_of
+from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.tensors import DTYPES, FRAME_BYTES, Misfit, Spec, tensors_of
 
 
 @pytest.fixture

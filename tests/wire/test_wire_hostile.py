@@ -18,14 +18,14 @@ import torch
 import zmq
 from wire_cases import PATIENCE_S, Balance, Bank, Deposit, until
 
-from shadowsync.runtime.wire.client import Courier, WireConnection
-from shadowsync.runtime.wire.clients import Limits
-from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.messages import Bye, Call, Failed, Hello, Ping, Pong, Unknown, Welcome, encode, from_server
-from shadowsync.runtime.wire.packing import Cargo
-from shadowsync.runtime.wire.server import WireServer
-from shadowsync.runtime.wire.tensors import Spec
+from shadowsync.rpc.client import Courier, WireConnection
+from shadowsync.rpc.clients import Limits
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.messages import Bye, Call, Failed, Hello, Ping, Pong, Unknown, Welcome, encode, from_server
+from shadowsync.rpc.packing import Cargo
+from shadowsync.rpc.server import WireServer
+from shadowsync.rpc.tensors import Spec
 
 EACH = 2500
 OTHER_PROTOCOL = 16
@@ -356,8 +356,8 @@ def test_the_calls_of_a_client_that_does_not_read_do_not_pile_up(
 
 CROWDED = """
 import os, resource, sys
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.server import ServerOptions, WireServer
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.server import ServerOptions, WireServer
 from wire_cases import Bank
 import msgspec
 server = WireServer(Bank(), msgspec.json.decode(sys.stdin.readline(), type=JobKeys), ServerOptions())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.runtime.wire.ledger import Ledger, Verdict
+from shadowsync.rpc.ledger import Ledger, Verdict
 
 WIDE = 1 << 16
 

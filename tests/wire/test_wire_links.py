@@ -8,12 +8,12 @@ import pytest
 import torch
 from wire_cases import PATIENCE_S, Balance, Bank, Deposit, Link, until
 
-from shadowsync.runtime.wire import client
-from shadowsync.runtime.wire.client import Courier, WireConnection
-from shadowsync.runtime.wire.clients import Limits
-from shadowsync.runtime.wire.errors import CallTimeout, PeerLost
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.server import WireServer
+from shadowsync.rpc import client
+from shadowsync.rpc.client import Courier, WireConnection
+from shadowsync.rpc.clients import Limits
+from shadowsync.rpc.errors import CallTimeout, PeerLost
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.server import WireServer
 
 Serve = Callable[..., WireServer]
 Connect = Callable[..., WireConnection]

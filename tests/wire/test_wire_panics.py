@@ -7,12 +7,12 @@ import pytest
 from wire_cases import PATIENCE_S, Balance, Bank, Deposit, Panic, until
 
 from shadowsync.errors import RunError
+from shadowsync.rpc.client import WireConnection
+from shadowsync.rpc.connection import DirectConnection
+from shadowsync.rpc.loop import Loop
+from shadowsync.rpc.server import WireServer
 from shadowsync.runtime import host
 from shadowsync.runtime.host import waiting_for
-from shadowsync.runtime.wire.client import WireConnection
-from shadowsync.runtime.wire.connection import DirectConnection
-from shadowsync.runtime.wire.loop import Loop
-from shadowsync.runtime.wire.server import WireServer
 
 Serve = Callable[..., WireServer]
 Connect = Callable[..., WireConnection]

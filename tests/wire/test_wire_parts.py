@@ -13,15 +13,15 @@ from wire_cases import PATIENCE_S, Bank, Deposit
 
 from shadowsync import errors
 from shadowsync.errors import MissingExtra, NonFiniteLoss, RunError, SaveError, ShadowSyncError
-from shadowsync.runtime.wire.connection import DirectConnection
-from shadowsync.runtime.wire.errors import CallTimeout, Fault, PeerLost
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.loop import Loop
-from shadowsync.runtime.wire.messages import MAX_TENSORS, META_BYTES
-from shadowsync.runtime.wire.packing import Cargo
-from shadowsync.runtime.wire.server import WireServer
-from shadowsync.runtime.wire.service import Meta
-from shadowsync.runtime.wire.tensors import DTYPES, Misfit, Spec, bytes_of, spec_of, tensor_of
+from shadowsync.rpc.connection import DirectConnection
+from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.loop import Loop
+from shadowsync.rpc.messages import MAX_TENSORS, META_BYTES
+from shadowsync.rpc.packing import Cargo
+from shadowsync.rpc.server import WireServer
+from shadowsync.rpc.service import Meta
+from shadowsync.rpc.tensors import DTYPES, Misfit, Spec, bytes_of, spec_of, tensor_of
 
 KINDS = [PeerLost, CallTimeout, NonFiniteLoss, SaveError, errors.DataError, errors.ConfigError, ShadowSyncError]
 
@@ -58,9 +58,9 @@ def test_without_zeromq_the_line_that_installs_it_is_given(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(MissingExtra, match=r"pyzmq is not installed: pip install 'shadowsync\[ray\]'"):
         JobKeys.make()
-    monkeypatch.delitem(sys.modules, "shadowsync.runtime.wire.sockets", raising=False)
+    monkeypatch.delitem(sys.modules, "shadowsync.rpc.sockets", raising=False)
     with pytest.raises(MissingExtra, match="pyzmq is not installed"):
-        __import__("shadowsync.runtime.wire.sockets")
+        __import__("shadowsync.rpc.sockets")
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)

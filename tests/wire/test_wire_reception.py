@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.runtime.wire.clients import Limits
-from shadowsync.runtime.wire.ledger import Frames
-from shadowsync.runtime.wire.messages import (
+from shadowsync.rpc.clients import Limits
+from shadowsync.rpc.ledger import Frames
+from shadowsync.rpc.messages import (
     META_BYTES,
     Bye,
     Call,
@@ -24,8 +24,8 @@ from shadowsync.runtime.wire.messages import (
     encode,
     from_server,
 )
-from shadowsync.runtime.wire.packing import Cargo
-from shadowsync.runtime.wire.reception import Job, Reception, Step
+from shadowsync.rpc.packing import Cargo
+from shadowsync.rpc.reception import Job, Reception, Step
 
 NAMES = ("a" * 32, "b" * 32)
 

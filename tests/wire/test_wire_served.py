@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from wire_cases import PATIENCE_S, Bank, Deposit
 
-from shadowsync.runtime.wire.client import WireConnection
-from shadowsync.runtime.wire.server import WireServer
+from shadowsync.rpc.client import WireConnection
+from shadowsync.rpc.server import WireServer
 
 
 def test_an_answer_says_how_long_the_server_had_the_request(

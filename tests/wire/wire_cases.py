@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from shadowsync.errors import DataError
-from shadowsync.runtime.wire.service import Meta, Method, Reply, Request
+from shadowsync.rpc.service import Meta, Method, Reply, Request
 
 PATIENCE_S = 120.0
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.aggregation.tokens import TokenBook
 from shadowsync.aggregation.work_clock import WorkClock
 from shadowsync.embedding.holding import RowStep
-from shadowsync.embedding.pending import DONE, Pending
+from shadowsync.rpc.pending import DONE, Pending
 from shadowsync.training.rates import Rates
 
 

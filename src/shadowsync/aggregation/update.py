@@ -13,8 +13,8 @@ from shadowsync.aggregation.conductor import Admitted, Arrived
 from shadowsync.aggregation.stepping import DenseGradient, Version
 from shadowsync.data.reader import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
-from shadowsync.embedding.pending import Pending, Promise, all_of
 from shadowsync.models.sequences import VectorGradients
+from shadowsync.rpc.pending import Pending, Promise, all_of
 from shadowsync.training.replica import Replica, WorkerModule
 from shadowsync.training.update import MOST_UNDER_WAY
 

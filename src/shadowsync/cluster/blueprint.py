@@ -21,9 +21,9 @@ from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.table import Shard
 from shadowsync.memory.shared import bytes_of
 from shadowsync.recovery.tracking import row_tracking
-from shadowsync.runtime.group import split_evenly
 from shadowsync.runtime.runtime import Builder
 from shadowsync.session import Material, Session
+from shadowsync.sync.group import split_evenly
 
 THREADS = 4
 FORGET_S = 120.0

@@ -19,9 +19,9 @@ from shadowsync.cluster.trainer_spec import Addresses, ServerAddress
 from shadowsync.data.reader import Reader
 from shadowsync.errors import RunError
 from shadowsync.memory.shared import SharedMemory
+from shadowsync.rpc.connection import Answer
+from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.runtime.runtime import Order, Runtime
-from shadowsync.runtime.wire.connection import Answer
-from shadowsync.runtime.wire.errors import GONE, PeerLost
 
 RESERVE_S = 120.0
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from shadowsync.cluster.trainer_messages import ImageNames
 from shadowsync.dense_state import TrainerImage
 from shadowsync.errors import DataError
-from shadowsync.runtime.wire.service import Reply
+from shadowsync.rpc.service import Reply
 
 
 def image_reply(image: TrainerImage) -> Reply:

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from shadowsync.aggregation.aggregator import Worker
+from shadowsync.aggregation.conductor_service import ConductorService
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.cluster.staff import Member
 from shadowsync.data.reader import Reader
 from shadowsync.dense_state import DenseImage
-from shadowsync.runtime.conductor_service import ConductorService
-from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.rpc.errors import PeerLost
 
 
 class NobodyLeft(PeerLost):

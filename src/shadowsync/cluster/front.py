@@ -3,20 +3,20 @@
 import threading
 from collections.abc import Callable
 
+from shadowsync.aggregation.conductor_service import ConductorService
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.cluster.trainer_messages import SliceAsked, SlicePlace
+from shadowsync.data.desk_service import DeskService
 from shadowsync.data.reader import Reader
+from shadowsync.data.reading_messages import LeaseAsked
 from shadowsync.data.source import OpenSource
 from shadowsync.errors import DataError, RunError
-from shadowsync.runtime.averaging_service import AveragingService
-from shadowsync.runtime.conductor_service import ConductorService
-from shadowsync.runtime.desk_service import DeskService
+from shadowsync.rpc.clients import Limits
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.server import ServerOptions, WireServer
+from shadowsync.rpc.service import Method, Outcome, Reply, Request
 from shadowsync.runtime.host import Switch
-from shadowsync.runtime.reading_messages import LeaseAsked
-from shadowsync.runtime.wire.clients import Limits
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.server import ServerOptions, WireServer
-from shadowsync.runtime.wire.service import Method, Outcome, Reply, Request
+from shadowsync.sync.averaging_service import AveragingService
 
 MOST_SEATS = 32
 

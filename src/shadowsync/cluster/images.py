@@ -14,21 +14,21 @@ from torch import Tensor
 
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.matching import match_optimizer, match_tables
+from shadowsync.checkpoint.remote_save import RemoteSave
 from shadowsync.checkpoint.written import Written
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.dense_messages import image_reply, read_image
 from shadowsync.cluster.staff import Member
 from shadowsync.cluster.trainer_messages import Held, HoldAsked, ImageNames, Released
+from shadowsync.compression.channel import Line
 from shadowsync.compression.plain import Plain
 from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.remote import EmbeddingRemote, Remote
+from shadowsync.embedding.rows import RemoteRows
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
-from shadowsync.runtime.embedding_rows import RemoteRows
-from shadowsync.runtime.embedding_saver import RemoteSave
-from shadowsync.runtime.lines import Line
-from shadowsync.runtime.wire.errors import PeerLost
+from shadowsync.rpc.errors import PeerLost
 from shadowsync.under_way import UnderWay, held
 
 T = TypeVar("T", bound=Rows | RowSet)

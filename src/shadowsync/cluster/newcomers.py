@@ -12,8 +12,8 @@ from shadowsync.cluster.dense_side import DenseSide
 from shadowsync.cluster.images import Images
 from shadowsync.cluster.staff import Member
 from shadowsync.data.reader import Reader
+from shadowsync.rpc.errors import GONE
 from shadowsync.runtime.runtime import Order
-from shadowsync.runtime.wire.errors import GONE
 from shadowsync.session import Newest, ServerLoss
 
 LOOK_S = 0.05

@@ -9,19 +9,19 @@ from shadowsync.choices import choose_all
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config
 from shadowsync.data.parsing import Parser, ReaderOptions
+from shadowsync.data.reader_service import ReaderService
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import DataError
 from shadowsync.memory.shared import Exclusive, SharedMemory
 from shadowsync.recovery.tracking import row_tracking
-from shadowsync.runtime.dense_service import DenseService
-from shadowsync.runtime.embedding_service import EmbeddingService
-from shadowsync.runtime.generation import Generation
-from shadowsync.runtime.reader_service import ReaderService
+from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.service import Method
 from shadowsync.runtime.runtime import Home
-from shadowsync.runtime.wire.service import Method
 from shadowsync.sync.dense import DenseServer
+from shadowsync.sync.dense_service import DenseService
 
 
 class Nothing:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shadowsync.errors import DataError
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.runtime.wire.connection import Answer, Connection
-from shadowsync.runtime.wire.service import Meta, Reply, Request
+from shadowsync.rpc.connection import Answer, Connection
+from shadowsync.rpc.service import Meta, Reply, Request
 
 EVERY_S = 0.2
 UNDER_WAY = 4

@@ -31,10 +31,10 @@ from shadowsync.embedding.table import Rows, RowSet, shares_of
 from shadowsync.errors import RunError
 from shadowsync.job_state import job_state
 from shadowsync.metrics.roles import RoleState
+from shadowsync.rpc.client import Courier, CourierOptions
+from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.runtime.host import CALL_S, waiting_for
 from shadowsync.runtime.runtime import Order, Runtime
-from shadowsync.runtime.wire.client import Courier, CourierOptions
-from shadowsync.runtime.wire.errors import GONE, PeerLost
 from shadowsync.session import Material, Newest, RolePlace, ServerLoss, Session, reader_options
 from shadowsync.training.kernels import Computing
 from shadowsync.training.rates import Rates

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shadowsync.metrics.roles import RoleState
+from shadowsync.rpc.client import Courier, WireConnection
+from shadowsync.rpc.errors import PeerLost
 from shadowsync.runtime.runtime import Builder, Order, Place, RoleProcess, Runtime
-from shadowsync.runtime.wire.client import Courier, WireConnection
-from shadowsync.runtime.wire.errors import PeerLost
 from shadowsync.session import Happenings, RolePlace
 
 _LOG = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from shadowsync.cluster.staff import Member
 from shadowsync.cluster.trainer_messages import StatusAsked, TrainerStatus
 from shadowsync.errors import ShadowSyncError
 from shadowsync.metrics.wire import WireTotals
-from shadowsync.runtime.wire.connection import Answer
-from shadowsync.runtime.wire.errors import GONE, Fault
+from shadowsync.rpc.connection import Answer
+from shadowsync.rpc.errors import GONE, Fault
 from shadowsync.session import added
 from shadowsync.training.kernels import Computing
 

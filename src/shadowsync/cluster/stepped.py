@@ -13,26 +13,26 @@ from torch import Tensor
 
 from shadowsync.aggregation.aggregator import Aggregation, Worker
 from shadowsync.aggregation.conductor import Conductor, StepRule
+from shadowsync.aggregation.conductor_service import ConductorService
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.step_times import Paces
+from shadowsync.aggregation.stepper_remote import StepperRemote
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.dense_side import DenseSide, NobodyLeft
 from shadowsync.cluster.images import Images
 from shadowsync.cluster.part_images import PartImages
 from shadowsync.cluster.staff import Member
+from shadowsync.compression.channel import Line
 from shadowsync.compression.plain import Plain
 from shadowsync.data.reader import Reader
 from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.holding import RowStep
-from shadowsync.embedding.pending import Pending
+from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.conductor_service import ConductorService
-from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
-from shadowsync.runtime.generation import Generation
-from shadowsync.runtime.lines import Line
-from shadowsync.runtime.stepper_remote import StepperRemote
-from shadowsync.runtime.wire.errors import GONE, PeerLost
+from shadowsync.rpc.errors import GONE, PeerLost
+from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.pending import Pending
 
 T = TypeVar("T")
 

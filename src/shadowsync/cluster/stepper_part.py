@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from shadowsync.aggregation.dense_shares import DenseShare
+from shadowsync.aggregation.stepper_service import StepperService
 from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.assembly import make_module, make_replica
 from shadowsync.choices import choose_all
 from shadowsync.cluster.dense_messages import check_image, image_reply, read_image
 from shadowsync.cluster.trainer_messages import ImageNames
-from shadowsync.compression.pieces import by_parameter
 from shadowsync.config import Config
 from shadowsync.data.source import Schema
 from shadowsync.dense_state import TrainerImage, dense_tensors
 from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.table import Table
-from shadowsync.runtime.generation import Generation
+from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.service import Method, Reply, Request
 from shadowsync.runtime.runtime import Home
-from shadowsync.runtime.stepper_service import StepperService
-from shadowsync.runtime.wire.service import Method, Reply, Request
+from shadowsync.training.pieces import by_parameter
 
 
 @dataclass(frozen=True)

@@ -6,32 +6,32 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from shadowsync.aggregation.conductor_remote import ConductorRemote
 from shadowsync.aggregation.dense_shares import DenseShare, divide
+from shadowsync.aggregation.divided_steppers import DividedSteppers
+from shadowsync.aggregation.stepper_remote import StepperRemote
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_replica, make_trainer
 from shadowsync.cluster.dense_messages import check_image
 from shadowsync.cluster.parts import dense_server
 from shadowsync.cluster.trainer_spec import TrainerSpec
-from shadowsync.compression.pieces import by_parameter
+from shadowsync.compression.channel import Line, restore_all
 from shadowsync.data.feed import Feed
 from shadowsync.dense_state import TrainerImage, below, dense_tensors
 from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.runtime.averaging_remote import RemoteAveraging
-from shadowsync.runtime.conductor_remote import ConductorRemote
-from shadowsync.runtime.dense_remote import DenseRemote
-from shadowsync.runtime.divided_steppers import DividedSteppers
-from shadowsync.runtime.gloo import GlooOptions, GlooRing
-from shadowsync.runtime.group import DenseServers, split_evenly
-from shadowsync.runtime.lines import Line, restore_all
-from shadowsync.runtime.remote_group import RemoteGroup
-from shadowsync.runtime.stepper_remote import StepperRemote
-from shadowsync.runtime.wire.connection import Connection
+from shadowsync.rpc.connection import Connection
+from shadowsync.sync.averaging_remote import RemoteAveraging
+from shadowsync.sync.dense_remote import DenseRemote
+from shadowsync.sync.gloo import GlooOptions, GlooRing
+from shadowsync.sync.group import DenseServers, split_evenly
 from shadowsync.sync.main_memory import for_replica
 from shadowsync.sync.method import Group
+from shadowsync.sync.remote_group import RemoteGroup
 from shadowsync.sync.schedule import Synchronisation, Unsynchronised
 from shadowsync.training.gate import Gate
+from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import Replica
 from shadowsync.training.trainer import Trainer
 from shadowsync.training.worker import Hooks

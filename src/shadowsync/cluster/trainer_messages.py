@@ -1,7 +1,7 @@
 """What the driver and a trainer say to each other."""
 
-from shadowsync.runtime.wire.errors import Fault
-from shadowsync.runtime.wire.service import Meta
+from shadowsync.rpc.errors import Fault
+from shadowsync.rpc.service import Meta
 from shadowsync.training.kernels import Computing
 
 SKETCH = 4096

@@ -23,25 +23,26 @@ from shadowsync.cluster.trainer_messages import (
     TrainerStatus,
 )
 from shadowsync.cluster.trainer_spec import ServerAddress, TrainerSpec
+from shadowsync.compression.channel import Line
+from shadowsync.compression.codec_choice import CodecChoice
+from shadowsync.data.desk_remote import DeskRemote
 from shadowsync.data.feed import Feed, LeasedBatch
+from shadowsync.data.reader_service import ReaderRemote
 from shadowsync.embedding.client import EmbeddingClient, Server
+from shadowsync.embedding.line import EmbeddingLine
+from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import RunError, ShadowSyncError
 from shadowsync.memory.shared import SharedMemory
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.tracking import row_tracking
-from shadowsync.runtime.codec_choice import CodecChoice
-from shadowsync.runtime.desk_remote import DeskRemote
-from shadowsync.runtime.embedding_remote import EmbeddingRemote, Remote
+from shadowsync.rpc.client import WireConnection
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.errors import GONE, Fault
+from shadowsync.rpc.service import Method, Reply, Request
 from shadowsync.runtime.host import waiting_for
-from shadowsync.runtime.lines import EmbeddingLine, Line
-from shadowsync.runtime.reader_service import ReaderRemote
 from shadowsync.runtime.runtime import Home
-from shadowsync.runtime.wire.client import WireConnection
-from shadowsync.runtime.wire.connection import Connection
-from shadowsync.runtime.wire.errors import GONE, Fault
-from shadowsync.runtime.wire.service import Method, Reply, Request
 from shadowsync.training.gate import Gate
 from shadowsync.training.trainer import Trainer
 from shadowsync.training.worker import Hooks

@@ -13,7 +13,6 @@ from torch import Tensor
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.catalog import check_tables
 from shadowsync.embedding.gathering import Gathered
-from shadowsync.embedding.pending import DONE, Done, Pending, all_of
 from shadowsync.embedding.requests import check_shape
 from shadowsync.embedding.routing import Fan, Route, Router
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
@@ -21,6 +20,7 @@ from shadowsync.embedding.table import Shard, Table, group_by_table
 from shadowsync.embedding.unique_rows import NEVER, UniqueChoice, UniqueRows
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.models.sequences import JaggedVectors, VectorGradients
+from shadowsync.rpc.pending import DONE, Done, Pending, all_of
 
 
 class Server(Protocol):

@@ -7,12 +7,12 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from shadowsync.rpc.errors import Fault
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.service import known_error
 from shadowsync.runtime import control
 from shadowsync.runtime.host import RoleHost, take_up
 from shadowsync.runtime.runtime import Builder, Order, Place
-from shadowsync.runtime.wire.errors import Fault
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.service import known_error
 
 _LOG = logging.getLogger(__name__)
 DIED = 70

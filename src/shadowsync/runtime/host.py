@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shadowsync.memory.pages import keep_freed_memory
+from shadowsync.rpc.client import Courier, CourierOptions, WireConnection
+from shadowsync.rpc.clients import Limits
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.server import ServerOptions, WireServer
+from shadowsync.rpc.service import Method
+from shadowsync.rpc.sockets import is_folder
 from shadowsync.runtime.role_logging import log_to
 from shadowsync.runtime.runtime import Builder, Home, Part
-from shadowsync.runtime.wire.client import Courier, CourierOptions, WireConnection
-from shadowsync.runtime.wire.clients import Limits
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.server import ServerOptions, WireServer
-from shadowsync.runtime.wire.service import Method
-from shadowsync.runtime.wire.sockets import is_folder
 
 _LOG = logging.getLogger(__name__)
 CALL_S = 3600.0

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from typing import Any, ClassVar
 
 from shadowsync.errors import RunError
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime.host import LOOPBACK, RoleHost
 from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
-from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.keys import JobKeys
 
 
 class HostedRole(RoleProcess):

@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 from shadowsync.errors import ConfigError, RunError
 from shadowsync.memory.pages import memory_bytes
 from shadowsync.memory.shared import can_share
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime import control
 from shadowsync.runtime.child import MACHINE, Begin, Build, Built, Died
 from shadowsync.runtime.fork_server import ENDED, FORK, KILL, NUMBER
 from shadowsync.runtime.own_folder import make_folder, remove_sockets
 from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
-from shadowsync.runtime.wire.errors import PeerLost
-from shadowsync.runtime.wire.keys import JobKeys
 
 _PROGRAM = (
     "import json, socket, sys; sys.path[:] = json.loads(sys.argv[2]); "

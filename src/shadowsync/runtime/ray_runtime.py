@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 
 from shadowsync.errors import ConfigError, MissingExtra, RunError
 from shadowsync.memory.shared import can_share
+from shadowsync.rpc.errors import Fault, PeerLost
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.service import known_error
 from shadowsync.runtime.host import RoleHost, take_up
 from shadowsync.runtime.own_folder import make_folder, remove_sockets
 from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
-from shadowsync.runtime.wire.errors import Fault, PeerLost
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.service import known_error
 
 _LOG = logging.getLogger(__name__)
 OBJECTS_BYTES = 96 << 20

@@ -6,13 +6,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from shadowsync.runtime.wire.client import Courier
-from shadowsync.runtime.wire.keys import JobKeys
-from shadowsync.runtime.wire.service import Method
+from shadowsync.rpc.client import Courier
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.service import Method
 
 
 class Part(Protocol):
-    """What a role's process serves (a `wire.service.Service`)."""
+    """What a role's process serves (a `rpc.service.Service`)."""
 
     @property
     def methods(self) -> Mapping[str, Method]:

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from shadowsync.data.reader import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
-from shadowsync.embedding.pending import Pending
 from shadowsync.models.sequences import VectorGradients
+from shadowsync.rpc.pending import Pending
 from shadowsync.training.replica import WorkerModule
 
 MOST_UNDER_WAY = 4

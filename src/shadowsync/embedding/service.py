@@ -1,0 +1,318 @@
+"""An embedding server behind a wire."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from shadowsync.compression.channel import Encoder
+from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.plain import Plain
+from shadowsync.compression.rungs import rung
+from shadowsync.embedding.holding import RowStep
+from shadowsync.embedding.line import slot_widths
+from shadowsync.embedding.messages import (
+    Coded,
+    CommitAsked,
+    ForgetAsked,
+    PullAsked,
+    PushAsked,
+    Pushed,
+    ReadAsked,
+    RowsAsked,
+    RowsFound,
+    RowsGiven,
+    Shapes,
+    ShardInfo,
+    Shards,
+    StepAsked,
+    check_shapes,
+    pack_coded,
+    unpack_coded,
+    unpack_ids,
+    unpack_masks,
+)
+from shadowsync.embedding.row_numbers import unpack_rows
+from shadowsync.embedding.saves import SaveMethods, check_size
+from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.step_messages import Committed, check_batch, checked_weights
+from shadowsync.embedding.table import Rows
+from shadowsync.embedding.words import of_features, of_rows
+from shadowsync.errors import DataError
+from shadowsync.rpc.generation import FIRST, Generation
+from shadowsync.rpc.kept import MOST_STREAMS, USUAL, Bounded, Kept, KeptLimits, Mask, PerClient
+from shadowsync.rpc.service import Method, Reply, Request
+
+MOST_ROUTES = 256
+"""Combinations of features that one worker asks this server for, times the codecs it does so in. A job has a few: one
+for each set of features whose shards are on the same servers."""
+
+_Route = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A look-up that waits for its push.
+
+    Attributes:
+        lookup: as it was asked for.
+        shapes: of its answer, and of the gradients that are to come.
+        mask: under which it was answered; None if it was under none.
+    """
+
+    lookup: Lookup | RowLookup
+    shapes: Shapes
+    mask: Mask | None
+
+
+class _Client:
+    """What is kept for one connection."""
+
+    def __init__(self, limits: KeptLimits, streams: int) -> None:
+        self._kept: Kept[tuple[int, int], _Asked] = Kept(limits)
+        self._masks = itertools.count()
+        self._streams: Bounded[int, Bounded[_Route, Encoder]] = Bounded(streams, "streams")
+
+    def answer(self, stream: int | None, lookup: Lookup | RowLookup, encoded: Sequence[Encoded], codec: Codec) -> Reply:
+        """The reply to a pull; its look-up and its mask are kept until its push comes, where one will (`stream`)."""
+        if stream is None:
+            return Reply(*pack_coded(encoded, codec.name))
+        mask = Mask(next(self._masks), tuple(each.kept for each in encoded)) if codec.sparse else None
+        size = _bytes(lookup) + (0 if mask is None else mask.nbytes)
+        self._kept.keep((stream, lookup.number), _Asked(lookup, tuple(each.shape for each in encoded), mask), size)
+        return Reply(*pack_coded(encoded, codec.name, None if mask is None else mask.number))
+
+    def take(self, stream: int, number: int, mask: int | None) -> _Asked | None:
+        """The look-up, which is not kept any more; None if it was dropped or never came, or has another mask."""
+        found = self._kept.take((stream, number))
+        if found is None or mask is None:
+            return found
+        return found if found.mask is not None and found.mask.number == mask else None
+
+    def encoder(self, codec: Codec, stream: int, route: tuple[object, ...], about: Callable[[], str]) -> Encoder:
+        """Of the answers to that stream about that.
+
+        Raises:
+            DataError: the client names more streams or asks for more combinations of features than a job has.
+        """
+        routes = self._streams.get(stream, lambda: Bounded(MOST_ROUTES, "combinations of features"))
+        return routes.get((codec.name, *route), lambda: Encoder(codec, f"what is pulled of {about()}"))
+
+    @property
+    def kept(self) -> int:
+        """Look-ups that wait for their push."""
+        return len(self._kept)
+
+
+def _bytes(lookup: Lookup | RowLookup) -> int:
+    if isinstance(lookup, RowLookup):
+        return lookup.rows.nbytes
+    return sum(t.nbytes for t in (lookup.ids.values, lookup.ids.offsets, lookup.ids.weights) if t is not None)
+
+
+class EmbeddingService:
+    """Serves an `EmbeddingServer`; its methods may run in any number of threads at once.
+
+    `pull` and `read` keep their look-up until `push` and `step` refer to it by its number, so that ids cross once.
+    Where the answer holds a part of the elements, the gradient comes under the same mask; a look-up that is not kept
+    any more, or has been answered again under another mask, comes again with its ids and the mask. What is kept is
+    bounded for each client and freed when the client goes. Rows go out as they are between two pushes (see
+    `embedding_saves` for those that are saved beside training).
+
+    Args:
+        server: what is served; checks ids, row numbers and the shapes of gradients.
+        pull: codec of pooled vectors and rows.
+        push: codec of their gradients.
+        limits: what is kept for a client.
+        generation: whose pushes are applied.
+        streams: that one client may have: the workers of a trainer.
+    """
+
+    def __init__(
+        self,
+        server: EmbeddingServer,
+        pull: Codec,
+        push: Codec,
+        limits: KeptLimits = USUAL,
+        generation: Generation = FIRST,
+        streams: int = MOST_STREAMS,
+    ) -> None:
+        self.methods: Mapping[str, Method] = {
+            "pull": Method(self._pull, once=False),
+            "push": Method(self._push),
+            "read": Method(self._read, once=False),
+            "step": Method(self._step),
+            "shards": Method(self._shards, once=False),
+            "load_rows": Method(self._load_rows),
+            "commit": Method(self._commit),
+            "forget_held": Method(self._forget_held),
+            **SaveMethods(server, self._rows).methods,
+        }
+        self._server = server
+        self._generation = generation
+        self._plain = Plain()
+        self._pull_codec = pull
+        self._push_codec = push
+        self._clients = PerClient(lambda: _Client(limits, streams))
+
+    def client_gone(self, client: str) -> None:
+        """As `Service.client_gone`."""
+        self._clients.forget(client)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _codec(self, asked: PullAsked | ReadAsked) -> Codec:
+        """Who only predicts is to see the rows as they are."""
+        return self._plain if asked.number is None else rung(self._pull_codec, asked.codec)
+
+    @property
+    def kept(self) -> int:
+        """Look-ups of all clients that wait for their push."""
+        return sum(client.kept for client in self._clients.values())
+
+    def _pull(self, request: Request) -> Reply:
+        asked, client = request.read(PullAsked), self._clients.of(request.client)
+        lookup, codec = unpack_ids(asked.ids, request.tensors, asked.number or 0), self._codec(asked)
+        encoder = client.encoder(
+            codec, asked.stream, lookup.slots, partial(of_features, self._server.shards, lookup.slots)
+        )
+        pooled = self._server.pull(lookup)
+        encoded = encoder.encode(pooled, slot_widths(self._server.shards, lookup) if codec.by_feature else ())
+        return client.answer(_stream(asked), lookup, [encoded], codec)
+
+    def _push(self, request: Request) -> Reply:
+        asked = request.read(PushAsked)
+        self._generation.check(asked.generation)
+        split = 0 if asked.ids is None else asked.ids.tensor_count
+        found = self._clients.of(request.client).take(asked.stream, asked.number, asked.gradient.mask)
+        if asked.ids is not None:
+            lookup = unpack_ids(asked.ids, request.tensors[:split], asked.number)
+            shapes = (self._server.pooled_shape(lookup),)
+            mask, split = _mask(asked.gradient, request.tensors, split, shapes)
+            found = _Asked(lookup, shapes, mask)
+        if found is None or not isinstance(found.lookup, Lookup):
+            return Reply(Pushed(False))
+        gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr, found)
+        if asked.held is None:
+            self._server.push(found.lookup, gradients[0], asked.lr)
+        else:
+            check_batch(asked.held)
+            self._server.hold(asked.held, found.lookup, gradients[0])
+        return Reply(Pushed(True))
+
+    def _read(self, request: Request) -> Reply:
+        asked, client = request.read(ReadAsked), self._clients.of(request.client)
+        numbers = unpack_rows(request.tensors, self._server.numbers.total)
+        lookup, codec = RowLookup(asked.shards, numbers, asked.number or 0), self._codec(asked)
+        rows = self._server.read_rows(lookup)
+        dims = [width.dim for width in self._server.numbers.widths]
+        encoders = [
+            client.encoder(codec, asked.stream, ("rows", dim), partial(of_rows, self._server.shards, dim))
+            for dim in dims
+        ]
+        encoded = [encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]
+        return client.answer(_stream(asked), lookup, encoded, codec)
+
+    def _step(self, request: Request) -> Reply:
+        asked = request.read(StepAsked)
+        self._generation.check(asked.generation)
+        split = 0 if asked.shards is None else 1
+        found = self._clients.of(request.client).take(asked.stream, asked.number, asked.gradients.mask)
+        if asked.shards is not None:
+            numbers = unpack_rows(request.tensors[:split], self._server.numbers.total)
+            lookup = RowLookup(asked.shards, numbers, asked.number)
+            shapes = self._server.row_shapes(lookup)
+            mask, split = _mask(asked.gradients, request.tensors, split, shapes)
+            found = _Asked(lookup, shapes, mask)
+        if found is None or not isinstance(found.lookup, RowLookup):
+            return Reply(Pushed(False))
+        gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr, found)
+        if asked.held is None:
+            self._server.step_rows(found.lookup, gradients, asked.lr)
+        else:
+            check_batch(asked.held)
+            self._server.hold_rows(asked.held, found.lookup, gradients)
+        return Reply(Pushed(True))
+
+    def _commit(self, request: Request) -> Reply:
+        asked = request.read(CommitAsked)
+        self._generation.check(asked.generation)
+        weights = checked_weights(asked.batches, asked.weights, asked.divisor, asked.lr)
+        held_bytes = self._server.held_bytes
+        self._server.commit(RowStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
+        return Reply(Committed(held_bytes))
+
+    def _forget_held(self, request: Request) -> Reply:
+        asked = request.read(ForgetAsked)
+        self._generation.check(asked.generation)
+        self._server.forget_held(asked.stepped)
+        return Reply()
+
+    def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, asked: _Asked) -> tuple[Tensor, ...]:
+        if not math.isfinite(lr):
+            raise DataError(f"a learning rate of {lr} is not finite")
+        check_shapes(coded, asked.shapes, "gradients")
+        kept = None if asked.mask is None or coded.mask is None else asked.mask.kept
+        return tuple(found.tensor for found in unpack_coded(coded, frames, self._push_codec, kept))
+
+    def _shards(self, _: Request) -> Reply:
+        return Reply(Shards(tuple(ShardInfo.of(shard) for shard in self._server.shards)))
+
+    def _rows(self, request: Request) -> Reply:
+        asked = request.read(RowsAsked)
+        if asked.save is not None and not self._server.is_under_way(asked.save):
+            return Reply(RowsFound((), False))
+        self._part(asked)
+        check_size(self._server, asked.shard, asked.stop - asked.start)
+        found = self._server.copy_rows(asked.shard, range(asked.start, asked.stop))
+        return Reply(RowsFound(tuple(found)), tuple(found.values()))
+
+    def _load_rows(self, request: Request) -> Reply:
+        given = request.read(RowsGiven)
+        own = self._part(given)
+        tensors = dict(zip(given.names, request.tensors, strict=False))
+        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if len(given.names) != len(request.tensors) or shapes != {n: (t.dtype, t.shape) for n, t in own.items()}:
+            raise DataError(
+                f"{_described(tensors)} do not fit rows {given.start} to {given.stop - 1} of a shard that has "
+                f"{_described(own)}"
+            )
+        table = self._server.shards[given.shard].table
+        self._server.load([Rows(table, given.start, tensors)], partial=True)
+        return Reply()
+
+    def _part(self, asked: RowsAsked | RowsGiven) -> dict[str, Tensor]:
+        """Live views of the rows; a tensor that belongs to the table as a whole is there in each part."""
+        state = self._server.state()
+        if not 0 <= asked.shard < len(state):
+            raise DataError(f"shard {asked.shard} is asked for and this server has {len(state)} shards")
+        own = state[asked.shard]
+        count = len(own.tensors["weight"])
+        first, last = asked.start - own.start, asked.stop - own.start
+        if not 0 <= first < last <= count:
+            raise DataError(
+                f"rows {asked.start} to {asked.stop - 1} of table {own.table.name} are asked for and this server has "
+                f"{own.start} to {own.start + count - 1}"
+            )
+        return {name: t[first:last] if len(t) == count else t for name, t in own.tensors.items()}
+
+
+def _stream(asked: PullAsked | ReadAsked) -> int | None:
+    """Of the push that will follow; None if none will."""
+    return None if asked.number is None else asked.stream
+
+
+def _mask(coded: Coded, tensors: Sequence[Tensor], start: int, shapes: Shapes) -> tuple[Mask | None, int]:
+    """The mask that comes with a look-up that comes again, from tensor `start` on, and where the frames begin."""
+    if coded.mask is None:
+        return None, start
+    split = start + len(shapes)
+    return Mask(coded.mask, unpack_masks(tensors[start:split], shapes)), split
+
+
+def _described(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "no tensors"

@@ -1,0 +1,145 @@
+"""What crosses the wire: one header frame in msgpack, then one raw frame per tensor (several where it is long).
+
+A client opens with `Hello` and sends calls only once it was welcomed. A session is a random number that the server
+gives out, so that a message caught earlier means nothing to a server that has forgotten its client, or to another one.
+Every server draws a random `incarnation`: it tells a client whether the server that does not know its session any
+more has forgotten it or is a replacement that never knew it.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+from shadowsync.rpc.errors import Fault
+from shadowsync.rpc.tensors import Spec
+
+META_BYTES = 1 << 20
+"""Longest typed part of a message."""
+HEADER_BYTES = META_BYTES + (1 << 19)
+"""Longest header that is looked at: the typed part, and what it says of the tensors."""
+MAX_TENSORS = 1024
+"""Most tensors of one message."""
+MAX_FRAMES = 1 << 14
+"""Most frames behind a header; a long tensor has several."""
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """Opens a connection or takes up a session again over a new one; `session` is 0 for none."""
+
+    client: Annotated[str, msgspec.Meta(min_length=32, max_length=32, pattern="^[0-9a-f]*$")]
+    session: _Number
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A sign of life; `low` as in `Call`."""
+
+    session: _Number
+    low: _Number
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A request.
+
+    Attributes:
+        session: the one that the server gave out.
+        number: of the request, ascending from 1 for one client; the same when it is sent again.
+        low: the lowest number whose answer the client still wants; answers below it need not be kept.
+        method: the name that is called.
+        meta: the typed part in msgpack.
+        tensors: what the frames behind the header are.
+    """
+
+    session: _Number
+    number: _Number
+    low: _Number
+    method: str
+    meta: bytes
+    tensors: tuple[Spec, ...]
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The client will not come back."""
+
+    session: _Number
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """Answers `Hello`."""
+
+    session: int
+    incarnation: int
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Answers `Ping`."""
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Answers `Call`; its tensors follow.
+
+    Attributes:
+        served_s: from the moment the request was there until the answer was ready to be sent.
+    """
+
+    number: int
+    meta: bytes
+    tensors: tuple[Spec, ...]
+    served_s: float = 0.0
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Answers `Call` with an error."""
+
+    number: int
+    fault: Fault
+
+
+class Unknown(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Answers `Ping` and `Call` of a session that the server does not know on this connection."""
+
+    session: int
+
+
+FromClient: TypeAlias = Hello | Ping | Call | Bye
+FromServer: TypeAlias = Welcome | Pong | Done | Failed | Unknown
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FROM_CLIENT: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+_FROM_SERVER: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+
+encode = _ENCODER.encode
+
+
+class Malformed(ValueError):
+    """A message that no honest peer sends."""
+
+
+def from_client(frames: Sequence[Any]) -> FromClient:
+    """The header of a client's message, given its frames without the routing id.
+
+    Raises:
+        Malformed: it is none, is too long or has too many frames.
+    """
+    message: FromClient = _decode(_FROM_CLIENT, frames)
+    return message
+
+
+def from_server(frames: Sequence[Any]) -> FromServer:
+    """The header of a server's message; as `from_client`."""
+    message: FromServer = _decode(_FROM_SERVER, frames)
+    return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Any]) -> Any:
+    if not 0 < len(frames) <= MAX_FRAMES + 1:
+        raise Malformed(f"{len(frames)} frames")
+    header = memoryview(frames[0])
+    if header.nbytes > HEADER_BYTES:
+        raise Malformed(f"a header of {header.nbytes} bytes")
+    try:
+        return decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(str(error)) from error

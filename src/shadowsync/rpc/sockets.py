@@ -1,0 +1,411 @@
+"""ZeroMQ sockets as the wire uses them: CURVE, quick notice of a dead link, senders in any thread."""
+
+import contextlib
+import hmac
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, TypeAlias
+
+from shadowsync.errors import MissingExtra, RunError
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.loop import Action, Loop
+from shadowsync.rpc.tensors import FRAME_BYTES
+
+try:
+    import zmq
+    from zmq.utils import z85
+    from zmq.utils.monitor import recv_monitor_message
+except ModuleNotFoundError as error:
+    raise MissingExtra("pyzmq", "ray") from error
+
+_ZAP = "inproc://zeromq.zap.01"
+_ZAP_FRAMES = 6
+"""Frames of a question of ZAP up to the mechanism; its credentials follow."""
+
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+Socket: TypeAlias = "zmq.Socket[bytes]"
+Tracker: TypeAlias = zmq.MessageTracker
+
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_BATCH = 64
+_SEAL = 64
+"""Bytes that CURVE adds to a frame, and more."""
+_REOPEN_S = 1.0
+"""Pause of a server that has no file descriptor for another connection: ZeroMQ would try without one."""
+# plain numbers: arithmetic with zmq's enumerations takes as long as the rest of a call
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_POLLIN = int(zmq.POLLIN)
+_COPIED = 1 << 19
+"""Bytes below which a frame is copied into ZeroMQ's memory: quicker than to learn when it needs the tensor no more."""
+_RECEIVED = 64
+"""Messages of one client that wait inside ZeroMQ; beyond them its network connection is held up."""
+
+
+def new_context() -> Context:
+    """A context of its own, with one thread of ZeroMQ's."""
+    return zmq.Context()
+
+
+def tune(socket: Socket, max_message_bytes: int, link_timeout_s: float) -> None:
+    """Options that both ends share.
+
+    A dead link is noticed by TCP itself, not by ZMTP's heart-beats: those wait behind the message that is under way,
+    so that a long one on a slow link would look like a dead peer.
+    """
+    socket.linger = 0
+    socket.maxmsgsize = min(max_message_bytes, FRAME_BYTES) + _SEAL
+    socket.copy_threshold = _COPIED
+    socket.sndhwm = 0  # what is open is bounded by the window of numbers
+    socket.handshake_ivl = 5_000  # less would turn honest peers away where many of them start on few cores
+    socket.setsockopt(zmq.TCP_MAXRT, int(link_timeout_s * 1000))
+    probe_s = max(1, int(link_timeout_s / 4))
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = probe_s
+    socket.tcp_keepalive_intvl = probe_s
+    socket.tcp_keepalive_cnt = 3
+
+
+def tracked(frame: bytes) -> tuple[zmq.Frame, Tracker]:
+    """A frame to send, and what tells when it has left the queue of its connection, with all that was sent before."""
+    made = zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
+    assert isinstance(made.tracker, zmq.MessageTracker)
+    return made, made.tracker
+
+
+def _readable(socket: Socket) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
+
+def _watch(loop: Loop, file: int, action: Action) -> None:
+    loop.watch(file, action)
+    loop.post(action)  # a socket's file says nothing before the socket was found empty once
+
+
+class SharedSocket:
+    """A socket on which any thread sends and one receives.
+
+    The file behind a ZeroMQ socket only says that something changed, and a sender may be the one who hears it: then
+    it passes the word on, through `wake`.
+    """
+
+    def __init__(self, socket: Socket, wake: Callable[[], None]) -> None:
+        self._socket = socket
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def file(self) -> int:
+        """What to watch for reading."""
+        return int(self._socket.fd)
+
+    def do(self, action: Callable[[Socket], object]) -> None:
+        """Does something with the socket, unless it is closed."""
+        with self._lock:
+            if not self._closed:
+                action(self._socket)
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Sends one message; once closed, or where the connection is lost for good, it is dropped as by a network."""
+        with self._lock:
+            if self._closed:
+                return
+            with contextlib.suppress(zmq.Again):  # only before the first frame
+                for frame in frames[:-1]:
+                    self._socket.send(frame, _MORE, copy=False)
+                self._socket.send(frames[-1], _NOBLOCK, copy=False)
+            waiting = _readable(self._socket)
+        if waiting:
+            self._wake()
+
+    def receive(self) -> list[list[zmq.Frame]]:
+        """Messages that are there; if that were many there may be more, and `wake` was called."""
+        messages: list[list[zmq.Frame]] = []
+        with self._lock:
+            while not self._closed and _readable(self._socket):
+                if len(messages) == _BATCH:
+                    self._wake()
+                    break
+                messages.append(self._receive_one())
+        return messages
+
+    def quieten(self) -> None:
+        """Leaves messages where they are; its file speaks again when something changes."""
+        with self._lock:
+            if not self._closed:
+                _readable(self._socket)
+
+    def _receive_one(self) -> list[zmq.Frame]:
+        frames = [self._socket.recv(_NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frames.append(self._socket.recv(_NOBLOCK, copy=False))
+        return frames
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes it; what was sent and has not left goes on leaving for so long."""
+        with self._lock:
+            self._closed = True
+            self._socket.close(linger_ms)
+
+
+class Monitor:
+    """Hears what happens to a socket's connections."""
+
+    def __init__(self, socket: Socket, events: int) -> None:
+        self._watched = socket
+        self._socket = socket.get_monitor_socket(events)
+
+    @property
+    def file(self) -> int:
+        """What to watch for reading."""
+        return int(self._socket.fd)
+
+    def events(self) -> list[int]:
+        """What has happened since the last time, as `zmq.EVENT_…`; if that was much there may be more."""
+        found: list[int] = []
+        while len(found) < _BATCH and not self._socket.closed and _readable(self._socket):
+            found.append(int(recv_monitor_message(self._socket)["event"]))
+        return found
+
+    def close(self) -> None:
+        """Closes it; before the socket that it watches."""
+        self._watched.disable_monitor()
+        self._socket.close(0)
+
+
+class Door:
+    """Lets connections with the job's client key into a context's sockets, and no others (ZeroMQ's protocol ZAP).
+
+    Over a network they prove that they have it (CURVE); over a Unix socket, which nobody can listen to, they say it
+    (PLAIN).
+    """
+
+    def __init__(self, context: Context, keys: JobKeys) -> None:
+        self._credentials = {
+            b"CURVE": z85.decode(keys.client_public),
+            b"PLAIN": keys.client_public.encode() + keys.client_secret.encode(),
+        }
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind(_ZAP)
+
+    @property
+    def file(self) -> int:
+        """What to watch for reading."""
+        return int(self._socket.fd)
+
+    def answer(self) -> None:
+        """Answers whoever stands at the door."""
+        while _readable(self._socket):
+            self._socket.send_multipart(self._verdict(self._socket.recv_multipart()))
+
+    def _verdict(self, request: list[bytes]) -> list[bytes]:
+        mechanism = request[_ZAP_FRAMES - 1] if len(request) > _ZAP_FRAMES else b""
+        key = self._credentials.get(mechanism)
+        known = key is not None and hmac.compare_digest(b"".join(request[_ZAP_FRAMES:]), key)
+        status, text = (b"200", b"") if known else (b"400", b"not a key of this job")
+        return [*request[:2], status, text, b"job" if known else b"", b""]
+
+    def close(self) -> None:
+        """Closes it."""
+        self._socket.close(0)
+
+
+class ServerSocket:
+    """A ROUTER with the job's server key in a context of its own, and a door that lets in only the client key."""
+
+    def __init__(self, keys: JobKeys, max_message_bytes: int, link_timeout_s: float, wake: Callable[[], None]) -> None:
+        self._context = new_context()
+        self._door = Door(self._context, keys)
+        self._keys = keys
+        self._socket = self._context.socket(zmq.ROUTER)
+        tune(self._socket, max_message_bytes, link_timeout_s)
+        self._socket.rcvhwm = _RECEIVED
+        self._monitor = Monitor(self._socket, _REFUSED | zmq.EVENT_ACCEPT_FAILED)
+        self._endpoint = ""
+        self._reopens_s = math.inf
+        self._shared = SharedSocket(self._socket, wake)
+        self.send = self._shared.send
+        self.receive = self._shared.receive
+        self.quieten = self._shared.quieten
+
+    def bind(self, host: str, port: int) -> str:
+        """Opens the address and returns it with the port that it got; on an error everything is closed.
+
+        Args:
+            host: an address of this machine; or a folder that only this user may enter, for a Unix socket in it.
+            port: 0 takes a free one; nothing to a Unix socket.
+
+        Raises:
+            RunError: it cannot be had.
+        """
+        place = f"[{host}]" if ":" in host else host
+        try:
+            address = self._bind_in(host) if is_folder(host) else self._bind_to(place, port)
+            self._endpoint = self._last_endpoint()
+            return address
+        except zmq.ZMQError as error:
+            self.close()
+            raise RunError(f"nothing can be served at {place}:{port}: {error}") from error
+
+    def _bind_to(self, place: str, port: int) -> str:
+        self._socket.ipv6 = ":" in place
+        self._socket.curve_server = True
+        self._socket.curve_publickey = self._keys.server_public.encode()
+        self._socket.curve_secretkey = self._keys.server_secret.encode()
+        self._socket.bind(f"tcp://{place}:{port or '*'}")
+        return f"tcp://{place}:{self._last_endpoint().rpartition(':')[2]}"
+
+    def _last_endpoint(self) -> str:
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return endpoint.rstrip(b"\0").decode()
+
+    def _bind_in(self, folder: str) -> str:
+        address = f"ipc://{folder}/{secrets.token_hex(8)}"
+        self._socket.plain_server = True
+        self._socket.bind(address)
+        return address
+
+    def watch(self, loop: Loop, receive: Callable[[], None], refused: Callable[[int], None]) -> None:
+        """Lets a loop that has not started wait for it.
+
+        Args:
+            loop: the thread.
+            receive: to run when there may be messages.
+            refused: told the number of connections that were turned away.
+        """
+        _watch(loop, self._door.file, self._door.answer)
+        _watch(loop, self._monitor.file, lambda: self._hear(loop, refused))
+        _watch(loop, self._shared.file, receive)
+
+    def _hear(self, loop: Loop, refused: Callable[[int], None]) -> None:
+        events = self._monitor.events()
+        failed = events.count(zmq.EVENT_ACCEPT_FAILED)
+        refused(len(events) - failed)
+        if failed and self._reopens_s == math.inf:
+            self._reopens_s = time.monotonic() + _REOPEN_S
+            self._shared.do(lambda socket: socket.unbind(self._endpoint))
+        if len(events) == _BATCH:
+            loop.post(lambda: self._hear(loop, refused))
+
+    def tick(self, now_s: float) -> None:
+        """Lets newcomers in again after a pause; called in the loop."""
+        if now_s >= self._reopens_s:
+            self._reopens_s = math.inf
+            try:
+                self._shared.do(lambda socket: socket.bind(self._endpoint))
+            except zmq.ZMQError:  # there is still no descriptor for that
+                self._reopens_s = now_s + _REOPEN_S
+
+    def close(self) -> None:
+        """Closes everything; replies that have not left are lost."""
+        self._monitor.close()
+        self._shared.close()
+        self._door.close()
+        self._context.term()
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a client's socket needs to know.
+
+    Attributes:
+        keys: of the job.
+        max_message_bytes: longest tensor that is received.
+        link_timeout_s: silence of the network after which a connection counts as broken.
+    """
+
+    keys: JobKeys
+    max_message_bytes: int
+    link_timeout_s: float
+
+
+class LinkNews(Enum):
+    """What a connection's end learns of its link."""
+
+    BROKEN = auto()
+    """The connection stood and is lost: what was under way on it may or may not have arrived."""
+    REFUSED = auto()
+    """The other end does not let these keys in; nobody tries again."""
+    USELESS = auto()
+    """The other end does not speak the protocol; nobody tries again."""
+
+
+def is_folder(host: str) -> bool:
+    """Whether what is served there is served over Unix sockets in this folder."""
+    return host.startswith("/")
+
+
+def _introduce(socket: Socket, address: str, keys: JobKeys) -> None:
+    """Has a socket prove, or over a Unix socket say, that it has the job's keys."""
+    if address.startswith("ipc://"):
+        socket.plain_username = keys.client_public.encode()
+        socket.plain_password = keys.client_secret.encode()
+        return
+    socket.curve_serverkey = keys.server_public.encode()
+    socket.curve_publickey = keys.client_public.encode()
+    socket.curve_secretkey = keys.client_secret.encode()
+
+
+class ClientSocket:
+    """A DEALER with the job's client key, for one network connection; made and closed by the loop's thread.
+
+    As long as the connection has not stood, ZeroMQ goes on trying; once it has broken, the socket is of no more use:
+    nobody could say which of the messages in it have left.
+    """
+
+    def __init__(self, context: Context, address: str, line: Line, wake: Callable[[], None]) -> None:
+        socket = context.socket(zmq.DEALER)
+        tune(socket, line.max_message_bytes, line.link_timeout_s)
+        socket.rcvhwm = 0
+        socket.ipv6 = "[" in address
+        socket.connect_timeout = 2_000  # a lost first packet would otherwise be repeated at growing intervals
+        socket.reconnect_ivl = 100
+        socket.reconnect_ivl_max = 1_000
+        _introduce(socket, address, line.keys)
+        self._monitor = Monitor(socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED)
+        self._shared = SharedSocket(socket, wake)
+        self._stood = False
+        self.send = self._shared.send
+        self.receive = self._shared.receive
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            self._close(0)
+            raise RunError(f"there can be no peer at {address}: {error}") from error
+
+    def watch(self, loop: Loop, receive: Callable[[], None], news: Callable[[LinkNews], None]) -> None:
+        """Lets the loop wait for messages and for news; called in the loop."""
+        _watch(loop, self._monitor.file, lambda: self._tell(news))
+        _watch(loop, self._shared.file, receive)
+
+    def _tell(self, news: Callable[[LinkNews], None]) -> None:
+        found = set()
+        for event in self._monitor.events():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stood = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                found.add(LinkNews.REFUSED)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                found.add(LinkNews.USELESS)
+            elif event == zmq.EVENT_DISCONNECTED and self._stood:
+                found.add(LinkNews.BROKEN)
+        for item in found:  # last, because the listener may close this socket
+            news(item)
+
+    def close(self, loop: Loop, linger_ms: int = 0) -> None:
+        """Closes it, called in the loop; what was sent may go on leaving for so long."""
+        loop.unwatch(self._monitor.file)
+        loop.unwatch(self._shared.file)
+        self._close(linger_ms)
+
+    def _close(self, linger_ms: int) -> None:
+        self._monitor.close()
+        self._shared.close(linger_ms)

@@ -1,0 +1,95 @@
+"""The seam between averaging and what moves the vectors.
+
+`P` dense parameters.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from shadowsync.errors import RunError
+from shadowsync.rpc.connection import Connection
+from shadowsync.sync.averaging_service import Note, Notes, Wanted
+
+
+class RingBroken(RunError):
+    """A ring is void: a member of it died, could not be reached or has given it up."""
+
+
+class Ring(Protocol):
+    """A way to reduce among the members of one epoch (`gloo.GlooRing`)."""
+
+    def mean(self, vector: Tensor) -> Future[Tensor]:
+        """The mean of the members' `[P]` vectors, float32, the same bits for all; they move in the vector's type."""
+        ...
+
+    def gather(self, message: Tensor, most: int) -> Future[tuple[Tensor, ...] | None]:
+        """The members' messages (bytes) in their order, for all; None for all if they are more than `most` together."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is under way, here and so at the other members; returns at once."""
+        ...
+
+
+class Board(Protocol):
+    """How the members of a ring tell each other where they listen."""
+
+    def pin(self, key: str, value: bytes) -> None:
+        """Tells the others."""
+        ...
+
+    def read(self, keys: Sequence[str]) -> tuple[bytes, ...]:
+        """Waits until all of these have been told.
+
+        Raises:
+            RingBroken: the ring is void.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One member's place in a ring.
+
+    Attributes:
+        epoch: of the ring.
+        position: of this member, from 0.
+        size: members.
+        board: the way to the others while it is built.
+    """
+
+    epoch: int
+    position: int
+    size: int
+    board: Board
+
+
+MakeRing = Callable[[Seat], Ring]
+
+
+@dataclass(frozen=True)
+class RemoteBoard:
+    """The driver's board, for one ring."""
+
+    connection: Connection
+    rank: int
+    epoch: int
+    poll_s: float
+
+    def pin(self, key: str, value: bytes) -> None:
+        self.connection.call("note", Note(self.rank, self.epoch, key, value)).result()
+
+    def read(self, keys: Sequence[str]) -> tuple[bytes, ...]:
+        wanted, pause = Wanted(self.rank, self.epoch, tuple(keys)), threading.Event()
+        while True:
+            notes = self.connection.call("notes", wanted).result().read(Notes)
+            if not notes.valid:
+                raise RingBroken(f"ring {self.epoch} is void")
+            if notes.values is not None:
+                return notes.values
+            pause.wait(self.poll_s)

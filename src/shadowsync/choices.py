@@ -38,6 +38,7 @@ WARMUP_SAMPLES, WARMUP_STEPS = 50_000, 20
 RAYS_OWN = {"CPU", "GPU", "memory", "object_store_memory"}
 IN_PROCESS_KEYS = {"runtime", "dense_servers", "server_memory_gib"}
 CLUSTER_KEYS: Mapping[str, set[str]] = {
+    "auto": IN_PROCESS_KEYS | {"address"},
     "inprocess": IN_PROCESS_KEYS,
     "processes": IN_PROCESS_KEYS | {"readers", "min_trainers", "max_trainers", "lost_after_s"},
     "ray": set(ClusterConfig.model_fields),
@@ -131,7 +132,7 @@ def _most_roles(config: Config, method: SyncMethod) -> dict[str, int]:
     """How many of each kind may fail at most; servers that get no rows or no parameters drop out later."""
     cluster, trainers = config.cluster, config.train.trainers
     most = {"embedding": server_count(config), "trainer": trainers}
-    if cluster.runtime == "inprocess":
+    if cluster.runtime in ("auto", "inprocess"):
         return most
     readers = cluster.readers or (1 if cluster.address is None else trainers)
     central = method.centralised or config.aggregation.method is not None
@@ -322,8 +323,8 @@ def _check_cluster(config: Config) -> None:
     """Raises `ConfigError` for what has no effect or cannot be met."""
     cluster, train = config.cluster, config.train
     for key in sorted(cluster.model_fields_set - CLUSTER_KEYS[cluster.runtime]):
-        where = "in one process" if cluster.runtime == "inprocess" else "on one machine"
-        able = " or ".join(runtime for runtime, keys in CLUSTER_KEYS.items() if key in keys)
+        where = "on one machine" if cluster.runtime == "processes" else "in one process"
+        able = " or ".join(runtime for runtime, keys in CLUSTER_KEYS.items() if key in keys and runtime != "auto")
         raise ConfigError(f"cluster.{key} has no effect {where}: set cluster.runtime={able}, or leave it out")
     for key in ("trainer_resource", "server_resource"):
         if (name := getattr(cluster, key)) in RAYS_OWN:
@@ -413,7 +414,7 @@ def _check_dense_servers(config: Config) -> None:
 def _one_dense_server(config: Config) -> str | None:
     """With what more than one would have no effect; None if they have one."""
     if config.aggregation.method is not None:
-        near = config.cluster.runtime == "inprocess"
+        near = config.cluster.runtime in ("auto", "inprocess")
         return f"aggregation.method={config.aggregation.method} in one process" if near else None
     method = choose("sync.method", config.sync.method, "shadowsync.sync", SyncMethod)
     return None if method.centralised else f"sync.method={config.sync.method}, which keeps no central copy"

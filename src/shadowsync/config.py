@@ -312,8 +312,10 @@ class RecoveryConfig(Section):
 class ClusterConfig(Section):
     """Where roles run."""
 
-    runtime: Literal["inprocess", "processes", "ray"] = Field(
-        "inprocess", description="where roles run: threads, processes on this machine, or actors on a Ray cluster"
+    runtime: Literal["auto", "inprocess", "processes", "ray"] = Field(
+        "auto",
+        description="where roles run: threads, processes on this machine, or actors on a Ray cluster; auto takes "
+        "processes for several trainers on four cores and more, and says so",
     )
     address: str | None = Field(
         None,

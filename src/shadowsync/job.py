@@ -60,6 +60,7 @@ from shadowsync.runs import (
     new_folder,
     only_writer,
 )
+from shadowsync.runtime_choice import where_roles_run, with_runtime
 from shadowsync.safekeeping import Safekeeping
 from shadowsync.session import Material, Newest, Own, RolePlace, Session, no_failures
 
@@ -137,11 +138,13 @@ class Job:
         resume: Path | str | None = None,
         failures: Callable[[int, int], None] = no_failures,
     ) -> None:
-        self.config = config if isinstance(config, Config) else parse(dict(config or {}))
+        asked = config if isinstance(config, Config) else parse(dict(config or {}))
+        self.own = Own(model, tables, failures)
+        self.where = where_roles_run(asked, self.own)
+        self.config = with_runtime(asked, self.where)
         self.choices = choose_all(self.config, own_model=model is not None)
         self.resume = Path(resume) if resume is not None else None
         self.out = Path(out) if out is not None else self.resume or new_folder()
-        self.own = Own(model, tables, failures)
 
     def run(self, console: Console | None = None, on_frame: Callable[[Frame], None] | None = None) -> Result:
         """Trains to the end, evaluates on the test rows, and writes the results into `out`.
@@ -741,16 +744,17 @@ def _headline(job: Job) -> str:
     return (
         f"{job.config.data.name}: {train.trainers} trainer(s) of {train.workers} worker(s), "
         f"{server_count(job.config)} embedding server(s) ({choices.storage.name}), "
-        f"{_method(choices, train.batch_size)}{_runtime(job.config)}; results go to {job.out}"
+        f"{_method(choices, train.batch_size)}{_runtime(job.config, job.where.why)}; results go to {job.out}"
     )
 
 
-def _runtime(config: Config) -> str:
-    """Where the roles are to be, unless in this process."""
+def _runtime(config: Config, why: str) -> str:
+    """Where the roles are to be, and why there."""
+    because = f" ({why})" if why else ""
     if config.cluster.runtime == "inprocess":
-        return ""
+        return f", all in one process{because}"
     if config.cluster.runtime == "processes":
-        return ", each role a process"
+        return f", each role a process{because}"
     where = f"the Ray cluster at {config.cluster.address}" if config.cluster.address else "a Ray started for this job"
     return f", each role a process on {where}"
 

@@ -69,7 +69,7 @@ def _check_used(config: RecoveryConfig, mode: str, runtime: str) -> None:
     """Raises `ConfigError` for a key that was set to something else than its default and changes nothing."""
     policy = policies(config.target_pls).get(mode)
     idle: dict[str, str] = {}
-    if runtime != "inprocess":
+    if runtime in ("processes", "ray"):
         idle["emulate_job_s"] = f"cluster.runtime={runtime}: set cluster.runtime=inprocess"
     if config.priority == EVERYTHING:
         idle |= dict.fromkeys(("share", "min_rows"), "recovery.priority=all: set scar, mfu or ssu")

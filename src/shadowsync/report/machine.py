@@ -26,7 +26,7 @@ def machine() -> dict[str, str | int | float]:
     facts: dict[str, str | int | float] = {
         "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
-        "cores": _cores(),
+        "cores": cores(),
     }
     memory = memory_bytes()
     return {**facts, "memory_gb": round(memory / 1e9, 1)} if memory else facts
@@ -47,7 +47,8 @@ def _processor() -> str:
     return f"{name} ({', '.join(about)})" if about else name
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -24,12 +24,18 @@ def send(end: socket.socket, message: Any) -> None:
         OSError: the other end is closed.
         Unsendable: nothing was sent.
     """
-    try:
-        data = cloudpickle.dumps(message)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise Unsendable(str(error)) from error
+    data = packed(message)
     end.sendall(len(data).to_bytes(_LENGTH, "big"))
     end.sendall(data)
+
+
+def packed(message: Any) -> bytes:
+    """What crosses for it; raises `Unsendable`."""
+    try:
+        data: bytes = cloudpickle.dumps(message)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise Unsendable(str(error)) from error
+    return data
 
 
 def receive(end: socket.socket) -> Any:

@@ -1,0 +1,87 @@
+"""Where roles run if nobody says so, and that it is said."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_helpers import settings, write_rows
+from rich.console import Console
+from torch import nn
+
+from shadowsync import Job, runtime_choice
+from shadowsync.config import parse
+from shadowsync.runtime_choice import Where, where_roles_run, with_runtime
+from shadowsync.session import Own
+
+
+class Locked(nn.Module):
+    """A model that holds what no other process can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def chosen(own: Own | None = None, **sections: Any) -> Where:
+    return where_roles_run(parse(sections), own or Own())
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_choice, "cores", lambda: 16)
+
+
+def test_on_few_cores_roles_are_threads() -> None:
+    assert chosen(train={"trainers": 8}) == Where("inprocess", "2 cores")
+
+
+@pytest.mark.usefixtures("many_cores")
+def test_on_many_cores_several_trainers_are_processes() -> None:
+    assert chosen(train={"trainers": 4}) == Where("processes", "4 trainers on 16 cores")
+
+
+@pytest.mark.usefixtures("many_cores")
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"train": {"trainers": 1}}, "one trainer"),
+        ({"train": {"device": "cuda"}}, "trainers share cuda"),
+        ({"aggregation": {"method": "gba"}}, "gradients are gathered in one place"),
+        ({"recovery": {"inject": "at:1"}}, "failures are emulated"),
+        ({"recovery": {"emulate_job_s": 60.0}}, "failures are emulated"),
+    ],
+    ids=str,
+)
+def test_what_speaks_against_processes_is_said(sections: dict[str, Any], why: str) -> None:
+    assert chosen(**sections) == Where("inprocess", why)
+
+
+@pytest.mark.usefixtures("many_cores")
+def test_a_model_that_cannot_be_sent_stays_in_this_process() -> None:
+    assert chosen(Own(Locked())).runtime == "inprocess"
+    assert chosen(Own(nn.Linear(2, 1))).runtime == "processes"
+
+
+@pytest.mark.usefixtures("many_cores")
+def test_without_shared_memory_roles_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_choice, "can_share", lambda: False)
+    assert chosen().runtime == "inprocess"
+
+
+def test_what_the_user_says_counts() -> None:
+    assert chosen(cluster={"runtime": "processes"}) == Where("processes", "")
+    assert chosen(cluster={"address": "auto"}) == Where("ray", "cluster.address is given")
+
+
+def test_what_was_chosen_stands_in_the_result(tmp_path: Path) -> None:
+    config = settings(write_rows(tmp_path / "rows.parquet", 40))
+    job = Job(config, out=tmp_path / "out")
+    assert job.config.cluster.runtime == "inprocess"
+    assert job.run(Console(quiet=True)).config["cluster"]["runtime"] == "inprocess"
+    assert "runtime" not in (tmp_path / "out/config.yaml").read_text(), "another machine may choose otherwise"
+
+
+def test_a_choice_changes_nothing_else() -> None:
+    config = parse({"train": {"trainers": 3}})
+    assert with_runtime(config, Where("inprocess", "")).train == config.train

@@ -13,7 +13,7 @@ from shadowsync.runtime.runtime import Builder, Order, Place, RoleProcess, Runti
 from shadowsync.session import Happenings, RolePlace
 
 _LOG = logging.getLogger(__name__)
-WATCH_S = 0.25
+WATCH_S = 0.1
 UNREACHABLE_S = 3.5
 START_S = 120.0
 BUILD_S = 300.0

@@ -1,9 +1,9 @@
-"""A process that has loaded what roles need, and forks one of them in milliseconds whenever it is asked to.
+"""A process that has loaded what roles need, and has one of them ready whenever it is asked to.
 
 It is started by `processes.Processes`, which gives it its end of a pair of sockets. It has one thread (what it loads
-starts none that does not survive a fork), so that its children begin in a known state. A request comes with a socket,
-over which the child and the driver talk from then on. It tells the driver how each of its children ended, and ends with
-the driver.
+starts none that does not survive a fork), so that its children begin in a known state. One child is always ready: it
+has also loaded what starts threads, and waits to hear whose role it is. A request comes with a socket, over which that
+child and the driver talk from then on. The server tells the driver how each of its children ended, and ends with it.
 """
 
 import importlib
@@ -13,11 +13,13 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 PRELOADED = ("torch", "numpy", "msgspec", "pydantic", "omegaconf", "safetensors.torch", "zmq", "cloudpickle")
 """What every role needs and takes long to import. Not polars, which starts threads when it is imported."""
 EXTRAS = ("fbgemm_gpu",)
+READY = ("shadowsync.runtime.child", "shadowsync.cluster.trainer_part", "shadowsync.cluster.stepper_part")
+"""What a child imports while it waits."""
 
 FORK, KILL = b"f", b"k"
 ENDED = struct.Struct("!ii")
@@ -26,67 +28,108 @@ NUMBER = struct.Struct("!i")
 
 
 def run(end: socket.socket) -> None:
-    """Serves until the driver closes its end. Returns in the children only."""
+    """Serves until the driver closes its end."""
     for name in PRELOADED:
         importlib.import_module(name)
     for name in EXTRAS:
         _import_if_there(name)
-    woken, waker = socket.socketpair()
-    waker.setblocking(False)
-    woken.setblocking(False)
-    signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to see to
-    children: set[int] = set()
-    for message, given in _messages(end, woken, children):
-        if message[:1] == KILL:
-            (pid,) = NUMBER.unpack(message[1:])
-            if pid in children:  # it was not waited for yet, so that nobody else has its number
-                os.kill(pid, signal.SIGKILL)
-            continue
+    _ForkServer(end).serve()
+
+
+@dataclass
+class _ForkServer:
+    """The server.
+
+    Attributes:
+        end: of the way to the driver.
+        children: that have not ended, as far as is known.
+    """
+
+    end: socket.socket
+    children: set[int] = field(default_factory=set)
+    _ready: socket.socket | None = None
+
+    def __post_init__(self) -> None:
+        self._woken, self._waker = socket.socketpair()
+        for one in (self._woken, self._waker):
+            one.setblocking(False)
+
+    def serve(self) -> None:
+        """Does what the driver asks for, and tells of children that end meanwhile."""
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to see to
+        self._make_ready()
+        while True:
+            ready, _, _ = select.select([self.end, self._woken], [], [])
+            if self._woken in ready:
+                self._woken.recv(1 << 12)
+                self._tell_of_ended()
+            if self.end in ready:
+                message, given, _, _ = socket.recv_fds(self.end, 64, 1)
+                if not message:
+                    os._exit(0)
+                if message[:1] == KILL:
+                    self._kill(*NUMBER.unpack(message[1:]))
+                else:
+                    self._hand_over(given[0])
+
+    def _kill(self, pid: int) -> None:
+        if pid in self.children:  # it was not waited for yet, so that nobody else has its number
+            os.kill(pid, signal.SIGKILL)
+
+    def _hand_over(self, handle: int) -> None:
+        """The child that is ready becomes a role; another one gets ready."""
+        for _ in range(2):  # the first one may have been killed while it waited
+            try:
+                assert self._ready is not None
+                socket.send_fds(self._ready, [FORK], [handle])
+                break
+            except OSError:
+                self._make_ready()
+        os.close(handle)
+        self._make_ready()
+
+    def _make_ready(self) -> None:
+        if self._ready is not None:
+            self._ready.close()
+        mine, its = socket.socketpair()
         pid = os.fork()
-        if pid:
-            children.add(pid)
-            os.close(given)
-            continue
-        _forget_server(end, woken, waker)
-        from shadowsync.runtime.child import live  # noqa: PLC0415 (only after the fork: it imports polars)
-
-        live(socket.socket(fileno=given))
-
-
-def _messages(end: socket.socket, woken: socket.socket, children: set[int]) -> Iterator[tuple[bytes, int]]:
-    """What the driver asks for, each with the socket that came along; meanwhile children that end are told of."""
-    while True:
-        ready, _, _ = select.select([end, woken], [], [])
-        if woken in ready:
-            woken.recv(1 << 12)
-            _tell_of_ended(end, children)
-        if end in ready:
-            message, given, _, _ = socket.recv_fds(end, 64, 1)
-            if not message:
-                os._exit(0)
-            yield message, given[0] if given else -1
-
-
-def _tell_of_ended(end: socket.socket, children: set[int]) -> None:
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
-            return
-        children.discard(pid)
-        try:
-            end.send(ENDED.pack(pid, status))
-        except OSError:
-            os._exit(0)
+            self._forget(mine)
+            _wait_for_role(its)
+        its.close()
+        self.children.add(pid)
+        self._ready = mine
+
+    def _tell_of_ended(self) -> None:
+        while self.children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            self.children.discard(pid)
+            try:
+                self.end.send(ENDED.pack(pid, status))
+            except OSError:
+                os._exit(0)
+
+    def _forget(self, mine: socket.socket) -> None:
+        """A child has no part in what the server hears and says."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for one in (self.end, self._woken, self._waker, mine):
+            one.close()
 
 
-def _forget_server(*ends: socket.socket) -> None:
-    """A child has no part in what the server hears and says."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for end in ends:
-        end.close()
+def _wait_for_role(way: socket.socket) -> None:
+    """Gets ready, takes the way to the driver, and becomes the role that the driver says; never returns."""
+    for name in READY:
+        importlib.import_module(name)
+    message, given, _, _ = socket.recv_fds(way, 1, 1)
+    if not message:
+        os._exit(0)  # nobody wants it any more
+    way.close()
+    sys.modules[READY[0]].live(socket.socket(fileno=given[0]))
 
 
 def _import_if_there(name: str) -> None:

@@ -122,7 +122,11 @@ class RecordTaker:
 def _checked(
     trainer: int, sizes: Tensor, ages: Tensor, measured: tuple[Tensor, Tensor] | None
 ) -> tuple[list[int], list[float]]:
-    """Sizes and ages."""
+    """Sizes and ages.
+
+    Raises:
+        DataError: they do not fit each other, or what was measured.
+    """
     tensors, kinds = [sizes, ages, *(measured or ())], [torch.int32, torch.float32, torch.float16, torch.uint8]
     fits = all(tensor.dtype == kind and tensor.dim() == 1 for tensor, kind in zip(tensors, kinds, strict=False))
     if not fits or not 0 <= trainer < MOST_TRAINERS or len(sizes) != len(ages):

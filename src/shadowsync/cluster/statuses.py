@@ -31,8 +31,7 @@ class _Seen:
     untold: list[str] = field(default_factory=list)
 
     def hear(self, answered: Pending[TrainerStatus]) -> TrainerStatus:
-        """Takes note of a status, which was asked for the sentences that were not heard; one that could not be told is
-        a fault.
+        """Takes note of a status, which was asked for sentences that were not heard; why it has none is a fault.
 
         Raises:
             PeerLost, CallTimeout: the trainer is gone.

@@ -1,4 +1,4 @@
-"""What the driver and a trainer say to each other."""
+"""What crosses beside the tensors of a trainer's image."""
 
 from shadowsync.rpc.service import Meta
 

@@ -17,10 +17,12 @@ from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.served import Served
 from shadowsync.rpc.service import Service
-from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
-from shadowsync.sync.averaging_service import AveragingService, Note, Wanted
+from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging, RemoteBoard
+from shadowsync.sync.averaging_service import AveragingService
 from shadowsync.sync.rendezvous import Left
+from shadowsync.sync.ring import RingBroken
 
 Connect = Callable[[Service, int], list[Connection]]
 SOON = AveragingOptions(poll_s=0.001, check_s=0.02)
@@ -57,7 +59,8 @@ class Trainers:
         self, n: int, hall: Hall, threads: Threads, connect: Connect | None = None, codec: Codec | None = None
     ) -> None:
         self.service, self.hall, self.codec = threads.serve(n, n), hall, codec or Plain()
-        connections = connect(self.service, n) if connect else [DirectConnection(self.service) for _ in range(n)]
+        served = Served(self.service)
+        connections = connect(served, n) if connect else [DirectConnection(served) for _ in range(n)]
         self.connections, self.counters = connections, [WireCounter() for _ in range(n)]
         self.ends = [self.end(rank, connections[rank]) for rank in range(n)]
 
@@ -178,7 +181,7 @@ def test_a_trainer_started_anew_takes_its_place(threads: Threads, connect: Conne
     """Before anybody noticed that it had died; the old one, should it still live, is not listened to."""
     trainers = Trainers(1, Hall(), threads, connect)
     assert trainers.ends[0].mean(ones(2)).tolist() == [2, 2, 2]
-    (connection,) = connect(trainers.service, 1)
+    (connection,) = connect(Served(trainers.service), 1)
     anew = trainers.end(0, connection)
     anew.join()
     assert anew.mean(ones(3)).tolist() == [3, 3, 3]
@@ -206,7 +209,7 @@ def test_trainers_that_never_reach_each_other_say_so(threads: Threads) -> None:
 def test_it_works_without_holding_calls(seats: int, threads: Threads) -> None:
     trainers = Trainers(3, Hall(), threads)
     service = threads.serve(3, seats)
-    ends = [trainers.end(rank, DirectConnection(service)) for rank in range(3)]
+    ends = [trainers.end(rank, DirectConnection(Served(service))) for rank in range(3)]
     for turn in range(3):
         got = [threads.submit(end.mean, ones(float(rank + turn))) for rank, end in enumerate(ends)]
         assert [result(g) for g in got] == [[1 + turn] * 3] * 3
@@ -275,9 +278,11 @@ def test_the_board_is_for_members_of_the_ring_only(threads: Threads, connect: Co
     first.board.pin("a", b"1")
     first.board.pin("b", b"2")
     assert reading.result(PATIENCE_S) == (b"1", b"2")
-    (stranger,) = connect(trainers.service, 1)
-    stranger.call("note", Note(0, 1, "a", b"forged")).result()
-    assert stranger.call("notes", Wanted(0, 1, ("a",))).result().meta == b"\x92\xc0\xc2", "no values, not valid"
+    (stranger,) = connect(Served(trainers.service), 1)
+    forged = RemoteBoard(stranger, 0, 1, SOON.poll_s)
+    forged.pin("a", b"forged")
+    with pytest.raises(RingBroken, match="ring 1 is void"):
+        forged.read(["a"])
     assert second.board.read(["a"]) == (b"1",)
     with pytest.raises(DataError, match="at most"):
         first.board.pin("c", b"x" * 70_000)

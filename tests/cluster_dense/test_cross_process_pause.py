@@ -12,6 +12,7 @@ from shadowsync.compression.channel import Line
 from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
+from shadowsync.rpc.served import Served
 from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
 from shadowsync.sync.averaging_service import AveragingService
 from shadowsync.sync.background import Background
@@ -30,7 +31,7 @@ class Process:
 
     def __init__(self, rank: int, service: AveragingService, hall: Hall, schedule: Schedule) -> None:
         self.gate, self.weights = Gate(), torch.full((3,), float(rank))
-        averaging = RemoteAveraging(rank, DirectConnection(service), hall.ring, Plain(), WireCounter(), OPTIONS)
+        averaging = RemoteAveraging(rank, DirectConnection(Served(service)), hall.ring, Plain(), WireCounter(), OPTIONS)
         self.group = RemoteGroup(rank, averaging, DenseRemote([], [], Line("dense", Plain(), WireCounter())), self.gate)
         method = ModelAveraging(alpha=1.0)
         self.driver: Driver = schedule.drive(Synchronisation(method, self.weights, self.group, 2, self.gate))

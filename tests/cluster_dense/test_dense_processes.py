@@ -12,6 +12,7 @@ import msgspec
 from rings import until
 
 from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.served import Served
 from shadowsync.rpc.server import ServerOptions, WireServer
 from shadowsync.sync.averaging_service import AveragingService
 
@@ -46,7 +47,7 @@ def test_the_others_finish_with_the_mean_of_those_alive(tmp_path: Path) -> None:
     def send(rank: int, number: int) -> None:
         os.kill(int((tmp_path / f"{rank}.pid").read_text()), number)
 
-    with closing(WireServer(service, keys, ServerOptions(threads=6))) as server:
+    with closing(WireServer(Served(service), keys, ServerOptions(threads=6))) as server:
         server.start()
         with members(tmp_path, server.address, keys) as parent:
             until(lambda: lines(3) == ["deaf"])

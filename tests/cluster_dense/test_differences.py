@@ -24,6 +24,7 @@ from shadowsync.errors import DataError, NonFiniteTensor, RunError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.bundle import bundle, frames_of
 from shadowsync.rpc.connection import DirectConnection
+from shadowsync.rpc.served import Served
 from shadowsync.sync.averaging_local import LocalDifferences, mean_of
 from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
 from shadowsync.sync.averaging_service import AveragingService
@@ -348,7 +349,7 @@ class Far:
         self.present = set(range(n))
 
     def end(self, rank: int) -> RemoteAveraging:
-        connection = DirectConnection(self.service)
+        connection = DirectConnection(Served(self.service))
         return RemoteAveraging(rank, connection, self.make_ring, self.codec, self.counter, SOON)
 
     def go_and_come(self, ranks: set[int]) -> None:

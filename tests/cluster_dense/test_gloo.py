@@ -16,6 +16,7 @@ from shadowsync.compression.channel import Line
 from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
+from shadowsync.rpc.served import Served
 from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
 from shadowsync.sync.averaging_service import AveragingService
 from shadowsync.sync.gloo import GlooOptions, GlooRing
@@ -134,7 +135,7 @@ class Both:
         self.near = Averaging(range(n), Line("dense", codec, self.counters[0]), nullcontext)
         service, options = AveragingService(range(n), seats=n), AveragingOptions(check_s=0.05)
         self.far = [
-            RemoteAveraging(rank, DirectConnection(service), GlooRing, codec, self.counters[1], options)
+            RemoteAveraging(rank, DirectConnection(Served(service)), GlooRing, codec, self.counters[1], options)
             for rank in range(n)
         ]
 

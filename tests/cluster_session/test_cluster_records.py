@@ -5,30 +5,22 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from shadowsync.cluster import records
-from shadowsync.cluster.records import Records, RecordSender, RecordTaker
+from shadowsync.cluster.records import RecordSender, RecordTaker
 from shadowsync.errors import DataError
 from shadowsync.metrics.recorder import Recorder
 from shadowsync.rpc.connection import Answer, Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.service import Meta, Method, Reply, Request, encode_meta
+from shadowsync.rpc.served import Packed, Served, served
+from shadowsync.rpc.service import Meta
 
 WINDOW = 10_000
 Batches = list[tuple[Tensor, Tensor]]
-
-
-class Desk:
-    """Serves a taker."""
-
-    def __init__(self, taker: RecordTaker) -> None:
-        self.methods = {"records": Method(taker.take)}
-
-    def client_gone(self, client: str) -> None:
-        """Keeps nothing."""
 
 
 class Slow(Connection):
@@ -80,7 +72,7 @@ def taker_of(recorder: Recorder, generation: int = 1) -> RecordTaker:
 def test_counts_are_the_same_and_quality_is_near() -> None:
     near, far = Recorder(2, WINDOW), Recorder(2, WINDOW)
     taker = taker_of(far)
-    senders = [RecordSender(DirectConnection(Desk(taker)), rank, 1) for rank in range(2)]
+    senders = [RecordSender(DirectConnection(Served(taker)), rank, 1) for rank in range(2)]
     for number, (logits, labels) in enumerate(batches()):
         near.record(number % 2, logits, labels)
         senders[number % 2].record(number % 2, logits, labels)
@@ -101,7 +93,7 @@ def test_counts_are_the_same_and_quality_is_near() -> None:
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
 def test_logits_of_any_float_type_and_shape_are_taken(kind: torch.dtype) -> None:
     recorder = Recorder(1, WINDOW)
-    sender = RecordSender(DirectConnection(Desk(taker_of(recorder))), 0, 1)
+    sender = RecordSender(DirectConnection(Served(taker_of(recorder))), 0, 1)
     logits, labels = batches(1)[0]
     sender.record(0, logits.to(kind), labels)
     assert sender.flush(5)
@@ -114,7 +106,7 @@ def test_the_time_of_a_batch_is_when_it_was_done_not_when_it_was_told() -> None:
     clock = [100.0]
     recorder = Recorder(1, WINDOW, lambda: clock[0])
     taker = taker_of(recorder)
-    taker.take(request(sizes=[4, 4, 4], ages=[6.0, 3.0, 0.0]))
+    taker.records(*told(sizes=[4, 4, 4], ages=[6.0, 3.0, 0.0]))
     speed = recorder.speed()
     assert (speed.samples, speed.iterations) == (12, 3)
     assert speed.seconds == pytest.approx(6.0)
@@ -123,7 +115,7 @@ def test_the_time_of_a_batch_is_when_it_was_done_not_when_it_was_told() -> None:
 
 def test_a_driver_that_is_behind_with_answers_still_counts_everything() -> None:
     recorder = Recorder(1, WINDOW)
-    slow = Slow(DirectConnection(Desk(taker_of(recorder))))
+    slow = Slow(DirectConnection(Served(taker_of(recorder))))
     sender = RecordSender(slow, 0, 1)
     made = batches(records.UNDER_WAY + 3)
     for logits, labels in made:
@@ -142,7 +134,7 @@ def test_a_driver_that_is_behind_with_answers_still_counts_everything() -> None:
 
 
 def test_flush_waits_for_the_answers() -> None:
-    slow = Slow(DirectConnection(Desk(taker_of(Recorder(1, WINDOW)))))
+    slow = Slow(DirectConnection(Served(taker_of(Recorder(1, WINDOW)))))
     sender = RecordSender(slow, 0, 1)
     assert sender.flush(0)  # there is nothing to wait for
     assert not slow.calls
@@ -154,7 +146,7 @@ def test_flush_waits_for_the_answers() -> None:
 
 
 def test_a_lost_driver_ends_the_wait() -> None:
-    slow = Slow(DirectConnection(Desk(taker_of(Recorder(1, WINDOW)))))
+    slow = Slow(DirectConnection(Served(taker_of(Recorder(1, WINDOW)))))
     sender = RecordSender(slow, 0, 1)
     sender.record(0, *batches(1)[0])
     assert not sender.flush(0)
@@ -165,26 +157,29 @@ def test_a_lost_driver_ends_the_wait() -> None:
 
 def test_it_sends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "EVERY_S", 0.01)
-    recorder, told = Recorder(1, WINDOW), threading.Event()
-    taker = taker_of(recorder)
+    recorder, heard = Recorder(1, WINDOW), threading.Event()
 
-    class Telling(Desk):
-        def __init__(self) -> None:
-            self.methods = {"records": Method(self._take)}
+    class Telling(RecordTaker):
+        @served()
+        def records(
+            self, trainer: int, generation: int, sizes: Tensor, ages: Tensor, measured: tuple[Tensor, Tensor] | None
+        ) -> None:
+            super().records(trainer, generation, sizes, ages, measured)
+            heard.set()
 
-        def _take(self, request: Request) -> Reply:
-            reply = taker.take(request)
-            told.set()
-            return reply
-
-    sender = RecordSender(DirectConnection(Telling()), 0, 1)
+    taker = Telling(recorder)
+    taker.generation = 1
+    sender = RecordSender(DirectConnection(Served(taker)), 0, 1)
     sender.record(0, *batches(1)[0])
-    assert told.wait(120)
+    assert heard.wait(120)
     sender.close()
     assert recorder.samples == 32
 
 
-def request(
+Told = tuple[int, int, Tensor, Tensor, tuple[Tensor, Tensor] | None]
+
+
+def told(
     sizes: Any = (2, 3),
     ages: Any = (0.1, 0.0),
     *,
@@ -193,67 +188,71 @@ def request(
     trainer: int = 0,
     generation: int = 1,
     kinds: dict[str, torch.dtype] | None = None,
-) -> Request:
-    """What a sender sends, with anything in it wrong."""
+) -> Told:
+    """What a sender tells, with anything in it wrong."""
     kinds = kinds or {}
     sizes = torch.tensor(sizes, dtype=kinds.get("sizes", torch.int32))
     samples = int(sizes.sum()) if samples is None else samples
-    tensors = [sizes, torch.tensor(ages, dtype=kinds.get("ages", torch.float32))]
-    if measured:
-        tensors += [
-            torch.zeros(samples, dtype=kinds.get("logits", torch.float16)),
-            torch.ones(samples, dtype=kinds.get("labels", torch.uint8)),
-        ]
-    return Request("records", encode_meta(Records(trainer, generation, measured)), tuple(tensors), "somebody")
-
-
-def without(made: Request, index: int) -> Request:
-    tensors = tuple(tensor for i, tensor in enumerate(made.tensors) if i != index)
-    return Request(made.method, made.meta, tensors, made.client)
+    logits = torch.zeros(samples, dtype=kinds.get("logits", torch.float16))
+    labels = torch.ones(samples, dtype=kinds.get("labels", torch.uint8))
+    ages = torch.tensor(ages, dtype=kinds.get("ages", torch.float32))
+    return trainer, generation, sizes, ages, (logits, labels) if measured else None
 
 
 MALFORMED = {
-    "no tensors": Request("records", request().meta, (), "somebody"),
-    "labels are missing": without(request(), 3),
-    "logits though not measured": Request("records", request(measured=False).meta, request().tensors, "somebody"),
-    "measured without logits": Request("records", request().meta, request(measured=False).tensors, "somebody"),
-    "sizes of another type": request(kinds={"sizes": torch.int64}),
-    "ages of another type": request(kinds={"ages": torch.float64}),
-    "logits of another type": request(kinds={"logits": torch.float32}),
-    "labels of another type": request(kinds={"labels": torch.int8}),
-    "sizes of two dimensions": request(sizes=[[2, 3]], ages=[0.1]),
-    "fewer ages than sizes": request(ages=[0.1]),
-    "too few samples": request(samples=4),
-    "too many samples": request(samples=6),
-    "an empty batch": request(sizes=[0, 3]),
-    "a negative batch": request(sizes=[-1, 6], samples=5),
-    "a negative batch, counted": request(sizes=[-1, 6], measured=False),
-    "a negative trainer": request(trainer=-1),
-    "a trainer beyond all bounds": request(trainer=1 << 16),
-    "no records": Request("records", b"\xc0", request().tensors, "somebody"),
+    "sizes of another type": told(kinds={"sizes": torch.int64}),
+    "ages of another type": told(kinds={"ages": torch.float64}),
+    "logits of another type": told(kinds={"logits": torch.float32}),
+    "labels of another type": told(kinds={"labels": torch.int8}),
+    "sizes of two dimensions": told(sizes=[[2, 3]], ages=[0.1]),
+    "fewer ages than sizes": told(ages=[0.1]),
+    "too few samples": told(samples=4),
+    "too many samples": told(samples=6),
+    "an empty batch": told(sizes=[0, 3]),
+    "a negative batch": told(sizes=[-1, 6], samples=5),
+    "a negative batch, counted": told(sizes=[-1, 6], measured=False),
+    "a negative trainer": told(trainer=-1),
+    "a trainer beyond all bounds": told(trainer=1 << 16),
 }
 
 
 @pytest.mark.parametrize("wrong", MALFORMED.values(), ids=MALFORMED)
-def test_what_does_not_fit_is_refused_and_changes_nothing(wrong: Request) -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing(wrong: Told) -> None:
     recorder = Recorder(1, WINDOW)
     taker = taker_of(recorder)
-    taker.take(request())
+    taker.records(*told())
     with pytest.raises(DataError):
-        taker.take(wrong)
+        taker.records(*wrong)
     assert (recorder.samples, list(recorder.iterations()), recorder.unmeasured) == (5, [2], 0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[0, 1], [0, 1, 0, 1], [0, 1, 0, 1, [2]], [0, 1, 0, 1, [2, 4]], [0, 1, 0, None, None], None],
+    ids=["no tensors", "nothing about logits", "labels are missing", "labels are not there", "no ages", "no records"],
+)
+def test_other_tensors_than_records_have_are_refused(value: Any) -> None:
+    recorder = Recorder(1, WINDOW)
+    _, _, sizes, ages, measured = told()
+    assert measured is not None
+    called = DirectConnection(Served(taker_of(recorder))).call(
+        "records", Packed(msgspec.Raw(msgspec.msgpack.encode(value))), (sizes, ages, *measured)
+    )
+    with pytest.raises(DataError):
+        called.result()
+    assert recorder.samples == 0
 
 
 def test_records_of_no_batches_are_nothing() -> None:
     recorder = Recorder(1, WINDOW)
-    taker_of(recorder).take(request(sizes=[], ages=[]))
+    taker_of(recorder).records(*told(sizes=[], ages=[]))
     assert recorder.samples == 0
 
 
 @pytest.mark.parametrize("age", [-5.0, float("nan")])
 def test_an_age_that_cannot_be_counts_as_none(age: float) -> None:
     recorder = Recorder(1, WINDOW, lambda: 50.0)
-    taker_of(recorder).take(request(sizes=[1, 1], ages=[age, 0.0]))
+    taker_of(recorder).records(*told(sizes=[1, 1], ages=[age, 0.0]))
     assert recorder.speed().seconds == 0.0
 
 
@@ -261,22 +260,22 @@ def test_an_age_that_cannot_be_counts_as_none(age: float) -> None:
 def test_records_of_another_generation_are_dropped(generation: int) -> None:
     recorder = Recorder(1, WINDOW)
     taker = taker_of(recorder)
-    taker.take(request(generation=generation))
+    taker.records(*told(generation=generation))
     assert recorder.samples == 0
     taker.generation = generation
-    taker.take(request(generation=generation))
+    taker.records(*told(generation=generation))
     assert recorder.samples == 5
 
 
 def test_a_trainer_that_joined_later_is_counted_by_its_rank() -> None:
     recorder = Recorder(1, WINDOW)
-    taker_of(recorder).take(request(trainer=3))
+    taker_of(recorder).records(*told(trainer=3))
     assert list(recorder.iterations()) == [0, 0, 0, 2]
 
 
 def test_many_threads_may_record() -> None:
     recorder = Recorder(1, WINDOW)
-    sender = RecordSender(DirectConnection(Desk(taker_of(recorder))), 0, 1)
+    sender = RecordSender(DirectConnection(Served(taker_of(recorder))), 0, 1)
     made = batches(50, 4)
     done: list[Future[None]] = [Future() for _ in range(4)]
 

@@ -1,57 +1,66 @@
 """What the driver hears of trainers: each sentence crosses once."""
 
-from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from shadowsync.cluster.staff import Member
 from shadowsync.cluster.statuses import Statuses
-from shadowsync.cluster.trainer_messages import StatusAsked, TrainerStatus
+from shadowsync.cluster.trainer_part import TrainerStatus
 from shadowsync.errors import RunError
+from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.served import Served, served
+from shadowsync.runtime.runtime import Order
 
 
 class Teller:
-    """A member that has decided something new before each answer, and whose second answer is lost."""
+    """A trainer that has decided something new before each answer, and whose second answer is lost."""
 
     def __init__(self) -> None:
-        self.role, self.index, self.living, self.connection = "trainer-0", 0, True, self
         self.decided: list[str] = []
         self.sent: list[int] = []
 
-    def call(self, method: str, asked: StatusAsked) -> Future[Any]:
+    @served(once=False)
+    def status(self, heard: int) -> TrainerStatus:
         self.decided.append(f"decision {len(self.decided)}")
-        answer: Future[Any] = Future()
         if len(self.decided) == 2:
-            answer.set_exception(PeerLost("lost"))
-            return answer
-        decisions = tuple(self.decided[asked.heard :])
+            raise PeerLost("lost")
+        decisions = tuple(self.decided[heard:])
         self.sent.append(len(decisions))
-        status = TrainerStatus(0, False, False, None, {}, 0, {}, asked.heard, decisions, None)
-        answer.set_result(SimpleNamespace(read=lambda _: status, tensors=(torch.zeros(1),)))
-        return answer
+        return TrainerStatus(0, False, False, None, {}, 0, {}, heard, decisions, None, "", torch.ones(3))
+
+
+class Failing(Teller):
+    """A trainer that cannot say how it is."""
+
+    @served(once=False)
+    def status(self, heard: int) -> TrainerStatus:
+        raise RunError("status failed with Panic: out of bounds")
+
+
+def member_of(trainer: Teller) -> Member:
+    connection: Any = DirectConnection(Served(trainer))
+    elsewhere: Any = None
+    return Member(Order("trainer-0"), 0, elsewhere, elsewhere, connection)
 
 
 def test_a_sentence_crosses_once_and_none_is_missed() -> None:
-    member: Any = Teller()
-    statuses, heard = Statuses(lambda: None), []
+    teller = Teller()
+    member, statuses, heard = member_of(teller), Statuses(lambda: None), []
     statuses.add(member)
     for _ in range(6):
         for each, _ in statuses.ask(0.0):
             heard += statuses.untold(each)
     assert heard == [f"decision {number}" for number in range(5)]
-    assert member.sent == [1, 2, 1, 1, 1]
+    assert teller.sent == [1, 2, 1, 1, 1]
     assert statuses.untold(member) == []
+    assert [sketch.tolist() for sketch in statuses.sketches()] == [[1, 1, 1]]
 
 
 def test_a_trainer_that_cannot_say_how_it_is_has_failed() -> None:
-    member: Any = Teller()
-    answer: Future[Any] = Future()
-    answer.set_exception(RunError("status failed with Panic: out of bounds"))
-    member.call = lambda *_: answer
     statuses = Statuses(lambda: None)
-    statuses.add(member)
+    statuses.add(member_of(Failing()))
     assert statuses.ask(0.0) == []
     ((_, status),) = statuses.ask(0.0)
     assert status.fault is not None

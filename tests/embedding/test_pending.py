@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from shadowsync.rpc.pending import DONE, Done, Promise, all_of
+from shadowsync.rpc.pending import DONE, Done, Promise, all_of, ended
 
 
 def test_an_answer_that_is_there_calls_back_at_once():
@@ -100,3 +100,14 @@ def test_nothing_to_wait_for_costs_nothing():
     promise = Promise()
     assert all_of([]) is all_of([DONE, DONE]) is DONE
     assert all_of([DONE, promise]) is promise
+
+
+def test_whoever_waits_for_some_time_learns_whether_all_have_ended() -> None:
+    well, badly = Promise[int](), Promise[int]()
+    assert ended([], 0)
+    assert ended([DONE], 0)
+    well.keep(1)
+    assert ended([DONE, well], 0)
+    assert not ended([well, badly], 0.01)
+    threading.Timer(0.05, badly.fail, (ValueError("late"),)).start()
+    assert ended([well, badly], 120)

@@ -1,7 +1,7 @@
 """Everybody's part: who serves what, in which generation, and who is told where."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,14 +13,13 @@ from shadowsync.cluster.parts import build_embedding, build_nothing, build_reade
 from shadowsync.cluster.places import Map, Need, Placed
 from shadowsync.cluster.staff import Member, Staff, first_error
 from shadowsync.cluster.statuses import Statuses
-from shadowsync.cluster.trainer_messages import Moved
-from shadowsync.cluster.trainer_part import build_trainer
+from shadowsync.cluster.trainer_part import TrainerPart, build_trainer
 from shadowsync.cluster.trainer_spec import Addresses, ServerAddress
 from shadowsync.data.reader import Reader
 from shadowsync.errors import RunError
 from shadowsync.memory.shared import SharedMemory
-from shadowsync.rpc.connection import Answer
 from shadowsync.rpc.errors import GONE, PeerLost
+from shadowsync.rpc.served import later
 from shadowsync.runtime.runtime import Order, Runtime
 
 RESERVE_S = 120.0
@@ -247,35 +246,37 @@ class Crew:
     def tell_of_readers(self) -> None:
         """Every trainer hears which reader is its own now."""
         for trainer in self.trainers():
-            self._tell(trainer, Moved("reader", 0, self.reader_of(trainer).place.address))
+            self._tell(trainer, self.reader_of(trainer))
 
     def tell_of_server(self, server: Member) -> None:
         """Every trainer hears where an embedding or dense server is now."""
         for trainer in self.trainers():
-            self._tell(trainer, Moved(server.kind, server.index, server.place.address))
+            self._tell(trainer, server)
 
     def tell_newcomer(self, trainer: Member) -> None:
         """A trainer hears of servers that were replaced while its part was built."""
         for server in [*self.serving("embedding"), *self.serving("dense")]:
-            self._tell(trainer, Moved(server.kind, server.index, server.place.address))
-        self._tell(trainer, Moved("reader", 0, self.reader_of(trainer).place.address))
+            self._tell(trainer, server)
+        self._tell(trainer, self.reader_of(trainer))
 
-    def _tell(self, trainer: Member, moved: Moved) -> None:
-        trainer.connection.call("moved", moved)  # one that has no part yet is told when it has one
+    def _tell(self, trainer: Member, server: Member) -> None:
+        index = 0 if server.kind == "reader" else server.index
+        # one that has no part yet is told when it has one
+        later(trainer.connection, TrainerPart.moved, server.kind, index, server.place.address)
 
     def ask_to_start(self, trainer: Member) -> None:
         """One that cannot start is given up; who is gone is found by the staff."""
 
-        def asked(answered: Future[Answer]) -> None:
-            if (error := answered.exception()) is not None and not isinstance(error, GONE):
+        def asked(error: BaseException | None) -> None:
+            if error is not None and not isinstance(error, GONE):
                 self.staff.give_up(trainer, str(error))
 
-        trainer.connection.call("start").add_done_callback(asked)
+        later(trainer.connection, TrainerPart.start).then(asked)
 
     def ask_to_stop(self) -> None:
         """Asks every trainer to end at its next step."""
         for member in self.statuses.at_work():
-            member.connection.call("stop")
+            later(member.connection, TrainerPart.stop)
 
     def all_at_once(self, actions: Sequence[Callable[[], Any]]) -> None:
         """Does all of them, each in a thread; raises what went wrong in one of them, when all have ended."""

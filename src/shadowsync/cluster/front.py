@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from shadowsync.aggregation.conductor_service import ConductorService
 from shadowsync.cluster.records import RecordTaker
-from shadowsync.cluster.trainer_messages import SliceAsked, SlicePlace
 from shadowsync.data.desk_service import DeskService
 from shadowsync.data.reader import Reader
 from shadowsync.data.reading_messages import LeaseAsked
@@ -13,8 +12,9 @@ from shadowsync.data.source import OpenSource
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.clients import Limits
 from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.served import Served, served
 from shadowsync.rpc.server import ServerOptions, WireServer
-from shadowsync.rpc.service import Method, Outcome, Reply, Request
+from shadowsync.rpc.service import Method, Outcome, Request
 from shadowsync.runtime.host import Switch
 from shadowsync.sync.averaging_service import AveragingService
 
@@ -43,7 +43,7 @@ class FrontDesk:
         self._heard: set[str] = set()
         self._lock = threading.Lock()
         desk = DeskService(reader.desk, self._give_back)
-        methods = {**desk.methods, "records": Method(records.take), "place": Method(self._place, once=False)}
+        methods = {**desk.methods, **Served(records).methods, **Served(self).methods}
         methods |= {} if conducting is None else conducting.methods
         self.methods = {name: Method(self._guarded(name, m.handle), m.once, m.quick) for name, m in methods.items()}
 
@@ -58,6 +58,18 @@ class FrontDesk:
 
     def close(self) -> None:
         """Nothing to end."""
+
+    @served(once=False)
+    def place(self, number: int) -> str:
+        """Where a slice of the training rows comes from, for messages: `the 8192 rows from rows.tsv, row 17 on`.
+
+        Raises:
+            DataError: there is no such slice.
+        """
+        if not 0 <= number < len(self._reader.slices):
+            raise DataError(f"there is no slice {number}")
+        part = self._reader.slices[number]
+        return f"the {part.rows} rows from {self._source.place(part, 0)} on"
 
     def ban(self, rank: int) -> None:
         """Gives up a trainer: its leases go to the others, and its connections are not listened to any more."""
@@ -88,13 +100,6 @@ class FrontDesk:
             return handle(request)
 
         return guarded
-
-    def _place(self, request: Request) -> Reply:
-        number = request.read(SliceAsked).slice
-        if not 0 <= number < len(self._reader.slices):
-            raise DataError(f"there is no slice {number}")
-        part = self._reader.slices[number]
-        return Reply(SlicePlace(f"the {part.rows} rows from {self._source.place(part, 0)} on"))
 
 
 class Doors:
@@ -140,7 +145,7 @@ class Doors:
         self.desk = FrontDesk(reader, source, self.records, banned, conducting)
         self.averaging = AveragingService(ranks, self._seats, banned=averaging.clients if averaging else ())
         self._desk_switch.part = self.desk
-        self._averaging_switch.part = self.averaging
+        self._averaging_switch.part = Served(self.averaging)
 
     def give_up(self, rank: int) -> None:
         """Gives up a trainer: its rows go to the others, nobody waits for it, and it is not listened to any more."""

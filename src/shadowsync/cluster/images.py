@@ -4,7 +4,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -19,7 +18,8 @@ from shadowsync.checkpoint.written import Written
 from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.dense_messages import image_reply, read_image
 from shadowsync.cluster.staff import Member
-from shadowsync.cluster.trainer_messages import Held, HoldAsked, ImageNames, Released
+from shadowsync.cluster.trainer_messages import ImageNames
+from shadowsync.cluster.trainer_part import TrainerPart
 from shadowsync.compression.channel import Line
 from shadowsync.compression.plain import Plain
 from shadowsync.dense_state import DenseImage, TrainerImage
@@ -29,6 +29,8 @@ from shadowsync.embedding.rows import RemoteRows
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.pending import ended
+from shadowsync.rpc.served import later
 from shadowsync.under_way import UnderWay, held
 
 T = TypeVar("T", bound=Rows | RowSet)
@@ -69,19 +71,19 @@ class Images:
             yield
         finally:
             for member in trainers:
-                member.connection.call("release", Released(number))
+                later(member.connection, TrainerPart.release, number)
             self.turn.release()
 
     def _hold(self, number: int, trainers: Sequence[Member], disturbed: Callable[[], bool]) -> None:
         moving, until = list(trainers), time.monotonic() + IMAGE_S
         while moving:
-            asked = [member.connection.call("hold", HoldAsked(number, PATIENCE_S)) for member in moving]
+            asked = [later(member.connection, TrainerPart.hold, number, PATIENCE_S) for member in moving]
             waiting = True
             while waiting:
-                waiting = bool(wait(asked, PATIENCE_S).not_done)
+                waiting = not ended(asked, PATIENCE_S)
                 if disturbed() or time.monotonic() > until:
                     raise PeerLost("somebody died or cannot be reached, so the job cannot stand still")
-            moving = [m for m, answered in zip(moving, asked, strict=True) if not answered.result().read(Held).still]
+            moving = [member for member, still in zip(moving, asked, strict=True) if not still.result()]
 
     # --- rows --------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 import torch
@@ -14,30 +13,14 @@ from torch import Tensor
 
 from shadowsync.errors import DataError
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.rpc.connection import Answer, Connection
-from shadowsync.rpc.service import Meta, Reply, Request
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.pending import Pending, ended
+from shadowsync.rpc.served import later, served
 
 EVERY_S = 0.2
 UNDER_WAY = 4
 """Messages without an answer; beyond them batches are counted, but not measured."""
 MOST_TRAINERS = 1 << 16
-
-
-class Records(Meta, frozen=True):
-    """Batches of one trainer.
-
-    Its tensors: samples of each batch (int32 `[n]`), seconds since its end (float32 `[n]`), and for those that are
-    measured logits (float16 `[S]`, which moves NE by less than 0.0001) and labels (uint8 `[S]`).
-
-    Attributes:
-        trainer: its rank.
-        generation: of the job's parts (see `session.ClusterSession`).
-        measured: logits and labels are there, of all batches.
-    """
-
-    trainer: int
-    generation: int
-    measured: bool
 
 
 class _Step(NamedTuple):
@@ -53,7 +36,7 @@ class RecordSender:
         self._connection = connection
         self._about = trainer, generation
         self._queue: deque[_Step] = deque()
-        self._under_way: deque[Future[Answer]] = deque()
+        self._under_way: deque[Pending[None]] = deque()
         self._sending = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
@@ -66,7 +49,7 @@ class RecordSender:
     def flush(self, timeout_s: float) -> bool:
         """Sends what is there and waits until the driver has it; false if it does not after that time."""
         self._send()
-        return not wait(list(self._under_way), timeout_s).not_done
+        return ended(list(self._under_way), timeout_s)
 
     def close(self) -> None:
         """Ends the thread; nothing is sent any more."""
@@ -84,14 +67,14 @@ class RecordSender:
                 self._under_way.popleft()
             if not steps:
                 return
-            measured, now = len(self._under_way) < UNDER_WAY, time.monotonic()
+            now, measured = time.monotonic(), None
             sizes = torch.tensor([len(step.labels) for step in steps], dtype=torch.int32)
             ages = torch.tensor([now - step.at for step in steps])
-            tensors = [sizes, ages]
-            if measured:
+            if len(self._under_way) < UNDER_WAY:
                 logits = torch.cat([step.logits.reshape(-1) for step in steps])
-                tensors += [logits.to(torch.float16), torch.cat([step.labels for step in steps]).to(torch.uint8)]
-            self._under_way.append(self._connection.call("records", Records(*self._about, measured), tensors))
+                measured = logits.to(torch.float16), torch.cat([step.labels for step in steps]).to(torch.uint8)
+            told = later(self._connection, RecordTaker.records, *self._about, sizes, ages, measured)
+            self._under_way.append(told)
 
 
 class RecordTaker:
@@ -105,36 +88,50 @@ class RecordTaker:
         self.generation = 0
         self._recorder = recorder
 
-    def take(self, request: Request) -> Reply:
-        """Hands the batches to the recorder."""
-        about = request.read(Records)
-        sizes, ages, logits, labels = _checked(about, request.tensors)
-        if about.generation != self.generation:
-            return Reply()
-        start = 0
-        for size, age in zip(sizes, ages, strict=True):
-            if about.measured:
-                of_batch = slice(start, start + size)
-                self._recorder.record(about.trainer, logits[of_batch], labels[of_batch], age)
+    @served()
+    def records(
+        self, trainer: int, generation: int, sizes: Tensor, ages: Tensor, measured: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Hands batches of one trainer to the recorder.
+
+        Args:
+            trainer: its rank.
+            generation: of the job's parts (see `session.ClusterSession`).
+            sizes: samples of each batch, int32 `[n]`.
+            ages: seconds since its end, float32 `[n]`.
+            measured: of all batches, or none, logits (float16 `[S]`, which moves NE by less than 0.0001) and labels
+                (uint8 `[S]`).
+
+        Raises:
+            DataError: they do not fit each other.
+        """
+        samples, seconds = _checked(trainer, sizes, ages, measured)
+        if generation != self.generation:
+            return
+        logits, labels = measured or (torch.empty(0), torch.empty(0))
+        labels, start = labels.float(), 0
+        for size, age in zip(samples, seconds, strict=True):
+            if measured is None:
+                self._recorder.count(trainer, size, age)
             else:
-                self._recorder.count(about.trainer, size, age)
+                of_batch = slice(start, start + size)
+                self._recorder.record(trainer, logits[of_batch], labels[of_batch], age)
             start += size
-        return Reply()
 
 
-def _checked(about: Records, tensors: tuple[Tensor, ...]) -> tuple[list[int], list[float], Tensor, Tensor]:
-    """Sizes, ages, logits and labels.
+def _checked(
+    trainer: int, sizes: Tensor, ages: Tensor, measured: tuple[Tensor, Tensor] | None
+) -> tuple[list[int], list[float]]:
+    """Sizes and ages.
 
     Raises:
-        DataError: they do not fit each other.
+        DataError: they do not fit each other, or what was measured.
     """
-    wanted = [torch.int32, torch.float32, torch.float16, torch.uint8][: 4 if about.measured else 2]
-    fits = [tensor.dtype for tensor in tensors] == wanted and all(tensor.dim() == 1 for tensor in tensors)
-    if not fits or not 0 <= about.trainer < MOST_TRAINERS or len(tensors[0]) != len(tensors[1]):
+    tensors, kinds = [sizes, ages, *(measured or ())], [torch.int32, torch.float32, torch.float16, torch.uint8]
+    fits = all(tensor.dtype == kind and tensor.dim() == 1 for tensor, kind in zip(tensors, kinds, strict=False))
+    if not fits or not 0 <= trainer < MOST_TRAINERS or len(sizes) != len(ages):
         raise DataError("records are sizes, ages and, if measured, logits and labels of a trainer's batches")
-    sizes: list[int] = tensors[0].tolist()
-    ages: list[float] = tensors[1].clamp(min=0).nan_to_num().tolist()
-    if min(sizes, default=1) < 1 or any(len(tensor) != sum(sizes) for tensor in tensors[2:]):
+    samples: list[int] = sizes.tolist()
+    if min(samples, default=1) < 1 or any(len(tensor) != sum(samples) for tensor in tensors[2:]):
         raise DataError("records hold another number of samples than their sizes say")
-    logits, labels = tensors[2:] if about.measured else (torch.empty(0), torch.empty(0))
-    return sizes, ages, logits, labels.float()
+    return samples, ages.clamp(min=0).nan_to_num().tolist()

@@ -1,19 +1,19 @@
 """What the driver knows of its trainers: asked about once a second, added up over those that are no more."""
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import msgspec
 from torch import Tensor
 
 from shadowsync.cluster.staff import Member
-from shadowsync.cluster.trainer_messages import StatusAsked, TrainerStatus
+from shadowsync.cluster.trainer_part import TrainerPart, TrainerStatus
 from shadowsync.errors import ShadowSyncError
 from shadowsync.metrics.wire import WireTotals
-from shadowsync.rpc.connection import Answer
 from shadowsync.rpc.errors import GONE, Fault
+from shadowsync.rpc.pending import Pending
+from shadowsync.rpc.served import later
 from shadowsync.session import added
 from shadowsync.training.kernels import Computing
 
@@ -25,16 +25,26 @@ class _Seen:
     """What a trainer said last."""
 
     asked_at: float = 0.0
-    asked: Future[Answer] | None = None
+    asked: Pending[TrainerStatus] | None = None
     status: TrainerStatus = NOTHING_YET
     heard: int = 0
     untold: list[str] = field(default_factory=list)
-    sketch: Tensor | None = None
 
-    def hear(self) -> None:
-        """Takes note of the sentences of the last status, which was asked for what was not heard."""
+    def hear(self, answered: Pending[TrainerStatus]) -> TrainerStatus:
+        """Takes note of a status, which was asked for sentences that were not heard; why it has none is a fault.
+
+        Raises:
+            PeerLost, CallTimeout: the trainer is gone.
+        """
+        try:
+            self.status = answered.result()
+        except GONE:
+            raise
+        except ShadowSyncError as error:
+            return replace(self.status, fault=Fault.of(error))
         self.untold += self.status.decisions
         self.heard = self.status.first + len(self.status.decisions)
+        return self.status
 
 
 @dataclass
@@ -81,16 +91,11 @@ class Statuses:
         for member, seen in list(self._seen.items()):
             if seen.asked is not None and seen.asked.done():
                 answered, seen.asked = seen.asked, None
-                error = answered.exception()
-                if error is None:
-                    seen.status, seen.sketch = answered.result().read(TrainerStatus), answered.result().tensors[0]
-                    seen.hear()
-                    heard.append((member, seen.status))
-                elif isinstance(error, ShadowSyncError) and not isinstance(error, GONE):  # else the staff finds out why
-                    heard.append((member, msgspec.structs.replace(seen.status, fault=Fault.of(error))))
+                with contextlib.suppress(*GONE):  # the staff finds out why
+                    heard.append((member, seen.hear(answered)))
             if seen.asked is None and member.living and now - seen.asked_at >= every_s:
-                seen.asked_at, seen.asked = now, member.connection.call("status", StatusAsked(seen.heard))
-                seen.asked.add_done_callback(lambda _: self.wake())
+                seen.asked_at, seen.asked = now, later(member.connection, TrainerPart.status, seen.heard)
+                seen.asked.then(lambda _: self.wake())
         return heard
 
     def syncs(self) -> int:
@@ -125,7 +130,7 @@ class Statuses:
 
     def sketches(self) -> list[Tensor]:
         """The same coordinates of each replica."""
-        return [seen.sketch for seen in list(self._seen.values()) if seen.sketch is not None]
+        return [sketch for seen in list(self._seen.values()) if (sketch := seen.status.sketch) is not None]
 
     def waiting(self) -> dict[str, int]:
         """Batches that wait at each trainer."""

@@ -4,24 +4,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from shadowsync.assembly import TrainerKit, codec_situation, computing_here, make_module, row_optimizer, unique_rows
 from shadowsync.choices import choose_all
 from shadowsync.cluster.dense_messages import image_reply, read_image
+from shadowsync.cluster.front import FrontDesk
 from shadowsync.cluster.records import RecordSender
 from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, TrainerDense, TrainerMaterial
-from shadowsync.cluster.trainer_messages import (
-    SKETCH,
-    Held,
-    HoldAsked,
-    ImageNames,
-    Moved,
-    Released,
-    SliceAsked,
-    SlicePlace,
-    StatusAsked,
-    TrainerStatus,
-)
+from shadowsync.cluster.trainer_messages import ImageNames
 from shadowsync.cluster.trainer_spec import ServerAddress, TrainerSpec
 from shadowsync.compression.channel import Line
 from shadowsync.compression.codec_choice import CodecChoice
@@ -40,16 +33,52 @@ from shadowsync.recovery.tracking import row_tracking
 from shadowsync.rpc.client import WireConnection
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import GONE, Fault
+from shadowsync.rpc.served import Served, ask, served
 from shadowsync.rpc.service import Method, Reply, Request
 from shadowsync.runtime.host import waiting_for
 from shadowsync.runtime.runtime import Home
 from shadowsync.training.gate import Gate
+from shadowsync.training.kernels import Computing
 from shadowsync.training.trainer import Trainer
 from shadowsync.training.worker import Hooks
 
 LOOK_S = 0.05
 SETTLE_S = 0.002
 END_S = 30.0
+SKETCH = 4096
+"""Coordinates of a replica that a status brings, so that the driver knows how far apart replicas are."""
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """How a trainer is.
+
+    Attributes:
+        syncs: synchronisations so far.
+        ended: all its workers have ended, and the driver knows all that they did.
+        lost: it died by script.
+        fault: what went wrong, if anything did.
+        wire: what crossed so far, as `metrics.wire.WireTotals.by_name`.
+        waiting: batches parsed and not begun.
+        codecs: by kind of traffic, the codec in use where the trainer chooses it.
+        first, decisions: how it came to them, in sentences, from number `first` on.
+        computing: how its workers compute.
+        waiting_for: what it has waited for too long, as `waiting_for` says it; empty for nothing.
+        sketch: at most `SKETCH` coordinates of the replica, the same of every trainer; None before any was told.
+    """
+
+    syncs: int
+    ended: bool
+    lost: bool
+    fault: Fault | None
+    wire: dict[str, dict[str, int]]
+    waiting: int
+    codecs: dict[str, str]
+    first: int
+    decisions: tuple[str, ...]
+    computing: Computing | None
+    waiting_for: str = ""
+    sketch: Tensor | None = None
 
 
 def build_trainer(spec: TrainerSpec, home: Home) -> "TrainerPart":
@@ -89,14 +118,9 @@ class TrainerPart:
         self._trainer = self._dense.trainer
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
         self.methods: Mapping[str, Method] = {
-            "start": Method(self._start),
-            "status": Method(self._status, once=False),
-            "hold": Method(self._hold, once=False),
-            "release": Method(self._release),
+            **Served(self).methods,
             "snapshot": Method(self._snapshot, once=False),
             "restore": Method(self._restore),
-            "moved": Method(self._moved),
-            "stop": Method(self._stop),
         }
 
     def client_gone(self, client: str) -> None:
@@ -181,15 +205,15 @@ class TrainerPart:
 
     def _place(self, leased: LeasedBatch) -> str:
         """The driver knows the files."""
-        answer = self._connections["driver", 0].call("place", SliceAsked(leased.lease.slice)).result()
-        return f"a batch of {answer.read(SlicePlace).words}"
+        return f"a batch of {ask(self._connections['driver', 0], FrontDesk.place, leased.lease.slice)}"
 
     # --- life --------------------------------------------------------------------------------------------------------
 
-    def _start(self, _: Request) -> Reply:
+    @served()
+    def start(self) -> None:
+        """Sets its workers going."""
         self._trainer.start()
         self._watcher.start()
-        return Reply()
 
     def _watch(self) -> None:
         """Sees the workers to their end, tells the driver the last of what they did, and leaves the group."""
@@ -227,19 +251,25 @@ class TrainerPart:
         self._desk.close()
         self._connections["reader", 0].redirect(None)  # whoever waits for rows hears that there are none
 
-    def _stop(self, _: Request) -> Reply:
+    @served()
+    def stop(self) -> None:
+        """Its workers end at their next step."""
         self._end_feed()
-        return Reply()
 
-    def _hold(self, request: Request) -> Reply:
-        asked = request.read(HoldAsked)
-        if asked.number <= self._released:
-            return Reply(Held(False))  # it was sent again, and the pause is over
-        patience_s = min(asked.patience_s, 1.0)
+    @served(once=False)
+    def hold(self, number: int, patience_s: float) -> bool:
+        """Stands still for pause `number`: answered as soon as that is so, or after `patience_s` at the latest.
+
+        Returns:
+            Whether it does, and all that it did is where it belongs.
+        """
+        if number <= self._released:
+            return False  # it was sent again, and the pause is over
+        patience_s = min(patience_s, 1.0)
         still = self._gate.hold(patience_s) and self._settle(patience_s)
-        if asked.number <= self._released:
+        if number <= self._released:
             self._gate.release()
-        return Reply(Held(still))
+        return still
 
     def _settle(self, patience_s: float) -> bool:
         """Waits until all that was pushed, done and recorded has arrived; a resting worker may have some under way."""
@@ -253,26 +283,35 @@ class TrainerPart:
             return False
         return self._desk.settle(patience_s) and self._records.flush(patience_s)
 
-    def _release(self, request: Request) -> Reply:
-        self._released = max(self._released, request.read(Released).number)
+    @served()
+    def release(self, number: int) -> None:
+        """Pause `number` and all before it have ended, also for a `hold` that comes later."""
+        self._released = max(self._released, number)
         self._gate.release()
-        return Reply()
 
-    def _moved(self, request: Request) -> Reply:
-        moved = request.read(Moved)
-        connection = self._connections.get((moved.kind, moved.index))
+    @served()
+    def moved(self, kind: str, index: int, address: str) -> None:
+        """A server was replaced and is reached at another address.
+
+        Args:
+            kind: of the server: `embedding`, `dense` or `reader`.
+            index: of the server; for `reader` 0, since a trainer knows one.
+            address: the new one.
+        """
+        connection = self._connections.get((kind, index))
         if connection is not None:  # else what it serves is reached without it
-            connection.redirect(moved.address)
-        return Reply()
+            connection.redirect(address)
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def _status(self, request: Request) -> Reply:
-        trainer, heard = self._trainer, max(0, request.read(StatusAsked).heard)
+    @served(once=False)
+    def status(self, heard: int) -> TrainerStatus:
+        """How it is; `heard` sentences are known already."""
+        trainer, heard = self._trainer, max(0, heard)
         fault = Fault.of(_known(trainer.error)) if trainer.failed and trainer.error is not None else None
         flat = trainer.replica.flat
         sketch = flat[:: max(1, -(-len(flat) // SKETCH))].detach().cpu().clone()
-        status = TrainerStatus(
+        return TrainerStatus(
             self._dense.syncs,
             self._ended,
             trainer.lost,
@@ -284,8 +323,8 @@ class TrainerPart:
             self._codecs.decisions[heard:],
             self._kit.computing,
             self._waiting_for(),
+            sketch,
         )
-        return Reply(status, (sketch,))
 
     def _waiting_for(self) -> str:
         named = [(f"{kind}-{index}", peer) for (kind, index), peer in self._connections.items() if kind != "driver"]

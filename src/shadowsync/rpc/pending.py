@@ -140,6 +140,13 @@ def all_of(parts: Sequence[Pending[Any]]) -> Pending[None]:
     return _All(waiting)
 
 
+def ended(parts: Sequence[Pending[Any]], timeout_s: float) -> bool:
+    """Waits until all parts have ended, well or not, but no longer than that; whether they have."""
+    over = threading.Event()
+    all_of(parts).then(lambda _: over.set())
+    return over.wait(timeout_s)
+
+
 class _All(Promise[None]):
     def __init__(self, parts: Sequence[Pending[Any]]) -> None:
         super().__init__()

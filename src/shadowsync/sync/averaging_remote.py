@@ -6,7 +6,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -17,16 +17,19 @@ from shadowsync.compression.channel import Counter
 from shadowsync.compression.codec import Codec
 from shadowsync.errors import RunError
 from shadowsync.rpc.connection import Connection
-from shadowsync.rpc.errors import CallTimeout, PeerLost
-from shadowsync.rpc.service import Meta
+from shadowsync.rpc.errors import GONE
+from shadowsync.rpc.pending import Pending, ended
+from shadowsync.rpc.served import Client, ask, later
 from shadowsync.sync.averaging import Ground, Phase, Verdict
-from shadowsync.sync.averaging_service import Answered, Arrival, Member, Report, Turn
+from shadowsync.sync.averaging_service import AveragingService
 from shadowsync.sync.averaging_ways import Parcel, way_of
 from shadowsync.sync.rendezvous import Left
-from shadowsync.sync.ring import MakeRing, RemoteBoard, Ring, Seat
+from shadowsync.sync.ring import MakeRing, Ring, Seat
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
+_SELF = Client("")
+"""Stands for this trainer; the service knows by itself who asks."""
 SLICE_S = 0.2
 """How often a wait for an answer looks whether the trainer has left."""
 LEAVING_S = 2.0
@@ -46,6 +49,25 @@ class AveragingOptions:
     poll_s: float = 0.002
     check_s: float = 0.25
     give_up_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class RemoteBoard:
+    """The driver's board, for one ring (a `ring.Board`)."""
+
+    connection: Connection
+    rank: int
+    epoch: int
+    poll_s: float
+
+    def pin(self, key: str, value: bytes) -> None:
+        ask(self.connection, AveragingService.note, _SELF, self.rank, self.epoch, key, value)
+
+    def read(self, keys: Sequence[str]) -> tuple[bytes, ...]:
+        wanted, pause = tuple(keys), threading.Event()
+        while (notes := ask(self.connection, AveragingService.notes, _SELF, self.rank, self.epoch, wanted)) is None:
+            pause.wait(self.poll_s)
+        return notes
 
 
 class _BrokenOff(Exception):
@@ -136,15 +158,19 @@ class RemoteAveraging:
             RunError: the driver is lost or has given this trainer up.
         """
         self._left.clear()
-        self._connection.call("join", Member(self._rank)).result()
+        ask(self._connection, AveragingService.join, _SELF, self._rank)
 
     def leave(self) -> None:
         """This trainer is not waited for any more; a `mean` of another thread ends."""
         self._generation += 1
         self._left.set()
+        said = later(self._connection, AveragingService.leave, _SELF, self._rank)
         try:
-            self._connection.call("leave", Member(self._rank)).result(LEAVING_S)
-        except (PeerLost, CallTimeout, TimeoutError) as error:
+            if ended([said], LEAVING_S):
+                said.result()
+            else:
+                _LOG.info("trainer %d said that it leaves, and has no answer yet", self._rank)
+        except GONE as error:
             _LOG.info("trainer %d could not say that it leaves: %s", self._rank, error)
         if self._one_at_a_time.acquire(blocking=False):
             self._drop_ring()
@@ -167,7 +193,8 @@ class RemoteAveraging:
         return self._arrive(round_)
 
     def _arrive(self, round_: _Round) -> Verdict:
-        return self._ask("arrive", Arrival(self._rank, round_.turn, self._last_seen), round_)
+        arrive = AveragingService.arrive
+        return self._await(round_, later(self._connection, arrive, _SELF, self._rank, round_.turn, self._last_seen))
 
     def _out(self, round_: _Round, _: Verdict) -> Verdict:
         if self._left.is_set() or self._generation != round_.generation:  # it may have joined again meanwhile
@@ -202,7 +229,8 @@ class RemoteAveraging:
 
     def _come(self, round_: _Round, verdict: Verdict, future: Future[T]) -> T:
         while not wait([future], self._options.check_s).done:
-            if self._ask("check", Turn(self._rank, round_.turn), round_).phase is not Phase.GO:
+            asked = later(self._connection, AveragingService.check, _SELF, self._rank, round_.turn)
+            if self._await(round_, asked).phase is not Phase.GO:
                 raise _BrokenOff
         error = future.exception()
         if error is not None:
@@ -238,17 +266,18 @@ class RemoteAveraging:
             self._ring = None
 
     def _report(self, round_: _Round, verdict: Verdict, success: bool) -> Verdict:
-        return self._ask("report", Report(self._rank, round_.turn, verdict.attempt, success), round_)
+        about = self._rank, round_.turn, verdict.attempt
+        return self._await(round_, later(self._connection, AveragingService.report, _SELF, *about, success))
 
-    def _ask(self, method: str, meta: Meta, round_: _Round) -> Verdict:
-        answer = self._connection.call(method, meta)
-        patience_s = LEAVING_S
-        while not wait([answer], SLICE_S).done:
+    def _await(self, round_: _Round, asked: Pending[Verdict]) -> Verdict:
+        patience_s, answered = LEAVING_S, threading.Event()
+        asked.then(lambda _: answered.set())
+        while not answered.wait(SLICE_S):
             if self._generation != round_.generation:
                 patience_s -= SLICE_S
             if patience_s <= 0:
                 raise Left
-        return answer.result().read(Answered).verdict()
+        return asked.result()
 
     def _settle(self, round_: _Round, verdict: Verdict) -> Tensor:
         assert round_.parcel is not None

@@ -1,101 +1,17 @@
 """The averaging of trainers in several processes, as the driver serves it: the book and the ring's notice board."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.service import Meta, Method, Reply, Request
-from shadowsync.sync.averaging import AveragingBook, Ground, Phase, Verdict
+from shadowsync.rpc.served import Client, served
+from shadowsync.sync.averaging import AveragingBook, Phase, Verdict
+from shadowsync.sync.ring import RingBroken
 
 NOTE_BYTES = 1 << 16
 """Longest note on the board."""
 BOARD_NOTES = 4096
 """Most notes on it; a ring pins a few for each member."""
-
-
-class Member(Meta, frozen=True):
-    """Who joins or leaves."""
-
-    rank: int
-
-
-class Turn(Meta, frozen=True):
-    """One trainer's average number `turn`, counted from 1."""
-
-    rank: int
-    turn: int
-
-
-class Arrival(Meta, frozen=True):
-    """As `Turn`, of a trainer that has the average of round `holds`, 0 for none."""
-
-    rank: int
-    turn: int
-    holds: int = 0
-
-
-class Report(Meta, frozen=True):
-    """How an attempt at that average ended for this trainer."""
-
-    rank: int
-    turn: int
-    attempt: int
-    success: bool
-
-
-class Answered(Meta, frozen=True):
-    """A `Verdict` as it crosses."""
-
-    phase: Phase
-    attempt: int
-    epoch: int
-    members: tuple[int, ...]
-    round: int
-    common: bool = False
-    complete: bool = False
-
-    @classmethod
-    def of(cls, verdict: Verdict) -> "Answered":
-        """The same as a message."""
-        ground = verdict.ground
-        return cls(
-            verdict.phase,
-            verdict.attempt,
-            verdict.epoch,
-            verdict.members,
-            verdict.round,
-            ground.common,
-            ground.complete,
-        )
-
-    def verdict(self) -> Verdict:
-        """The same as the book gave it."""
-        ground = Ground(self.common, self.complete)
-        return Verdict(self.phase, self.attempt, self.epoch, self.members, self.round, ground)
-
-
-class Note(Meta, frozen=True):
-    """What a member tells the others of its ring: where it listens, say."""
-
-    rank: int
-    epoch: int
-    key: str
-    value: bytes
-
-
-class Wanted(Meta, frozen=True):
-    """Asks for what others of the ring have told."""
-
-    rank: int
-    epoch: int
-    keys: tuple[str, ...]
-
-
-class Notes(Meta, frozen=True):
-    """The values by the order of the keys; none as long as one is missing. `valid` is False once the ring is void."""
-
-    values: tuple[bytes, ...] | None
-    valid: bool
 
 
 class AveragingService:
@@ -122,15 +38,6 @@ class AveragingService:
         self._clients: dict[int, str] = {}
         self._dead = set(banned)
         self._board = _Board()
-        self.methods: Mapping[str, Method] = {
-            "join": Method(self._join),
-            "leave": Method(self._leave),
-            "arrive": Method(self._arrive),
-            "check": Method(self._check, once=False),
-            "report": Method(self._report),
-            "note": Method(self._note),
-            "notes": Method(self._notes, once=False),
-        }
 
     @property
     def members(self) -> frozenset[int]:
@@ -161,9 +68,6 @@ class AveragingService:
             self._book.join(rank)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Nothing to end."""
-
     def client_gone(self, client: str) -> None:
         """As `dead` of the trainer that spoke over that connection, if one did."""
         with self._changed:
@@ -176,36 +80,43 @@ class AveragingService:
         self._book.dead(rank)
         self._changed.notify_all()
 
-    def _join(self, request: Request) -> Reply:
-        rank = request.read(Member).rank
+    @served()
+    def join(self, client: Client, rank: int) -> None:
+        """As `AveragingBook.join`.
+
+        Raises:
+            RunError: whoever asks was given up.
+        """
         with self._changed:
-            if request.client in self._dead:
+            if client in self._dead:
                 raise RunError(f"trainer {rank} was given up and cannot average any more")
-            if self._clients.get(rank, request.client) != request.client:
+            if self._clients.get(rank, client) != client:
                 self._forget(rank)  # it was started anew before anybody noticed that it had died
-            self._clients[rank] = request.client
+            self._clients[rank] = client
             self._book.join(rank)
-        return Reply()
 
-    def _leave(self, request: Request) -> Reply:
-        rank = request.read(Member).rank
-        self._change(rank, request.client, lambda: self._book.leave(rank))
-        return Reply()
+    @served()
+    def leave(self, client: Client, rank: int) -> None:
+        """As `AveragingBook.leave`."""
+        self._change(rank, client, lambda: self._book.leave(rank))
 
-    def _arrive(self, request: Request) -> Reply:
-        asked = request.read(Arrival)
-        self._change(asked.rank, request.client, lambda: self._book.arrive(asked.rank, asked.turn, asked.holds))
-        return self._when_decided(asked.rank, asked.turn, request.client)
+    @served()
+    def arrive(self, client: Client, rank: int, turn: int, holds: int) -> Verdict:
+        """As `AveragingBook.arrive`, and how it stands then."""
+        self._change(rank, client, lambda: self._book.arrive(rank, turn, holds))
+        return self._when_decided(rank, turn, client)
 
-    def _report(self, request: Request) -> Reply:
-        said = request.read(Report)
-        self._change(said.rank, request.client, lambda: self._book.report(said.rank, said.attempt, said.success))
-        return self._when_decided(said.rank, said.turn, request.client)
+    @served()
+    def report(self, client: Client, rank: int, turn: int, attempt: int, success: bool) -> Verdict:
+        """As `AveragingBook.report`, and how it stands then."""
+        self._change(rank, client, lambda: self._book.report(rank, attempt, success))
+        return self._when_decided(rank, turn, client)
 
-    def _check(self, request: Request) -> Reply:
-        asked = request.read(Turn)
+    @served(once=False)
+    def check(self, client: Client, rank: int, turn: int) -> Verdict:
+        """How it stands now."""
         with self._changed:
-            return Reply(Answered.of(self._verdict(asked.rank, asked.turn, request.client)))
+            return self._verdict(rank, turn, client)
 
     def _change(self, rank: int, client: str, change: Callable[[], None]) -> None:
         with self._changed:
@@ -225,35 +136,39 @@ class AveragingService:
     def _verdict(self, rank: int, turn: int, client: str) -> Verdict:
         return self._book.verdict(rank, turn) if self._owns(rank, client) else Verdict(Phase.OUT)
 
-    def _when_decided(self, rank: int, turn: int, client: str) -> Reply:
+    def _when_decided(self, rank: int, turn: int, client: str) -> Verdict:
         with self._changed:
             verdict = self._verdict(rank, turn, client)
             if verdict.phase is Phase.WAIT:
                 self._hold(lambda: self._verdict(rank, turn, client).phase is not Phase.WAIT)
                 verdict = self._verdict(rank, turn, client)
-        return Reply(Answered.of(verdict))
+        return verdict
 
-    def _note(self, request: Request) -> Reply:
-        note = request.read(Note)
+    @served()
+    def note(self, client: Client, rank: int, epoch: int, key: str, value: bytes) -> None:
+        """What a member tells the others of its ring: where it listens, say."""
         with self._changed:
-            if self._reducing(note.rank, note.epoch, request.client):
-                self._board.pin(note.epoch, note.key, note.value)
+            if self._reducing(rank, epoch, client):
+                self._board.pin(epoch, key, value)
                 self._changed.notify_all()
-        return Reply()
 
-    def _notes(self, request: Request) -> Reply:
-        asked = request.read(Wanted)
+    @served(once=False)
+    def notes(self, client: Client, rank: int, epoch: int, keys: tuple[str, ...]) -> tuple[bytes, ...] | None:
+        """What was told under these keys, in their order; None as long as one is missing.
+
+        Raises:
+            RingBroken: the ring is void.
+        """
+
+        def told() -> tuple[bytes, ...] | None:
+            if not self._reducing(rank, epoch, client):
+                raise RingBroken(f"ring {epoch} is void")
+            return self._board.read(epoch, keys)
+
         with self._changed:
-            notes = self._read_notes(asked, request.client)
-            if notes.valid and notes.values is None:
-                self._hold(lambda: self._read_notes(asked, request.client) != Notes(None, True))
-                notes = self._read_notes(asked, request.client)
-        return Reply(notes)
-
-    def _read_notes(self, asked: Wanted, client: str) -> Notes:
-        if not self._reducing(asked.rank, asked.epoch, client):
-            return Notes(None, False)
-        return Notes(self._board.read(asked.epoch, asked.keys), True)
+            if told() is None:
+                self._hold(lambda: told() is not None)
+            return told()
 
     def _reducing(self, rank: int, epoch: int, client: str) -> bool:
         return self._owns(rank, client) and self._book.reducing(rank, epoch)

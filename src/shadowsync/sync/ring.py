@@ -3,7 +3,6 @@
 `P` dense parameters.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from typing import Protocol
 from torch import Tensor
 
 from shadowsync.errors import RunError
-from shadowsync.rpc.connection import Connection
-from shadowsync.sync.averaging_service import Note, Notes, Wanted
 
 
 class RingBroken(RunError):
@@ -70,26 +67,3 @@ class Seat:
 
 
 MakeRing = Callable[[Seat], Ring]
-
-
-@dataclass(frozen=True)
-class RemoteBoard:
-    """The driver's board, for one ring."""
-
-    connection: Connection
-    rank: int
-    epoch: int
-    poll_s: float
-
-    def pin(self, key: str, value: bytes) -> None:
-        self.connection.call("note", Note(self.rank, self.epoch, key, value)).result()
-
-    def read(self, keys: Sequence[str]) -> tuple[bytes, ...]:
-        wanted, pause = Wanted(self.rank, self.epoch, tuple(keys)), threading.Event()
-        while True:
-            notes = self.connection.call("notes", wanted).result().read(Notes)
-            if not notes.valid:
-                raise RingBroken(f"ring {self.epoch} is void")
-            if notes.values is not None:
-                return notes.values
-            pause.wait(self.poll_s)

@@ -114,8 +114,8 @@ class EmbeddingService:
     `pull` and `read` keep their look-up until `push` and `step` refer to it by its number, so that ids cross once.
     Where the answer holds a part of the elements, the gradient comes under the same mask; a look-up that is not kept
     any more, or has been answered again under another mask, comes again with its ids and the mask. What is kept is
-    bounded for each client and freed when the client goes. How rows go out as they
-    are between two pushes, and come in, `SaveMethods` says.
+    bounded for each client and freed when the client goes. Rows go out as they are between two pushes, and come in, as
+    `SaveMethods` has it.
 
     Args:
         server: what is served; checks ids, row numbers and the shapes of gradients.

@@ -26,13 +26,11 @@ from shadowsync.embedding.messages import (
     PushAsked,
     Pushed,
     ReadAsked,
-    RowsAsked,
-    RowsGiven,
-    SavedTold,
     StepAsked,
 )
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.rows import RemoteRows
+from shadowsync.embedding.saves import SaveMethods
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.service import MOST_ROUTES, EmbeddingService
 from shadowsync.embedding.table import Rows, Shard, Table
@@ -40,6 +38,7 @@ from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import DataError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
+from shadowsync.rpc.served import ask
 
 INT = torch.int32
 HELD = [Shard(Table("user", 40, 8, ("user",)), 0, 40), Shard(Table("item", 30, 4, ("item",)), 0, 30)]
@@ -113,7 +112,6 @@ BAD = [
     pull(IDS, VALUES.float(), OFFSETS),
     pull(IDS, VALUES, OFFSETS.float()),
     pull(IDS, VALUES, torch.tensor(0, dtype=INT)),
-    ("saved", SavedTold(1, 0, 0, 3, True), (torch.tensor(1),)),
     pull(IDS, VALUES[:3], OFFSETS),
     pull(IDS, VALUES.view(2, 2), OFFSETS),
     pull(IDS, row(0, 40, 1, 2), OFFSETS),
@@ -171,17 +169,6 @@ BAD = [
     ("commit", CommitAsked(0, (1,), (float("nan"),), 2.0, 0.1, 0), ()),
     ("commit", CommitAsked(0, (1,), (1.0,), None, float("inf"), 0), ()),
     ("forget_held", None, ()),
-    ("rows", RowsAsked(2, 0, 1), ()),
-    ("rows", RowsAsked(-1, 0, 1), ()),
-    ("rows", RowsAsked(0, 0, 41), ()),
-    ("rows", RowsAsked(0, -1, 4), ()),
-    ("rows", RowsAsked(0, 4, 4), ()),
-    ("load_rows", RowsGiven(0, 0, 2, ("weight",)), (torch.ones(2, 8),)),
-    ("load_rows", RowsGiven(0, 0, 2, ("weight", "momentum")), (torch.ones(2, 8), torch.ones(1))),
-    ("load_rows", RowsGiven(0, 0, 2, ("weight", "momentum")), (torch.ones(2, 8), torch.ones(2).double())),
-    ("load_rows", RowsGiven(0, 0, 2, ("weight", "momentum")), (torch.ones(2, 8),)),
-    ("load_rows", RowsGiven(0, 0, 2, ("weight", "exp_avg")), (torch.ones(2, 8), torch.ones(2))),
-    ("load_rows", RowsGiven(0, 39, 41, ("weight", "momentum")), (torch.ones(2, 8), torch.ones(2))),
     ("pull", Coded((), ()), (VALUES, OFFSETS)),
     ("push", None, (GRADIENT,)),
 ]
@@ -195,6 +182,32 @@ def test_what_is_wrong_is_refused_and_changes_nothing(message):
         connection.call(*message).result()
     torch.testing.assert_close(copied(server), before, rtol=0, atol=0)
     assert connection.call(*pull()).result().tensors[0].shape == (2, 12)
+
+
+W, M = torch.ones(2, 8), torch.ones(2)
+BAD_ROWS = [
+    (SaveMethods.rows, 2, 0, 1),
+    (SaveMethods.rows, -1, 0, 1),
+    (SaveMethods.rows, 0, 0, 41),
+    (SaveMethods.rows, 0, -1, 4),
+    (SaveMethods.rows, 0, 4, 4),
+    (SaveMethods.load_rows, 0, 0, 2, {}),
+    (SaveMethods.load_rows, 0, 0, 2, {"weight": W}),
+    (SaveMethods.load_rows, 0, 0, 2, {"weight": W, "momentum": torch.ones(1)}),
+    (SaveMethods.load_rows, 0, 0, 2, {"weight": W, "momentum": M.double()}),
+    (SaveMethods.load_rows, 0, 0, 2, {"weight": W, "exp_avg": M}),
+    (SaveMethods.load_rows, 0, 39, 41, {"weight": W, "momentum": M}),
+    (SaveMethods.load_rows, 2, 0, 2, {"weight": W, "momentum": M}),
+]
+
+
+@pytest.mark.parametrize("call", BAD_ROWS, ids=[f"{number}-{call[0].__name__}" for number, call in enumerate(BAD_ROWS)])
+def test_rows_that_are_not_there_or_do_not_fit_are_refused_and_change_nothing(call):
+    server, connection = serve()
+    before = copied(server)
+    with pytest.raises(DataError):
+        ask(connection, *call)
+    torch.testing.assert_close(copied(server), before, rtol=0, atol=0)
 
 
 GAPS = torch.zeros(1 << 22, dtype=torch.uint8)
@@ -338,7 +351,8 @@ def test_what_a_codec_remembers_belongs_to_one_client_stream_and_route():
 def test_rows_go_out_in_chunks_and_into_servers_of_another_cut(connect):
     source, target = far(connect, CUT, ADAM), far(connect, ONE, ADAM)
     train(source.client(), 3, "multi")
-    chunks = [chunk for way in source.connections for chunk in RemoteRows(way).read(chunk_bytes=8 * 4 * 7)]
+    ways = zip(source.connections, CUT, strict=True)
+    chunks = [chunk for way, shards in ways for chunk in RemoteRows(way).read(shards, chunk_bytes=8 * 4 * 7)]
     assert max(len(chunk.tensors["weight"]) * chunk.table.dim for chunk in chunks) == 7 * 8
     for chunk in chunks:
         for way in target.connections:
@@ -353,7 +367,7 @@ def test_rows_go_out_in_chunks_and_into_servers_of_another_cut(connect):
 
 def test_a_row_that_is_given_out_is_a_copy():
     job = far(DirectConnection)
-    rows = next(RemoteRows(job.connections[0]).read())
+    rows = next(RemoteRows(job.connections[0]).read(job.servers[0].shards))
     before = rows.tensors["weight"].clone()
     client = job.client()
     client.push(client.pull(random_ids(ROWS, 6, 0)), dense_gradient(6, client.width, 0), 0.1).result()
@@ -374,10 +388,12 @@ def test_rows_of_other_tables_are_passed_over_and_those_of_others_refused(connec
 
 def test_a_client_learns_what_a_server_holds(connect):
     job = far(connect, CUT)
-    assert [RemoteRows(way).shards() for way in job.connections] == [tuple(shards) for shards in CUT]
-    assert {
-        feature for way in job.connections for s in RemoteRows(way).shards() for feature in s.table.features
-    } == set(SOURCE)
+    held = [ask(way, SaveMethods.shards) for way in job.connections]
+    assert held == [tuple(shards) for shards in CUT]
+    assert {feature for shards in held for shard in shards for feature in shard.table.features} == set(SOURCE)
+    for way, shards in zip(job.connections, CUT, strict=True):
+        names = ask(way, SaveMethods.tensor_names)
+        assert names == {shard.table.name: ("weight", "momentum") for shard in shards}
 
 
 class Slow(DirectConnection):

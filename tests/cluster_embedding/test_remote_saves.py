@@ -18,15 +18,7 @@ from shadowsync.checkpoint.written import Written
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding import saves as embedding_saves
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.messages import (
-    PickAsked,
-    Picked,
-    Pushed,
-    RowsAsked,
-    RowsFound,
-    SavedTold,
-    SinglesAsked,
-)
+from shadowsync.embedding.saves import SaveMethods
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table
@@ -37,6 +29,7 @@ from shadowsync.recovery.tracking import RowTracking
 from shadowsync.registry import members
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.served import ask
 
 Connect = Callable[[EmbeddingService], Connection]
 SHARDS = (Shard(TABLES[0], 10, 40), *(Shard(table, 0, table.rows) for table in TABLES[1:]))
@@ -313,7 +306,7 @@ def under_way() -> Iterator[tuple[EmbeddingServer, Connection, int]]:
     trained(server)
     with closing(DirectConnection(served(server))) as way:
         save = RemoteSave.begin(way).number
-        way.call("pick", PickAsked(save, 0, False, 0)).result()
+        ask(way, SaveMethods.pick, save, 0, False, 0)
         yield server, way, save
 
 
@@ -322,51 +315,49 @@ def rows(*numbers: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 W = torch.ones(2, 8)
-BAD: list[Callable[[int], tuple[Any, ...]]] = [
-    lambda save: ("pick", PickAsked(save, 9, False, 0), ()),
-    lambda save: ("pick", PickAsked(save, -1, True, 0), ()),
-    lambda save: ("pick", PickAsked(save, 0, False, -1), ()),
-    lambda save: ("pick", PickAsked(save, 0, False, 1000), ()),
-    lambda save: ("pick", PickAsked(save, 1, False, 4), ()),
-    lambda save: ("pick", None, ()),
-    lambda save: ("singles", SinglesAsked(save, 9), (rows(10, 11),)),
-    lambda save: ("singles", SinglesAsked(save, -1), (rows(10, 11),)),
-    lambda save: ("singles", SinglesAsked(save, 0), ()),
-    lambda save: ("singles", SinglesAsked(save, 0), (rows(10), rows(11))),
-    lambda save: ("singles", SinglesAsked(save, 0), (rows(10, 11).float(),)),
-    lambda save: ("singles", SinglesAsked(save, 0), (rows(10, 11).view(2, 1),)),
-    lambda save: ("singles", SinglesAsked(save, 0), (rows(11, 10),)),
-    lambda save: ("singles", SinglesAsked(save, 0), (rows(11, 11),)),
-    lambda save: ("singles", SinglesAsked(save, 0), (rows(9, 10),)),
-    lambda save: ("singles", SinglesAsked(save, 0), (rows(39, 40),)),
-    lambda save: ("singles", SinglesAsked(save, 0), (rows(-1, 2**40, dtype=torch.int64),)),
-    lambda save: ("saved", SavedTold(save, 9, 0, 2, False), (W,)),
-    lambda save: ("saved", SavedTold(save, 0, 9, 11, False), (W,)),
-    lambda save: ("saved", SavedTold(save, 0, 39, 41, False), (W,)),
-    lambda save: ("saved", SavedTold(save, 0, 12, 10, False), (W,)),
-    lambda save: ("saved", SavedTold(save, 0, -(2**62), 2**62, False), (W,)),
-    lambda save: ("saved", SavedTold(save, 0, 10, 12, False), ()),
-    lambda save: ("saved", SavedTold(save, 0, 10, 12, False), (W, W)),
-    lambda save: ("saved", SavedTold(save, 0, 10, 12, False), (W[:1],)),
-    lambda save: ("saved", SavedTold(save, 0, 10, 12, False), (W.double(),)),
-    lambda save: ("saved", SavedTold(save, 0, 10, 40, True), (W,)),
-    lambda save: ("saved", SavedTold(save, 0, 10, 40, True), ()),
-    lambda save: ("saved", SavedTold(save, 0, 10, 40, True), (rows(11, 10), W)),
-    lambda save: ("saved", SavedTold(save, 0, 10, 40, True), (rows(9, 10), W)),
-    lambda save: ("saved", SavedTold(save, 0, 10, 40, True), (rows(10, 11), W[:, :7])),
-    lambda save: ("rows", RowsAsked(0, 9, 12, save), ()),
-    lambda save: ("rows", RowsAsked(0, -(2**62), 2**62, save), ()),
+BAD: list[Callable[[Connection, int], object]] = [
+    lambda way, save: ask(way, SaveMethods.pick, save, 9, False, 0),
+    lambda way, save: ask(way, SaveMethods.pick, save, -1, True, 0),
+    lambda way, save: ask(way, SaveMethods.pick, save, 0, False, -1),
+    lambda way, save: ask(way, SaveMethods.pick, save, 0, False, 1000),
+    lambda way, save: ask(way, SaveMethods.pick, save, 1, False, 4),
+    lambda way, save: way.call("pick").result(),
+    lambda way, save: ask(way, SaveMethods.singles, save, 9, rows(10, 11)),
+    lambda way, save: ask(way, SaveMethods.singles, save, -1, rows(10, 11)),
+    lambda way, save: ask(way, SaveMethods.singles, save, 0, rows(10, 11).float()),
+    lambda way, save: ask(way, SaveMethods.singles, save, 0, rows(10, 11).view(2, 1)),
+    lambda way, save: ask(way, SaveMethods.singles, save, 0, rows(11, 10)),
+    lambda way, save: ask(way, SaveMethods.singles, save, 0, rows(11, 11)),
+    lambda way, save: ask(way, SaveMethods.singles, save, 0, rows(9, 10)),
+    lambda way, save: ask(way, SaveMethods.singles, save, 0, rows(39, 40)),
+    lambda way, save: ask(way, SaveMethods.singles, save, 0, rows(-1, 2**40, dtype=torch.int64)),
+    lambda way, save: ask(way, SaveMethods.saved, save, 9, 0, 2, None, W),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 9, 11, None, W),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 39, 41, None, W),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 12, 10, None, W),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, -(2**62), 2**62, None, W),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 10, 12, None, None),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 10, 12, None, W[:1]),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 10, 12, None, W.double()),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 10, 40, W, None),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 10, 40, rows(10, 11), None),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 10, 40, rows(11, 10), W),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 10, 40, rows(9, 10), W),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 10, 40, rows(10, 11), W[:, :7]),
+    lambda way, save: ask(way, SaveMethods.saved, save, 0, 10, 40, torch.tensor(10), W),
+    lambda way, save: ask(way, SaveMethods.rows, 0, 9, 12, save),
+    lambda way, save: ask(way, SaveMethods.rows, 0, -(2**62), 2**62, save),
 ]
 
 
-@pytest.mark.parametrize("message", BAD, ids=[f"{number}-{message(0)[0]}" for number, message in enumerate(BAD)])
+@pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
 def test_what_is_wrong_is_refused_and_told_to_nobody(
-    under_way: tuple[EmbeddingServer, Connection, int], message: Callable[[int], tuple[Any, ...]]
+    under_way: tuple[EmbeddingServer, Connection, int], bad: Callable[[Connection, int], object]
 ) -> None:
     server, way, save = under_way
     before = server.pick(0, False)
     with pytest.raises(DataError):
-        way.call(*message(save)).result()
+        bad(way, save)
     after = server.pick(0, False)
     assert before is not None
     assert after is not None
@@ -376,15 +367,17 @@ def test_what_is_wrong_is_refused_and_told_to_nobody(
 
 def test_what_is_said_of_another_save_is_not_known(under_way: tuple[EmbeddingServer, Connection, int]) -> None:
     _, way, save = under_way
-    numbers = (rows(10, 11),)
-    assert way.call("singles", SinglesAsked(save, 0), numbers).result().read(RowsFound).known
-    assert way.call("rows", RowsAsked(0, 10, 12, save)).result().read(RowsFound).known
-    assert way.call("saved", SavedTold(save, 0, 10, 40, True), (*numbers, W)).result().read(Pushed).known
+    assert ask(way, SaveMethods.singles, save, 0, rows(10, 11))
+    assert ask(way, SaveMethods.rows, 0, 10, 12, save)
+    assert ask(way, SaveMethods.saved, save, 0, 10, 40, rows(10, 11), W)
     other = save + 1
-    assert not way.call("pick", PickAsked(other, 0, False, 0)).result().read(Picked).known
-    assert not way.call("singles", SinglesAsked(other, 0), numbers).result().read(RowsFound).known
-    assert not way.call("rows", RowsAsked(0, 10, 12, other)).result().read(RowsFound).known
-    assert not way.call("saved", SavedTold(other, 0, 10, 40, True), (*numbers, W)).result().read(Pushed).known
+    with pytest.raises(PeerLost, match="an embedding server was replaced while its rows were chosen"):
+        ask(way, SaveMethods.pick, other, 0, False, 0)
+    with pytest.raises(PeerLost, match="an embedding server was replaced while its rows were copied"):
+        ask(way, SaveMethods.singles, other, 0, rows(10, 11))
+    with pytest.raises(PeerLost, match="an embedding server was replaced while its rows were copied"):
+        ask(way, SaveMethods.rows, 0, 10, 12, other)
+    assert not ask(way, SaveMethods.saved, other, 0, 10, 40, rows(10, 11), W)
 
 
 def test_no_message_holds_more_than_is_allowed(
@@ -393,14 +386,15 @@ def test_no_message_holds_more_than_is_allowed(
     _, way, save = under_way
     monkeypatch.setattr(embedding_saves, "MOST_BYTES", 36 * 3)
     monkeypatch.setattr(embedding_saves, "MOST_ROWS", 3)
-    for good, bad in (((10, 11, 12), (10, 11, 12, 13)),):
-        way.call("singles", SinglesAsked(save, 0), (rows(*good),)).result()
-        with pytest.raises(DataError, match="4 rows of table user are asked for at once; at most 3 are allowed"):
-            way.call("singles", SinglesAsked(save, 0), (rows(*bad),)).result()
+    ask(way, SaveMethods.singles, save, 0, rows(10, 11, 12))
     with pytest.raises(DataError, match="4 rows of table user are asked for at once; at most 3 are allowed"):
-        way.call("rows", RowsAsked(0, 10, 14)).result()
+        ask(way, SaveMethods.singles, save, 0, rows(10, 11, 12, 13))
+    with pytest.raises(DataError, match="4 rows of table user are asked for at once; at most 3 are allowed"):
+        ask(way, SaveMethods.rows, 0, 10, 14)
     with pytest.raises(DataError, match="4 rows are reported at once; at most 3 are allowed"):
-        way.call("saved", SavedTold(save, 0, 10, 14, False), (torch.ones(4, 8),)).result()
-    answer = way.call("pick", PickAsked(save, 0, False, 0)).result()
-    assert (len(answer.tensors[0]), answer.tensors[0].dtype) == (3, torch.int32)
-    assert answer.read(Picked).total > 3
+        ask(way, SaveMethods.saved, save, 0, 10, 14, None, torch.ones(4, 8))
+    picked = ask(way, SaveMethods.pick, save, 0, False, 0)
+    assert picked is not None
+    numbers, total = picked
+    assert (len(numbers), numbers.dtype) == (3, torch.int32)
+    assert total > 3

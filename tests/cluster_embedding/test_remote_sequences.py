@@ -6,9 +6,9 @@ from embedding_cases import ADAM, HISTORIES, HISTORY_SOURCE, client, rows_of, tr
 from remote_cases import far
 
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.embedding.messages import ShardInfo
+from shadowsync.embedding.saves import SaveMethods
 from shadowsync.embedding.table import Shard
-from shadowsync.rpc.service import decode_meta, encode_meta
+from shadowsync.rpc.served import ask
 
 item, user, shop, tag, word = HISTORIES
 CUT = [
@@ -31,6 +31,6 @@ def test_sequences_behind_a_connection_are_those_in_process(connect, codec):
 
 
 @pytest.mark.parametrize("table", HISTORIES, ids=lambda table: table.name)
-def test_a_shard_crosses_with_the_pooling_of_each_feature(table):
-    shard = Shard(table, 2, 7)
-    assert decode_meta(encode_meta(ShardInfo.of(shard)), ShardInfo).shard() == shard
+def test_a_shard_crosses_with_the_pooling_of_each_feature(connect, table):
+    (way,) = far(connect, [[Shard(table, 2, 7)]]).connections
+    assert ask(way, SaveMethods.shards) == (Shard(table, 2, 7),)

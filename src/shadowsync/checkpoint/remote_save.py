@@ -1,8 +1,6 @@
 """Who saves the rows of an embedding server behind a wire, beside training."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,23 +9,13 @@ from torch import Tensor
 
 from shadowsync.checkpoint.written import Written
 from shadowsync.embedding.live_rows import Copy, live_set, live_shard
-from shadowsync.embedding.messages import (
-    PickAsked,
-    Picked,
-    RowsAsked,
-    SaveBegun,
-    SaveCost,
-    SaveCostAsked,
-    SavedTold,
-    SinglesAsked,
-)
 from shadowsync.embedding.row_numbers import as_int64, id_type
-from shadowsync.embedding.rows import CHUNK_BYTES, UNDER_WAY, tensors_of
-from shadowsync.embedding.saves import MOST_ROWS
+from shadowsync.embedding.rows import CHUNK_BYTES, in_order
+from shadowsync.embedding.saves import MOST_ROWS, SaveMethods
 from shadowsync.embedding.table import Rows, RowSet, Shard, parts_of
-from shadowsync.rpc.connection import Answer, Connection
-from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.service import Meta
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.pending import Pending
+from shadowsync.rpc.served import ask, later
 
 EARLY_BYTES = 4 << 20
 """Weights of small shards of one server that are copied as soon as a save begins."""
@@ -35,14 +23,13 @@ EARLY_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class RemoteSave:
-    """One save of a server (`EmbeddingService`), from the word that it begins to the word that it is written.
+    """One save of a server (`SaveMethods`), from the word that it begins to the word that it is written.
 
     Attributes:
         connection: to the service.
         number: of the save.
         compares: the server wants to hear what was written.
         forms: a copy of no rows of each shard.
-        timeout_s: the deadline of every call; None leaves it to the connection.
         chunk_bytes: weights in one message.
     """
 
@@ -50,18 +37,12 @@ class RemoteSave:
     number: int
     compares: bool
     forms: tuple[Mapping[str, Tensor], ...]
-    timeout_s: float | None = None
     chunk_bytes: int = CHUNK_BYTES
 
     @classmethod
-    def begin(
-        cls, connection: Connection, timeout_s: float | None = None, chunk_bytes: int = CHUNK_BYTES
-    ) -> "RemoteSave":
+    def begin(cls, connection: Connection, chunk_bytes: int = CHUNK_BYTES) -> "RemoteSave":
         """A save begins; the one before it is over."""
-        answer = connection.call("begin_save", timeout_s=timeout_s).result()
-        begun, tensors = answer.read(SaveBegun), iter(answer.tensors)
-        forms = tuple({name: next(tensors) for name in names} for names in begun.names)
-        return cls(connection, begun.save, begun.compares, forms, timeout_s, chunk_bytes)
+        return cls(connection, *ask(connection, SaveMethods.begin_save), chunk_bytes)
 
     def everything(self, shards: Sequence[Shard]) -> Iterator[Rows]:
         """All rows, one `Rows` a shard, which are copied when they are read.
@@ -105,62 +86,53 @@ class RemoteSave:
             written: their weights, should the server want them.
         """
         for part in parts_of(rows, self._rows_at_once(shard)):
-            if isinstance(part, range):
-                start, stop, single = part.start, part.stop, []
-            else:
-                start, stop, single = rows.start, shard.stop, [self._narrow(shard, part)]
-            weights = [written(shard.table, part).contiguous()] if self.compares else []
-            told = SavedTold(self.number, index, start, stop, bool(single))
-            self._call("saved", told, [*single, *weights]).result()
+            run = part if isinstance(part, range) else range(rows.start, shard.stop)
+            single = None if isinstance(part, range) else self._narrow(shard, part)
+            weights = written(shard.table, part) if self.compares else None
+            ask(self.connection, SaveMethods.saved, self.number, index, run.start, run.stop, single, weights)
 
     def cost_s(self) -> float:
         """Seconds by which the save has held others up at the server so far; 0 if another took the place."""
-        return self._call("save_cost", SaveCostAsked(self.number)).result().read(SaveCost).seconds
+        return ask(self.connection, SaveMethods.save_cost, self.number)
 
     def _pick(self, index: int, end_of_round: bool) -> Tensor | None:
         parts: list[Tensor] = []
         while True:
-            asked = PickAsked(self.number, index, end_of_round, sum(map(len, parts)))
-            answer = self._call("pick", asked).result()
-            picked = answer.read(Picked)
-            if not picked.known:
-                raise PeerLost("an embedding server was replaced while its rows were chosen")
-            if picked.whole:
+            picked = ask(self.connection, SaveMethods.pick, self.number, index, end_of_round, sum(map(len, parts)))
+            if picked is None:
                 return None
-            parts.append(as_int64(answer.tensors[0]))
-            if sum(map(len, parts)) >= picked.total or not len(parts[-1]):
+            part, total = picked
+            parts.append(as_int64(part))
+            if sum(map(len, parts)) >= total or not len(part):
                 return torch.cat(parts)
 
     def _whole(self, index: int, shard: Shard, early: "_Budget") -> Rows:
         copy = partial(self._run, index, shard)
         return live_shard(shard, self.forms[index], self._early(index, shard, shard.rows, copy, early))
 
-    def _early(self, index: int, shard: Shard, count: int, ask: "_Ask", early: "_Budget") -> Copy:
+    def _early(self, index: int, shard: Shard, count: int, start: "_Ask", early: "_Budget") -> Copy:
         """Few rows are asked for at once, so that many small shards do not each wait for an answer in their turn."""
         fits = 0 < count <= self._rows_at_once(shard) and early.takes(4 * shard.table.dim * count)
-        asked = [list(ask(0, count))] if fits else []
+        asked: list[Iterable[_Copied]] = [list(start(0, count))] if fits else []
 
         def copy(first: int, last: int) -> Iterator[Mapping[str, Tensor]]:
             if first == last:
-                yield self.forms[index]
-            elif asked and (first, last) == (0, count):
-                yield from _answers(iter(asked.pop()))
-            else:
-                yield from _answers(ask(first, last))
+                return iter([self.forms[index]])
+            return in_order(asked.pop() if asked and (first, last) == (0, count) else start(first, last))
 
         return copy
 
-    def _run(self, index: int, shard: Shard, first: int, last: int) -> Iterator[Future[Answer]]:
+    def _run(self, index: int, shard: Shard, first: int, last: int) -> Iterator["_Copied"]:
         step = self._rows_at_once(shard)
         for start in range(shard.start + first, shard.start + last, step):
-            asked = RowsAsked(index, start, min(start + step, shard.start + last), self.number)
-            yield self._call("rows", asked)
+            stop = min(start + step, shard.start + last)
+            yield later(self.connection, SaveMethods.rows, index, start, stop, self.number)
 
-    def _singles(self, index: int, shard: Shard, numbers: Tensor, first: int, last: int) -> Iterator[Future[Answer]]:
+    def _singles(self, index: int, shard: Shard, numbers: Tensor, first: int, last: int) -> Iterator["_Copied"]:
         step = self._rows_at_once(shard)
         for start in range(first, last, step):
             part = self._narrow(shard, numbers[start : min(start + step, last)])
-            yield self._call("singles", SinglesAsked(self.number, index), [part])
+            yield later(self.connection, SaveMethods.singles, self.number, index, part)
 
     def _rows_at_once(self, shard: Shard) -> int:
         return min(MOST_ROWS, max(1, self.chunk_bytes // (4 * shard.table.dim)))
@@ -168,11 +140,9 @@ class RemoteSave:
     def _narrow(self, shard: Shard, numbers: Tensor) -> Tensor:
         return numbers.to(id_type(shard.table.rows))
 
-    def _call(self, method: str, meta: Meta, tensors: Sequence[Tensor] = ()) -> Future[Answer]:
-        return self.connection.call(method, meta, tensors, self.timeout_s)
 
-
-_Ask = Callable[[int, int], Iterator[Future[Answer]]]
+_Copied = Pending[Mapping[str, Tensor]]
+_Ask = Callable[[int, int], Iterator[_Copied]]
 """Asks for the rows at positions `first … last − 1`, a message at a time."""
 
 
@@ -187,14 +157,3 @@ class _Budget:
         fits = count <= self._left
         self._left -= count if fits else 0
         return fits
-
-
-def _answers(asked: Iterator[Future[Answer]]) -> Iterator[Mapping[str, Tensor]]:
-    """In their order, with some messages under way."""
-    under_way: deque[Future[Answer]] = deque()
-    for future in asked:
-        under_way.append(future)
-        if len(under_way) >= UNDER_WAY:
-            yield tensors_of(under_way.popleft().result())
-    while under_way:
-        yield tensors_of(under_way.popleft().result())

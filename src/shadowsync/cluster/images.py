@@ -26,11 +26,12 @@ from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.rows import RemoteRows
+from shadowsync.embedding.saves import SaveMethods
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import ended
-from shadowsync.rpc.served import later
+from shadowsync.rpc.served import ask, later
 from shadowsync.under_way import UnderWay, held
 
 T = TypeVar("T", bound=Rows | RowSet)
@@ -92,7 +93,7 @@ class Images:
         found: dict[int, list[Rows]] = {}
 
         def read(member: Member) -> None:
-            found[member.index] = list(RemoteRows(member.connection, IMAGE_S).read())
+            found[member.index] = list(RemoteRows(member.connection).read(self._crew.blueprint.shards[member.index]))
 
         self._crew.all_at_once([partial(read, member) for member in self._crew.row_servers()])
         return tuple(rows for index in sorted(found) for rows in found[index])
@@ -111,7 +112,7 @@ class Images:
         found: dict[int, list[T]] = {}
 
         def read(member: Member) -> None:
-            saves[member.index] = save = RemoteSave.begin(member.connection, IMAGE_S)
+            saves[member.index] = save = RemoteSave.begin(member.connection)
             found[member.index] = list(copy(save, self._crew.blueprint.shards[member.index]))
 
         self._crew.all_at_once([partial(read, member) for member in self._crew.row_servers()])
@@ -136,10 +137,10 @@ class Images:
         """Fills all rows, as `Session.load_rows`."""
         match_tables(saved.tables, self._crew.blueprint.session.tables)
         there = {table.name: saved.tensor_names(table.name) for table in saved.tables}
-        servers = [(member, RemoteRows(member.connection)) for member in self._crew.row_servers()]
-        here = {name: names for _, rows in servers for name, names in rows.tensor_names().items()}
+        servers = self._crew.row_servers()
+        here = {k: v for member in servers for k, v in ask(member.connection, SaveMethods.tensor_names).items()}
         match_optimizer(there, here)
-        self._crew.all_at_once([partial(self.load_server, saved, member) for member, _ in servers])
+        self._crew.all_at_once([partial(self.load_server, saved, member) for member in servers])
 
     def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:
         """Fills the rows of one embedding server."""

@@ -44,8 +44,10 @@ def unpack_rows(tensors: Sequence[Tensor], total: int) -> Tensor:
         DataError: the message does not hold one tensor of row numbers. At most a few times N numbers have been
             allocated by then.
     """
-    if len(tensors) != 1 or tensors[0].dtype != torch.uint8:
-        return row_numbers(tensors)
+    if len(tensors) != 1:
+        raise DataError(f"row numbers are one tensor, not {len(tensors)}")
+    if tensors[0].dtype != torch.uint8:
+        return as_int64(tensors[0])
     try:
         rows = positions.unpack(tensors[0], total)
     except ValueError as error:
@@ -66,14 +68,3 @@ def as_int64(tensor: Tensor) -> Tensor:
     if tensor.dtype not in _IDS:
         raise DataError(f"ids cross as int32 or int64, not as {str(tensor.dtype).removeprefix('torch.')}")
     return tensor.to(torch.int64)
-
-
-def row_numbers(tensors: Sequence[Tensor]) -> Tensor:
-    """The row numbers of a message that holds nothing else; what is in them, the server checks.
-
-    Raises:
-        DataError: it does not hold one tensor of a type of ids.
-    """
-    if len(tensors) != 1:
-        raise DataError(f"row numbers are one tensor, not {len(tensors)}")
-    return as_int64(tensors[0])

@@ -22,12 +22,7 @@ from shadowsync.embedding.messages import (
     PushAsked,
     Pushed,
     ReadAsked,
-    RowsAsked,
-    RowsFound,
-    RowsGiven,
     Shapes,
-    ShardInfo,
-    Shards,
     StepAsked,
     check_shapes,
     pack_coded,
@@ -36,14 +31,14 @@ from shadowsync.embedding.messages import (
     unpack_masks,
 )
 from shadowsync.embedding.row_numbers import unpack_rows
-from shadowsync.embedding.saves import SaveMethods, check_size
+from shadowsync.embedding.saves import SaveMethods
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.step_messages import Committed, check_batch, checked_weights
-from shadowsync.embedding.table import Rows
 from shadowsync.embedding.words import of_features, of_rows
 from shadowsync.errors import DataError
 from shadowsync.rpc.generation import FIRST, Generation
 from shadowsync.rpc.kept import MOST_STREAMS, USUAL, Bounded, Kept, KeptLimits, Mask, PerClient
+from shadowsync.rpc.served import Served
 from shadowsync.rpc.service import Method, Reply, Request
 
 MOST_ROUTES = 256
@@ -119,8 +114,8 @@ class EmbeddingService:
     `pull` and `read` keep their look-up until `push` and `step` refer to it by its number, so that ids cross once.
     Where the answer holds a part of the elements, the gradient comes under the same mask; a look-up that is not kept
     any more, or has been answered again under another mask, comes again with its ids and the mask. What is kept is
-    bounded for each client and freed when the client goes. Rows go out as they are between two pushes (see
-    `embedding_saves` for those that are saved beside training).
+    bounded for each client and freed when the client goes. Rows go out as they are between two pushes, and come in, as
+    `SaveMethods` has it.
 
     Args:
         server: what is served; checks ids, row numbers and the shapes of gradients.
@@ -145,11 +140,9 @@ class EmbeddingService:
             "push": Method(self._push),
             "read": Method(self._read, once=False),
             "step": Method(self._step),
-            "shards": Method(self._shards, once=False),
-            "load_rows": Method(self._load_rows),
             "commit": Method(self._commit),
             "forget_held": Method(self._forget_held),
-            **SaveMethods(server, self._rows).methods,
+            **Served(SaveMethods(server)).methods,
         }
         self._server = server
         self._generation = generation
@@ -259,47 +252,6 @@ class EmbeddingService:
         kept = None if asked.mask is None or coded.mask is None else asked.mask.kept
         return tuple(found.tensor for found in unpack_coded(coded, frames, self._push_codec, kept))
 
-    def _shards(self, _: Request) -> Reply:
-        return Reply(Shards(tuple(ShardInfo.of(shard) for shard in self._server.shards)))
-
-    def _rows(self, request: Request) -> Reply:
-        asked = request.read(RowsAsked)
-        if asked.save is not None and not self._server.is_under_way(asked.save):
-            return Reply(RowsFound((), False))
-        self._part(asked)
-        check_size(self._server, asked.shard, asked.stop - asked.start)
-        found = self._server.copy_rows(asked.shard, range(asked.start, asked.stop))
-        return Reply(RowsFound(tuple(found)), tuple(found.values()))
-
-    def _load_rows(self, request: Request) -> Reply:
-        given = request.read(RowsGiven)
-        own = self._part(given)
-        tensors = dict(zip(given.names, request.tensors, strict=False))
-        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        if len(given.names) != len(request.tensors) or shapes != {n: (t.dtype, t.shape) for n, t in own.items()}:
-            raise DataError(
-                f"{_described(tensors)} do not fit rows {given.start} to {given.stop - 1} of a shard that has "
-                f"{_described(own)}"
-            )
-        table = self._server.shards[given.shard].table
-        self._server.load([Rows(table, given.start, tensors)], partial=True)
-        return Reply()
-
-    def _part(self, asked: RowsAsked | RowsGiven) -> dict[str, Tensor]:
-        """Live views of the rows; a tensor that belongs to the table as a whole is there in each part."""
-        state = self._server.state()
-        if not 0 <= asked.shard < len(state):
-            raise DataError(f"shard {asked.shard} is asked for and this server has {len(state)} shards")
-        own = state[asked.shard]
-        count = len(own.tensors["weight"])
-        first, last = asked.start - own.start, asked.stop - own.start
-        if not 0 <= first < last <= count:
-            raise DataError(
-                f"rows {asked.start} to {asked.stop - 1} of table {own.table.name} are asked for and this server has "
-                f"{own.start} to {own.start + count - 1}"
-            )
-        return {name: t[first:last] if len(t) == count else t for name, t in own.tensors.items()}
-
 
 def _stream(asked: PullAsked | ReadAsked) -> int | None:
     """Of the push that will follow; None if none will."""
@@ -312,7 +264,3 @@ def _mask(coded: Coded, tensors: Sequence[Tensor], start: int, shapes: Shapes) -
         return None, start
     split = start + len(shapes)
     return Mask(coded.mask, unpack_masks(tensors[start:split], shapes)), split
-
-
-def _described(tensors: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "no tensors"

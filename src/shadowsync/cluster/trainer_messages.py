@@ -62,13 +62,6 @@ class Held(Meta, frozen=True):
     still: bool
 
 
-class ImageNames(Meta, frozen=True):
-    """What the tensors of a trainer's image are: those of its replica, then those of its method."""
-
-    replica: tuple[str, ...]
-    method: tuple[str, ...]
-
-
 class Moved(Meta, frozen=True):
     """A server of this kind (`embedding`, `dense` or `reader`) was replaced and is reached at another address.
 

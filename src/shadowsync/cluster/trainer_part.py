@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 
 from shadowsync.assembly import TrainerKit, codec_situation, computing_here, make_module, row_optimizer, unique_rows
 from shadowsync.choices import choose_all
-from shadowsync.cluster.dense_messages import image_reply, read_image
+from shadowsync.cluster.part_images import Imaged
 from shadowsync.cluster.records import RecordSender
 from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, TrainerDense, TrainerMaterial
 from shadowsync.cluster.trainer_messages import (
     SKETCH,
     Held,
     HoldAsked,
-    ImageNames,
     Moved,
     Released,
     SliceAsked,
@@ -28,6 +27,7 @@ from shadowsync.compression.codec_choice import CodecChoice
 from shadowsync.data.desk_remote import DeskRemote
 from shadowsync.data.feed import Feed, LeasedBatch
 from shadowsync.data.reader_service import ReaderRemote
+from shadowsync.dense_state import TrainerImage
 from shadowsync.embedding.client import EmbeddingClient, Server
 from shadowsync.embedding.line import EmbeddingLine
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
@@ -40,6 +40,7 @@ from shadowsync.recovery.tracking import row_tracking
 from shadowsync.rpc.client import WireConnection
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import GONE, Fault
+from shadowsync.rpc.served import Served
 from shadowsync.rpc.service import Method, Reply, Request
 from shadowsync.runtime.host import waiting_for
 from shadowsync.runtime.runtime import Home
@@ -57,7 +58,7 @@ def build_trainer(spec: TrainerSpec, home: Home) -> "TrainerPart":
     return TrainerPart(spec, home)
 
 
-class TrainerPart:
+class TrainerPart(Imaged):
     """Serves one trainer to the driver (a `runtime.Part`)."""
 
     def __init__(self, spec: TrainerSpec, home: Home) -> None:
@@ -89,12 +90,11 @@ class TrainerPart:
         self._trainer = self._dense.trainer
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
         self.methods: Mapping[str, Method] = {
+            **Served(self).methods,
             "start": Method(self._start),
             "status": Method(self._status, once=False),
             "hold": Method(self._hold, once=False),
             "release": Method(self._release),
-            "snapshot": Method(self._snapshot, once=False),
-            "restore": Method(self._restore),
             "moved": Method(self._moved),
             "stop": Method(self._stop),
         }
@@ -291,12 +291,11 @@ class TrainerPart:
         named = [(f"{kind}-{index}", peer) for (kind, index), peer in self._connections.items() if kind != "driver"]
         return waiting_for([*named, ("driver", self._connections["driver", 0])])
 
-    def _snapshot(self, _: Request) -> Reply:
-        return image_reply(self._dense.image())
+    def _image(self) -> TrainerImage:
+        return self._dense.image()
 
-    def _restore(self, request: Request) -> Reply:
-        self._dense.restore(read_image(request.read(ImageNames), request.tensors))
-        return Reply()
+    def _put_back(self, image: TrainerImage) -> None:
+        self._dense.restore(image)
 
 
 def _known(error: BaseException) -> ShadowSyncError:

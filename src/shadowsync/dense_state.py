@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.errors import CheckpointError
+from shadowsync.errors import CheckpointError, DataError
 from shadowsync.job_state import job_state
 from shadowsync.sync.method import State, SyncMethod
 from shadowsync.training.replica import Replica
@@ -33,6 +33,13 @@ class TrainerImage:
         return cls(
             {name: t.clone() for name, t in dense_tensors(replica).items()}, {n: t.clone() for n, t in state.items()}
         )
+
+    def in_main_memory(self) -> "TrainerImage":
+        """The same, as it can cross to another role."""
+        replica, method = (
+            {name: tensor.detach().cpu() for name, tensor in tensors.items()} for tensors in (self.replica, self.method)
+        )
+        return TrainerImage(replica, method)
 
     def put_into(self, replica: Replica) -> None:
         """Overwrites what the replica holds, in place."""
@@ -80,6 +87,22 @@ def dense_tensors(replica: Replica) -> dict[str, Tensor]:
 def is_buffer(name: str) -> bool:
     """Whether `dense_tensors` gives a buffer of the module that name."""
     return name.startswith(_BUFFER)
+
+
+def check_image(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Compares the tensors of an image with those that it is to be put into.
+
+    Raises:
+        DataError: names, types or sizes differ.
+    """
+
+    def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, int]]:
+        return {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
+
+    if described(given) != described(own):
+        names = sorted({*given, *own})
+        wrong = next((n for n in names if described(given).get(n) != described(own).get(n)), "nothing")
+        raise DataError(f"an image with another {wrong} does not fit this role")
 
 
 def check_layout(saved: LoadedCheckpoint, replica: Replica) -> None:

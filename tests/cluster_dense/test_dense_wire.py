@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,10 +21,13 @@ from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.rpc.connection import Answer, Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.served import Client, Packed, Served, ask, later, served
 from shadowsync.rpc.service import Meta, Service
 from shadowsync.sync.dense import DenseServer
 from shadowsync.sync.dense_remote import DenseRemote
 from shadowsync.sync.dense_service import MOST_TRAINERS, DenseService, Exchange
+from shadowsync.sync.elastic import Crossing
 from shadowsync.sync.group import DenseServers, split_evenly
 
 ODD_SIZE = 1003
@@ -49,13 +53,28 @@ def services(center: Tensor, count: int, codec: Codec) -> list[DenseService]:
     return [DenseService(DenseServer(center[start:stop].clone()), codec) for start, stop in spans]
 
 
-def remote(center: Tensor, count: int, codec: Codec, connect: Connect, counter: WireCounter) -> DenseRemote:
-    connections = [connect(service, 1)[0] for service in services(center, count, codec)]
-    return DenseRemote(connections, split_evenly(len(center), count), Line("dense", codec, counter))
+class Remote(DenseRemote):
+    """With the driver's way to the central copy."""
+
+    def read(self) -> Tensor:
+        return torch.cat([answer.result() for answer in [later(way, DenseService.read) for way in self.connections]])
+
+    def write(self, center: Tensor) -> None:
+        for way, (start, stop) in zip(self.connections, self.spans, strict=True):
+            ask(way, DenseService.write, center[start:stop])
+
+
+def remote(center: Tensor, count: int, codec: Codec, connect: Connect, counter: WireCounter) -> Remote:
+    connections = [connect(Served(service), 1)[0] for service in services(center, count, codec)]
+    return Remote(connections, split_evenly(len(center), count), Line("dense", codec, counter))
 
 
 def direct(service: Service, clients: int) -> list[Connection]:
     return [DirectConnection(service) for _ in range(clients)]
+
+
+def elastic(connection: Connection, asked: Exchange, frames: tuple[Tensor, ...], whole: bool = True) -> Crossing | None:
+    return ask(connection, DenseService.elastic, Client(""), asked, Crossing(frames, whole))
 
 
 @pytest.mark.parametrize("codec", [Plain(), Bf16(), Rounded()], ids=lambda codec: codec.name)
@@ -173,14 +192,14 @@ def test_after_a_write_differences_begin_anew(connect: Connect) -> None:
 
 def test_a_client_speaks_for_few_trainers() -> None:
     (service,) = services(torch.ones(5), 1, FEW)
-    connection = DirectConnection(service)
+    connection = DirectConnection(Served(service))
     for rank in range(MOST_TRAINERS):
-        connection.call("elastic", Exchange(rank, 0.5), (torch.ones(5),)).result()
+        elastic(connection, Exchange(rank, 0.5), (torch.ones(5),))
     with pytest.raises(DataError, match="names more than 16 trainers"):
-        connection.call("elastic", Exchange(MOST_TRAINERS, 0.5), (torch.ones(5),)).result()
-    connection.call("elastic", Exchange(0, 0.5), (torch.ones(5),)).result()
+        elastic(connection, Exchange(MOST_TRAINERS, 0.5), (torch.ones(5),))
+    elastic(connection, Exchange(0, 0.5), (torch.ones(5),))
     service.client_gone(connection.client)
-    connection.call("elastic", Exchange(99, 0.5), (torch.ones(5),)).result()
+    elastic(connection, Exchange(99, 0.5), (torch.ones(5),))
 
 
 def test_who_keeps_everything_sends_the_vector_itself(connect: Connect) -> None:
@@ -198,7 +217,7 @@ def test_who_keeps_everything_sends_the_vector_itself(connect: Connect) -> None:
 def test_a_server_that_took_anothers_place_gets_the_replica_whole() -> None:
     """And so does one of which nobody knows what it has heard."""
     made = services(torch.zeros(ODD_SIZE), 1, FEW)[0]
-    connection, counter = DirectConnection(made), WireCounter()
+    connection, counter = DirectConnection(Served(made)), WireCounter()
     servers = DenseRemote([connection], [(0, ODD_SIZE)], Line("dense", FEW, counter))
     weights = torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0))
     servers.elastic(0, weights, 0.5)
@@ -218,12 +237,12 @@ def test_a_server_that_took_anothers_place_gets_the_replica_whole() -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_no_difference_changes_nothing(frames: tuple[Tensor, ...], whole: bool) -> None:
     made = services(torch.ones(5), 1, FEW)[0]
-    connection = DirectConnection(made)
-    connection.call("elastic", Exchange(0, 0.5), (torch.ones(5),)).result()
+    connection = DirectConnection(Served(made))
+    elastic(connection, Exchange(0, 0.5), (torch.ones(5),))
     if not (frames == () and not whole):
         with pytest.raises(DataError, match="none of codec threshold"):
-            connection.call("elastic", Exchange(0, 0.5, whole=whole), frames).result()
-    assert torch.equal(connection.call("read").result().tensors[0], torch.ones(5))
+            elastic(connection, Exchange(0, 0.5), frames, whole)
+    assert torch.equal(ask(connection, DenseService.read), torch.ones(5))
 
 
 class Held(Connection):
@@ -246,24 +265,22 @@ class Held(Connection):
         self._inner.close()
 
 
-@dataclass
-class Garbled:
-    """A connection on which other frames come back."""
+class Garbled(DenseService):
+    """A server that answers with other frames."""
 
-    inner: Connection
     frames: tuple[Tensor, ...] = ()
 
-    def call(self, *arguments: Any, **more: Any) -> Future[Answer]:
-        answer: Future[Answer] = Future()
-        answer.set_result(replace(self.inner.call(*arguments, **more).result(), tensors=self.frames))
-        return answer
+    @served()
+    def elastic(self, client: Client, asked: Exchange, sent: Crossing) -> Crossing | None:
+        return Crossing(self.frames, sent.whole)
 
 
 @pytest.mark.parametrize("codec", [FEW, Bf16()], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("frames", [(), (torch.ones(2),) * 4], ids=["nothing", "too many"])
 def test_an_answer_that_is_no_exchange_is_an_error_in_a_sentence(codec: Codec, frames: tuple[Tensor, ...]) -> None:
-    garbled: Any = Garbled(DirectConnection(services(torch.ones(5), 1, codec)[0]), frames)
-    servers = DenseRemote([garbled], split_evenly(5, 1), Line("dense", codec, WireCounter()))
+    garbled = Garbled(DenseServer(torch.ones(5)), codec)
+    garbled.frames = frames
+    servers = DenseRemote([DirectConnection(Served(garbled))], split_evenly(5, 1), Line("dense", codec, WireCounter()))
     with pytest.raises(DataError, match="the frames of an exchange are none of codec"):
         servers.elastic(0, torch.zeros(5), 0.5)
 
@@ -271,8 +288,8 @@ def test_an_answer_that_is_no_exchange_is_an_error_in_a_sentence(codec: Codec, f
 def test_all_servers_are_asked_before_any_answer_is_awaited() -> None:
     """With one at a time this would never end; the answers come in the wrong order."""
     center, count, waiting = torch.arange(11.0), 3, []
-    connections = [Held(service, waiting, count) for service in services(center, count, Plain())]
-    servers = DenseRemote(connections, split_evenly(11, count), Line("dense", Plain(), WireCounter()))
+    connections = [Held(Served(service), waiting, count) for service in services(center, count, Plain())]
+    servers = Remote(connections, split_evenly(11, count), Line("dense", Plain(), WireCounter()))
     assert torch.equal(servers.read(), center)
     assert torch.equal(servers.elastic(0, center + 2, 0.5), torch.ones(11))
     assert torch.equal(servers.sequential(0, center, 0.5), center + 0.5)
@@ -281,25 +298,24 @@ def test_all_servers_are_asked_before_any_answer_is_awaited() -> None:
 def test_a_server_that_is_lost_is_told_after_the_others_are_done() -> None:
     center = torch.zeros(6)
     parts = services(center, 2, Plain())
-    connections = [DirectConnection(part) for part in parts]
+    connections = [DirectConnection(Served(part)) for part in parts]
     servers = DenseRemote(connections, split_evenly(6, 2), Line("dense", Plain(), WireCounter()))
     connections[0].close()
     with pytest.raises(PeerLost):
         servers.elastic(0, torch.ones(6), 0.5)
-    assert connections[1].call("read").result().tensors[0].tolist() == [0.5] * 3
+    assert ask(connections[1], DenseService.read).tolist() == [0.5] * 3
 
 
 def test_a_connection_that_goes_takes_its_residuals_along(connect: Connect) -> None:
     (service,) = services(torch.zeros(1), 1, Rounded())
-    (first, second) = connect(service, 2)
+    (first, second) = connect(Served(service), 2)
     half = torch.tensor([0.4])
 
     def sequential(connection: Connection) -> float:
         """With a local copy that leaves the center where it is, so that only the way back rounds."""
-        servers = DenseRemote([connection], [(0, 1)], Line("dense", Rounded(), WireCounter()))
-        servers.write(half)
-        answer = connection.call("sequential", Exchange(0, 1e-9), (torch.zeros(1, dtype=torch.int8),)).result()
-        return float(answer.tensors[0])
+        ask(connection, DenseService.write, half)
+        sent = Crossing((torch.zeros(1, dtype=torch.int8),), True)
+        return float(ask(connection, DenseService.sequential, Client(""), Exchange(0, 1e-9), sent).frames[0])
 
     assert [sequential(first), sequential(first)] == [0, 1], "0.4, then 0.8 with what was left out"
     assert sequential(second) == 0, "another connection has no part in it"
@@ -307,41 +323,59 @@ def test_a_connection_that_goes_takes_its_residuals_along(connect: Connect) -> N
     assert sequential(second) == 0, "it begins anew"
 
 
+Call = Callable[[Connection], object]
+
+
+def exchange(method: str, asked: Exchange, frames: tuple[Tensor, ...]) -> Call:
+    return lambda connection: ask(connection, getattr(DenseService, method), Client(""), asked, Crossing(frames, True))
+
+
+def sends(method: str, arguments: Sequence[Any], tensors: tuple[Tensor, ...] = ()) -> Call:
+    packed = Packed(msgspec.Raw(msgspec.msgpack.encode(arguments)))
+    return lambda connection: connection.call(method, packed, tensors).result()
+
+
 MISFITS = [
-    ("elastic", Exchange(0, 0.5), ()),
-    ("elastic", Exchange(0, 0.5), (torch.zeros(4),)),
-    ("elastic", Exchange(0, 0.0), (torch.ones(3),)),
-    ("elastic", Exchange(0, 1.5), (torch.ones(3),)),
-    ("elastic", Exchange(0, float("nan")), (torch.ones(3),)),
-    ("elastic", None, (torch.ones(3),)),
-    ("elastic", Exchange(0, 0.5, 0, "int8"), (torch.ones(3),)),
-    ("sequential", Exchange(0, 0.5, 0, "no such codec" * 1000), (torch.ones(3),)),
-    ("write", None, ()),
-    ("write", None, (torch.zeros(2),)),
-    ("write", None, (torch.zeros(3), torch.zeros(3))),
-    ("write", None, (torch.zeros(3, dtype=torch.bfloat16),)),
+    exchange("elastic", Exchange(0, 0.5), ()),
+    exchange("elastic", Exchange(0, 0.5), (torch.zeros(4),)),
+    exchange("elastic", Exchange(0, 0.0), (torch.ones(3),)),
+    exchange("elastic", Exchange(0, 1.5), (torch.ones(3),)),
+    exchange("elastic", Exchange(0, float("nan")), (torch.ones(3),)),
+    exchange("elastic", Exchange(0, 0.5, 0, "int8"), (torch.ones(3),)),
+    exchange("sequential", Exchange(0, 0.5, 0, "no such codec" * 1000), (torch.ones(3),)),
+    sends("elastic", (), (torch.ones(3),)),
+    sends("write", ()),
+    sends("write", (0, 1), (torch.zeros(3), torch.zeros(3))),
+    lambda connection: ask(connection, DenseService.write, torch.zeros(2)),
+    lambda connection: ask(connection, DenseService.write, torch.zeros(3, dtype=torch.bfloat16)),
 ]
 ONLY_PLAIN = [
-    ("elastic", Exchange(0, 0.5), (torch.zeros(3, dtype=torch.float64),)),
-    ("sequential", Exchange(0, 0.5), (torch.zeros(3, dtype=torch.int32),)),
+    exchange("elastic", Exchange(0, 0.5), (torch.zeros(3, dtype=torch.float64),)),
+    exchange("sequential", Exchange(0, 0.5), (torch.zeros(3, dtype=torch.int32),)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("codec", "method", "meta", "tensors"),
-    [(Plain(), *misfit) for misfit in MISFITS + ONLY_PLAIN] + [(Bf16(), *misfit) for misfit in MISFITS],
+    ("codec", "call"),
+    [(Plain(), misfit) for misfit in MISFITS + ONLY_PLAIN] + [(Bf16(), misfit) for misfit in MISFITS],
 )
-def test_what_does_not_fit_changes_nothing(
-    codec: Codec, method: str, meta: Meta | None, tensors: tuple[Tensor, ...], connect: Connect
-) -> None:
+def test_what_does_not_fit_changes_nothing(codec: Codec, call: Call, connect: Connect) -> None:
     (service,) = services(torch.arange(3.0), 1, codec)
-    (connection,) = connect(service, 1)
+    (connection,) = connect(Served(service), 1)
     with pytest.raises(DataError):
-        connection.call(method, meta, tensors).result()
-    assert connection.call("read").result().tensors[0].tolist() == [0, 1, 2]
+        call(connection)
+    assert ask(connection, DenseService.read).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("method", ["elastic", "sequential"])
+def test_an_exchange_of_another_generation_changes_nothing(method: str, connect: Connect) -> None:
+    (connection,) = connect(Served(DenseService(DenseServer(torch.zeros(3)), Plain(), Generation(2))), 1)
+    with pytest.raises(RunError, match="gone back"):
+        exchange(method, Exchange(0, 0.5, 1), (torch.ones(3),))(connection)
+    assert ask(connection, DenseService.read).tolist() == [0, 0, 0]
 
 
 def test_an_unknown_method_is_an_error(connect: Connect) -> None:
     (service,) = services(torch.zeros(1), 1, Plain())
     with pytest.raises(RunError, match="elastic, read, sequential, write"):
-        connect(service, 1)[0].call("steal").result()
+        connect(Served(service), 1)[0].call("steal").result()

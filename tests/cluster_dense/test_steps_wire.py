@@ -5,8 +5,10 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Literal
 
+import msgspec
 import pytest
 import torch
 from step_models import TwoParameters
@@ -25,10 +27,6 @@ from shadowsync.aggregation.step_messages import (
     ArrivedTold,
     BeginAsked,
     BeginGiven,
-    GradientSent,
-    NewerAsked,
-    RestartAsked,
-    StepAsked,
     WorkerTold,
 )
 from shadowsync.aggregation.stepper_remote import StepperRemote
@@ -47,6 +45,8 @@ from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.pending import Pending
+from shadowsync.rpc.served import Client, Packed, Served, ask
 from shadowsync.rpc.service import Meta, Service
 from shadowsync.training.optimizers import Adagrad
 from shadowsync.training.pieces import by_parameter
@@ -68,7 +68,7 @@ def gradient(made: DenseStepper, seed: int) -> DenseGradient:
 
 def remote(service: StepperService, connect: Connect, codec: Codec, counter: WireCounter, **more: int) -> StepperRemote:
     length = len(service._stepper.replica.flat)
-    return StepperRemote(connect(service, 1)[0], Line("dense", codec, counter), length, **more)
+    return StepperRemote(connect(Served(service), 1)[0], Line("dense", codec, counter), length, **more)
 
 
 @pytest.mark.parametrize("codec", [Plain(), Bf16()], ids=lambda codec: codec.name)
@@ -107,13 +107,17 @@ class Wide(nn.Module):
 
 def test_a_client_has_as_many_streams_as_a_trainer_has_workers() -> None:
     service = StepperService(stepper(), Int8(), streams=2)
-    connection = DirectConnection(service)
+    connection = DirectConnection(Served(service))
+
+    def newer(stream: int) -> Message | None:
+        return ask(connection, StepperService.newer, Client(""), stream, -1, "", 0)
+
     for stream in (0, 1, 0):
-        connection.call("newer", NewerAsked(-1, stream)).result()
+        assert newer(stream) is not None
     with pytest.raises(DataError, match="a client names more than 2 streams"):
-        connection.call("newer", NewerAsked(-1, 2)).result()
+        newer(2)
     service.client_gone(connection.client)
-    connection.call("newer", NewerAsked(-1, 2)).result()
+    assert newer(2) is not None
 
 
 @pytest.mark.parametrize("values", ["fp32", "int8"])
@@ -168,9 +172,7 @@ class Versions:
         return Version(self.number, self.replica.flat.clone())
 
     def cross(self, version: Version) -> Version:
-        taken = self.receiver.take(self.codec, *self.answer(version))
-        assert taken is not None
-        return taken
+        return self.receiver.take(self.codec, self.answer(version))
 
     def answer(self, version: Version) -> Message:
         """What is sent to the worker as it is now."""
@@ -194,8 +196,7 @@ def test_what_a_threshold_leaves_out_of_parameters_comes_later(values: Literal["
 def test_a_worker_that_missed_an_answer_gets_the_parameters_whole() -> None:
     versions = Versions(Threshold(keep=0.05, feedback=True))
     versions.cross(versions.move())
-    given, _ = versions.answer(versions.move())
-    assert not given.whole  # and it is lost
+    assert not versions.answer(versions.move()).whole  # and it is lost
     newest = versions.move()
     assert torch.equal(versions.cross(newest).flat, newest.flat)
     assert not torch.equal(versions.cross(versions.move()).flat, versions.replica.flat)
@@ -209,8 +210,8 @@ def test_an_answer_that_is_made_twice_leaves_both_ends_alike(codec: Codec) -> No
         versions.cross(versions.move())
     newest = versions.move()
     first, again = versions.answer(newest), versions.answer(newest)
-    assert first[0].version == again[0].version
-    versions.receiver.take(versions.codec, *first)
+    assert first.version == again.version
+    versions.receiver.take(versions.codec, first)
     known = versions.cross(versions.move())
     assert torch.equal(known.flat, versions.replica.flat)
     still = versions.replica.flat.clone()
@@ -235,11 +236,11 @@ def test_after_whole_parameters_in_between_changes_begin_anew() -> None:
 def test_a_change_that_goes_on_from_nothing_is_refused() -> None:
     versions, other = Versions(Threshold(keep=0.05)), Versions(Threshold(keep=0.05))
     versions.cross(versions.move())
-    given, frames = versions.answer(versions.move())
+    message = versions.answer(versions.move())
     with pytest.raises(DataError, match="what has changed to a worker that has nothing"):
-        other.receiver.take(other.codec, given, frames)
+        other.receiver.take(other.codec, message)
     with pytest.raises(DataError, match="frames of the dense parameters are none of codec threshold"):
-        versions.receiver.take(versions.codec, given, frames[1:])
+        versions.receiver.take(versions.codec, replace(message, frames=message.frames[1:]))
 
 
 def test_the_whole_is_as_new_as_its_oldest_part(connect: Connect) -> None:
@@ -247,7 +248,7 @@ def test_the_whole_is_as_new_as_its_oldest_part(connect: Connect) -> None:
     parts = divide(whole.replica.slots, 2)
     servers = [DenseStepper(Replica(part.module(Wide(), buffers=False), Adagrad(), {}), None) for part in parts]
     line = Line("dense", Plain(), WireCounter())
-    ways = [connect(StepperService(server, Plain()), 1)[0] for server in servers]
+    ways = [connect(Served(StepperService(server, Plain())), 1)[0] for server in servers]
     pairs = enumerate(zip(ways, parts, strict=True))
     remotes = [StepperRemote(way, line, part.length, server=index) for index, (way, part) in pairs]
     worker, flat = DividedSteppers(parts, remotes, len(whole.replica.flat)), torch.randn(whole.replica.flat.shape)
@@ -283,61 +284,74 @@ def test_a_step_that_comes_again_changes_nothing(connect: Connect) -> None:
 
 
 FLAT = stepper().replica.flat
-STEP = StepAsked(0, (1,), (1.0,), 1.0, 0.1, 0, 0)
+STEP = DenseStep(0, {1: 1.0}, 1.0, 0.1, 0)
+Call = Callable[[Connection], object]
 
 
-def step_with(**changed: Any) -> StepAsked:
-    return StepAsked(**({name: getattr(STEP, name) for name in STEP.__struct_fields__} | changed))
+def holds(number: int = 0, used: tuple[bool, ...] = (True, True), codec: str = "", *frames: Tensor) -> Call:
+    return lambda connection: ask(connection, StepperService.hold, 0, number, used, codec, frames)
 
 
-MALFORMED: dict[str, tuple[str, Meta | None, tuple[Tensor, ...], str]] = {
-    "no gradient": ("hold", GradientSent(0, (True, True), 0), (), "frames of a gradient"),
-    "another size": ("hold", GradientSent(0, (True, True), 0), (torch.zeros(3),), "frames of a gradient|not fit"),
-    "another type": ("hold", GradientSent(0, (True, True), 0), (FLAT.double(),), "frames of a gradient|not fit"),
-    "another model": ("hold", GradientSent(0, (True,), 0), (FLAT,), "does not fit"),
-    "a number below 0": ("hold", GradientSent(-1, (True, True), 0), (FLAT,), "count from 0"),
-    "another codec": ("hold", GradientSent(0, (True, True), 0, "int8"), (FLAT,), "codec 'int8' is not one"),
-    "an answer in another": ("newer", NewerAsked(-1, 0, "x" * 9000), (), "codec 'x{20}' is not .*; allowed: plain$"),
-    "nothing at all": ("hold", None, (FLAT,), "does not hold a GradientSent"),
-    "a weight too many": ("commit", step_with(weights=(1.0, 1.0)), (), "make no global step"),
-    "a divisor of 0": ("commit", step_with(divisor=0.0), (), "make no global step"),
-    "no number": ("commit", step_with(lr=float("nan")), (), "make no global step"),
-    "an infinite weight": ("commit", step_with(weights=(float("inf"),)), (), "make no global step"),
-    "a norm below 0": ("norm", step_with(norm=-1.0), (), "no norm of -1"),
-    "a step by a norm below 0": ("commit", step_with(norm=-0.5), (), "no norm of -0.5"),
-    "another message": ("commit", NewerAsked(0, 0), (), "does not hold a StepAsked"),
-    "a version below 0": ("restart", RestartAsked(-3, 0), (), "count from 0"),
-    "not what is asked": ("newer", STEP, (), "does not hold a NewerAsked"),
+def commits(**changed: Any) -> Call:
+    return lambda connection: ask(connection, StepperService.commit, 0, replace(STEP, **changed))
+
+
+def sends(method: str, *arguments: Any) -> Call:
+    packed = Packed(msgspec.Raw(msgspec.msgpack.encode(arguments)))
+    return lambda connection: connection.call(method, packed).result()
+
+
+MALFORMED: dict[str, tuple[Call, str]] = {
+    "no gradient": (holds(), "frames of a gradient"),
+    "another size": (holds(0, (True, True), "", torch.zeros(3)), "frames of a gradient|not fit"),
+    "another type": (holds(0, (True, True), "", FLAT.double()), "frames of a gradient|not fit"),
+    "another model": (holds(0, (True,), "", FLAT), "does not fit"),
+    "a number below 0": (holds(-1, (True, True), "", FLAT), "count from 0"),
+    "another codec": (holds(0, (True, True), "int8", FLAT), "codec 'int8' is not one"),
+    "an answer in another": (
+        lambda connection: ask(connection, StepperService.newer, Client(""), 0, -1, "x" * 9000, 0),
+        "codec 'x{20}' is not .*; allowed: plain$",
+    ),
+    "nothing at all": (sends("hold"), "a call of hold is not what it should be"),
+    "a divisor of 0": (commits(divisor=0.0), "make no global step"),
+    "no number": (commits(lr=float("nan")), "make no global step"),
+    "an infinite weight": (commits(weights={1: float("inf")}), "make no global step"),
+    "a norm below 0": (
+        lambda connection: ask(connection, StepperService.norm, 0, replace(STEP, norm=-1.0)),
+        "no norm of -1",
+    ),
+    "a step by a norm below 0": (commits(norm=-0.5), "no norm of -0.5"),
+    "another message": (sends("commit", 0, 0), "a call of commit is not what it should be"),
+    "a version below 0": (lambda connection: ask(connection, StepperService.restart, 0, -3), "count from 0"),
+    "not what is asked": (sends("newer", 0, STEP), "a call of newer is not what it should be"),
 }
 
 
-@pytest.mark.parametrize(("method", "meta", "tensors", "said"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_messages_to_the_dense_server_change_nothing(
-    method: str, meta: Meta | None, tensors: tuple[Tensor, ...], said: str
-) -> None:
+@pytest.mark.parametrize(("call", "said"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_messages_to_the_dense_server_change_nothing(call: Call, said: str) -> None:
     made = stepper()
-    connection = DirectConnection(StepperService(made, Plain()))
     with pytest.raises(DataError, match=said):
-        connection.call(method, meta, tensors).result()
+        call(DirectConnection(Served(StepperService(made, Plain()))))
     assert (made.newest.number, made.held_bytes) == (0, 0)
     assert torch.equal(made.replica.flat, FLAT)
 
 
 @pytest.mark.parametrize(
-    ("method", "meta", "tensors"),
+    "call",
     [
-        ("hold", GradientSent(0, (True, True), 1), (FLAT,)),
-        ("commit", step_with(generation=1), ()),
-        ("norm", step_with(generation=1), ()),
-        ("restart", RestartAsked(3, 1), ()),
+        lambda far: far.hold(0, DenseGradient(FLAT, (True, True))),
+        lambda far: far.commit(STEP),
+        lambda far: far.norm(STEP),
+        lambda far: far.restart(3),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["hold", "commit", "norm", "restart"],
 )
-def test_the_dense_server_refuses_another_generation(method: str, meta: Meta, tensors: tuple[Tensor, ...]) -> None:
+def test_the_dense_server_refuses_another_generation(call: Callable[[StepperRemote], Pending[object]]) -> None:
     made = stepper()
-    connection = DirectConnection(StepperService(made, Plain(), Generation(2)))
+    connection = DirectConnection(Served(StepperService(made, Plain(), Generation(2))))
+    far = StepperRemote(connection, Line("dense", Plain(), WireCounter()), len(FLAT), generation=1)
     with pytest.raises(RunError, match="gone back"):
-        connection.call(method, meta, tensors).result()
+        call(far).result()
     assert (made.newest.number, made.held_bytes) == (0, 0)
 
 

@@ -1,5 +1,6 @@
 """Whole jobs under gradient methods whose roles are reached through the wire only."""
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -35,7 +36,6 @@ from shadowsync.aggregation.conductor_remote import ConductorRemote
 from shadowsync.aggregation.conductor_service import ConductorService
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.divided_steppers import DividedSteppers
-from shadowsync.aggregation.step_messages import StepAsked
 from shadowsync.aggregation.stepper_service import StepperService
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.aggregation.update import GradientUpdate
@@ -45,7 +45,6 @@ from shadowsync.data.leases import Lease
 from shadowsync.embedding.holding import RowStep
 from shadowsync.errors import DataError
 from shadowsync.job_state import job_state
-from shadowsync.rpc.service import Request
 from shadowsync.runs import load_checkpoint
 from shadowsync.training.rates import Rates
 from shadowsync.training.worker import TrainerLost
@@ -305,17 +304,17 @@ def job_settings(tmp_path: Path, method: str, **sections: Any) -> dict[str, Any]
 def applied_once(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Generation and number of each gradient that a dense server applied, as they are applied."""
     applied: list[tuple[int, int]] = []
-    commit = StepperService._commit
+    commit = StepperService.commit
 
-    def noted(service: StepperService, request: Request) -> Any:
-        asked = request.read(StepAsked)
+    @functools.wraps(commit)
+    def noted(service: StepperService, generation: int, step: DenseStep) -> int:
         before = service._stepper.newest.number
-        reply = commit(service, request)
+        held_bytes = commit(service, generation, step)
         if service._stepper.newest.number > before:
-            applied.extend((asked.generation, number) for number in asked.batches)
-        return reply
+            applied.extend((generation, number) for number in step.weights)
+        return held_bytes
 
-    monkeypatch.setattr(StepperService, "_commit", noted)
+    monkeypatch.setattr(StepperService, "commit", noted)
     return applied
 
 
@@ -581,10 +580,11 @@ def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:
 def test_a_step_that_cannot_be_made_ends_the_job_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    def refuse(service: StepperService, request: Request) -> Any:
+    @functools.wraps(StepperService.commit)
+    def refuse(service: StepperService, generation: int, step: DenseStep) -> int:
         raise DataError("this step is none")
 
-    monkeypatch.setattr(StepperService, "_commit", refuse)
+    monkeypatch.setattr(StepperService, "commit", refuse)
     error = error_of(lambda: train_counted(job_settings(tmp_path, method), tmp_path / "out"))
     assert "this step is none" in str(error)
 

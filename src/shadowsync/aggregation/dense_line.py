@@ -85,4 +85,4 @@ class DenseLine:
         found, codec = self.stepper.newer(than), self.line.codec
         if found is None:
             return None
-        return self._receiver.take(codec, *self._sender.answer(codec, found, self._receiver.having))
+        return self._receiver.take(codec, self._sender.answer(codec, found, self._receiver.having))

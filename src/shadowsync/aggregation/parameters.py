@@ -4,11 +4,10 @@
 """
 
 import threading
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from shadowsync.aggregation.step_messages import NewerGiven
 from shadowsync.aggregation.stepping import Version
 from shadowsync.compression.channel import Line
 from shadowsync.compression.codec import Codec
@@ -17,7 +16,26 @@ from shadowsync.compression.plain import Plain
 from shadowsync.compression.rungs import received
 from shadowsync.errors import DataError
 
-Message = tuple[NewerGiven, tuple[Tensor, ...]]
+
+@dataclass(frozen=True)
+class Message:
+    """Parameters on their way to a worker.
+
+    Attributes:
+        version: their number.
+        frames: of the codec.
+        serial: counts the messages to this worker, from 1 on.
+        whole: all of them come, and not what has changed since the version that the worker has.
+        kept, refreshes, early: as in `Encoded`.
+    """
+
+    version: int
+    frames: tuple[Tensor, ...]
+    serial: int
+    whole: bool = True
+    kept: int = 0
+    refreshes: int = 0
+    early: int = 0
 
 
 class _Mirrored:
@@ -66,13 +84,13 @@ class ParameterSender:
             serial = self._serial
             if codec.everything:
                 self._mirror.drop()
-                return NewerGiven(version.number, serial), Plain().encode(flat).frames
+                return Message(version.number, Plain().encode(flat).frames, serial)
             mirror = self._mirror.under(codec)
             if having != expected:
                 mirror.forget()
             encoded, whole = mirror.encode(flat)
-        given = NewerGiven(version.number, serial, whole, encoded.kept_count, encoded.refreshes, encoded.early)
-        return given, encoded.frames
+        told = encoded.kept_count, encoded.refreshes, encoded.early
+        return Message(version.number, encoded.frames, serial, whole, *told)
 
 
 class ParameterReceiver:
@@ -91,29 +109,27 @@ class ParameterReceiver:
         self._line, self._length = line, length
         self._mirror = _Mirrored("the dense parameters")
 
-    def take(self, codec: Codec, given: NewerGiven, frames: Sequence[Tensor]) -> Version | None:
-        """The parameters after a message in that codec, counted; None if there are no newer ones.
+    def take(self, codec: Codec, message: Message) -> Version:
+        """The parameters after a message in that codec, counted.
 
         Raises:
             DataError: it goes on from a message that never came, or the frames are none of such a message.
         """
-        if given.version is None:
-            return None
         with received("the dense parameters", codec):
-            flat = self._decoded(codec, given, frames)
+            flat = self._decoded(codec, message)
         if flat is None:
             raise DataError("the dense server sent what has changed to a worker that has nothing")
         if flat.shape != (self._length,):
             raise DataError(f"the dense server sent {list(flat.shape)} parameters to a model of {self._length}")
-        self.having = given.serial
-        self._line.count(sum(frame.nbytes for frame in frames), flat.nbytes)
-        if codec.sparse and not given.whole:
-            self._line.count_kept(self._length, given.kept, given.refreshes, given.early)
-        return Version(given.version, flat)
+        self.having = message.serial
+        self._line.count(sum(frame.nbytes for frame in message.frames), flat.nbytes)
+        if codec.sparse and not message.whole:
+            self._line.count_kept(self._length, message.kept, message.refreshes, message.early)
+        return Version(message.version, flat)
 
-    def _decoded(self, codec: Codec, given: NewerGiven, frames: Sequence[Tensor]) -> Tensor | None:
+    def _decoded(self, codec: Codec, message: Message) -> Tensor | None:
         if codec.everything:
             self._mirror.drop()
-            return Plain().decode(frames, (self._length,))
-        known = self._mirror.under(codec).take(frames, (self._length,), given.whole)
+            return Plain().decode(message.frames, (self._length,))
+        known = self._mirror.under(codec).take(message.frames, (self._length,), message.whole)
         return None if known is None else known.clone()  # the next message is added to it

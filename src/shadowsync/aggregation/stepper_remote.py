@@ -7,22 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shadowsync.aggregation.dense_line import gradients
-from shadowsync.aggregation.parameters import ParameterReceiver
-from shadowsync.aggregation.step_messages import (
-    GradientSent,
-    NewerAsked,
-    NewerGiven,
-    NormGiven,
-    RestartAsked,
-    StepAsked,
-)
+from shadowsync.aggregation.parameters import Message, ParameterReceiver
+from shadowsync.aggregation.stepper_service import StepperService
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, Version
 from shadowsync.compression.channel import Line, Stream
 from shadowsync.compression.codec import Codec
-from shadowsync.embedding.step_messages import held_bytes
-from shadowsync.rpc.connection import Answer, Connection
-from shadowsync.rpc.fetched import Fetched, nothing
-from shadowsync.rpc.pending import Pending
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.pending import Joined, Pending
+from shadowsync.rpc.served import Client, later
 from shadowsync.training.replica import Slot
 
 
@@ -61,42 +53,31 @@ class StepperRemote:
     def newer(self, than: int) -> Pending[Version | None]:
         """As `DenseParameters.newer`."""
         codec = self.line.now.codec
-        asked = NewerAsked(than, self.stream, codec.name, self._receiver.having)
-        return Fetched(self.connection.call("newer", asked), lambda answer: self._version(codec, answer))
+        asked = Client(""), self.stream, than, codec.name, self._receiver.having
+        answer = later(self.connection, StepperService.newer, *asked)
+        return Joined([answer], lambda found: self._version(codec, *found))
 
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
         """As `DenseParameters.hold`."""
         line = self.line.now
-        encoded = self._gradients(line).encode(gradient.flat.cpu())
-        sent = GradientSent(number, gradient.used, self.generation, line.codec.name)
-        return Fetched(self.connection.call("hold", sent, encoded.frames), nothing)
+        frames = self._gradients(line).encode(gradient.flat.cpu()).frames
+        sent = self.generation, number, gradient.used, line.codec.name, frames
+        return later(self.connection, StepperService.hold, *sent)
 
     def commit(self, step: DenseStep) -> Pending[int]:
-        """As `DenseStepper.commit`; answered with the bytes of the gradients that waited."""
-        return Fetched(self.connection.call("commit", self._asked(step)), held_bytes)
+        """As `StepperService.commit`."""
+        return later(self.connection, StepperService.commit, self.generation, step)
 
     def norm(self, step: DenseStep) -> Pending[float]:
         """As `DenseStepper.norm`."""
-        return Fetched(self.connection.call("norm", self._asked(step)), lambda answer: answer.read(NormGiven).norm)
+        return later(self.connection, StepperService.norm, self.generation, step)
 
     def restart(self, version: int) -> Pending[None]:
         """As `DenseStepper.restart`."""
-        return Fetched(self.connection.call("restart", RestartAsked(version, self.generation)), nothing)
-
-    def _asked(self, step: DenseStep) -> StepAsked:
-        return StepAsked(
-            step.step,
-            tuple(step.weights),
-            tuple(step.weights.values()),
-            step.divisor,
-            step.lr,
-            step.below,
-            self.generation,
-            step.norm,
-        )
+        return later(self.connection, StepperService.restart, self.generation, version)
 
     def _gradients(self, line: Line) -> Stream:
         return gradients(line, (self.trainer, self.stream), self.slots, self.server)
 
-    def _version(self, codec: Codec, answer: Answer) -> Version | None:
-        return self._receiver.take(codec, answer.read(NewerGiven), answer.tensors)
+    def _version(self, codec: Codec, message: Message | None) -> Version | None:
+        return None if message is None else self._receiver.take(codec, message)

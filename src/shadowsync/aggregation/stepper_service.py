@@ -3,27 +3,17 @@
 `P` elements of the flat tensor. What is remembered of parameters that were sent belongs to one stream of one client.
 """
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
-from shadowsync.aggregation.parameters import ParameterSender
-from shadowsync.aggregation.step_messages import (
-    GradientSent,
-    NewerAsked,
-    NewerGiven,
-    NormGiven,
-    RestartAsked,
-    StepAsked,
-)
+from shadowsync.aggregation.parameters import Message, ParameterSender
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.rungs import received, rung
-from shadowsync.embedding.step_messages import Committed, check_batch, checked_weights
+from shadowsync.embedding.step_messages import check_batch, checked_weights
 from shadowsync.errors import DataError
 from shadowsync.rpc.generation import FIRST, Generation
 from shadowsync.rpc.kept import MOST_STREAMS, Bounded, PerClient
-from shadowsync.rpc.service import Method, Reply, Request
+from shadowsync.rpc.served import Client, served
 
 
 class StepperService:
@@ -41,60 +31,55 @@ class StepperService:
     ) -> None:
         self._stepper, self._codec, self._generation = stepper, codec, generation
         self._senders = PerClient(lambda: Bounded[int, ParameterSender](streams, "streams"))
-        self.methods: Mapping[str, Method] = {
-            "hold": Method(self._hold),
-            "newer": Method(self._newer, once=False),
-            "norm": Method(self._norm, once=False),
-            "commit": Method(self._commit),
-            "restart": Method(self._restart),
-        }
 
     def client_gone(self, client: str) -> None:
         """Forgets what it was sent."""
         self._senders.forget(client)
 
-    def close(self) -> None:
-        """Nothing to end."""
+    @served()
+    def hold(
+        self, generation: int, number: int, used: tuple[bool, ...], codec: str, frames: tuple[Tensor, ...]
+    ) -> None:
+        """As `DenseStepper.hold`; the gradient comes in frames of that codec."""
+        self._generation.check(generation)
+        check_batch(number)
+        flat = self._decoded(rung(self._codec, codec), frames)
+        self._stepper.hold(number, DenseGradient(flat, used))
 
-    def _hold(self, request: Request) -> Reply:
-        sent = request.read(GradientSent)
-        self._generation.check(sent.generation)
-        check_batch(sent.number)
-        flat = self._decoded(rung(self._codec, sent.codec), request.tensors)
-        self._stepper.hold(sent.number, DenseGradient(flat, sent.used))
-        return Reply()
+    @served(once=False)
+    def newer(self, client: Client, stream: int, than: int, codec: str, having: int) -> Message | None:
+        """As `DenseStepper.newer`, in that codec, for a worker of which message `having` came last; 0 if none did."""
+        named = rung(self._codec, codec)
+        found = self._stepper.newer(than)
+        return None if found is None else self._sender(client, stream).answer(named, found, having)
 
-    def _newer(self, request: Request) -> Reply:
-        asked = request.read(NewerAsked)
-        codec = rung(self._codec, asked.codec)
-        found = self._stepper.newer(asked.than)
-        if found is None:
-            return Reply(NewerGiven(None))
-        return Reply(*self._sender(request.client, asked.stream).answer(codec, found, asked.having))
+    @served(once=False)
+    def norm(self, generation: int, step: DenseStep) -> float:
+        """As `DenseStepper.norm`."""
+        self._check(generation, step)
+        return self._stepper.norm(step)
 
-    def _norm(self, request: Request) -> Reply:
-        return Reply(NormGiven(self._stepper.norm(self._step(request))))
-
-    def _commit(self, request: Request) -> Reply:
-        step, held_bytes = self._step(request), self._stepper.held_bytes
+    @served()
+    def commit(self, generation: int, step: DenseStep) -> int:
+        """As `DenseStepper.commit`; gives the bytes of the gradients that waited, those of the step with them."""
+        self._check(generation, step)
+        held_bytes = self._stepper.held_bytes
         self._stepper.commit(step)
-        return Reply(Committed(held_bytes))
+        return held_bytes
 
-    def _step(self, request: Request) -> DenseStep:
-        asked = request.read(StepAsked)
-        self._generation.check(asked.generation)
-        weights = checked_weights(asked.batches, asked.weights, asked.divisor, asked.lr)
-        if asked.norm is not None and asked.norm < 0:
-            raise DataError(f"a gradient has no norm of {asked.norm}")
-        return DenseStep(asked.step, weights, asked.divisor, asked.lr, asked.below, asked.norm)
+    @served()
+    def restart(self, generation: int, version: int) -> None:
+        """As `DenseStepper.restart`."""
+        self._generation.check(generation)
+        if version < 0:
+            raise DataError(f"parameters of version {version}: they count from 0")
+        self._stepper.restart(version)
 
-    def _restart(self, request: Request) -> Reply:
-        asked = request.read(RestartAsked)
-        self._generation.check(asked.generation)
-        if asked.version < 0:
-            raise DataError(f"parameters of version {asked.version}: they count from 0")
-        self._stepper.restart(asked.version)
-        return Reply()
+    def _check(self, generation: int, step: DenseStep) -> None:
+        self._generation.check(generation)
+        checked_weights(tuple(step.weights), tuple(step.weights.values()), step.divisor, step.lr)
+        if step.norm is not None and step.norm < 0:
+            raise DataError(f"a gradient has no norm of {step.norm}")
 
     def _decoded(self, codec: Codec, frames: tuple[Tensor, ...]) -> Tensor:
         flat = self._stepper.replica.flat

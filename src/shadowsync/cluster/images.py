@@ -16,9 +16,8 @@ from shadowsync.checkpoint.matching import match_optimizer, match_tables
 from shadowsync.checkpoint.remote_save import RemoteSave
 from shadowsync.checkpoint.written import Written
 from shadowsync.cluster.crew import Crew
-from shadowsync.cluster.dense_messages import image_reply, read_image
+from shadowsync.cluster.part_images import IMAGE_S, Imaged
 from shadowsync.cluster.staff import Member
-from shadowsync.cluster.trainer_messages import ImageNames
 from shadowsync.cluster.trainer_part import TrainerPart
 from shadowsync.compression.channel import Line
 from shadowsync.compression.plain import Plain
@@ -32,12 +31,11 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import ended
 from shadowsync.rpc.served import ask, later
+from shadowsync.sync.dense_service import DenseService
 from shadowsync.under_way import UnderWay, held
 
 T = TypeVar("T", bound=Rows | RowSet)
 
-IMAGE_S = 20.0
-"""Deadline of a pause and of each message of an image: rather no checkpoint than one for which all wait so long."""
 PATIENCE_S = 0.5
 
 
@@ -172,8 +170,8 @@ class Images:
 
     def of(self, members: Sequence[Member]) -> list[TrainerImage]:
         """Copies of the dense parts of these trainers or dense servers."""
-        asked = [member.connection.call("snapshot", timeout_s=IMAGE_S) for member in members]
-        return [read_image(answered.result().read(ImageNames), answered.result().tensors) for answered in asked]
+        asked = [later(member.connection, Imaged.snapshot) for member in members]
+        return [answered.result() for answered in asked]
 
     def load_dense(self, image: DenseImage) -> None:
         """Fills the dense part of every trainer and the dense servers.
@@ -191,13 +189,12 @@ class Images:
 
     def restore(self, member: Member, image: TrainerImage) -> None:
         """Fills the dense part of one trainer or dense server."""
-        crossing = image_reply(image)
-        member.connection.call("restore", crossing.meta, crossing.tensors).result()
+        ask(member.connection, Imaged.restore, image.in_main_memory())
 
     def read_center(self) -> Tensor:
         """The central copy, `[P]`."""
-        asked = [member.connection.call("read", timeout_s=IMAGE_S) for member in self._crew.dense_servers()]
-        return torch.cat([answered.result().tensors[0] for answered in asked])
+        asked = [later(member.connection, DenseService.read) for member in self._crew.dense_servers()]
+        return torch.cat([answered.result() for answered in asked])
 
     def write_center(self, center: Tensor) -> None:
         """Replaces it; nothing where no copy is kept."""
@@ -207,4 +204,4 @@ class Images:
     def write_part(self, server: Member, center: Tensor) -> None:
         """Fills one dense server with its part of `[P]`."""
         start, stop = self._crew.blueprint.spans[server.index]
-        server.connection.call("write", None, (center[start:stop].contiguous(),)).result()
+        ask(server.connection, DenseService.write, center[start:stop])

@@ -1,5 +1,6 @@
-"""Images of a dense part that several servers share: one image of the whole, which fits any number of servers."""
+"""Images of dense parts as roles give and take them, and one image of the whole for any number of dense servers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -7,7 +8,35 @@ from torch import Tensor
 from shadowsync.aggregation.dense_shares import DenseShare
 from shadowsync.dense_state import TrainerImage, is_buffer
 from shadowsync.errors import DataError
+from shadowsync.rpc.served import served
 from shadowsync.training.replica import Replica
+
+IMAGE_S = 20.0
+"""Deadline of a pause and of each message of an image: rather no checkpoint than one for which all wait so long."""
+
+
+class Imaged(ABC):
+    """A role with a dense part, of which images are taken and put back."""
+
+    @served(once=False, timeout_s=IMAGE_S)
+    def snapshot(self) -> TrainerImage:
+        """A copy, which may cross."""
+        return self._image().in_main_memory()
+
+    @served()
+    def restore(self, image: TrainerImage) -> None:
+        """Puts a copy back.
+
+        Raises:
+            DataError: it does not fit.
+        """
+        self._put_back(image)
+
+    @abstractmethod
+    def _image(self) -> TrainerImage: ...
+
+    @abstractmethod
+    def _put_back(self, image: TrainerImage) -> None: ...
 
 
 class PartImages:

@@ -18,6 +18,7 @@ from shadowsync.errors import DataError
 from shadowsync.memory.shared import Exclusive, SharedMemory
 from shadowsync.recovery.tracking import row_tracking
 from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.served import Served
 from shadowsync.rpc.service import Method
 from shadowsync.runtime.runtime import Home
 from shadowsync.sync.dense import DenseServer
@@ -86,9 +87,9 @@ class DenseSpec:
     memory: str | None = None
 
 
-def build_dense(spec: DenseSpec, _: Home) -> DenseService:
+def build_dense(spec: DenseSpec, _: Home) -> Served:
     """Makes one."""
-    return DenseService(dense_server(spec.length, spec.memory), spec.codec, Generation(spec.generation))
+    return Served(DenseService(dense_server(spec.length, spec.memory), spec.codec, Generation(spec.generation)))
 
 
 def dense_server(length: int, memory: str | None) -> DenseServer:

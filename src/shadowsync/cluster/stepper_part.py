@@ -1,6 +1,5 @@
 """A dense server of gradient methods: the one copy of its parameters with their optimizer state, and its images."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -10,15 +9,14 @@ from shadowsync.aggregation.stepper_service import StepperService
 from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.assembly import make_module, make_replica
 from shadowsync.choices import choose_all
-from shadowsync.cluster.dense_messages import check_image, image_reply, read_image
-from shadowsync.cluster.trainer_messages import ImageNames
+from shadowsync.cluster.part_images import Imaged
 from shadowsync.config import Config
 from shadowsync.data.source import Schema
-from shadowsync.dense_state import TrainerImage, dense_tensors
+from shadowsync.dense_state import TrainerImage, check_image, dense_tensors
 from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.table import Table
 from shadowsync.rpc.generation import Generation
-from shadowsync.rpc.service import Method, Reply, Request
+from shadowsync.rpc.served import Served
 from shadowsync.runtime.runtime import Home
 from shadowsync.training.pieces import by_parameter
 
@@ -36,7 +34,7 @@ class StepperSpec:
     first: bool
 
 
-def build_stepper(spec: StepperSpec, _: Home) -> "StepperPart":
+def build_stepper(spec: StepperSpec, _: Home) -> Served:
     """Makes one with the initial values."""
     choices = choose_all(spec.config, own_model=spec.model is not None)
     module = make_module(spec.config, choices, spec.schema, spec.tables, spec.model)
@@ -45,33 +43,17 @@ def build_stepper(spec: StepperSpec, _: Home) -> "StepperPart":
     stepper = DenseStepper(replica, spec.config.train.clip_norm)
     codec = by_parameter(choices.codecs["dense"], replica.slots, len(replica.flat))
     workers = spec.config.train.workers
-    return StepperPart(stepper, StepperService(stepper, codec, Generation(spec.generation), workers))
+    return Served(StepperPart(stepper, codec, Generation(spec.generation), workers))
 
 
-class StepperPart:
-    """A `StepperService` of which images are taken and put back (a `runtime.Part`)."""
+class StepperPart(StepperService, Imaged):
+    """A `StepperService` of which images are taken and put back."""
 
-    def __init__(self, stepper: DenseStepper, service: StepperService) -> None:
-        self._stepper, self._service = stepper, service
-        self.methods: Mapping[str, Method] = {
-            **service.methods,
-            "snapshot": Method(self._snapshot, once=False),
-            "restore": Method(self._restore),
-        }
+    def _image(self) -> TrainerImage:
+        return TrainerImage.of(self._stepper.replica, {})
 
-    def client_gone(self, client: str) -> None:
-        """As the service's."""
-        self._service.client_gone(client)
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def _snapshot(self, _: Request) -> Reply:
-        return image_reply(TrainerImage.of(self._stepper.replica, {}))
-
-    def _restore(self, request: Request) -> Reply:
-        image, replica = read_image(request.read(ImageNames), request.tensors), self._stepper.replica
+    def _put_back(self, image: TrainerImage) -> None:
+        replica = self._stepper.replica
         check_image(image.replica, dense_tensors(replica))
         image.put_into(replica)
         self._stepper.restart(self._stepper.newest.number)
-        return Reply()

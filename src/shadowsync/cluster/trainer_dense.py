@@ -12,12 +12,11 @@ from shadowsync.aggregation.divided_steppers import DividedSteppers
 from shadowsync.aggregation.stepper_remote import StepperRemote
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_replica, make_trainer
-from shadowsync.cluster.dense_messages import check_image
 from shadowsync.cluster.parts import dense_server
 from shadowsync.cluster.trainer_spec import TrainerSpec
 from shadowsync.compression.channel import Line, restore_all
 from shadowsync.data.feed import Feed
-from shadowsync.dense_state import TrainerImage, below, dense_tensors
+from shadowsync.dense_state import TrainerImage, below, check_image, dense_tensors
 from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.metrics.wire import WireCounter
@@ -226,4 +225,4 @@ def _servers(material: TrainerMaterial, length: int) -> DenseServers | DenseRemo
         servers = [dense_server(stop - start, path) for path, (start, stop) in zip(shared, spans, strict=True)]
         return DenseServers(servers, Line("dense", material.kit.choices.codecs["dense"], material.counter))
     connections = [material.connect("dense", index, place.wire) for index, place in enumerate(places)]
-    return DenseRemote(connections, spans, material.line, None, spec.generation)
+    return DenseRemote(connections, spans, material.line, spec.generation)

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from shadowsync.assembly import TrainerKit, codec_situation, computing_here, make_module, row_optimizer, unique_rows
 from shadowsync.choices import choose_all
-from shadowsync.cluster.dense_messages import image_reply, read_image
 from shadowsync.cluster.front import FrontDesk
+from shadowsync.cluster.part_images import Imaged
 from shadowsync.cluster.records import RecordSender
 from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, TrainerDense, TrainerMaterial
-from shadowsync.cluster.trainer_messages import ImageNames
 from shadowsync.cluster.trainer_spec import ServerAddress, TrainerSpec
 from shadowsync.compression.channel import Line
 from shadowsync.compression.codec_choice import CodecChoice
 from shadowsync.data.desk_remote import DeskRemote
 from shadowsync.data.feed import Feed, LeasedBatch
 from shadowsync.data.reader_service import ReaderRemote
+from shadowsync.dense_state import TrainerImage
 from shadowsync.embedding.client import EmbeddingClient, Server
 from shadowsync.embedding.line import EmbeddingLine
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
@@ -34,7 +34,7 @@ from shadowsync.rpc.client import WireConnection
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import GONE, Fault
 from shadowsync.rpc.served import Served, ask, served
-from shadowsync.rpc.service import Method, Reply, Request
+from shadowsync.rpc.service import Method
 from shadowsync.runtime.host import waiting_for
 from shadowsync.runtime.runtime import Home
 from shadowsync.training.gate import Gate
@@ -86,7 +86,7 @@ def build_trainer(spec: TrainerSpec, home: Home) -> "TrainerPart":
     return TrainerPart(spec, home)
 
 
-class TrainerPart:
+class TrainerPart(Imaged):
     """Serves one trainer to the driver (a `runtime.Part`)."""
 
     def __init__(self, spec: TrainerSpec, home: Home) -> None:
@@ -117,11 +117,7 @@ class TrainerPart:
         self._dense = self._make_dense()
         self._trainer = self._dense.trainer
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
-        self.methods: Mapping[str, Method] = {
-            **Served(self).methods,
-            "snapshot": Method(self._snapshot, once=False),
-            "restore": Method(self._restore),
-        }
+        self.methods: Mapping[str, Method] = Served(self).methods
 
     def client_gone(self, client: str) -> None:
         """The trainer goes on: Ray ends it with its driver."""
@@ -330,12 +326,11 @@ class TrainerPart:
         named = [(f"{kind}-{index}", peer) for (kind, index), peer in self._connections.items() if kind != "driver"]
         return waiting_for([*named, ("driver", self._connections["driver", 0])])
 
-    def _snapshot(self, _: Request) -> Reply:
-        return image_reply(self._dense.image())
+    def _image(self) -> TrainerImage:
+        return self._dense.image()
 
-    def _restore(self, request: Request) -> Reply:
-        self._dense.restore(read_image(request.read(ImageNames), request.tensors))
-        return Reply()
+    def _put_back(self, image: TrainerImage) -> None:
+        self._dense.restore(image)
 
 
 def _known(error: BaseException) -> ShadowSyncError:

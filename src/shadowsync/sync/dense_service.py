@@ -5,7 +5,8 @@ belongs to one trainer of one client, what it remembers of the way there is kept
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,44 +17,32 @@ from shadowsync.compression.rungs import received, rung
 from shadowsync.errors import DataError
 from shadowsync.rpc.generation import FIRST, Generation
 from shadowsync.rpc.kept import Bounded, PerClient
-from shadowsync.rpc.service import Meta, Method, Reply, Request
+from shadowsync.rpc.served import Client, served
 from shadowsync.sync.dense import DenseServer, Sent
 from shadowsync.sync.elastic import CenterEnd, Crossing
 
 
-class Exchange(Meta, frozen=True):
-    """One trainer's side of an exchange; its frames are the tensors.
+@dataclass(frozen=True)
+class Exchange:
+    """Which exchange of one trainer this is.
 
     Attributes:
         trainer_rank: which stream of the caller this is.
         alpha: elastic parameter, in (0, 1].
         generation: of the parts that the trainer belongs to.
         codec: of both directions, by name.
-        whole: under a sparse codec: the vector itself comes, not the difference from what the server has.
     """
 
     trainer_rank: int
     alpha: float
     generation: int = 0
     codec: str = ""
-    whole: bool = True
-
-
-class Exchanged(Meta, frozen=True):
-    """Answers an exchange of differences; tensors: the frames of the elastic difference.
-
-    Attributes:
-        known: False if the server has nothing that the message is a difference from; nothing was done.
-        refreshes, early: as in `Encoded`.
-    """
-
-    known: bool
-    refreshes: int = 0
-    early: int = 0
 
 
 MOST_TRAINERS = 16
 """Trainers that one connection may speak for, each with two vectors here; in a job it is one."""
+READ_S = 20.0
+"""Deadline of a copy: it is for a checkpoint, for which all trainers wait."""
 
 
 class _Trainer:
@@ -84,7 +73,7 @@ _Mix = Callable[[DenseServer, Tensor, float, Sent], Tensor]
 
 
 class DenseService:
-    """What a `DenseServer` offers: `elastic`, `sequential`, `read`, `write`.
+    """A `DenseServer` as trainers and the driver reach it.
 
     `read` and `write` carry float32 as it stands: they serve checkpoints and new trainers. After a `write` differences
     begin anew.
@@ -95,69 +84,65 @@ class DenseService:
         self._generation = generation
         self._codec = codec
         self._clients = PerClient(lambda: Bounded[int, _Trainer](MOST_TRAINERS, "trainers"))
-        self.methods: Mapping[str, Method] = {
-            "elastic": Method(self._elastic),
-            "sequential": Method(lambda request: self._exchange(DenseServer.sequential, request)),
-            "read": Method(lambda _: Reply(tensors=(self._server.read(),)), once=False),
-            "write": Method(self._write),
-        }
 
     def client_gone(self, client: str) -> None:
         """Forgets what the codec remembers of that connection."""
         self._clients.forget(client)
 
-    def close(self) -> None:
-        """Nothing to end."""
+    @served()
+    def elastic(self, client: Client, asked: Exchange, sent: Crossing) -> Crossing | None:
+        """As `DenseServer.elastic`; under a sparse codec as `CenterEnd.answer`."""
+        codec = self._codec_of(asked)
+        if codec.sparse:
+            return self._trainer(client, asked.trainer_rank).end(codec).answer(self._server, sent, asked.alpha)
+        return self._exchange(DenseServer.elastic, client, asked, sent)
 
-    def _elastic(self, request: Request) -> Reply:
-        asked = self._asked(request)
-        codec = rung(self._codec, asked.codec)
-        if not codec.sparse:
-            return self._exchange(DenseServer.elastic, request)
-        end = self._trainer(request.client, asked.trainer_rank).end(codec)
-        answer = end.answer(self._server, Crossing(request.tensors, asked.whole), asked.alpha)
-        if answer is None:
-            return Reply(Exchanged(False))
-        return Reply(Exchanged(True, answer.refreshes, answer.early), answer.frames)
+    @served()
+    def sequential(self, client: Client, asked: Exchange, sent: Crossing) -> Crossing:
+        """As `DenseServer.sequential`."""
+        return self._exchange(DenseServer.sequential, client, asked, sent)
 
-    def _asked(self, request: Request) -> Exchange:
-        asked = request.read(Exchange)
+    @served(once=False, timeout_s=READ_S)
+    def read(self) -> Tensor:
+        """As `DenseServer.read`."""
+        return self._server.read()
+
+    @served()
+    def write(self, values: Tensor) -> None:
+        """As `DenseServer.write`."""
+        self._server.write(self._fitting(values))
+        for client in self._clients.values():
+            for trainer in client.values():
+                trainer.forget()
+
+    def _codec_of(self, asked: Exchange) -> Codec:
         self._generation.check(asked.generation)
         if not (math.isfinite(asked.alpha) and 0 < asked.alpha <= 1):
             raise DataError(f"an exchange came with alpha {asked.alpha}: it lies in (0, 1]")
-        return asked
+        return rung(self._codec, asked.codec)
 
-    def _exchange(self, mix: _Mix, request: Request) -> Reply:
-        asked = self._asked(request)
-        codec = rung(self._codec, asked.codec)
-        local = self._decoded(codec, request.tensors)
-        encoder = self._trainer(request.client, asked.trainer_rank).encoder(codec)
+    def _exchange(self, mix: _Mix, client: Client, asked: Exchange, sent: Crossing) -> Crossing:
+        codec = self._codec_of(asked)
+        local = self._decoded(codec, sent.frames)
+        encoder = self._trainer(client, asked.trainer_rank).encoder(codec)
         frames: list[tuple[Tensor, ...]] = []
 
-        def sent(tensor: Tensor) -> Tensor:
+        def arrived(tensor: Tensor) -> Tensor:
             encoded = encoder.encode(tensor)
             frames.append(encoded.frames)
             return codec.decode(encoded.frames, encoded.shape)
 
-        mix(self._server, local, asked.alpha, sent)
-        return Reply(tensors=frames[0])
-
-    def _write(self, request: Request) -> Reply:
-        (values,) = request.tensors if len(request.tensors) == 1 else (None,)
-        self._server.write(self._checked(values))
-        for client in self._clients.values():
-            for trainer in client.values():
-                trainer.forget()
-        return Reply()
+        mix(self._server, local, asked.alpha, arrived)
+        return Crossing(frames[0], sent.whole)
 
     def _decoded(self, codec: Codec, frames: tuple[Tensor, ...]) -> Tensor:
         with received("an exchange", codec):
             values = codec.decode(frames, (self._server.length,))
-        return self._checked(values)
+        return self._fitting(values)
 
-    def _checked(self, values: Tensor | None) -> Tensor:
-        if values is None or values.dtype != torch.float32 or values.shape != (self._server.length,):
-            came = "nothing" if values is None else f"{values.dtype} {list(values.shape)}"
+    def _fitting(self, values: Tensor) -> Tensor:
+        if values.dtype != torch.float32 or values.shape != (self._server.length,):
+            came = f"{values.dtype} {list(values.shape)}"
             raise DataError(f"a dense server of {self._server.length} float32 parameters got {came}")
         return values
 

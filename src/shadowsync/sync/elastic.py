@@ -28,8 +28,8 @@ class Crossing:
     """What crosses between a trainer and a dense server, in either direction.
 
     Attributes:
-        frames: of the codec; of what is `whole` the float32 vector itself.
-        whole: nothing is left out.
+        frames: of the codec.
+        whole: nothing is left out; under a sparse codec the frame is the float32 vector itself.
         refreshes, early: as in `Encoded`.
     """
 

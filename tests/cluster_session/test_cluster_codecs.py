@@ -88,7 +88,7 @@ AUTO = {"name": "auto", "stay_s": 0.1}
 
 @pytest.mark.usefixtures("cluster", "quick_looks")
 def test_a_slow_link_leads_to_a_stronger_codec_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow(monkeypatch, speed=100_000)
+    slow(monkeypatch, speed=30_000)  # so that computing is short beside it on any machine
     result = run(tmp_path, compression={"pull": AUTO, "push": AUTO})
     assert result.wire is not None
     assert set(result.wire.codecs) == {"pull", "push", "dense"}

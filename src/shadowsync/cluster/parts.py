@@ -9,8 +9,6 @@ from shadowsync.choices import choose_all
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config
 from shadowsync.data.parsing import Parser, ReaderOptions
-from shadowsync.data.reader_service import ReaderService
-from shadowsync.data.source import OpenSource
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Shard
@@ -18,6 +16,7 @@ from shadowsync.errors import DataError
 from shadowsync.memory.shared import Exclusive, SharedMemory
 from shadowsync.recovery.tracking import row_tracking
 from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.served import Served
 from shadowsync.rpc.service import Method
 from shadowsync.runtime.runtime import Home
 from shadowsync.sync.dense import DenseServer
@@ -109,19 +108,7 @@ class ReaderSpec:
     rows: int
 
 
-class OpenReader(ReaderService):
-    """A reader with the source that it opened."""
-
-    def __init__(self, parser: Parser, source: OpenSource) -> None:
-        super().__init__(parser)
-        self._source = source
-
-    def close(self) -> None:
-        """Lets go of open files."""
-        self._source.close()
-
-
-def build_reader(spec: ReaderSpec, home: Home) -> OpenReader:
+def build_reader(spec: ReaderSpec, home: Home) -> Served:
     """Makes one.
 
     Raises:
@@ -134,4 +121,4 @@ def build_reader(spec: ReaderSpec, home: Home) -> OpenReader:
             f"{home.role} finds {found} training rows on its machine, the driver {spec.rows}: data.path must mean the "
             "same on every machine"
         )
-    return OpenReader(Parser(source, spec.options), source)
+    return Served(Parser(source, spec.options))

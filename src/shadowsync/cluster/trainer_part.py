@@ -27,7 +27,7 @@ from shadowsync.compression.channel import Line
 from shadowsync.compression.codec_choice import CodecChoice
 from shadowsync.data.desk_remote import DeskRemote
 from shadowsync.data.feed import Feed, LeasedBatch
-from shadowsync.data.reader_service import ReaderRemote
+from shadowsync.data.parsing import ReaderRemote
 from shadowsync.embedding.client import EmbeddingClient, Server
 from shadowsync.embedding.line import EmbeddingLine
 from shadowsync.embedding.remote import EmbeddingRemote, Remote

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,12 +23,6 @@ from shadowsync.aggregation.dense_shares import divide
 from shadowsync.aggregation.divided_steppers import DividedSteppers
 from shadowsync.aggregation.gba import Gba
 from shadowsync.aggregation.parameters import Message, ParameterReceiver, ParameterSender
-from shadowsync.aggregation.step_messages import (
-    ArrivedTold,
-    BeginAsked,
-    BeginGiven,
-    WorkerTold,
-)
 from shadowsync.aggregation.stepper_remote import StepperRemote
 from shadowsync.aggregation.stepper_service import StepperService
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper, Version
@@ -43,11 +37,11 @@ from shadowsync.data.desk import Claim, Desk
 from shadowsync.data.leases import LeaseBook, Plan
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter, kept_shares
-from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.connection import Answer, Connection, DirectConnection
 from shadowsync.rpc.generation import Generation
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import Client, Packed, Served, ask
-from shadowsync.rpc.service import Meta, Service
+from shadowsync.rpc.service import Service
 from shadowsync.training.optimizers import Adagrad
 from shadowsync.training.pieces import by_parameter
 from shadowsync.training.rates import Rates
@@ -361,6 +355,20 @@ class Nothing:
     def commit(self, step: object) -> None: ...
 
 
+class Hasty(Connection):
+    """Waits less long for what has a deadline of its own."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def call(self, *asked: Any) -> Future[Answer]:
+        *what, timeout_s = asked
+        return self._connection.call(*what, timeout_s and 0.2)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 class Bench:
     """A conductor beside a desk of `rows` rows."""
 
@@ -370,8 +378,8 @@ class Bench:
         parts = StepParts(Nothing(), [Nothing()], lambda: self.desk.trained)
         self.conductor = Conductor(method, rule, parts)
         self.service = ConductorService(self.conductor, self.desk)
-        (self.connection,) = connect(self.service, 1)
-        self.remote = ConductorRemote(self.connection, patience_s=0.2)
+        (self.connection,) = connect(Served(self.service), 1)
+        self.remote = ConductorRemote(Hasty(self.connection))
         self._leases: dict[int, Any] = {}
         self._at: dict[int, int] = {}
 
@@ -452,45 +460,45 @@ def test_a_stopped_conductor_lets_everybody_go(connect: Connect) -> None:
         assert waiting.result(PATIENCE_S) is None
 
 
-WRONG: dict[str, tuple[str, Meta | None, str]] = {
-    "another trainer's batch": ("begin", BeginAsked(1, 0, 0, 0), "batch 0 is trainer 0's, not trainer 1's"),
-    "another message": ("begin", WorkerTold(0, 0, 0), "does not hold a BeginAsked"),
-    "nothing": ("arrived", None, "does not hold a ArrivedTold"),
-    "a version to come": ("arrived", ArrivedTold(0, 5, 0), "computed with version 5"),
-    "a version below 0": ("arrived", ArrivedTold(0, -1, 0), "computed with version -1"),
-    "idle, but who": ("idle", None, "does not hold a WorkerTold"),
-    "left, but who": ("left", BeginGiven(0), "does not hold a WorkerTold"),
+WRONG: dict[str, tuple[str, object, str]] = {
+    "another trainer's batch": ("begin", ((1, 0), 0, 0), "batch 0 is trainer 0's, not trainer 1's"),
+    "another message": ("begin", (0, 0, 0), "a call of begin is not what it should be"),
+    "nothing": ("arrived", None, "a call of arrived is not what it should be"),
+    "a version to come": ("arrived", (0, 5, 0), "computed with version 5"),
+    "a version below 0": ("arrived", (0, -1, 0), "computed with version -1"),
+    "idle, but who": ("idle", None, "a call of idle is not what it should be"),
+    "left, but who": ("left", (0,), "a call of left is not what it should be"),
 }
 
 
-@pytest.mark.parametrize(("method", "meta", "said"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("method", "arguments", "said"), WRONG.values(), ids=WRONG)
 def test_malformed_messages_to_the_conductor_change_nothing(
-    connect: Connect, method: str, meta: Meta | None, said: str
+    connect: Connect, method: str, arguments: object, said: str
 ) -> None:
     bench = Bench(connect, Gba(), size=1)
     number = bench.claim(0).number
     with pytest.raises(DataError, match=said):
-        bench.connection.call(method, meta).result(PATIENCE_S)
+        bench.connection.call(method, Packed(msgspec.Raw(msgspec.msgpack.encode(arguments)))).result(PATIENCE_S)
     assert bench.remote.ask((0, 0), number).result()
     bench.arrive(number)
     assert bench.desk.trained == 2
 
 
 @pytest.mark.parametrize(
-    ("method", "meta"),
+    "call",
     [
-        ("begin", BeginAsked(0, 0, 0, 4)),
-        ("arrived", ArrivedTold(0, 0, 4)),
-        ("idle", WorkerTold(0, 0, 4)),
-        ("left", WorkerTold(0, 0, 4)),
+        lambda connection: ask(connection, ConductorService.begin, (0, 0), 0, 4),
+        lambda connection: ask(connection, ConductorService.arrived, 0, 0, 4),
+        lambda connection: ask(connection, ConductorService.idle, (0, 0), 4),
+        lambda connection: ask(connection, ConductorService.left, (0, 0), 4),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["begin", "arrived", "idle", "left"],
 )
-def test_the_conductor_refuses_another_generation(connect: Connect, method: str, meta: Meta) -> None:
+def test_the_conductor_refuses_another_generation(connect: Connect, call: Callable[[Connection], object]) -> None:
     bench = Bench(connect, Gba())
     bench.claim(0)
     with pytest.raises(RunError, match="gone back"):
-        bench.connection.call(method, meta).result(PATIENCE_S)
+        call(bench.connection)
 
 
 def test_unknown_batches_are_not_to_be_trained(connect: Connect) -> None:

@@ -13,12 +13,13 @@ from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.cluster.front import FrontDesk
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.data.desk import Desk
+from shadowsync.data.desk_service import DeskService
 from shadowsync.data.leases import Lease, LeaseBook, Plan
-from shadowsync.data.reading_messages import DeskStatus, LeaseAsked, LeaseGiven
 from shadowsync.errors import RunError
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.rpc.connection import Answer, DirectConnection
+from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.served import ask
 from shadowsync.training.rates import Rates
 
 
@@ -33,18 +34,18 @@ def front(
     return FrontDesk(reader, cast("Any", None), RecordTaker(Recorder(1, 100)), banned, conducting)
 
 
-def lease(connection: DirectConnection, rank: int = 0) -> Answer:
-    return connection.call("lease", LeaseAsked(rank, False)).result()
+def lease(connection: DirectConnection, rank: int = 0) -> Lease | None:
+    return ask(connection, DeskService.lease, rank, False)[1]
 
 
 def test_a_trainer_that_was_given_up_gets_no_rows_and_its_rows_come_back() -> None:
     desk = front()
     old, new = DirectConnection(desk), DirectConnection(desk)
-    first = lease(old).read(LeaseGiven).lease
+    first = lease(old)
     desk.ban(0)
     with pytest.raises(RunError, match="given up"):
         lease(old)
-    again = lease(new).read(LeaseGiven).lease
+    again = lease(new)
     assert first is not None
     assert again is not None
     assert (again.slice, again.number) == (first.slice, first.number + 1)
@@ -66,11 +67,11 @@ def test_late_words_of_a_trainer_that_was_given_up_do_not_touch_its_successor() 
     served = front(desk=desk, conducting=ConductorService(conductor, desk))
     old, new = DirectConnection(served), DirectConnection(served)
     zombie, successor = ConductorRemote(old), ConductorRemote(new)
-    lost = first_batch(desk, lease(old).read(LeaseGiven).lease)
+    lost = first_batch(desk, lease(old))
     assert zombie.ask((0, 0), lost).result()
     served.ban(0)
     assert not conductor.aggregator.in_flight
-    number = first_batch(desk, lease(new).read(LeaseGiven).lease)
+    number = first_batch(desk, lease(new))
     assert successor.ask((0, 0), number).result()
     with pytest.raises(RunError, match="given up"):
         zombie.idle((0, 0))
@@ -90,17 +91,15 @@ def test_rows_that_a_trainer_gives_back_itself_are_in_no_two_gradients(told: boo
     conductor = Conductor(Gba(), StepRule(2, 0.1, 0.1, Rates(), rows_by_buffer=False), parts)
     served = front(desk=desk, conducting=ConductorService(conductor, desk))
     gone, other = DirectConnection(served), DirectConnection(served)
-    number, others = (
-        first_batch(desk, lease(trainer, rank).read(LeaseGiven).lease) for rank, trainer in enumerate((gone, other))
-    )
+    number, others = (first_batch(desk, lease(trainer, rank)) for rank, trainer in enumerate((gone, other)))
     assert ConductorRemote(gone).ask((0, 0), number).result()
     assert ConductorRemote(other).ask((1, 0), others).result()
     if told:
         ConductorRemote(gone).arrived(number, Arrived(0, 2, 0, lambda: None)).result()
-    gone.call("abandon", LeaseAsked(0, False)).result()
+    ask(gone, DeskService.abandon, 0)
     assert desk.trained == (2 if told else 0)
     ConductorRemote(gone).arrived(number, Arrived(0, 2, 0, lambda: None)).result()  # too late
-    again = lease(other, 1).read(LeaseGiven).lease
+    again = lease(other, 1)
     assert again is not None
     assert desk.opened(again, 10)
     claims = [desk.claim(again, start, start + 2) for start in range(0, 10, 2)]
@@ -120,13 +119,13 @@ def test_rows_that_a_trainer_gives_back_itself_are_in_no_two_gradients(told: boo
 def test_whoever_spoke_before_is_not_heard_in_the_next_generation() -> None:
     before = front()
     zombie = DirectConnection(before)
-    assert zombie.call("status").result().read(DeskStatus).trained == 0
+    assert ask(zombie, DeskService.status).trained == 0
     after = front(before.clients)
     later = DirectConnection(after)
     later.client = zombie.client
     with pytest.raises(RunError, match="given up"):
         lease(later)
-    assert lease(DirectConnection(after)).read(LeaseGiven).lease is not None
+    assert lease(DirectConnection(after)) is not None
 
 
 def test_a_server_refuses_what_another_generation_sends() -> None:

@@ -5,7 +5,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +313,7 @@ class Panic(BaseException):
 def test_a_panic_in_a_reader_ends_the_job_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parse, count = Parser.parse, itertools.count()
 
+    @wraps(parse)
     def panics(parser: Parser, lease: Lease) -> Parsed:
         if next(count) >= 2:
             raise Panic("range end index 8 out of range\nnote: run with a backtrace")
@@ -331,6 +332,7 @@ def test_who_gets_no_answer_of_a_living_peer_is_told_of(
 ) -> None:
     parse = Parser.parse
 
+    @wraps(parse)
     def slow(parser: Parser, lease: Lease) -> Parsed:
         assert cluster.wait_for("trainer-0", "waiting")
         return parse(parser, lease)

@@ -10,21 +10,20 @@ import pytest
 import torch
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.desk import Desk
+from shadowsync.data.desk import Desk, Rows
 from shadowsync.data.desk_remote import DeskRemote
 from shadowsync.data.desk_service import DeskService
 from shadowsync.data.feed import Feed, LeasedBatch
 from shadowsync.data.leases import Lease, LeaseBook, Plan
-from shadowsync.data.parsing import Parser, ReaderOptions
+from shadowsync.data.parsing import PARSE_S, Parsed, Parser, ReaderOptions, ReaderRemote
 from shadowsync.data.reader import Reader
-from shadowsync.data.reader_service import PARSE_S, ReaderRemote, ReaderService
-from shadowsync.data.reading_messages import DoneTold, LeaseInfo, Rows
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.client import Courier
 from shadowsync.rpc.connection import Answer, Connection, DirectConnection
 from shadowsync.rpc.errors import GONE, CallTimeout
 from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.served import Served, ask, served
 from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.service import Service
 
@@ -83,8 +82,8 @@ def desk_for(source: OpenSource) -> Desk:
 
 
 def feed_over(connect: Connect, desk: Desk, source: OpenSource, trainer: int) -> Feed:
-    reader = ReaderRemote(connect(ReaderService(Parser(source, OPTIONS))))
-    return Feed(trainer, DeskRemote(connect(DeskService(desk))), reader.parse, OPTIONS.prefetch)
+    reader = ReaderRemote(connect(Served(Parser(source, OPTIONS))))
+    return Feed(trainer, DeskRemote(connect(Served(DeskService(desk)))), reader.parse, OPTIONS.prefetch)
 
 
 def tell(feed: Feed, leased: LeasedBatch) -> None:
@@ -149,24 +148,35 @@ def test_an_error_of_the_data_reaches_the_trainer_in_its_own_words(connect: Conn
         feed.next()
 
 
-@pytest.mark.parametrize(
-    "lease", [LeaseInfo(0, 0, 0, 9, ((0, 4),)), LeaseInfo(0, 0, -1, 0, ()), LeaseInfo(0, 0, 0, 0, ((4, 99),))]
-)
-def test_leases_that_no_desk_gives_are_refused(connect: Connect, lease: LeaseInfo) -> None:
-    connection = connect(ReaderService(Parser(Bags(29), OPTIONS)))
+@pytest.mark.parametrize("lease", [Lease(0, 0, 0, 9, ((0, 4),)), Lease(0, 0, -1, 0, ()), Lease(0, 0, 0, 0, ((4, 99),))])
+def test_leases_that_no_desk_gives_are_refused(connect: Connect, lease: Lease) -> None:
+    reader = ReaderRemote(connect(Served(Parser(Bags(29), OPTIONS))))
     with pytest.raises(DataError, match="does not fit this data"):
-        connection.call("parse", lease).result(120)
+        reader.parse(lease).result(120)
+
+
+def test_other_batches_than_spans_are_refused(connect: Connect) -> None:
+    class Short(Parser):
+        @served(once=False)
+        def parse(self, lease: Lease) -> Parsed:
+            parsed = super().parse(lease)
+            object.__setattr__(parsed, "batches", parsed.batches[1:])
+            return parsed
+
+    reader = ReaderRemote(connect(Served(Short(Bags(8), OPTIONS))))
+    with pytest.raises(DataError, match="there are 1 batches for 2 spans"):
+        reader.parse(Lease(0, 0, 0, 0, ((0, 8),))).result(120)
 
 
 def test_rows_that_were_not_leased_cannot_be_reported_done(connect: Connect) -> None:
     desk = desk_for(Bags(29))
-    connection = connect(DeskService(desk))
+    connection = connect(Served(DeskService(desk)))
     remote = DeskRemote(connection)
     lease = remote.lease(0, True)
     assert lease is not None
     assert remote.opened(lease, 8)
     with pytest.raises(DataError, match="are not among those to train"):
-        connection.call("done", DoneTold((Rows(lease.number, 4, 400),))).result(120)
+        ask(connection, DeskService.done, (Rows(lease, 4, 400),))
     assert desk.trained == 0
 
 
@@ -175,12 +185,12 @@ def test_a_reader_whose_file_system_hangs_is_no_peer_that_was_lost() -> None:
 
     class Hanging(DirectConnection):
         def call(self, *asked: object, **more: object) -> Future[Answer]:
-            assert more == {"timeout_s": PARSE_S}
+            assert asked[-1] == PARSE_S
             answer: Future[Answer] = Future()
             answer.set_exception(CallTimeout("parse gave no answer"))
             return answer
 
-    service = ReaderService(Parser(Bags(8), OPTIONS))
+    service = Served(Parser(Bags(8), OPTIONS))
     lease = Lease(0, 0, 0, 0, ((0, 8),))
     with pytest.raises(RunError, match="no reader has read its rows within 900 s") as raised:
         ReaderRemote(Hanging(service)).parse(lease).result(1)

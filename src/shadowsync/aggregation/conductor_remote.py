@@ -2,19 +2,15 @@
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.conductor import Admitted, Arrived
-from shadowsync.aggregation.step_messages import ArrivedTold, BeginAsked, BeginGiven, WorkerTold
+from shadowsync.aggregation.conductor_service import ConductorService
 from shadowsync.errors import ShadowSyncError
-from shadowsync.rpc.connection import Answer, Connection
+from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import CallTimeout
-from shadowsync.rpc.fetched import Fetched, nothing
 from shadowsync.rpc.pending import Pending
-
-PATIENCE_S = 30.0
-"""A worker that waits asks again after this time: a call that stays open for ever would stop its connection."""
+from shadowsync.rpc.served import ask, later
 
 
 class ConductorRemote:
@@ -25,37 +21,34 @@ class ConductorRemote:
     Args:
         connection: to the service.
         generation: of the parts that the trainer belongs to.
-        patience_s: see `PATIENCE_S`.
     """
 
-    def __init__(self, connection: Connection, generation: int = 0, patience_s: float = PATIENCE_S) -> None:
-        self._connection, self._generation, self._patience_s = connection, generation, patience_s
+    def __init__(self, connection: Connection, generation: int = 0) -> None:
+        self._connection, self._generation = connection, generation
 
     def ask(self, worker: Worker, number: int) -> "_Patient":
         """As `Conductor.ask`."""
-        asked = BeginAsked(*_split(worker), number, self._generation)
-        return _Patient(lambda: self._connection.call("begin", asked, timeout_s=self._patience_s))
+        place = _place(worker)
+        return _Patient(lambda: later(self._connection, ConductorService.begin, place, number, self._generation))
 
     def arrived(self, number: int, arrived: Arrived) -> Pending[None]:
         """As `Conductor.arrived`; ends when the service knows."""
-        told = ArrivedTold(number, arrived.version, self._generation)
-        return Fetched(self._connection.call("arrived", told), nothing)
+        return later(self._connection, ConductorService.arrived, number, arrived.version, self._generation)
 
     def idle(self, worker: Worker) -> None:
         """As `Conductor.idle`; returns when the service knows, so that a later `ask` comes after it."""
-        self._connection.call("idle", WorkerTold(*_split(worker), self._generation)).result()
+        ask(self._connection, ConductorService.idle, _place(worker), self._generation)
 
     def left(self, worker: Worker) -> None:
         """As `Conductor.left`; where the service cannot be reached, the job gives up the whole trainer."""
         with contextlib.suppress(ShadowSyncError):
-            told = WorkerTold(*_split(worker), self._generation)
-            self._connection.call("left", told, timeout_s=self._patience_s).result()
+            ask(self._connection, ConductorService.left, _place(worker), self._generation)
 
 
 class _Patient:
     """An answer for which the question is asked again until it comes."""
 
-    def __init__(self, ask: Callable[[], Future[Answer]]) -> None:
+    def __init__(self, ask: Callable[[], Pending[Admitted | None]]) -> None:
         self._ask = ask
         self._asked = ask()
 
@@ -68,14 +61,12 @@ class _Patient:
         """
         while True:
             try:
-                version = self._asked.result().read(BeginGiven).version
+                return self._asked.result()
             except CallTimeout:
                 self._asked = self._ask()
-            else:
-                return Admitted(version) if version >= 0 else None
 
 
-def _split(worker: Worker) -> tuple[int, int]:
+def _place(worker: Worker) -> tuple[int, int]:
     assert isinstance(worker, tuple)
     rank, index = worker
     return rank, index

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from shadowsync.aggregation.dense_shares import DenseShare
-from shadowsync.aggregation.step_messages import NEVER
 from shadowsync.aggregation.stepper_remote import StepperRemote
 from shadowsync.aggregation.stepping import DenseGradient, Version
 from shadowsync.rpc.pending import Joined, Pending, all_of
 from shadowsync.training.pieces import renumbered
+
+NO_VERSION = -1
+"""Of parameters that nobody has."""
 
 
 class DividedSteppers:
@@ -31,7 +33,7 @@ class DividedSteppers:
     def __init__(self, parts: Sequence[DenseShare], remotes: Sequence[StepperRemote], length: int) -> None:
         self._parts, self._remotes = parts, remotes
         self._flat = torch.zeros(length)
-        self._versions = [NEVER] * len(parts)
+        self._versions = [NO_VERSION] * len(parts)
 
     def newer(self, than: int) -> Pending[Version | None]:
         """As `DenseParameters.newer`; what a server has sent, it does not send again before it is newer."""

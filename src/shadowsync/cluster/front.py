@@ -7,12 +7,11 @@ from shadowsync.aggregation.conductor_service import ConductorService
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.data.desk_service import DeskService
 from shadowsync.data.reader import Reader
-from shadowsync.data.reading_messages import LeaseAsked
 from shadowsync.data.source import OpenSource
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.clients import Limits
 from shadowsync.rpc.keys import JobKeys
-from shadowsync.rpc.served import Served, served
+from shadowsync.rpc.served import Client, Served, served
 from shadowsync.rpc.server import ServerOptions, WireServer
 from shadowsync.rpc.service import Method, Outcome, Request
 from shadowsync.runtime.host import Switch
@@ -42,10 +41,10 @@ class FrontDesk:
         self._banned = set(banned)
         self._heard: set[str] = set()
         self._lock = threading.Lock()
-        desk = DeskService(reader.desk, self._give_back)
+        desk = Served(DeskService(reader.desk, self._give_back, self._leasing))
         methods = {**desk.methods, **Served(records).methods, **Served(self).methods}
-        methods |= {} if conducting is None else conducting.methods
-        self.methods = {name: Method(self._guarded(name, m.handle), m.once, m.quick) for name, m in methods.items()}
+        methods |= {} if conducting is None else Served(conducting).methods
+        self.methods = {name: Method(self._guarded(m.handle), m.once, m.quick) for name, m in methods.items()}
 
     @property
     def clients(self) -> frozenset[str]:
@@ -87,16 +86,17 @@ class FrontDesk:
         if self._conducting is not None:
             self._conducting.abandoned(rank)
 
-    def _guarded(self, name: str, handle: Callable[[Request], Outcome]) -> Callable[[Request], Outcome]:
+    def _leasing(self, rank: int, client: Client) -> None:
+        with self._lock:
+            self._clients.setdefault(rank, set()).add(client)
+
+    def _guarded(self, handle: Callable[[Request], Outcome]) -> Callable[[Request], Outcome]:
         def guarded(request: Request) -> Outcome:
             if request.client in self._banned:
                 raise RunError("this trainer was given up")
             if request.client not in self._heard:
                 with self._lock:
                     self._heard.add(request.client)
-            if name == "lease":
-                with self._lock:
-                    self._clients.setdefault(request.read(LeaseAsked).trainer, set()).add(request.client)
             return handle(request)
 
         return guarded

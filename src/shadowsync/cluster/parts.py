@@ -9,8 +9,6 @@ from shadowsync.choices import choose_all
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config
 from shadowsync.data.parsing import Parser, ReaderOptions
-from shadowsync.data.reader_service import ReaderService
-from shadowsync.data.source import OpenSource
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Shard
@@ -110,19 +108,7 @@ class ReaderSpec:
     rows: int
 
 
-class OpenReader(ReaderService):
-    """A reader with the source that it opened."""
-
-    def __init__(self, parser: Parser, source: OpenSource) -> None:
-        super().__init__(parser)
-        self._source = source
-
-    def close(self) -> None:
-        """Lets go of open files."""
-        self._source.close()
-
-
-def build_reader(spec: ReaderSpec, home: Home) -> OpenReader:
+def build_reader(spec: ReaderSpec, home: Home) -> Served:
     """Makes one.
 
     Raises:
@@ -135,4 +121,4 @@ def build_reader(spec: ReaderSpec, home: Home) -> OpenReader:
             f"{home.role} finds {found} training rows on its machine, the driver {spec.rows}: data.path must mean the "
             "same on every machine"
         )
-    return OpenReader(Parser(source, spec.options), source)
+    return Served(Parser(source, spec.options))

@@ -19,7 +19,7 @@ from shadowsync.compression.channel import Line
 from shadowsync.compression.codec_choice import CodecChoice
 from shadowsync.data.desk_remote import DeskRemote
 from shadowsync.data.feed import Feed, LeasedBatch
-from shadowsync.data.reader_service import ReaderRemote
+from shadowsync.data.parsing import ReaderRemote
 from shadowsync.dense_state import TrainerImage
 from shadowsync.embedding.client import EmbeddingClient, Server
 from shadowsync.embedding.line import EmbeddingLine

@@ -4,7 +4,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shadowsync.data.leases import EpochCount, Lease, LeaseBook
 
@@ -19,6 +19,14 @@ class Claim:
     """
 
     number: int
+    stop: int
+
+
+class Rows(NamedTuple):
+    """Rows `start … stop − 1` of a lease."""
+
+    lease: Lease
+    start: int
     stop: int
 
 

@@ -3,28 +3,18 @@
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from shadowsync.data.desk import Claim
+from shadowsync.data.desk import Claim, Rows
+from shadowsync.data.desk_service import DeskService, DeskStatus
 from shadowsync.data.leases import Lease
-from shadowsync.data.reading_messages import (
-    ClaimAsked,
-    ClaimGiven,
-    DeskStatus,
-    DoneTold,
-    Held,
-    LeaseAsked,
-    LeaseGiven,
-    OpenedAsked,
-    Rows,
-)
-from shadowsync.rpc.connection import Answer, Connection
-from shadowsync.rpc.service import Meta
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.pending import Pending, all_of
+from shadowsync.rpc.served import ask, later
 
 LOOK_AGAIN_S = 0.025
 
-S = TypeVar("S", LeaseGiven, Held)
+T = TypeVar("T")
 
 
 class DeskRemote:
@@ -43,7 +33,7 @@ class DeskRemote:
         self._said = DeskStatus(0, False, 0)
         self._lock = threading.Lock()
         self._done: list[Rows] = []
-        self._told: deque[Future[Answer]] = deque()
+        self._told: deque[Pending[Any]] = deque()
         self._closed = threading.Event()
 
     @property
@@ -64,39 +54,37 @@ class DeskRemote:
         """As `Leasing.wait`."""
         self.tell()
         if self._said.version == version and not self._closed.wait(LOOK_AGAIN_S):
-            self._heard(self._connection.call("status").result().read(DeskStatus))
+            self._heard(ask(self._connection, DeskService.status))
 
     def lease(self, trainer: int, idle: bool) -> Lease | None:
         """As `Leasing.lease`."""
-        given = self._ask("lease", LeaseAsked(trainer, idle), LeaseGiven)
-        return None if given.lease is None else given.lease.lease()
+        return self._answer(ask(self._connection, DeskService.lease, trainer, idle))
 
     def opened(self, lease: Lease, rows: int) -> bool:
         """As `Leasing.opened`."""
-        return self._ask("opened", OpenedAsked(lease.number, rows), Held).held
+        return self._answer(ask(self._connection, DeskService.opened, lease, rows))
 
     def claim(self, lease: Lease, start: int, stop: int) -> Claim | None:
         """As `Leasing.claim`."""
-        rows = Rows(lease.number, start, stop)
-        given = self._tell("claim", lambda done: ClaimAsked(rows, done)).result().read(ClaimGiven)
-        self._heard(given.status)
-        return None if given.number < 0 else Claim(given.number, given.stop)
+        claimed = self._tell(lambda done: later(self._connection, DeskService.claim, lease, start, stop, done))
+        return self._answer(claimed.result())
 
     def done(self, lease: Lease, start: int, stop: int) -> bool:
         """Notes it for the desk: always True, since it cannot be known here yet."""
         with self._lock:
-            self._done.append(Rows(lease.number, start, stop))
+            self._done.append(Rows(lease, start, stop))
         return True
 
     def tell(self) -> None:
         """Tells the desk what was done and not told yet, without waiting for it."""
         if self._done:
-            self._tell("done", DoneTold).add_done_callback(self._acknowledged)
+            told = self._tell(lambda done: later(self._connection, DeskService.done, done))
+            told.then(lambda error: self._heard(told.result()) if error is None else None)
 
-    def _tell(self, method: str, message: Callable[[tuple[Rows, ...]], Meta]) -> Future[Answer]:
+    def _tell(self, call: Callable[[tuple[Rows, ...]], Pending[T]]) -> Pending[T]:
         with self._lock:  # so that `settle` sees each piece of news either here or under way
             done, self._done = tuple(self._done), []
-            told = self._connection.call(method, message(done))
+            told = call(done)
             while self._told and self._told[0].done():
                 self._told.popleft()
             if done:
@@ -107,26 +95,24 @@ class DeskRemote:
         """Waits until the desk knows of everything that was done; false if it does not after that time."""
         self.tell()
         with self._lock:
-            told = list(self._told)
-        return not wait(told, timeout_s).not_done
+            told = tuple(self._told)
+        known = threading.Event()
+        all_of(told).then(lambda _: known.set())
+        return known.wait(timeout_s)
 
     def abandon(self, trainer: int) -> None:
         """As `Leasing.abandon`."""
         self.tell()
-        self._heard(self._connection.call("abandon", LeaseAsked(trainer, False)).result().read(DeskStatus))
+        self._heard(ask(self._connection, DeskService.abandon, trainer))
 
     def close(self) -> None:
         """Lets go of whoever waits."""
         self._closed.set()
 
-    def _ask(self, method: str, meta: Meta, kind: type[S]) -> S:
-        answer = self._connection.call(method, meta).result().read(kind)
-        self._heard(answer.status)
+    def _answer(self, given: tuple[DeskStatus, T]) -> T:
+        said, answer = given
+        self._heard(said)
         return answer
-
-    def _acknowledged(self, told: Future[Answer]) -> None:
-        if told.exception() is None:
-            self._heard(told.result().read(DeskStatus))
 
     def _heard(self, said: DeskStatus) -> None:
         with self._lock:  # replies may overtake each other

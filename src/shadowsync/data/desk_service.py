@@ -1,93 +1,98 @@
 """The desk behind the wire: the job's one authority over who trains which rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from shadowsync.data.desk import Desk
+from shadowsync.data.desk import Claim, Desk, Rows
 from shadowsync.data.leases import Lease
-from shadowsync.data.reading_messages import (
-    ClaimAsked,
-    ClaimGiven,
-    DeskStatus,
-    DoneTold,
-    Held,
-    LeaseAsked,
-    LeaseGiven,
-    LeaseInfo,
-    OpenedAsked,
-    Rows,
-)
 from shadowsync.errors import DataError
-from shadowsync.rpc.service import Method, Reply, Request
+from shadowsync.rpc.served import Client, served
+
+ANYBODY = Client("")
+
+
+@dataclass(frozen=True)
+class DeskStatus:
+    """How things stand; comes with every answer of the desk.
+
+    Attributes:
+        version: as `Leasing.version`.
+        finished: as `Leasing.finished`.
+        trained: rows, all epochs.
+    """
+
+    version: int
+    finished: bool
+    trained: int
 
 
 class DeskService:
-    """What a `Desk` offers to trainers elsewhere. Every reply says how things stand, so that nobody has to ask.
+    """What a `Desk` offers to trainers elsewhere. Every answer says how things stand, so that nobody has to ask.
+
+    What a trainer holds goes back when the job gives the trainer up, not with its connection.
 
     Args:
         desk: what is served.
         give_back: has the desk give a trainer's rows to others; in place of `Desk.abandon`, where more than the desk
             has to know.
+        leasing: is told over which connection a trainer asks for rows.
     """
 
-    def __init__(self, desk: Desk, give_back: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        give_back: Callable[[int], None] | None = None,
+        leasing: Callable[[int, Client], None] = lambda *_: None,
+    ) -> None:
         self._desk = desk
         self._give_back = give_back or desk.abandon
-        self.methods: Mapping[str, Method] = {
-            "lease": Method(self._lease, quick=True),
-            "opened": Method(self._opened, quick=True),
-            "claim": Method(self._claim, quick=True),
-            "done": Method(self._done, quick=True),
-            "abandon": Method(self._abandon, quick=True),
-            "status": Method(self._say_status, once=False, quick=True),
-        }
+        self._leasing = leasing
 
-    def client_gone(self, client: str) -> None:
-        """What a trainer holds goes back when the job gives the trainer up, not with its connection."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def _status(self) -> DeskStatus:
+    @served(once=False, quick=True)
+    def status(self) -> DeskStatus:
+        """How things stand."""
         # the version first: what changes in between is then noticed by whoever waits for another version
         version = self._desk.version()
         return DeskStatus(version, self._desk.finished, self._desk.trained)
 
-    def _lease(self, request: Request) -> Reply:
-        asked = request.read(LeaseAsked)
-        lease = self._desk.lease(asked.trainer, asked.idle)
-        return Reply(LeaseGiven(self._status(), None if lease is None else LeaseInfo.of(lease)))
+    @served(quick=True)
+    def lease(self, trainer: int, idle: bool, client: Client = ANYBODY) -> tuple[DeskStatus, Lease | None]:
+        """As `Leasing.lease`."""
+        self._leasing(trainer, client)
+        lease = self._desk.lease(trainer, idle)
+        return self.status(), lease
 
-    def _opened(self, request: Request) -> Reply:
-        asked = request.read(OpenedAsked)
-        return Reply(Held(self._status(), self._desk.opened(_lease(asked.lease), asked.rows)))
+    @served(quick=True)
+    def opened(self, lease: Lease, rows: int) -> tuple[DeskStatus, bool]:
+        """As `Leasing.opened`."""
+        return self.status(), self._desk.opened(lease, rows)
 
-    def _claim(self, request: Request) -> Reply:
-        asked = request.read(ClaimAsked)
-        self._take_note(asked.done)
-        rows = asked.rows
-        claim = self._desk.claim(_lease(rows.lease), rows.start, rows.stop)
-        number, stop = (-1, rows.start) if claim is None else (claim.number, claim.stop)
-        return Reply(ClaimGiven(self._status(), number, stop))
+    @served(quick=True)
+    def claim(self, lease: Lease, start: int, stop: int, done: tuple[Rows, ...]) -> tuple[DeskStatus, Claim | None]:
+        """As `Leasing.claim`, after `done`."""
+        self._take_note(done)
+        claim = self._desk.claim(lease, start, stop)
+        return self.status(), claim
 
-    def _done(self, request: Request) -> Reply:
-        self._take_note(request.read(DoneTold).done)
-        return Reply(self._status())
+    @served(quick=True)
+    def done(self, done: tuple[Rows, ...]) -> DeskStatus:
+        """As `Leasing.done`, of several rows.
 
-    def _take_note(self, done: Sequence[Rows]) -> None:
+        Raises:
+            DataError: they were not leased.
+        """
+        self._take_note(done)
+        return self.status()
+
+    @served(quick=True)
+    def abandon(self, trainer: int) -> DeskStatus:
+        """As `Leasing.abandon`."""
+        self._give_back(trainer)
+        return self.status()
+
+    def _take_note(self, done: tuple[Rows, ...]) -> None:
         try:
             for rows in done:
-                self._desk.done(_lease(rows.lease), rows.start, rows.stop)
+                self._desk.done(*rows)
         except ValueError as error:
             raise DataError(str(error)) from error
-
-    def _abandon(self, request: Request) -> Reply:
-        self._give_back(request.read(LeaseAsked).trainer)
-        return Reply(self._status())
-
-    def _say_status(self, request: Request) -> Reply:
-        return Reply(self._status())
-
-
-def _lease(number: int) -> Lease:
-    """The book knows a lease by its number."""
-    return Lease(number, -1, 0, 0, ())

@@ -2,9 +2,10 @@
 
     python benchmarks/restarts.py [--kills 12] [--seed 0] [key.path=value …]
 
-One job of two trainers; every few seconds the process of a role, taken in turn, is killed. Seconds count from the kill
-to the word that the role is at work again. At the end every row must have been trained exactly once, and the AUC is
-compared with that of the same job undisturbed.
+One job of two trainers; every three to five seconds the process of a role, taken in turn, is killed (the one that
+stands ready takes a second or two to load what it needs, and a kill in between waits for that). Seconds count from the
+kill to the word that the role is at work again. At the end every row must have been trained exactly once, and the AUC
+is compared with that of the same job undisturbed.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def disturb(out: Path, kills: int, seed: int, found: dict[str, list[float]]) -> 
     while not (out / "metrics.jsonl").exists():
         time.sleep(0.05)
     for number in range(kills):
-        time.sleep(0.5 + pauses.random())
+        time.sleep(3 + 2 * pauses.random())
         role = ROLES[number % len(ROLES)]
         if (seconds := kill(out, role)) is None:
             return

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 PRELOADED = ("torch", "numpy", "msgspec", "pydantic", "omegaconf", "safetensors.torch", "zmq", "cloudpickle")
 """What every role needs and takes long to import. Not polars, which starts threads when it is imported."""
 EXTRAS = ("fbgemm_gpu",)
-READY = ("shadowsync.runtime.child", "shadowsync.cluster.trainer_part", "shadowsync.cluster.stepper_part")
-"""What a child imports while it waits."""
+CHILD, PARTS = "shadowsync.runtime.child", "shadowsync.cluster.readiness"
+"""What a child imports while it waits: what it will run, and what makes parts of roles (`get_ready` has all of that
+loaded)."""
 
 FORK, KILL = b"f", b"k"
 ENDED = struct.Struct("!ii")
@@ -123,13 +124,13 @@ class _ForkServer:
 
 def _wait_for_role(way: socket.socket) -> None:
     """Gets ready, takes the way to the driver, and becomes the role that the driver says; never returns."""
-    for name in READY:
-        importlib.import_module(name)
+    child = importlib.import_module(CHILD)
+    importlib.import_module(PARTS).get_ready()
     message, given, _, _ = socket.recv_fds(way, 1, 1)
     if not message:
         os._exit(0)  # nobody wants it any more
     way.close()
-    sys.modules[READY[0]].live(socket.socket(fileno=given[0]))
+    child.live(socket.socket(fileno=given[0]))
 
 
 def _import_if_there(name: str) -> None:

@@ -14,7 +14,8 @@ from shadowsync.remarks import too_short
     ("given", "servers", "pulls"),
     [
         ({}, 1, 0),
-        ({"cluster": {"runtime": "ray"}}, 1, 2),
+        ({"cluster": {"runtime": "ray"}}, 1, 0),
+        ({"cluster": {"runtime": "processes"}}, 1, 0),
         ({"cluster": {"runtime": "ray", "address": "10.0.0.1:6379"}}, 2, 2),
         ({"embedding": {"servers": 5}, "train": {"prefetch": 1}}, 5, 1),
         ({"cluster": {"runtime": "ray"}, "aggregation": {"method": "gba"}}, 1, 2),

@@ -4,22 +4,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Processes that a test starts load what was compiled before them.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: train quick test older capped lint types docs clean
 
 # What depends on the processor's instructions: products and kernels, codecs, models, rows, exactness of whole jobs.
 OLDER := tests/training tests/compression tests/models tests/embedding tests/job/test_exactness.py \
 	tests/job/test_dead_units.py tests/job/test_without_fbgemm.py
-# No job is distributed, no browser, no network namespace.
-QUICK := tests/aggregation tests/sync tests/models tests/training tests/metrics tests/job/test_exactness.py
+# No role is a process, no browser, no network namespace.
+QUICK := tests/house tests/aggregation tests/compression tests/recovery tests/sync tests/models tests/training \
+	tests/metrics tests/job/test_exactness.py
 
 train: $(STAMP)  ## Trains the demo and says where the report is.
 	@$(BIN)/shadowsync train $(ARGS)
 
-test: $(STAMP)  ## Runs every test, in two processes that take a file at a time.
-	@$(BIN)/pytest -n 2 --dist loadfile
+test: $(STAMP)  ## Runs every test, in two processes that share them out until the end.
+	@$(BIN)/pytest -n 2 --dist worksteal
 
 quick: $(STAMP)  ## Runs what answers within a minute, without starting processes.
-	@$(BIN)/pytest -n 2 --dist loadfile $(QUICK)
+	@$(BIN)/pytest -n 2 --dist worksteal $(QUICK)
 
 older: $(STAMP)  ## Trains, and tests what depends on the processor, as on one with AVX2 only and on one with SSE4.1 only.
 	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(MAKE) --no-print-directory capped
@@ -27,7 +31,7 @@ older: $(STAMP)  ## Trains, and tests what depends on the processor, as on one w
 
 capped: $(STAMP)
 	@$(BIN)/shadowsync train data.rows=50000 --out $$(mktemp -d)/run
-	@$(BIN)/pytest -n 2 --dist loadfile $(OLDER)
+	@$(BIN)/pytest -n 2 --dist worksteal $(OLDER)
 
 lint: $(STAMP)  ## Checks style and format.
 	@$(BIN)/ruff check .

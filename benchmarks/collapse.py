@@ -39,9 +39,9 @@ from shadowsync.data.batch import Batch
 from shadowsync.data.source import Schema
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ShadowSyncError
+from shadowsync.inference import score
 from shadowsync.metrics.quality import Quality, evaluate_scores
 from shadowsync.metrics.units import UnitActivity
-from shadowsync.prediction import score
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import PRECISIONS
 

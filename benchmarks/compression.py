@@ -23,8 +23,7 @@ from machine import alternate, describe, medians, table
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, Encoded
-from shadowsync.compression.positions import pack, unpack
-from shadowsync.compression.selection import exact_floors, mask_of, reach
+from shadowsync.compression.positions import exact_floors, mask_of, pack, reach, unpack
 from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.registry import build, members
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shadowsync.report.machine import machine, versions
+from shadowsync.report.result import machine, versions
 from shadowsync.training.fast_linear import accelerate
 from shadowsync.training.kernels import multiplies_bf16, onednn_runs, parse_kernels
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from shadowsync import Job, Result
 from shadowsync.config import load
-from shadowsync.report.role_log import read_events
+from shadowsync.report.files import read_events
 
 sys.path.insert(0, str(Path(__file__).parent))
 from machine import describe, table

@@ -34,18 +34,19 @@ from typing import Any
 
 import torch
 
-from shadowsync.checkpoint.direct import write_file
+from shadowsync.checkpoint.files import write_file
+from shadowsync.checkpoint.loading import written_rows
 from shadowsync.checkpoint.saver import NICENESS
 from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
 from shadowsync.checkpoint.store import PIECE_BYTES, CheckpointStore
-from shadowsync.checkpoint.written import WrittenRows
 from shadowsync.choices import choose_all
+from shadowsync.cluster.context import Material, Own
+from shadowsync.cluster.session import Session
 from shadowsync.config import parse
 from shadowsync.embedding.table import Rows, RowSet
-from shadowsync.local_session import LocalSession
 from shadowsync.memory.pages import keep_freed_memory
-from shadowsync.metrics.toll import Toll
-from shadowsync.session import Material, Own
+from shadowsync.metrics.recorder import RecoveryStats
+from shadowsync.runtime.inprocess import InProcess
 
 sys.path.insert(0, str(Path(__file__).parent))
 from machine import describe, ratios, table
@@ -94,7 +95,7 @@ def config(priority: str, arguments: argparse.Namespace, rows: int) -> dict[str,
 
 
 @contextmanager
-def session(values: dict[str, Any]) -> Iterator[LocalSession]:
+def session(values: dict[str, Any]) -> Iterator[Session]:
     """A session with its source."""
     parsed = parse(values)
     choices = choose_all(parsed, own_model=False)
@@ -104,12 +105,12 @@ def session(values: dict[str, Any]) -> Iterator[LocalSession]:
     torch.set_num_threads(1)
     with (
         closing(source),
-        closing(LocalSession(Material(parsed, choices, Own(), source, None), lambda _: nullcontext())) as made,
+        closing(Session(Material(parsed, choices, Own(), source, None), InProcess, lambda _: nullcontext())) as made,
     ):
         yield made
 
 
-def snapshot(made: LocalSession, rows: Sequence[Rows | RowSet], delta: DeltaOf | None = None) -> Snapshot:
+def snapshot(made: Session, rows: Sequence[Rows | RowSet], delta: DeltaOf | None = None) -> Snapshot:
     """The rows alone: the dense part is a few MB."""
     return Snapshot({}, made.reader.trained, tuple(rows), {}, {}, {}, {}, delta)
 
@@ -140,7 +141,7 @@ def write_plainly(folder: Path, size: int, write: Callable[[Path, Iterable[memor
         write(folder / f"plain-{number}", (chunk[: stop - at] for at in range(start, stop, CHUNK_BYTES)))
 
 
-def save_all(made: LocalSession, root: Path) -> None:
+def save_all(made: Session, root: Path) -> None:
     """A whole checkpoint of the live tables."""
     CheckpointStore(str(root)).save(snapshot(made, made.rows_beside()))
 
@@ -191,7 +192,7 @@ def remove(folder: Path) -> None:
 class Saver:
     """Saves one checkpoint after the other in a thread of its own: a whole one, then deltas, and so on."""
 
-    def __init__(self, made: LocalSession, store: CheckpointStore) -> None:
+    def __init__(self, made: Session, store: CheckpointStore) -> None:
         self.saves, self.bytes, self.seconds = 0, 0, 0.0
         self._made, self._store = made, store
         self._ended = threading.Event()
@@ -216,14 +217,14 @@ class Saver:
             exact = self._made.choices.recovery.priority == "all"
             delta = None if whole or parent is None else DeltaOf(parent, exact)
             parent = name = self._store.save(snapshot(self._made, rows, delta))
-            with WrittenRows(partial(self._store.opened, name)) as written:
+            with written_rows(partial(self._store.opened, name)) as written:
                 self._made.rows_saved(rows, written)
             self.saves += 1
             self.bytes += byte_count(rows)
             self.seconds += time.perf_counter() - began
 
 
-def train(made: LocalSession) -> None:
+def train(made: Session) -> None:
     """To the end."""
     made.start()
     while made.alive():
@@ -244,7 +245,7 @@ def measure_training(variant: str, saving: bool, rows: int, arguments: argparse.
             else:
                 train(made)
                 saves, size, seconds = 0, 0, 0.0
-        frame = made.recorder.frame(made.counts(saves, Toll()), ended=True)
+        frame = made.recorder.frame(made.counts(saves, RecoveryStats()), ended=True)
         auc = frame.auc if frame.auc is not None else float("nan")
         return Measured(made.recorder.speed().eps, auc, saves, size / 1e9, seconds)
 

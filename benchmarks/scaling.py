@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from shadowsync.assembly import make_module, make_tables
 from shadowsync.choices import choose_all
 from shadowsync.config import load
-from shadowsync.report.history import read_frames
+from shadowsync.report.files import read_frames
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, in_sentences, load_average, start_ray, train

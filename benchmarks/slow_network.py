@@ -24,7 +24,7 @@ from machine import describe, table
 from namespaces import bits_per_second
 from testbed import RayNode, Testbed
 
-from shadowsync.report.history import read_frames
+from shadowsync.report.files import read_frames
 
 JOB = ("train.trainers=2", "train.batch_size=1024", "data.name=completejourney")
 FREE = "10gbit"

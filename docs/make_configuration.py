@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -20,7 +20,7 @@ from shadowsync.data.source import Source
 from shadowsync.embedding.storage import Storage
 from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.failures import FailureTimes
-from shadowsync.registry import members
+from shadowsync.registry import MemberOf, members
 from shadowsync.sync.method import SyncMethod
 from shadowsync.sync.schedule import Schedule
 
@@ -53,7 +53,7 @@ def _section(name: str) -> Iterator[str]:
     assert isinstance(section, type)
     assert issubclass(section, BaseModel)
     yield f"## {name}\n\n{_first_paragraph(section)}\n"
-    yield from _table((key, field, field.annotation) for key, field in section.model_fields.items())
+    yield from _table((key, field, _kind(field)) for key, field in section.model_fields.items())
     if name == "embedding":
         table = typing.get_args(typing.get_args(section.model_fields["tables"].annotation)[0])[0]
         yield "Keys of an entry of `embedding.tables`:\n"
@@ -129,7 +129,15 @@ def _plain(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
+def _kind(field: FieldInfo) -> Any:
+    """Its type, and which names it takes, which pydantic keeps beside it."""
+    return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+
+
 def _type(kind: Any) -> str:
+    named = next((part for part in typing.get_args(kind) if isinstance(part, MemberOf)), None)
+    if named is not None:
+        return " or ".join(f"`{name}`" for name in named.names())
     kind = _bare(kind)
     if typing.get_origin(kind) is typing.Literal:
         return " or ".join(f"`{value}`" for value in typing.get_args(kind))

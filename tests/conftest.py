@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import pytest
+import torch
 
 from shadowsync import runtime_choice
 
@@ -9,3 +10,9 @@ from shadowsync import runtime_choice
 def few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that leave open where their roles run have them in one process on any machine."""
     monkeypatch.setattr(runtime_choice, "cores", lambda: 2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """For torch's operators: tensors are tiny here, and threads that wait for each other at a busy core cost more."""
+    torch.set_num_threads(1)

@@ -1,22 +1,19 @@
 """Builds the parts that a job, an evaluation and an export share, from a configuration."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from shadowsync.aggregation.conductor import StepRule
-from shadowsync.aggregation.stragglers import parse_stragglers
+from shadowsync.aggregation.coordinator import StepRule
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.matching import match_optimizer, match_tables
 from shadowsync.choices import Aggregating, Choices, server_count
-from shadowsync.compression.channel import Line, pulled_and_pushed_bytes
-from shadowsync.compression.codec_choice import Situation, unmeasured
+from shadowsync.compression.channel import Situation, pulled_and_pushed_bytes
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.batch import Jagged
-from shadowsync.data.feed import Feed
 from shadowsync.data.source import OpenSource, Schema
 from shadowsync.embedding.catalog import (
     check_rows,
@@ -28,28 +25,20 @@ from shadowsync.embedding.catalog import (
     with_pooling,
 )
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.line import EmbeddingLine
 from shadowsync.embedding.optimizers import rule_class
-from shadowsync.embedding.placement import Servers, place, row_wise
-from shadowsync.embedding.profile import Probe, measure_costs
+from shadowsync.embedding.placement import Probe, Servers, measure_costs, place, row_wise
+from shadowsync.embedding.routing import NEVER, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Rows, Shard, Table
-from shadowsync.embedding.unique_rows import NEVER, UniqueRows
-from shadowsync.embedding.watching import Watching
 from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import memory_bytes
 from shadowsync.memory.shared import can_share
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.model import ModelSpec
 from shadowsync.sync.background import Background
-from shadowsync.sync.schedule import Driver
 from shadowsync.training.kernels import Computing, choose_computing
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica, copy_module
-from shadowsync.training.trainer import Trainer
-from shadowsync.training.update import LocalUpdate, Update
-from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
 
 GIB = 1 << 30
 PREFETCH = 2
@@ -108,7 +97,6 @@ def make_embeddings(
     schema: Schema,
     tables: tuple[Table, ...],
     source: OpenSource | None,
-    watching: Watching | None = None,
 ) -> Embeddings:
     """Places the tables and makes their servers and client.
 
@@ -118,10 +106,9 @@ def make_embeddings(
         schema: of the source whose ids are looked up.
         tables: from `make_tables`.
         source: whose first rows the costs are profiled on; None where speed does not matter.
-        watching: which rows are to be saved next; None where nobody saves single rows.
     """
     servers = tuple(
-        EmbeddingServer(shards, choices.storage, row_optimizer(config.embedding), config.train.seed, watching)
+        EmbeddingServer(shards, choices.storage, row_optimizer(config.embedding), config.train.seed)
         for shards in place_tables(config, choices, schema, tables, source)
     )
     return Embeddings(tables, servers, EmbeddingClient(tables, [feature.name for feature in schema.features], servers))
@@ -156,15 +143,6 @@ def _costs(
     return measure_costs(tables, names, [ids], Probe(choices.storage, row_optimizer(config.embedding)))
 
 
-def connect(
-    embeddings: Embeddings, schema: Schema, choices: Choices, counter: WireCounter, unique: UniqueRows
-) -> EmbeddingClient:
-    """A client whose traffic passes the codecs and is counted; one for each worker."""
-    pull, push = (Line(kind, choices.codecs[kind], counter) for kind in ("pull", "push"))
-    lines = [EmbeddingLine(server, position, pull, push) for position, server in enumerate(embeddings.servers)]
-    return EmbeddingClient(embeddings.tables, [feature.name for feature in schema.features], lines, unique)
-
-
 def unique_rows(config: Config, choices: Choices) -> UniqueRows:
     """Where trainers have duplicates removed before rows and gradients cross; `auto` does it where a network is.
 
@@ -174,78 +152,6 @@ def unique_rows(config: Config, choices: Choices) -> UniqueRows:
     if mode == "auto" and config.cluster.address is None:
         return NEVER
     return UniqueRows(mode, pulled_and_pushed_bytes(choices.codecs["pull"], choices.codecs["push"]))
-
-
-@dataclass(frozen=True)
-class TrainerKit:
-    """What all trainers of a job have in common.
-
-    Attributes:
-        config, choices: of the job.
-        warmup_samples, total_samples: of the job.
-        failures: the script of deaths (see `session.Own`).
-        computing: how their workers compute on this machine.
-    """
-
-    config: Config
-    choices: Choices
-    warmup_samples: int
-    total_samples: int
-    failures: Callable[[int, int], None]
-    computing: Computing
-
-    def settings(self) -> StepSettings:
-        """What a step needs."""
-        train = self.config.train
-        rates = Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
-        emulated = train.emulate_step_ms
-        settings = StepSettings(
-            rates,
-            prefetch(self.config, self.choices),
-            None if emulated is None else emulated / 1e3,
-            train.emulate_compute,
-        )
-        if train.stragglers is None:
-            return settings
-        return replace(settings, slowness=parse_stragglers(train.stragglers, "train.stragglers").factor)
-
-
-@dataclass(frozen=True)
-class WorkerKit:
-    """What a worker has of its own.
-
-    Attributes:
-        client: its way to the embedding servers.
-        replica: whose parameters its module computes with; workers of a trainer may share one.
-        update: what becomes of its gradients.
-    """
-
-    client: EmbeddingClient
-    replica: Replica
-    update: Update
-
-
-def make_trainer(
-    kit: TrainerKit, trainer: Trainer, driver: Driver, workers: Sequence[WorkerKit], feed: Feed, hooks: Hooks
-) -> Trainer:
-    """Gives a trainer its workers."""
-    train = kit.config.train
-    for index, own in enumerate(workers):
-        module = own.replica.worker_module(kit.computing, train.clip_norm)
-        number = trainer.rank * train.workers + index
-        parts = WorkerParts(
-            trainer.rank, index, number, module, feed, own.client, driver, trainer.gate, kit.settings(), hooks
-        )
-        trainer.add(Worker(parts, own.update))
-    return trainer
-
-
-def hogwild_workers(
-    kit: TrainerKit, replica: Replica, clients: Sequence[EmbeddingClient], feed: Feed
-) -> list[WorkerKit]:
-    """Workers of a replica method, one for each client: they share the replica and step it themselves."""
-    dense_lr, row_lr = kit.config.train.lr, kit.config.embedding.lr
-    return [WorkerKit(client, replica, LocalUpdate(client, feed, dense_lr, row_lr)) for client in clients]
 
 
 def step_rule(config: Config, aggregating: Aggregating, rates: Rates) -> StepRule:
@@ -276,7 +182,7 @@ def shares_rows(config: Config, choices: Choices) -> bool:
 
 def shares_center(config: Config, choices: Choices) -> bool:
     """As `shares_rows`, of the central dense copy; not under codecs of which either end has to remember something."""
-    sparse = any(codec.sparse for codec in choices.codecs["dense"].ladder)
+    sparse = any(codec.sparse for codec in choices.codecs["dense"].levels)
     merged = choices.aggregation is None and choices.method.centralised
     return _on_one_machine(config) and merged and not sparse
 
@@ -387,10 +293,12 @@ def codec_remarks(config: Config, choices: Choices) -> Iterator[str]:
             "so that replicas are synchronised less often and drift apart; sync.max_share=0.15 keeps them together"
         )
     for kind, codec in choices.codecs.items():
-        if len(codec.ladder) == 1:
+        if len(codec.levels) == 1:
             continue
         if config.cluster.runtime == "inprocess":
-            yield unmeasured(kind, codec, "in one process nothing is sent")
+            why = "in one process nothing is sent"
         elif kind == "dense" and codec_situation(config, choices).collective:
             why = f"all trainers have to send alike to be averaged by sync.method={choices.method.name}"
-            yield unmeasured(kind, codec, why)
+        else:
+            continue
+        yield f"compression.{kind}=auto is {codec.levels[0].name}, because {why}"

@@ -1,28 +1,28 @@
 """The members that a configuration chooses, built and checked before anything starts."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.stragglers import parse_stragglers
-from shadowsync.compression.codec import Codec
-from shadowsync.compression.unused import in_vain, unused
+from shadowsync.compression.codec import Codec, in_vain
 from shadowsync.config import (
     AggregationConfig,
     ClusterConfig,
     CodecConfig,
     Config,
+    DataConfig,
     EmbeddingConfig,
+    ModelConfig,
     SyncConfig,
     TrainConfig,
     parse,
 )
 from shadowsync.data.source import Source
-from shadowsync.embedding.choose import storage_class
 from shadowsync.embedding.optimizers import RowRule
-from shadowsync.embedding.storage import Storage
+from shadowsync.embedding.storage import Storage, storage_class
 from shadowsync.errors import ConfigError
 from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.settings import RecoverySettings, recovery_settings
@@ -35,6 +35,8 @@ from shadowsync.training.optimizers import DenseOptimizer
 
 WARMUP_SAMPLES, WARMUP_STEPS = 50_000, 20
 
+T = TypeVar("T")
+_CHOOSING = ("data", "model", "sync", "aggregation")
 RAYS_OWN = {"CPU", "GPU", "memory", "object_store_memory"}
 IN_PROCESS_KEYS = {"runtime", "dense_servers", "server_memory_gib"}
 CLUSTER_KEYS: Mapping[str, set[str]] = {
@@ -51,14 +53,10 @@ class Choices:
     """What a configuration chose, with defaults resolved.
 
     Attributes:
-        source: where the data comes from.
         model: the dense part; None where the user brings a module.
-        storage: what holds the rows of an embedding server.
-        method: how replicas are merged.
-        schedule: when.
+        method, schedule: how replicas are merged, and when.
         codecs: by kind of traffic: `pull`, `push`, `dense`.
         optimizer: of the dense part.
-        recovery: what is saved while the job runs, and what happens after a failure.
         aggregation: how gradients make global steps; None where replicas are merged.
     """
 
@@ -78,7 +76,6 @@ class Aggregating:
     """A gradient method and what it makes a global step of.
 
     Attributes:
-        method: the method.
         size: gradients in a global batch, M.
         rows_by_buffer: rows' gradients are divided by M, not by the batches that contain the row.
     """
@@ -109,14 +106,17 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     recovery = recovery_settings(config.recovery, config.cluster.runtime)
     if recovery.schedule is not None:
         recovery.schedule.check_roles(_most_roles(config, method))
+    optimizer = choose("train.optimizer", config.train.optimizer, "shadowsync.training", DenseOptimizer)
     return Choices(
-        source=_choose_one("data", config.data.name, config.data.options, "shadowsync.data", Source),
-        model=None if own_model else _choose_model(config),
+        source=_choose_one("data", config.data, "shadowsync.data", Source),
+        model=None if own_model else _choose_one("model", config.model, "shadowsync.models", ModelSpec),
         storage=storage_class(config.embedding.storage),
         method=method,
         schedule=schedule,
         codecs=_choose_codecs(config, method),
-        optimizer=_dense_optimizer(config.train),
+        optimizer=build(
+            optimizer, {option: getattr(config.train, option) for option in option_names(optimizer)}, "train"
+        ),
         recovery=recovery,
         aggregation=_choose_aggregation(config),
     )
@@ -146,11 +146,17 @@ def without_foreign_options(values: dict[str, Any], changed: Mapping[str, Any] |
         values: with the overrides laid over it.
         changed: the overrides. Options of codecs that are not among them and have no effect any more are left out too.
     """
-    config = parse({name: _selectors(name, section) for name, section in values.items() if name in _CHOSEN})
+    selectors: dict[str, Any] = {}
+    for name in (name for name in _CHOOSING if name in values):
+        section = values[name]  # what is no map is for `parse` to refuse
+        keys = _keys_of(name)
+        given = isinstance(section, Mapping)
+        selectors[name] = {key: section[key] for key in section if key in keys} if given else section
+    config = parse(selectors)
     kept = dict(values)
-    for name, find in _CHOSEN.items():
+    for name, chosen in _chosen_members(config).items():
         if name in values:
-            known = {*Config.model_fields[name].annotation.model_fields, *find(config)}  # type: ignore[union-attr]
+            known = {*_keys_of(name), *(option for member in chosen for option in option_names(member))}
             kept[name] = {key: value for key, value in values[name].items() if key in known}
     if isinstance(codecs := values.get("compression"), Mapping):
         kept["compression"] = {kind: _own_codec_options(kind, codec) for kind, codec in codecs.items()}
@@ -198,52 +204,30 @@ def _own_codec_options(kind: str, codec: Any) -> Any:
     return {key: value for key, value in codec.items() if key in known}
 
 
-def _selectors(name: str, section: Any) -> Any:
-    if not isinstance(section, Mapping):
-        return section  # for `parse` to refuse
-    fields = Config.model_fields[name].annotation.model_fields  # type: ignore[union-attr]
-    return {key: value for key, value in section.items() if key in fields}
+def _keys_of(section: str) -> Mapping[str, Any]:
+    """The keys that a section has whatever is chosen in it."""
+    fields: Mapping[str, Any] = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+    return fields
 
 
-def _data_options(config: Config) -> set[str]:
-    return set(option_names(choose("data.name", config.data.name, "shadowsync.data", Source)))
-
-
-def _model_options(config: Config) -> set[str]:
-    return set(option_names(choose("model.name", config.model.name, "shadowsync.models", ModelSpec)))
-
-
-def _sync_options(config: Config) -> set[str]:
+def _chosen_members(config: Config) -> dict[str, list[type[Any]]]:
+    """The members whose options stand in a section, by the section."""
     method = choose("sync.method", config.sync.method, "shadowsync.sync", SyncMethod)
     schedule = choose("sync.schedule", config.sync.schedule, "shadowsync.sync", Schedule)
-    return {*option_names(method), *(option_names(schedule) if method.active else ())}
+    gradients, package = config.aggregation.method, "shadowsync.aggregation"
+    return {
+        "data": [choose("data.name", config.data.name, "shadowsync.data", Source)],
+        "model": [choose("model.name", config.model.name, "shadowsync.models", ModelSpec)],
+        "sync": [method, schedule] if method.active else [method],
+        "aggregation": [] if gradients is None else [choose("aggregation.method", gradients, package, Aggregation)],
+    }
 
 
-def _aggregation_options(config: Config) -> set[str]:
-    method = config.aggregation.method
-    if method is None:
-        return set()
-    return set(option_names(choose("aggregation.method", method, "shadowsync.aggregation", Aggregation)))
-
-
-_CHOSEN: Mapping[str, Callable[[Config], set[str]]] = {
-    "data": _data_options,
-    "model": _model_options,
-    "sync": _sync_options,
-    "aggregation": _aggregation_options,
-}
-
-
-def _choose_one(section: str, name: str, options: Mapping[str, Any], package: str, seam: type[Any]) -> Any:
+def _choose_one(section: str, given: DataConfig | ModelConfig, package: str, seam: type[T]) -> T:
+    name, options = given.name, given.options
     member = choose(f"{section}.name", name, package, seam)
-    keys = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
-    (own,) = split_options(section, options, {f"{section}.name={name}": member}, keys)
+    (own,) = split_options(section, options, {f"{section}.name={name}": member}, _keys_of(section))
     return build(member, own, section)
-
-
-def _choose_model(config: Config) -> ModelSpec:
-    model: ModelSpec = _choose_one("model", config.model.name, config.model.options, "shadowsync.models", ModelSpec)
-    return model
 
 
 def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
@@ -268,7 +252,7 @@ def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
 def _idle(config: Config, codecs: Mapping[str, Codec], method: SyncMethod) -> Iterator[tuple[str, str, str]]:
     """Options of codecs that were given and would do nothing: the kind of traffic, the option, and a sentence."""
     for kind, codec in codecs.items():
-        found = (*unused(codec), *_unused_here(kind, codec, config, codecs["pull"], method))
+        found = (*codec.unused(), *_unused_here(kind, codec, config, codecs["pull"], method))
         given = getattr(config.compression, kind).options
         yield from ((kind, *idle) for idle in in_vain(f"compression.{kind}", codec, given, found))
 
@@ -278,7 +262,7 @@ def _unused_here(kind: str, codec: Codec, config: Config, pull: Codec, method: S
     if kind == "push" and pull.sparse:
         mask = f"beside compression.pull={pull.name}, whose mask says which elements of the gradient cross"
         yield from ((option, f"{mask}: set another codec for pulls") for option in sorted(codec.selecting))
-        if codec.ladder[-1].sparse and not codec.sparse:
+        if codec.levels[-1].sparse and not codec.sparse:
             yield from ((option, f"{mask}: set another codec for pulls") for option in ("strongest", "keep"))
     if kind != "dense" and getattr(codec, "scope", "tensor") == "group" and config.embedding.unique_rows == "always":
         why = "with embedding.unique_rows=always, where rows cross whose columns are no features"
@@ -301,11 +285,6 @@ def _choose_codec(kind: str, given: CodecConfig, defaults: Mapping[str, Any]) ->
     member = choose(key, given.name, "shadowsync.compression", Codec)
     (own,) = split_options(key, given.options, {f"{key}={given.name}": member}, CodecConfig.model_fields)
     return build(member, {**(defaults if member.sparse else {}), **own}, key).resolved(key)
-
-
-def _dense_optimizer(train: TrainConfig) -> DenseOptimizer:
-    member = choose("train.optimizer", train.optimizer, "shadowsync.training", DenseOptimizer)
-    return build(member, {option: getattr(train, option) for option in option_names(member)}, "train")
 
 
 def _check_used(config: Config) -> None:

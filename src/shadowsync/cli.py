@@ -99,7 +99,7 @@ def evaluate(folder: RunFolder, data: DataPath = None, checkpoints: Checkpoints 
     from rich.console import Console
 
     from shadowsync.inference import Trained
-    from shadowsync.report.quality_table import quality_table
+    from shadowsync.report.progress import quality_table
 
     trained = _said(Trained(folder, checkpoints=checkpoints))
     Console().print(quality_table(trained.evaluate(data)))
@@ -205,7 +205,7 @@ plans = _group("plan", "Say what a job would cost before it runs.")
 
 
 @plans.command("recovery")
-def plan_recovery(  # noqa: PLR0913 (each is an option of the command)
+def plan(  # noqa: PLR0913 (each is an option of the command)
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="A run or its checkpoints, for what is not given.")
     ] = None,
@@ -224,12 +224,11 @@ def plan_recovery(  # noqa: PLR0913 (each is an option of the command)
     """Compare full with partial recovery: time between saves, overhead, lost samples, memory."""
     from rich.console import Console
 
-    from shadowsync import planning
-    from shadowsync.planning_tables import plan_tables
+    from shadowsync.planning import Numbers, plan_recovery, plan_tables
 
-    given = planning.Numbers(save_s, load_s, restart_s, fail_s, servers, target_pls, hours, rows, dim, share)
+    given = Numbers(save_s, load_s, restart_s, fail_s, servers, target_pls, hours, rows, dim, share)
     console = Console()
-    for part in plan_tables(planning.plan_recovery(folder, given)):
+    for part in plan_tables(plan_recovery(folder, given)):
         console.print(part)
 
 
@@ -251,8 +250,12 @@ def main() -> None:
     """Entry point: runs the command and turns every expected error into a sentence and an exit status."""
     with _ended_by_signals():
         status, message = _run()
-        if status == _INTERRUPTED:
-            _end_at_once(message)
+        if status == _INTERRUPTED:  # at once, also where threads still compute, which would abort the interpreter's end
+            typer.echo(f"shadowsync: {message}", err=True)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+            os._exit(_INTERRUPTED)
     if message:  # a command without arguments has shown its help
         typer.echo(f"shadowsync: {message}", err=True)
     sys.exit(status)
@@ -269,46 +272,31 @@ def _run() -> tuple[int, str]:
     except (typer.Abort, KeyboardInterrupt):
         status = _INTERRUPTED
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        # torch has no error of its own for it on the CPU
+        said = ("can't allocate memory", "bad_alloc", "can't start new thread")
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in said):
             raise
         return 1, _NO_MEMORY
     return status or 0, "interrupted" if status == _INTERRUPTED else ""  # what typer makes of a KeyboardInterrupt
 
 
-def _end_at_once(message: str) -> None:
-    """Ends the process, also where threads still compute, which would abort the interpreter's own end."""
-    typer.echo(f"shadowsync: {message}", err=True)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(_INTERRUPTED)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Torch has no error of its own for it on the CPU."""
-    said = ("can't allocate memory", "bad_alloc", "can't start new thread")
-    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
-
-
-class _Interrupt:
-    """Handler that interrupts the command; what is repeated within `_REPEATED_S` does not interrupt its end."""
-
-    def __init__(self) -> None:
-        self._interrupted_at = -math.inf
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() > self._interrupted_at + _REPEATED_S:
-            self._interrupted_at = time.monotonic()
-            signal.default_int_handler(number, frame)
-
-
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does, so that it takes away what is half-written; training saves first."""
+    """SIGTERM ends a command as Ctrl-C does, so that it takes away what is half-written; training saves first.
+
+    What is repeated within `_REPEATED_S` does not interrupt that end.
+    """
+    interrupted_at = -math.inf
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted_at
+        if time.monotonic() > interrupted_at + _REPEATED_S:
+            interrupted_at = time.monotonic()
+            signal.default_int_handler(number, frame)
+
     usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     here = threading.current_thread() is threading.main_thread()
     changed = {number: usual[number] for number in usual if here and signal.getsignal(number) == usual[number]}
-    interrupt = _Interrupt()
     for number in changed:
         signal.signal(number, interrupt)
     try:

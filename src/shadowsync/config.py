@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from omegaconf import OmegaConf
@@ -21,7 +21,7 @@ from yaml import YAMLError
 
 from shadowsync.errors import ConfigError
 from shadowsync.places import written_places
-from shadowsync.registry import explain, nearest
+from shadowsync.registry import MemberOf, explain, nearest
 
 Pooling = Literal["sum", "mean", "none"]
 LONGEST_S = 3.2e7
@@ -96,7 +96,7 @@ class EmbeddingConfig(Section):
         "one machine, where more only cost messages",
     )
     storage: str = Field("auto", description="auto takes fbgemm where it is installed, else torch")
-    optimizer: Literal["rowwise_adagrad", "adam", "sgd"] = Field(
+    optimizer: Annotated[str, MemberOf("shadowsync.embedding.optimizers:RowRule")] = Field(
         "rowwise_adagrad", description="applied in the fused backward"
     )
     lr: float = Field(0.15, gt=0, description="learning rate of the rows")
@@ -137,7 +137,7 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
         description="of the forward and backward pass; parameters stay fp32. auto is bf16 where the processor "
-        "multiplies it natively, else fp32",
+        "multiplies it natively and clearly faster (timed at the start), else fp32",
     )
     kernels: str = Field(
         "auto",
@@ -145,7 +145,9 @@ class TrainConfig(Section):
         "faster one, timed at the start (auto); what result.json has under computing.kernels repeats a run's choice",
     )
     device: str = Field("cpu", description="where the dense part computes: cpu or cuda")
-    optimizer: Literal["adagrad", "adam", "sgd"] = Field("adagrad", description="of the dense part")
+    optimizer: Annotated[str, MemberOf("shadowsync.training.optimizers:DenseOptimizer")] = Field(
+        "adagrad", description="of the dense part"
+    )
     lr: float = Field(0.005, gt=0, description="learning rate of the dense part")
     eps: float = Field(1e-8, gt=0, description="added to the denominator of Adagrad and Adam")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment")
@@ -250,13 +252,13 @@ class CompressionConfig(Section):
 class RecoveryConfig(Section):
     """What is saved while a job runs, and what happens when an embedding server dies."""
 
-    mode: Literal["none", "full", "partial", "auto"] | None = Field(
+    mode: Annotated[str, MemberOf("shadowsync.recovery.policy:RecoveryPolicy", also=("auto",))] | None = Field(
         None,
         description="after a failure everybody goes back to the last checkpoint (full), or only the replacement of the "
         "dead server (partial); auto takes the cheaper one by what it measures; null is auto on a cluster and where "
         "failures are injected, else none",
     )
-    priority: Literal["all", "scar", "mfu", "ssu"] = Field(
+    priority: Annotated[str, MemberOf("shadowsync.recovery.priority:RowPriority")] = Field(
         "all",
         description="partial: save all rows at once, or a share of them more often: those that changed most (scar), "
         "that were used most (mfu), or a sample of those used (ssu)",

@@ -1,18 +1,66 @@
-"""Puts the dense part of a checkpoint back, into any number of trainers and under any replica method."""
+"""What a job keeps in a checkpoint beside its rows: counts, and the dense part, which any number of trainers takes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from shadowsync.aggregation.counts import AggregationState
 from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.data.source import Mark, Schema
 from shadowsync.errors import CheckpointError, DataError
-from shadowsync.job_state import job_state
 from shadowsync.sync.method import State, SyncMethod
 from shadowsync.training.replica import Replica
 
 _BUFFER = "buffer."
+
+
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts that go on after a resume, and what a model needs to be read without its job.
+
+    Attributes:
+        recorder: of `metrics.recorder.Recorder`.
+        syncs: synchronisations, all trainers.
+        wire: as `metrics.wire.WireTotals.by_name`.
+        schema: of the source that was trained on.
+        tables: names in the job's order, which is the order of a model's columns.
+        trainers: how many replicas there are.
+        layout: shape of each dense parameter, in their order.
+        own_model: the dense part is a module of the user's own.
+        pls: portion of samples that failures have lost so far.
+        aggregation: what gradient methods did.
+        data: by what the training rows are known again; empty where that cannot be said, or an older version wrote it.
+    """
+
+    recorder: dict[str, Any]
+    syncs: int
+    wire: dict[str, dict[str, int]]
+    schema: Schema
+    tables: list[str]
+    trainers: int
+    layout: dict[str, list[int]]
+    own_model: bool
+    pls: float = 0.0
+    aggregation: AggregationState = AggregationState()
+    data: tuple[Mark, ...] = ()
+
+
+def job_state(saved: LoadedCheckpoint) -> JobState:
+    """The state in a checkpoint.
+
+    Raises:
+        CheckpointError: it is not what a job writes.
+    """
+    try:
+        state = msgspec.convert(saved.extra, JobState)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{saved.name}: the manifest is not one that this version writes: {error}") from error
+    if sorted(state.tables) != sorted(table.name for table in saved.tables) or state.trainers < 1:
+        raise CheckpointError(f"{saved.name}: the manifest contradicts itself about its tables or trainers")
+    return state
 
 
 @dataclass(frozen=True)
@@ -30,9 +78,7 @@ class TrainerImage:
     @classmethod
     def of(cls, replica: Replica, state: State) -> "TrainerImage":
         """A copy."""
-        return cls(
-            {name: t.clone() for name, t in dense_tensors(replica).items()}, {n: t.clone() for n, t in state.items()}
-        )
+        return cls({n: t.clone() for n, t in dense_tensors(replica).items()}, {n: t.clone() for n, t in state.items()})
 
     def in_main_memory(self) -> "TrainerImage":
         """The same, as it can cross to another role."""
@@ -52,7 +98,6 @@ class DenseImage:
     """The dense part of a job.
 
     Attributes:
-        trainers: each one's.
         center: the central copy `[P]`, None where the method keeps none.
         feedback: what workers of a gradient method have not sent of their gradients, by `trainer.worker.name`.
     """
@@ -122,7 +167,7 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
     With as many trainers as were saved each goes on with its own replica. With another number, all of them start from
     one point: the central copy if there was one, else the mean replica, with the mean of the optimizers' states.
     What workers had not sent of their gradients is that of the worker of the same number; where there is none, it is
-    lost.
+    lost. Of another replica method than before each state is that at the start.
 
     Args:
         saved: the checkpoint.
@@ -134,32 +179,43 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
         CheckpointError: the checkpoint is of another model or dense optimizer.
     """
     check_layout(saved, template)
-    _check_optimizer(saved, template)
-    same = job_state(saved).trainers == trainers
-    consensus = saved_weights(saved, len(template.flat)).to(template.flat)
+    needed = dense_tensors(template)
+    there = below(saved.dense, "replica.0").keys()
+    if there != needed.keys():
+        raise CheckpointError(
+            f"{saved.name} keeps {', '.join(sorted(there)) or 'nothing'} for each replica and this job needs "
+            f"{', '.join(sorted(needed))}: set train.optimizer to the one it was trained with"
+        )
+    count = job_state(saved).trainers
+
+    def of_replica(rank: int, name: str) -> Tensor:
+        if f"replica.{rank}.{name}" not in saved.dense:
+            raise CheckpointError(
+                f"{saved.name} has no {name} of the dense optimizer: set train.optimizer to the one it was trained with"
+            )
+        return saved.dense_tensor(f"replica.{rank}.{name}", needed[name].numel())
+
+    def mean(name: str) -> Tensor:
+        return torch.stack([of_replica(rank, name) for rank in range(count)]).double().mean(0)
+
+    size = len(template.flat)
+    consensus = saved.dense_tensor("center", size).clone() if "center" in saved.dense else mean("weight")
+    consensus = consensus.to(template.flat)
     fresh = method.init(consensus)
     images = []
     for rank in range(trainers):
         tensors = {
-            name: _saved_state(saved, name, rank if same else None, tensor.numel()).to(tensor.dtype).view_as(tensor)
-            for name, tensor in dense_tensors(template).items()
+            name: (of_replica(rank, name) if count == trainers else mean(name)).to(tensor.dtype).view_as(tensor)
+            for name, tensor in needed.items()
         }
-        if not same:
+        if count != trainers:
             tensors["weight"] = consensus
-        images.append(TrainerImage(tensors, _method_state(saved, rank if same else 0, fresh)))
+        of_method = f"sync.{rank if count == trainers else 0}."
+        state = fresh
+        if all(of_method + name in saved.dense for name in fresh):
+            state = {n: saved.dense_tensor(of_method + n, t.numel()).clone().to(t.device) for n, t in fresh.items()}
+        images.append(TrainerImage(tensors, state))
     return DenseImage(tuple(images), consensus, below(saved.dense, "feedback"))
-
-
-def _check_optimizer(saved: LoadedCheckpoint, replica: Replica) -> None:
-    """Raises `CheckpointError` if the checkpoint keeps other tensors for a replica than this job."""
-    start = "replica.0."
-    there = {name.removeprefix(start) for name in saved.dense if name.startswith(start)}
-    here = set(dense_tensors(replica))
-    if there != here:
-        raise CheckpointError(
-            f"{saved.name} keeps {', '.join(sorted(there)) or 'nothing'} for each replica and this job needs "
-            f"{', '.join(sorted(here))}: set train.optimizer to the one it was trained with"
-        )
 
 
 def restore_final(saved: LoadedCheckpoint, replica: Replica) -> None:
@@ -173,34 +229,3 @@ def restore_final(saved: LoadedCheckpoint, replica: Replica) -> None:
     for name, tensor in dense_tensors(replica).items():
         if is_buffer(name):
             tensor.copy_(saved.dense_tensor(f"replica.0.{name}", tensor.numel()).view_as(tensor))
-
-
-def saved_weights(saved: LoadedCheckpoint, size: int) -> Tensor:
-    """The central copy of a checkpoint, or the mean of its replicas where it has none, `[P]`."""
-    if "center" in saved.dense:
-        return saved.dense_tensor("center", size).clone()
-    return _mean(saved, "weight", size)
-
-
-def _saved_state(saved: LoadedCheckpoint, name: str, rank: int | None, elements: int) -> Tensor:
-    if rank is None:
-        return _mean(saved, name, elements)
-    key = f"replica.{rank}.{name}"
-    if key not in saved.dense:
-        raise CheckpointError(
-            f"{saved.name} has no {name} of the dense optimizer: set train.optimizer to the one it was trained with"
-        )
-    return saved.dense_tensor(key, elements)
-
-
-def _mean(saved: LoadedCheckpoint, name: str, elements: int) -> Tensor:
-    count = job_state(saved).trainers
-    return torch.stack([_saved_state(saved, name, rank, elements) for rank in range(count)]).double().mean(0)
-
-
-def _method_state(saved: LoadedCheckpoint, rank: int, fresh: State) -> State:
-    """What the method kept, or its state at the start where another method was used before."""
-    keys = {name: f"sync.{rank}.{name}" for name in fresh}
-    if any(key not in saved.dense for key in keys.values()):
-        return fresh
-    return {n: saved.dense_tensor(k, fresh[n].numel()).clone().to(fresh[n].device) for n, k in keys.items()}

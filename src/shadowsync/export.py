@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, SaveError
-from shadowsync.models.sequences import JaggedVectors
+from shadowsync.models.vectors import JaggedVectors
 from shadowsync.training.fast_linear import FastLinear, FastTower
 
 FORMAT = 1
@@ -47,7 +47,6 @@ class ExportSpec:
     """What the model is fed with.
 
     Attributes:
-        tables: the embedding tables.
         features: names of the features in the order of the ids.
         dense: names of the dense columns in their order.
         weighted: ids come with weights.
@@ -75,26 +74,20 @@ class ExportSpec:
     def metadata(self) -> dict[str, Any]:
         """What a program that uses the file has to know, as plain JSON values."""
         tables = [(feature, self.table_of(feature)) for feature in self.features]
+        features = [
+            {"name": name, "table": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.poolings[name]}
+            for name, table in tables
+        ]
         return {
             "format": FORMAT,
             "shadowsync": importlib.metadata.version("shadowsync"),
             "dense": list(self.dense),
-            "features": [
-                {
-                    "name": name,
-                    "table": table.name,
-                    "rows": table.rows,
-                    "dim": table.dim,
-                    "pooling": table.poolings[name],
-                }
-                for name, table in tables
-            ],
+            "features": features,
             "weighted": self.weighted,
         }
 
 
-@dataclass(frozen=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """Rows `start … stop − 1` of the tables of one width, numbered through; `name` is its parameter's."""
 
     name: str
@@ -343,7 +336,11 @@ def _write(program: torch.export.ExportedProgram, spec: ExportSpec, path: Path) 
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             sink = _Sink(file)
-            _save(program, spec, sink)
+            extra = {"metadata.json": json.dumps(spec.metadata())}
+            try:
+                torch.export.save(program, cast("IO[bytes]", sink), extra_files=extra)
+            except Exception as error:  # an operator that torch traces but cannot write down
+                raise ConfigError(f"torch.export cannot write the model down ({_reason(error)})") from error
             if sink.error is not None:
                 raise sink.error
             file.flush()
@@ -358,18 +355,10 @@ def _write(program: torch.export.ExportedProgram, spec: ExportSpec, path: Path) 
             part.unlink()
 
 
-def _save(program: torch.export.ExportedProgram, spec: ExportSpec, sink: "_Sink") -> None:
-    try:
-        torch.export.save(program, cast("IO[bytes]", sink), extra_files={"metadata.json": json.dumps(spec.metadata())})
-    except Exception as error:  # an operator that torch traces but cannot write down
-        raise ConfigError(f"torch.export cannot write the model down ({_reason(error)})") from error
-
-
 class _Sink(io.RawIOBase):
     """A file whose `write` never fails: torch's writer ends the whole process when a disk is full.
 
-    Attributes:
-        error: the first error; nothing was written after it.
+    After the first `error` nothing is written any more.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -378,7 +367,6 @@ class _Sink(io.RawIOBase):
         self._position = 0
 
     def write(self, data: Any) -> int:
-        """Takes everything, and passes it on while that works."""
         count = memoryview(data).nbytes
         self._position += count
         if self.error is None:
@@ -389,17 +377,13 @@ class _Sink(io.RawIOBase):
         return count
 
     def tell(self) -> int:
-        """Bytes taken so far."""
         return self._position
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Torch goes back to the start when it is done; there is nothing to do."""
-        return offset
+        return offset  # torch goes back to the start when it is done; there is nothing to do
 
     def writable(self) -> bool:
-        """Yes."""
         return True
 
     def seekable(self) -> bool:
-        """So torch asks."""
         return True

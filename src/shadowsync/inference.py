@@ -1,8 +1,11 @@
-"""What a trained model is good for: evaluation, predictions, export."""
+"""What a trained model is good for: evaluation, predictions, export.
+
+`B` samples of a batch, `T` samples in all.
+"""
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +16,60 @@ from torch import Tensor, nn
 from shadowsync.assembly import Embeddings, make_embeddings, make_module, make_replica, restore_tables
 from shadowsync.choices import Choices, choose_all
 from shadowsync.config import Config, load, parse
-from shadowsync.data.checks import large_columns
+from shadowsync.data.batch import Batch
 from shadowsync.data.parquet import Columns, OpenParquet, Parquet
-from shadowsync.data.rows import FileRows
+from shadowsync.data.reader import batches
+from shadowsync.data.rows import FileRows, large_columns
 from shadowsync.data.source import OpenSource, Schema, Source
 from shadowsync.data.writer import is_csv, write_parquet, writing_table
-from shadowsync.dense_state import restore_final
+from shadowsync.dense_state import job_state, restore_final
+from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
-from shadowsync.imaging import column_difference
-from shadowsync.job_state import job_state
+from shadowsync.job_snapshot import column_difference
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
+from shadowsync.metrics.units import UnitActivity
 from shadowsync.places import advice, unfollowed, without
-from shadowsync.prediction import Predictor, predictions, score
 from shadowsync.remarks import left_out, undefined
 from shadowsync.runs import load_checkpoint
+from shadowsync.training.replica import Replica
+
+BATCH_SIZE = 4096
+WATCHED_ROWS = 40_000
+"""About how many rows, spread over all of them, are looked at for units that are dead."""
+
+
+class Predictor:
+    """A dense part with the embeddings it looks up, without codecs; fp32, whatever it was trained in."""
+
+    def __init__(self, replica: Replica, embeddings: EmbeddingClient) -> None:
+        self._replica = replica
+        self._embeddings = embeddings
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits, float32 `[B]`."""
+        pulled = self._embeddings.pull(batch.ids)
+        return self._replica.predict(batch.dense, pulled.pooled, pulled.sequences)
+
+
+def predictions(
+    predictor: Predictor, source: OpenSource, activity: UnitActivity | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and labels, `[B]` each, batch by batch in the order of the rows.
+
+    `activity` is of the predictor's module; it notes what its units do on about `WATCHED_ROWS` of them.
+    """
+    every = -(-source.rows // WATCHED_ROWS)
+    for number, batch in enumerate(batches(source, BATCH_SIZE)):
+        with contextlib.nullcontext() if activity is None or number % every else activity.watching(len(batch)):
+            logits = predictor.logits(batch)
+        yield logits, batch.labels
+
+
+def score(predictor: Predictor, source: OpenSource, activity: UnitActivity | None = None) -> tuple[Tensor, Tensor]:
+    """As `predictions`, of all rows that can be used, `[T]` each, in their order."""
+    pairs = list(predictions(predictor, source, activity)) or [(torch.empty(0), torch.empty(0))]
+    return torch.cat([logits for logits, _ in pairs]), torch.cat([labels for _, labels in pairs])
 
 
 class Trained:
@@ -94,7 +136,12 @@ class Trained:
         place = str(data or f"the test rows of data.name={self.config.data.name}")
         if (difference := column_difference(self.schema, opened.schema)) is not None:
             raise DataError(f"{place}: the model was trained on {difference}")
-        _check_ids(place, opened.schema, self.schema)
+        for there, here in zip(opened.schema.features, self.schema.features, strict=True):
+            if there.rows > here.rows:
+                raise DataError(
+                    f"{place}: feature {there.name} has ids up to {there.rows - 1}, the model has {here.rows} rows for "
+                    "them"
+                )
         return opened
 
     def _check_places(self, data: Path | str | None) -> None:
@@ -157,7 +204,7 @@ class Trained:
             columns = _columns_to_keep(opened, keep, out)
             write = stack.enter_context(writing_table(out))
             for logits, _ in predictions(self.predictor, opened):
-                table = _prediction_rows(logits)
+                table = pl.DataFrame({"probability": logits.sigmoid().numpy(), "logit": logits.numpy()})
                 write(table if columns is None else columns.take(len(logits)).hstack(table))
                 count += len(logits)
         return count
@@ -177,10 +224,6 @@ class Trained:
         parts = [rows for server in self.embeddings.servers for rows in server.state() if rows.table.name == table]
         ordered = sorted(parts, key=lambda rows: rows.start)
         return torch.cat([r.tensors["weight"][max(start - r.start, 0) : max(stop - r.start, 0)] for r in ordered])
-
-
-def _prediction_rows(logits: Tensor) -> pl.DataFrame:
-    return pl.DataFrame({"probability": logits.sigmoid().numpy(), "logit": logits.numpy()})
 
 
 def _columns_to_keep(source: OpenSource, keep: Sequence[str], out: Path) -> Columns | None:
@@ -217,15 +260,6 @@ def parquet_of(schema: Schema, path: str) -> Parquet:
         tables={feature.name: feature.table for feature in features if feature.table is not None},
         pooling={feature.name: feature.pooling for feature in features if feature.multi_hot},
     )
-
-
-def _check_ids(place: str, given: Schema, trained: Schema) -> None:
-    """Raises `DataError` for a feature with more ids than the model has rows for."""
-    for there, here in zip(given.features, trained.features, strict=True):
-        if there.rows > here.rows:
-            raise DataError(
-                f"{place}: feature {there.name} has ids up to {there.rows - 1}, the model has {here.rows} rows for them"
-            )
 
 
 def export_data(name: str, overrides: Sequence[str], out: Path) -> str:

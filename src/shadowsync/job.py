@@ -24,31 +24,32 @@ from shadowsync.checkpoint.matching import match_data
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import Choices, choose_all, global_batch, server_count, without_foreign_options
+from shadowsync.cluster.context import Material, Own, RolePlace, no_failures
+from shadowsync.cluster.manager import cpus_needed, resources_needed
+from shadowsync.cluster.session import Session
 from shadowsync.config import Config, load, merge, parse, read_given, with_written
-from shadowsync.data.checks import large_columns, largest_column
 from shadowsync.data.reader import Position
+from shadowsync.data.rows import large_columns, largest_column
 from shadowsync.data.source import OpenSource
+from shadowsync.dense_state import job_state
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, SaveError, ShadowSyncError
-from shadowsync.imaging import column_difference, put_back
-from shadowsync.job_state import job_state
+from shadowsync.inference import Predictor, score
+from shadowsync.job_snapshot import column_difference, put_back
 from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_scores
+from shadowsync.metrics.recorder import RecoveryStats
 from shadowsync.metrics.roles import About, RoleEvent
-from shadowsync.metrics.toll import Toll
 from shadowsync.metrics.units import UnitActivity, Units
 from shadowsync.places import advice, as_stored, local_path, unfollowed, without
-from shadowsync.prediction import Predictor, score
-from shadowsync.recovery.governor import Due
+from shadowsync.recovery.scheduler import Due
 from shadowsync.recovery.signals import StopRequest, stop_on_signals
+from shadowsync.recovery_controller import RecoveryController
 from shadowsync.remarks import left_out, one_label, too_short, undefined
-from shadowsync.report.files import write_atomically
-from shadowsync.report.history import frames_until, read_frames
-from shadowsync.report.machine import machine, versions
-from shadowsync.report.reporter import Outputs, Reporter
-from shadowsync.report.result import Result
-from shadowsync.report.role_log import read_events
+from shadowsync.report.files import frames_until, read_events, read_frames, write_atomically
+from shadowsync.report.reporter import Reporter
+from shadowsync.report.result import Result, machine, versions
 from shadowsync.rpc.errors import GONE
 from shadowsync.runs import (
     check_folder,
@@ -60,9 +61,9 @@ from shadowsync.runs import (
     new_folder,
     only_writer,
 )
+from shadowsync.runtime.inprocess import InProcess
+from shadowsync.runtime.runtime import Runtime
 from shadowsync.runtime_choice import where_roles_run, with_runtime
-from shadowsync.safekeeping import Safekeeping
-from shadowsync.session import Material, Newest, Own, RolePlace, Session, no_failures
 
 _ODD_NATS = 20.0  # of mean log loss: what happens was predicted with a probability of 2e-9
 _JUDGED_SAMPLES = 20_000  # a bad start of some thousand samples may be recovered from
@@ -72,35 +73,17 @@ LOOK_S, QUICK_S = 0.25, 0.01
 """Longest wait between two looks: so that signals are seen; and where failures are to come at their very moment."""
 
 
-def _local(material: Material, newest: Newest) -> Session:
-    from shadowsync.local_session import LocalSession  # noqa: PLC0415 either session has parts the other does without
+def _runtime_of(config: Config) -> Runtime:
+    """What starts the roles of a job."""
+    if config.cluster.runtime == "inprocess":
+        return InProcess()
+    if config.cluster.runtime == "processes":
+        from shadowsync.runtime.processes import Processes  # noqa: PLC0415 an extra, as the next one
 
-    return LocalSession(material, newest)
+        return Processes(cpus_needed(config))
+    from shadowsync.runtime.ray_runtime import RayRuntime  # noqa: PLC0415
 
-
-def _processes(material: Material, newest: Newest) -> Session:
-    from shadowsync.cluster.blueprint import cpus_needed  # noqa: PLC0415
-    from shadowsync.cluster.session import ClusterSession  # noqa: PLC0415
-    from shadowsync.runtime.processes import Processes  # noqa: PLC0415
-
-    return ClusterSession(material, partial(Processes, cpus_needed(material.config)), newest)
-
-
-def _ray(material: Material, newest: Newest) -> Session:
-    from shadowsync.cluster.blueprint import cpus_needed, resources_needed  # noqa: PLC0415
-    from shadowsync.cluster.session import ClusterSession  # noqa: PLC0415
-    from shadowsync.runtime.ray_runtime import RayRuntime  # noqa: PLC0415 an extra
-
-    config = material.config
-    make_runtime = partial(RayRuntime, config.cluster.address, cpus_needed(config), resources_needed(config))
-    return ClusterSession(material, make_runtime, newest)
-
-
-_SESSIONS: Mapping[str, Callable[[Material, Newest], Session]] = {
-    "inprocess": _local,
-    "processes": _processes,
-    "ray": _ray,
-}
+    return RayRuntime(config.cluster.address, cpus_needed(config), resources_needed(config))
 
 
 T = TypeVar("T")
@@ -162,30 +145,22 @@ class Job:
         keep_freed_memory()
         with contextlib.ExitStack() as stack:
             stack.enter_context(only_writer(self.out))
-            if (place := self._other_place()) is not None:
-                stack.enter_context(_claimed(place))
+            self._claim_place(stack)
             if self.out != self.resume:
                 check_unused(self.out)
             stack.enter_context(_single_threaded())
-            watch = _Watch(console or Console(quiet=True), on_frame)
-            return _Run(self, time.monotonic(), watch, stack).to_the_end()
+            return _Run(self, time.monotonic(), console or Console(quiet=True), on_frame, stack).to_the_end()
 
-    def _other_place(self) -> Path | None:
-        """A folder of this machine for the checkpoints that is not the run's own."""
+    def _claim_place(self, stack: contextlib.ExitStack) -> None:
+        """Nobody else may write to a folder of this machine that train.checkpoint_dir names."""
         place = self.config.train.checkpoint_dir
         path = None if place is None else local_path(place)
-        return None if path is None or path.resolve() == self.out.resolve() else path
-
-
-@contextlib.contextmanager
-def _claimed(place: Path) -> Iterator[None]:
-    """As `only_writer`, of the place that train.checkpoint_dir names."""
-    with contextlib.ExitStack() as stack:
+        if path is None or path.resolve() == self.out.resolve():
+            return
         try:
-            stack.enter_context(only_writer(place))
+            stack.enter_context(only_writer(path))
         except SaveError as error:
             raise SaveError(f"{error}, and nothing was trained: set train.checkpoint_dir to another place") from error
-        yield
 
 
 def train_from_command_line(path: Path | None, overrides: Sequence[str], out: Path | None, resume: Path | None) -> None:
@@ -215,46 +190,36 @@ def given(config: Config) -> dict[str, Any]:
     return as_stored(config.model_dump(mode="json", exclude_unset=True), config.written)
 
 
-@dataclass(frozen=True)
-class _Sources:
-    train: OpenSource
-    test: OpenSource | None
-
-    def close(self) -> None:
-        """Lets go of open files."""
-        for source in (self.train, self.test):
-            if source is not None:
-                source.close()
-
-
-@dataclass(frozen=True)
-class _Watch:
-    """Who looks on."""
-
-    console: Console
-    on_frame: Callable[[Frame], None] | None
-
-
 class _Run:
     """One run from the first part to the last file."""
 
-    def __init__(self, job: Job, began: float, watch: _Watch, stack: contextlib.ExitStack) -> None:
-        self.job, self.config, self.choices, self.console = job, job.config, job.choices, watch.console
-        self._on_frame = watch.on_frame
+    def __init__(
+        self,
+        job: Job,
+        began: float,
+        console: Console,
+        on_frame: Callable[[Frame], None] | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.job, self.config, self.choices, self.console = job, job.config, job.choices, console
+        self._on_frame = on_frame
         self.began = began
         store = CheckpointStore(checkpoint_root(job.out, self.config.train.checkpoint_dir), self.config.train.keep)
         self.store = store
         self.saved = self._load(store)
-        sources = open_sources(self.config, self.choices)
-        stack.callback(sources.close)
-        if self.saved is not None:
-            _check_data(self.saved, sources.train, self.config.data.accept)
-        for sentence in too_short(self.config, sources.train.rows * self.config.data.epochs):
+        train, test = open_sources(self.config, self.choices)
+        for source in (train, test):
+            if source is not None:
+                stack.callback(source.close)
+        # of more or fewer rows the reader has its own to say
+        if self.saved is not None and Position.of(self.saved.position).book.get("rows") == train.rows:
+            match_data(self.saved.name, job_state(self.saved).data, train.marks(), self.config.data.accept)
+        for sentence in too_short(self.config, train.rows * self.config.data.epochs):
             self._print(sentence)  # before trainers are made: so many may take minutes
         position = None if self.saved is None else self.saved.position
-        material = Material(self.config, self.choices, job.own, sources.train, sources.test, position)
+        material = Material(self.config, self.choices, job.own, train, test, position)
         self.saver = AsyncSaver(store)
-        self.session = _SESSIONS[self.config.cluster.runtime](material, self._newest)
+        self.session = Session(material, partial(_runtime_of, self.config), self._newest)
         stack.callback(self.session.close)
         self.load_s = self._restore()
         self.seconds_before = 0.0
@@ -262,7 +227,7 @@ class _Run:
         self._told_of_loss = self._told_of_labels = False
         self._switches: Sequence[Switch] = () if self.saved is None else job_state(self.saved).aggregation.switches
         own = self.saved is not None and job.resume == job.out
-        self.keeping = Safekeeping(self.session, store, self.saver, given(self.config), self.saved, own)
+        self.keeping = RecoveryController(self.session, store, self.saver, given(self.config), self.saved, own)
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
         if self.job.resume == self.job.out and store.newest() is not None:
@@ -331,25 +296,30 @@ class _Run:
         return result
 
     def _reporter(self) -> Reporter:
-        report = self.config.report
-        outputs = Outputs(report.tensorboard, report.html, report.prometheus_port, report.prometheus_host)
         if self.saved is None or self.job.resume is None:
-            return Reporter(self.job.out, self.console, outputs)
+            return Reporter(self.job.out, self.console, self.config.report)
         earlier = frames_until(read_frames(self.job.resume, self._print), self.saved.samples)
         events = read_events(self.job.resume, self._print)
         self.seconds_before = max([event.seconds for event in events] + [frame.seconds for frame in earlier[-1:]] + [0])
-        return Reporter(self.job.out, self.console, outputs, earlier, self.saved.samples, events)
+        return Reporter(self.job.out, self.console, self.config.report, earlier, self.saved.samples, events)
 
     def _train(self, reporter: Reporter, roles: "_Roles", request: StopRequest) -> None:
         if self.session.reader.finished:
             self.keeping.save_last()
-            self._tell_nothing_left()
+            self._tell(
+                f"nothing is left to train: every row of the {self.config.data.epochs} epoch(s) was trained before; to "
+                f"train on, set data.epochs={self.config.data.epochs + 1}"
+            )
             return  # a finished run was resumed: synchronising without training would still move the replicas
         if self.config.train.checkpoint_dir is not None:  # the run's own folder is being written already
             self.store.try_writing()
         pace = _Pace(self.config.report.every_s, time.monotonic(), QUICK_S if self.keeping.lively else LOOK_S)
         self.keeping.begin()
-        self._remark()
+        for sentence in (self.keeping.why, large_columns(self.session.train_source)):
+            if sentence:
+                self._tell(sentence)
+        for remark in codec_remarks(self.config, self.choices):
+            self._tell(remark, "codec")
         self._look()
         self.session.start()
         try:
@@ -381,21 +351,6 @@ class _Run:
             self._tell_switches()
             roles.notice(self.session, saving=False)
 
-    def _tell_nothing_left(self) -> None:
-        epochs = self.config.data.epochs
-        self._tell(
-            f"nothing is left to train: every row of the {epochs} epoch(s) was trained before; to train on, set "
-            f"data.epochs={epochs + 1}"
-        )
-
-    def _remark(self) -> None:
-        """Says what was decided, and what is odd about the data."""
-        for sentence in (self.keeping.why, large_columns(self.session.train_source)):
-            if sentence:
-                self._tell(sentence)
-        for remark in codec_remarks(self.config, self.choices):
-            self._tell(remark, "codec")
-
     def _look(self) -> None:
         for computing in self.session.computing():
             if (way := (computing.precision, computing.why)) not in self._told_ways:
@@ -418,7 +373,7 @@ class _Run:
 
     def _tell(self, decision: str, about: About = "") -> None:
         self._print(decision)
-        self.session.happenings.add("driver", "decided", decision, about)
+        self.session.events.add("driver", "decided", decision, about)
 
     def _ended(self) -> bool:
         """Nobody trains any more and the last image is taken; a server that dies before that is a reason to go on."""
@@ -428,7 +383,7 @@ class _Run:
         return self.keeping.save_last() or self.session.given_up is not None
 
     def _show(self, reporter: Reporter, *, ended: bool = False) -> None:
-        counts = self.session.counts(self.saver.saves, self._toll())
+        counts = self.session.counts(self.saver.saves, self._recovery_stats(), self.saver.busy)
         frame = self.session.recorder.frame(counts, ended=ended)
         reporter.show(frame)
         self._check_sense(frame, ended)
@@ -485,12 +440,13 @@ class _Run:
             if sentence is not None:
                 self._tell(sentence)
 
-    def _toll(self) -> Toll:
+    def _recovery_stats(self) -> RecoveryStats:
         """Of failures so far; nothing where it is of no interest, because nobody saves and nothing was lost."""
         keeping = self.keeping
         if not keeping.settings.saves and not keeping.account.pls:
-            return Toll()
-        return Toll(keeping.account.pls, keeping.target_pls, keeping.seconds(self.load_s), keeping.settings.job_s)
+            return RecoveryStats()
+        seconds, job_s = keeping.seconds(self.load_s), keeping.settings.job_s
+        return RecoveryStats(keeping.account.pls, keeping.target_pls, seconds, job_s)
 
     def _raise_if_unfinished(self, request: StopRequest) -> None:
         reader = self.session.reader
@@ -573,9 +529,9 @@ class _Roles:
     def notice(self, session: Session, saving: bool) -> None:
         """Tells what has happened since the last time."""
         if saving != self.saving:
-            session.happenings.add("driver", "saving" if saving else "saved")
+            session.events.add("driver", "saving" if saving else "saved")
             self.saving = saving
-        for happened in session.happenings.take():
+        for happened in session.events.take():
             if happened.event == "waiting" or (happened.event == "decided" and happened.role != "driver"):
                 self.say(f"{happened.role}: {happened.detail}")
             self.reporter.note(
@@ -612,7 +568,7 @@ class _Pace:
         return True
 
 
-def open_sources(config: Config, choices: Choices) -> _Sources:
+def open_sources(config: Config, choices: Choices) -> tuple[OpenSource, OpenSource | None]:
     """The training rows and, where there are any, the test rows.
 
     Raises:
@@ -626,7 +582,7 @@ def open_sources(config: Config, choices: Choices) -> _Sources:
     test = choices.source.open("test", config.data.on_bad_row)
     if test is not None and (difference := column_difference(test.schema, train.schema)) is not None:
         raise DataError(f"the test rows have {difference} (the training rows): give both the same columns")
-    return _Sources(train, test)
+    return train, test
 
 
 def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str, Any]:
@@ -653,12 +609,6 @@ def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str,
 def _plain_options(member: Any) -> dict[str, Any]:
     builtins: dict[str, Any] = msgspec.to_builtins(dataclasses.asdict(member), str_keys=True)
     return builtins
-
-
-def _check_data(saved: LoadedCheckpoint, source: OpenSource, accepted: str | None) -> None:
-    """Raises `CheckpointError` for other data of as many rows; of more or fewer the reader has its own to say."""
-    if Position.of(saved.position).book.get("rows") == source.rows:
-        match_data(saved.name, job_state(saved).data, source.marks(), accepted)
 
 
 def _check_same(saved: LoadedCheckpoint, config: Config) -> None:
@@ -693,10 +643,16 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], o
             f"shadowsync.Job(config, model=module, resume={str(resume)!r})"
         )
     stored = _followed(saved.config, changed, resume, out)
-    before = _with_global_batch(stored)
-    config = parse(merge(without_foreign_options(merge(before, changed, []), changed), changed, []))
-    if not (changed.get("aggregation") or {}).get("global_batch"):
-        _check_global_batch(config)
+    if (before := parse(stored)).aggregation.method is not None:  # what a step was made of stays, with more workers too
+        stored = merge(stored, {"aggregation": {"global_batch": global_batch(before)}}, [])
+    config = parse(merge(without_foreign_options(merge(stored, changed, []), changed), changed, []))
+    given_batch = (changed.get("aggregation") or {}).get("global_batch")
+    if config.aggregation.method is not None and not given_batch and global_batch(config) % config.train.batch_size:
+        raise ConfigError(
+            f"train.batch_size={config.train.batch_size}: a global step was made of {global_batch(config)} samples so "
+            "far, which are not whole batches of that size: take one that divides them, or set "
+            "aggregation.global_batch to a multiple of it"
+        )
     return with_written(config, given)
 
 
@@ -719,24 +675,6 @@ def _followed(stored: dict[str, Any], changed: Mapping[str, Any], resume: Path, 
             f"yours add {advice(again)}, or the configuration file that names them"
         )
     return kept
-
-
-def _with_global_batch(saved: dict[str, Any]) -> dict[str, Any]:
-    """What a step was made of stays, also with another number of workers."""
-    config = parse(saved)
-    if config.aggregation.method is None:
-        return saved
-    return merge(saved, {"aggregation": {"global_batch": global_batch(config)}}, [])
-
-
-def _check_global_batch(config: Config) -> None:
-    """Raises `ConfigError` if the samples of a step, which are the checkpoint's, are not whole batches any more."""
-    if config.aggregation.method is not None and global_batch(config) % config.train.batch_size:
-        raise ConfigError(
-            f"train.batch_size={config.train.batch_size}: a global step was made of {global_batch(config)} samples so "
-            "far, which are not whole batches of that size: take one that divides them, or set "
-            "aggregation.global_batch to a multiple of it"
-        )
 
 
 def _headline(job: Job) -> str:

@@ -1,32 +1,38 @@
 """`shadowsync plan recovery`: what full and partial recovery would cost, from numbers given or from a run."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import RenderableType
+from rich.table import Table as ShownTable
+from rich.text import Text
 
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.manifest import MANIFEST
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import server_count
 from shadowsync.config import parse
-from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError, ConfigError
-from shadowsync.recovery.costs import Costs, Scale
-from shadowsync.recovery.decision import Decision, Goal, decide
-from shadowsync.recovery.estimates import Priors, time_between_failures
-from shadowsync.recovery.settings import RecoverySettings, recovery_settings
-from shadowsync.report import result
+from shadowsync.recovery.policy import Costs, Decision, Goal, Option, Scale, decide, spoken
+from shadowsync.recovery.priority import RowPriority
+from shadowsync.recovery.scheduler import Priors, time_between_failures
+from shadowsync.recovery.settings import recovery_settings
+from shadowsync.registry import members
+from shadowsync.report import result, words
 from shadowsync.runs import CONFIG_FILE, load_checkpoint
 
-GIVEN = "given"
-_ASSUMED = {
-    "load_s": "as long as a save",
-    "restart_s": "assumed",
-    "fail_s": "assumed",
-    "target_pls": "assumed",
-    "share": "assumed",
-    "hours": "not known",
+_MEANINGS = {
+    "save_s": "a save",
+    "load_s": "a load",
+    "restart_s": "a restart",
+    "fail_s": "between failures",
+    "hours": "the job",
+    "servers": "embedding servers",
+    "target_pls": "target PLS",
+    "share": "rows in a save by priority",
 }
 _LIMITS = {"target_pls": 1.0, "share": 1.0}
 _MAY_BE_ZERO = ("save_s", "load_s", "restart_s")
@@ -63,7 +69,12 @@ class Numbers:
 
     def __post_init__(self) -> None:
         for name, value in self.known().items():
-            _check(name, value)
+            least = 0.0 if name in _MAY_BE_ZERO else math.ulp(0.0)
+            most = math.inf if name in _MAY_BE_INFINITE else _LIMITS.get(name, 1e18)
+            if not least <= value <= most:
+                below = "" if math.isinf(most) else f" and at most {most:g}"
+                above = "above 0" if least else "0 or above"
+                raise ConfigError(f"{_option(name)} {value:g}: it must be {above}{below}")
         if (self.rows is None) != (self.dim is None):
             raise ConfigError("--rows and --dim belong together: how many rows the tables have, and how wide they are")
 
@@ -72,16 +83,14 @@ class Numbers:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A number of the plan and where it is from, in words."""
 
     value: float
     source: str
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """Rows that would be saved by priority, and the bytes of their weights."""
 
     rows: int
@@ -96,13 +105,11 @@ class RecoveryPlan:
         figures: what it was made from, by the names of `Numbers`.
         decision: with full and partial recovery at their intervals.
         weights: None where no tables are known.
-        share: of the rows in one save by priority.
     """
 
     figures: Mapping[str, Figure]
     decision: Decision
     weights: Weights | None
-    share: float
 
 
 def plan_recovery(folder: Path | None, given: Numbers) -> RecoveryPlan:
@@ -113,99 +120,71 @@ def plan_recovery(folder: Path | None, given: Numbers) -> RecoveryPlan:
         CheckpointError: no checkpoint in the folder can be loaded.
         DataError: its result.json is not one.
     """
-    run = _Run(folder) if folder is not None else None
-    figures = {name: Figure(value, GIVEN) for name, value in given.known().items()}
-    for name, figure in (run.figures() if run is not None else {}).items():
-        figures.setdefault(name, figure)
-    _check_enough(figures)
-    _assume(figures)
+    figures = {name: Figure(value, "given") for name, value in given.known().items()}
+    interval_s, weights = None, None
+    if folder is not None:
+        measured, interval_s, weights = _of_run(folder)
+        figures = measured | figures
+    if given.rows is not None and given.dim is not None:
+        weights = Weights(given.rows, 4 * given.rows * given.dim)
+    if missing := [name for name in ("save_s", "servers") if name not in figures]:
+        raise ConfigError(
+            f"{' and '.join(map(_option, missing))} must be given, or the folder of a run in which it was measured: "
+            "shadowsync plan recovery --save-s 318 --servers 8"
+        )
+    priors = Priors()
+    assumed = {
+        "load_s": Figure(figures["save_s"].value, "as long as a save"),
+        "restart_s": Figure(priors.restart_s, "assumed"),
+        "fail_s": Figure(priors.fail_s, "assumed"),
+        "target_pls": Figure(Goal().target_pls, "assumed"),
+        "hours": Figure(math.inf, "not known"),
+        "share": Figure(0.125, "assumed"),
+    }
+    figures = assumed | figures
     values = {name: figure.value for name, figure in figures.items()}
     costs = Costs(values["save_s"], values["load_s"], values["restart_s"], values["fail_s"])
     scale = Scale(int(values["servers"]), 3600 * values["hours"])
-    interval_s = run.settings.goal.interval_s if run is not None else None
     decision = decide(Goal(target_pls=values["target_pls"], interval_s=interval_s), costs, scale)
-    return RecoveryPlan(figures, decision, _weights(given, run), values["share"])
+    return RecoveryPlan(figures, decision, weights)
 
 
-def _check(name: str, value: float) -> None:
-    least = 0.0 if name in _MAY_BE_ZERO else math.ulp(0.0)
-    most = math.inf if name in _MAY_BE_INFINITE else _LIMITS.get(name, 1e18)
-    if not least <= value <= most:
-        below = "" if math.isinf(most) else f" and at most {most:g}"
-        raise ConfigError(f"{option(name)} {value:g}: it must be {'above 0' if least else '0 or above'}{below}")
-
-
-def option(name: str) -> str:
+def _option(name: str) -> str:
     """The option of the command line for a number."""
     return "--" + name.replace("_", "-")
 
 
-def _check_enough(figures: Mapping[str, Figure]) -> None:
-    missing = [name for name in ("save_s", "servers") if name not in figures]
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(map(option, missing))} must be given, or the folder of a run in which it was measured: "
-            "shadowsync plan recovery --save-s 318 --servers 8"
-        )
-
-
-def _assume(figures: dict[str, Figure]) -> None:
-    """Adds what is neither given nor measured."""
-    priors, goal = Priors(), Goal()
-    values = {
-        "load_s": figures["save_s"].value,
-        "restart_s": priors.restart_s,
-        "fail_s": priors.fail_s,
-        "target_pls": goal.target_pls,
-        "hours": math.inf,
-        "share": 0.125,
+def _of_run(folder: Path) -> tuple[dict[str, Figure], float | None, Weights]:
+    """What the folder of a run, of its checkpoints, or of one of them tells: numbers by name, the time between saves as
+    configured, and the tables that are large enough to be saved by priority."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; give the folder of a run, or numbers instead")
+    saved = _checkpoint_in(folder)
+    config = parse(saved.config)
+    settings = recovery_settings(config.recovery, config.cluster.runtime)
+    configured = {
+        "servers": server_count(config),
+        "target_pls": settings.goal.target_pls,
+        "fail_s": settings.priors.fail_s,
+        "share": config.recovery.share,
     }
-    for name, value in values.items():
-        figures.setdefault(name, Figure(value, _ASSUMED[name]))
-
-
-class _Run:
-    """What the folder of a run, of its checkpoints, or of one of them tells."""
-
-    def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: there is no such folder; give the folder of a run, or numbers instead")
-        self._saved = _checkpoint_in(folder)
-        self._config = parse(self._saved.config)
-        self.settings: RecoverySettings = recovery_settings(self._config.recovery, self._config.cluster.runtime)
-        self._result = result.read_result(folder) if (folder / result.FILE_NAME).exists() else None
-
-    def figures(self) -> dict[str, Figure]:
-        """Numbers by name, with the measured ones where there is a result."""
-        configured = {
-            "servers": server_count(self._config),
-            "target_pls": self.settings.goal.target_pls,
-            "fail_s": self.settings.priors.fail_s,
-            "share": self._config.recovery.share,
-        }
-        found = {name: Figure(value, "the run's configuration") for name, value in configured.items()}
-        return found | self._measured()
-
-    def tables(self) -> list[Table]:
-        """Those that are large enough to be saved by priority."""
-        return [table for table in self._saved.tables if table.rows >= self.settings.min_rows]
-
-    def _measured(self) -> dict[str, Figure]:
-        if self._result is None or (recovery := self._result.recovery) is None:
-            return {}
-        found = {}
+    found = {name: Figure(value, "the run's configuration") for name, value in configured.items()}
+    measured = result.read_result(folder) if (folder / result.FILE_NAME).exists() else None
+    if measured is not None and (recovery := measured.recovery) is not None:
         seconds = recovery.seconds
-        saves, saved = (recovery.saves, "saves") if recovery.rounds is None else (recovery.rounds, "rounds of saves")
+        saves, what = (recovery.saves, "saves") if recovery.rounds is None else (recovery.rounds, "rounds of saves")
         failures = recovery.failures if recovery.server_failures is None else recovery.server_failures
         if saves:
-            found["save_s"] = Figure(seconds.save / saves, f"measured: {saves} {saved}")
+            found["save_s"] = Figure(seconds.save / saves, f"measured: {saves} {what}")
         if failures:
             found["load_s"] = Figure(seconds.load / failures, f"measured: {failures} failures")
             found["restart_s"] = Figure(seconds.wait / failures, f"measured: {failures} failures")
-            seconds_in_all = recovery.emulated_job_s or self._result.throughput.seconds
-            fail_s = time_between_failures(self.settings.priors, failures, seconds_in_all)
+            seconds_in_all = recovery.emulated_job_s or measured.throughput.seconds
+            fail_s = time_between_failures(settings.priors, failures, seconds_in_all)
             found["fail_s"] = Figure(fail_s, f"recovery.prior_fail_s and {failures} failures")
-        return found
+    tables = [table for table in saved.tables if table.rows >= settings.min_rows]
+    weights = Weights(sum(table.rows for table in tables), sum(4 * table.rows * table.dim for table in tables))
+    return found, settings.goal.interval_s, weights
 
 
 def _checkpoint_in(folder: Path) -> LoadedCheckpoint:
@@ -219,10 +198,47 @@ def _checkpoint_in(folder: Path) -> LoadedCheckpoint:
     return store.load(newest)
 
 
-def _weights(given: Numbers, run: _Run | None) -> Weights | None:
-    if given.rows is not None and given.dim is not None:
-        return Weights(given.rows, 4 * given.rows * given.dim)
-    if run is None:
-        return None
-    tables = run.tables()
-    return Weights(sum(table.rows for table in tables), sum(4 * table.rows * table.dim for table in tables))
+def plan_tables(plan: RecoveryPlan) -> Iterator[RenderableType]:
+    """The numbers used, the two policies, the trackers, and the recommendation."""
+    shown: dict[str, Callable[[float], str]] = {
+        **dict.fromkeys(("save_s", "load_s", "restart_s", "fail_s"), spoken),
+        "hours": lambda hours: spoken(3600 * hours) if math.isfinite(hours) else words.MISSING,
+        "servers": words.count,
+    }
+    table = _table("number", "value", "option", "from", title="Planned with")
+    for name, meaning in _MEANINGS.items():
+        figure = plan.figures[name]
+        table.add_row(meaning, shown.get(name, "{:g}".format)(figure.value), _option(name), figure.source)
+    yield table
+    table = _table("", "full", "partial", title="Recovery")
+    rows: dict[str, Callable[[Option], str]] = {
+        "time between saves": lambda one: spoken(one.interval_s),
+        "expected overhead": lambda one: words.percent(one.overhead, 2),
+        "expected PLS": lambda one: f"{one.expected_pls:.3g}",
+    }
+    for name, show in rows.items():
+        table.add_row(name, show(plan.decision.full), show(plan.decision.partial))
+    yield table
+    if plan.weights is None:
+        yield Text("Give --rows and --dim, or the folder of a run, to see the memory that each tracker takes.")
+    elif not plan.weights.rows:
+        yield Text("No table of the run is large enough to be saved by priority (recovery.min_rows).")
+    else:
+        yield _trackers(*plan.weights, plan.figures["share"].value)
+    yield Text(f"Recommended is {plan.decision.why}.", style="bold")
+
+
+def _trackers(rows: int, weight_bytes: int, share: float) -> ShownTable:
+    title = f"Memory of the trackers of {words.count(rows)} rows ({words.data_size(weight_bytes)})"
+    table = _table("priority", "memory", "of the weights", title=title)
+    for name, priority in members("shadowsync.recovery", RowPriority).items():
+        taken = priority().memory_bytes(rows, round(weight_bytes / 4 / rows), share)
+        table.add_row(name, words.data_size(taken), words.percent(taken / weight_bytes, 2))
+    return table
+
+
+def _table(*columns: str, title: str) -> ShownTable:
+    table = ShownTable(title=title, title_justify="left")
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="left" if position == 0 or column == "from" else "right", overflow="fold")
+    return table

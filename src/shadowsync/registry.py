@@ -7,15 +7,18 @@ that names the nearest known one.
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import itertools
 import pkgutil
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import pydantic
+from pydantic_core import CoreSchema, core_schema
 
 from shadowsync.errors import ConfigError
 
@@ -24,9 +27,15 @@ T = TypeVar("T")
 
 def members(package: str, seam: type[T]) -> dict[str, type[T]]:
     """Every concrete subclass of `seam` defined in the modules of `package`, by its `name`, in order of the names."""
-    folder = importlib.import_module(package)
-    found: dict[str, type[T]] = {}
-    for module_info in pkgutil.iter_modules(folder.__path__, package + "."):
+    folders = tuple(importlib.import_module(package).__path__)
+    found: dict[str, type[T]] = _members(package, cast("Any", seam), folders)
+    return dict(found)
+
+
+@functools.cache
+def _members(package: str, seam: type[Any], folders: tuple[str, ...]) -> dict[str, type[Any]]:
+    found: dict[str, type[Any]] = {}
+    for module_info in pkgutil.iter_modules(folders, package + "."):
         module = importlib.import_module(module_info.name)
         for member in vars(module).values():
             if inspect.isclass(member) and issubclass(member, seam) and "name" in vars(member):
@@ -42,6 +51,35 @@ def choose(key: str, name: str, package: str, seam: type[T]) -> type[T]:
     return known[name]
 
 
+@dataclass(frozen=True)
+class MemberOf:
+    """Marks a key of the configuration that holds the name of a member: `Annotated[str, MemberOf(…)]`.
+
+    Members are looked for when a name is given, so that a schema imports none of them.
+
+    Attributes:
+        seam: `module:class`; members are in the module's folder.
+        also: names that are allowed besides.
+    """
+
+    seam: str
+    also: tuple[str, ...] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """Those that are allowed."""
+        module, _, name = self.seam.partition(":")
+        seam = getattr(importlib.import_module(module), name)
+        return (*self.also, *members(module.rpartition(".")[0], seam))
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, name: str) -> str:
+        if name not in (known := self.names()):
+            raise ValueError(f"it is not known{nearest(name, known)}; allowed: {', '.join(known)}")
+        return name
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`, did you mean X?` or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)
@@ -55,14 +93,20 @@ def option_names(member: type[Any]) -> tuple[str, ...]:
 
 def build(member: type[T], options: Mapping[str, Any], section: str) -> T:
     """`member(**options)`, checked by pydantic against the types and bounds of the member's fields."""
-    hints = typing.get_type_hints(member)
     for option, value in options.items():
-        if isinstance(value, bool) and option in hints and not _takes_bool(hints[option]):
+        if isinstance(value, bool) and not _takes_bool(typing.get_type_hints(member).get(option, Any)):
             raise ConfigError(f"{section}.{option}={value} is not a value of it: it does not take true or false")
     try:
-        return pydantic.TypeAdapter(member).validate_python(dict(options))
+        built: T = _checker(cast("Any", member)).validate_python(dict(options))
     except pydantic.ValidationError as error:
         raise ConfigError(explain(error, section)) from error
+    return built
+
+
+@functools.cache
+def _checker(member: type[Any]) -> pydantic.TypeAdapter[Any]:
+    """Building one takes a millisecond or more."""
+    return pydantic.TypeAdapter(member)
 
 
 def split_options(
@@ -79,19 +123,15 @@ def split_options(
     known = {option: None for member in chosen.values() for option in option_names(member)}
     for option in options:
         if option not in known:
-            meant = next((said[option] for member in chosen.values() if option in (said := _meanings(member))), None)
+            # what a member says of words that look like one of its options and mean something else
+            others = (getattr(member, "not_options", {}) for member in chosen.values())
+            meant = next((said[option] for said in others if option in said), None)
             if meant is not None:
                 raise ConfigError(f"{section}.{option} is not an option of {' '.join(chosen)}: {meant}")
             has = f"; it has {', '.join(known)}" if known else "; it has none"
             choice = " ".join(chosen)
             raise ConfigError(f"{section}.{option} is not an option of {choice}{nearest(option, [*known, *keys])}{has}")
     return [{o: options[o] for o in option_names(member) if o in options} for member in chosen.values()]
-
-
-def _meanings(member: type[Any]) -> Mapping[str, str]:
-    """What a member says of words that look like one of its options and mean something else."""
-    found: Mapping[str, str] = getattr(member, "not_options", {})
-    return found
 
 
 def explain(error: pydantic.ValidationError, section: str) -> str:
@@ -101,7 +141,8 @@ def explain(error: pydantic.ValidationError, section: str) -> str:
     key = ".".join(str(part) for part in parts if part != "")
     if first["type"] == "missing":
         return f"{key} is required"
-    message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", f"a list{_as_list(first['input'])}")
+    alone = f", as [{first['input']}]" if isinstance(first["input"], str | int | float) else ""
+    message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", f"a list{alone}")
     if first["type"] in ("model_type", "dict_type"):
         message = f"it holds keys: write {key}.KEY=VALUE, or {key}: {{KEY: VALUE}} in the file"
     shown = repr(first["input"])
@@ -113,10 +154,6 @@ def explain(error: pydantic.ValidationError, section: str) -> str:
         value = ""
     hint = "; YAML wants a space behind each colon of a map: {a: 1, b: 2}" if flow else ""
     return f"{key}{value}: {message[:1].lower()}{message[1:]}{hint}"
-
-
-def _as_list(given: Any) -> str:
-    return f", as [{given}]" if isinstance(given, str | int | float) else ""
 
 
 def _takes_bool(hint: Any) -> bool:

@@ -15,8 +15,7 @@ from typing import IO, Any
 import yaml
 from omegaconf import OmegaConf
 
-from shadowsync.checkpoint.changes import changed_rows
-from shadowsync.checkpoint.delta_files import DeltaList, write_delta
+from shadowsync.checkpoint.deltas import DeltaList, changed_rows, write_delta
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.errors import CheckpointError, ConfigError

@@ -7,11 +7,11 @@ of them fill one process however many cores there are (docs/measurements.md). Pr
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from shadowsync.cluster.context import Own
 from shadowsync.config import Config
 from shadowsync.memory.shared import can_share
-from shadowsync.report.machine import cores
+from shadowsync.report.result import cores
 from shadowsync.runtime.control import Unsendable, packed
-from shadowsync.session import Own
 
 MANY_CORES = 4
 """With fewer, threads are about as fast."""

@@ -1,13 +1,12 @@
 """The sections of result.json, filled from a finished session."""
 
+from shadowsync.cluster.session import Session, by_name
 from shadowsync.config import TrainConfig
 from shadowsync.metrics.quality import TestMetrics
-from shadowsync.metrics.rates import average_sync_gap, example_level_parallelism
-from shadowsync.metrics.recorder import Speed
+from shadowsync.metrics.recorder import Speed, average_sync_gap, example_level_parallelism
 from shadowsync.metrics.wire import kept_shares
+from shadowsync.recovery_controller import RecoveryController
 from shadowsync.report import result
-from shadowsync.safekeeping import Safekeeping
-from shadowsync.session import Session, by_name
 
 
 def data(session: Session, test: TestMetrics | None) -> result.Data:
@@ -41,7 +40,7 @@ def train(session: Session) -> result.Train:
     """Quality of the predictions made before each sample was trained on."""
     quality = session.recorder.quality
     return result.Train(
-        ne_window=quality.ne_window, ne_lifetime=quality.ne_lifetime, auc=quality.auc, peak=quality.peak
+        ne_window=quality.ne_window, ne_lifetime=quality.lifetime.ne, auc=quality.auc, peak=quality.peak
     )
 
 
@@ -113,23 +112,23 @@ def wire(session: Session) -> result.Wire:
     )
 
 
-def recovery(session: Session, keeping: Safekeeping, load_s: float) -> result.Recovery:
+def recovery(session: Session, controller: RecoveryController, load_s: float) -> result.Recovery:
     """Checkpoints written and read, and roles that died.
 
     No sample is lost and nobody waits when a trainer dies: the others train its rows.
     """
-    settings = keeping.settings
+    settings = controller.settings
     return result.Recovery(
         failures=session.failures,
-        pls=keeping.account.pls,
-        saves=keeping.saver.saves,
-        seconds=result.RecoverySeconds(**keeping.seconds(load_s)),
-        interval_s=keeping.interval_s,
-        mode=keeping.mode,
-        target_pls=keeping.target_pls,
-        priority=settings.priority if keeping.mode == "partial" else None,
-        why=keeping.why or None,
+        pls=controller.account.pls,
+        saves=controller.saver.saves,
+        seconds=result.RecoverySeconds(**controller.seconds(load_s)),
+        interval_s=controller.interval_s,
+        mode=controller.mode,
+        target_pls=controller.target_pls,
+        priority=settings.priority if controller.mode == "partial" else None,
+        why=controller.why or None,
         emulated_job_s=settings.job_s,
-        rounds=keeping.rounds if settings.saves else None,
-        server_failures=keeping.server_failures if settings.saves else None,
+        rounds=controller.rounds if settings.saves else None,
+        server_failures=controller.server_failures if settings.saves else None,
     )

@@ -4,8 +4,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit
-from shadowsync.aggregation.tokens import TokenBook
+from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, TokenBook
 
 StepTime = Callable[[int, int, float], float]
 """Seconds that a worker takes for a batch, given their numbers and when it begins."""

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from step_models import TwoParameters
 from torch import Tensor, nn
 
-from shadowsync.aggregation.dense_shares import DenseShare, divide
+from shadowsync.aggregation.dense_client import DenseShare, divide
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper
-from shadowsync.cluster.part_images import PartImages
+from shadowsync.cluster.servers import PartImages
 from shadowsync.dense_state import TrainerImage, dense_tensors
 from shadowsync.errors import DataError
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd

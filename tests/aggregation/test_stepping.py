@@ -6,6 +6,7 @@ from step_models import TwoParameters
 
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper
 from shadowsync.errors import DataError
+from shadowsync.rpc.served import Client
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd
 from shadowsync.training.replica import Replica
 
@@ -68,11 +69,11 @@ def test_a_parameter_that_no_batch_used_stays_as_it_is() -> None:
 def test_versions_are_of_their_step_for_ever() -> None:
     made = stepper(version=4)
     first = made.newest
-    assert (first.number, made.newer(4)) == (4, None)
+    assert (first.number, made.newer(Client(""), 0, 4, "", 0)) == (4, None)
     made.hold(0, gradient(made, 1.0))
     made.commit(step({0: 1.0}, number=4))
-    second = made.newer(4)
-    assert second is not None
+    second = made.newest
+    assert made.newer(Client(""), 0, 4, "", 0) is not None
     assert (second.number, round(float(second.flat[0]), 4), float(first.flat[0])) == (5, 0.9, 1.0)
 
 

@@ -5,9 +5,8 @@ from cluster_simulator import Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.aggregation.aggregator import Begun
+from shadowsync.aggregation.aggregator import Begun, TokenBook
 from shadowsync.aggregation.gba import Gba
-from shadowsync.aggregation.tokens import TokenBook
 
 QUICK = settings(max_examples=60, deadline=None)
 

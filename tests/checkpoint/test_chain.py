@@ -3,7 +3,7 @@
 import torch
 from checkpoint_helpers import USERS, full_table, make_snapshot
 
-from shadowsync.checkpoint.chain import MOST_LAYERS, Chain, rows_bytes
+from shadowsync.checkpoint.deltas import MOST_LAYERS, Chain, rows_bytes
 from shadowsync.embedding.table import RowSet
 
 

@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
-from shadowsync.checkpoint import delta_files
-from shadowsync.checkpoint.changes import changed_rows
-from shadowsync.checkpoint.delta_files import write_delta
+from shadowsync.checkpoint.deltas import changed_rows, write_delta
 from shadowsync.checkpoint.files import LocalFiles, open_files
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.server import EmbeddingServer
@@ -169,7 +167,7 @@ def test_a_delta_appears_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
                 raise OSError(errno.ENOSPC, "No space left on device")
             super().write(path, chunks)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(delta_files, "open_files", lambda root: Full(root, Path(root)))
+    monkeypatch.setattr("shadowsync.checkpoint.deltas.open_files", lambda root: Full(root, Path(root)))
     out = tmp_path / "out" / "delta"
     for room in range(3):
         steps["left"] = room

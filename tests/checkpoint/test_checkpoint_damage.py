@@ -1,5 +1,6 @@
 """Whatever happens to the files: an older checkpoint loads, or one sentence says what is wrong. Never wrong data."""
 
+import dataclasses
 import json
 import shutil
 import zlib
@@ -155,7 +156,7 @@ def test_a_newer_format_is_an_error_and_not_skipped(root: Path) -> None:
 
 
 def test_a_manifest_too_large_is_not_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowsync.checkpoint.opening.MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr("shadowsync.checkpoint.catalog.MAX_MANIFEST_BYTES", 100)
     with pytest.raises(DamagedCheckpoint, match="more than any manifest"):
         small_store(root).load(NEWEST)
 
@@ -180,11 +181,23 @@ def replaced_piece(**changes: object) -> Callable[[Manifest], Manifest]:
 
 
 def replaced_table(**changes: object) -> Callable[[Manifest], Manifest]:
-    return lambda m: msgspec.structs.replace(m, tables=(msgspec.structs.replace(m.tables[0], **changes), *m.tables[1:]))
+    return lambda m: msgspec.structs.replace(m, tables=(dataclasses.replace(m.tables[0], **changes), *m.tables[1:]))
 
 
 def replaced(**changes: object) -> Callable[[Manifest], Manifest]:
     return lambda m: msgspec.structs.replace(m, **changes)
+
+
+def without_width(m: Manifest) -> Manifest:
+    """Rows that take no bytes, so that any number of them fits into the file."""
+    name, width = m.tables[0].name, {"weight": 0}
+    pieces = []
+    for piece in m.pieces:
+        tensors = [
+            msgspec.structs.replace(t, shape=(piece.rows, width.get(t.name, 1))[: len(t.shape)]) for t in piece.tensors
+        ]
+        pieces.append(msgspec.structs.replace(piece, tensors=tuple(tensors)) if piece.table == name else piece)
+    return replaced_table(dim=0)(msgspec.structs.replace(m, pieces=tuple(pieces)))
 
 
 HUGE = 2**62
@@ -220,6 +233,7 @@ HOSTILE: dict[str, Callable[[Manifest], Manifest]] = {
     "huge table": replaced_table(rows=HUGE),
     "other width": replaced_table(dim=5),
     "table without rows": replaced_table(rows=0),
+    "table without width": without_width,
     "table twice": lambda m: msgspec.structs.replace(m, tables=(*m.tables, m.tables[0])),
     "negative samples": replaced(samples=-1),
     "no blocks": replaced(block_bytes=0),

@@ -8,7 +8,7 @@ from checkpoint_helpers import USERS, assert_equal, cut, full_table, make_snapsh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.checkpoint import writing
+from shadowsync.checkpoint import snapshot as snapshots
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.snapshot import Snapshot
 from shadowsync.checkpoint.store import CheckpointStore
@@ -45,7 +45,7 @@ def test_rows_that_straddle_blocks_are_put_together(block_bytes: int, start: int
     table = Table("t", 3000, 3, ("f",))
     whole = full_table(table, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "BLOCK_BYTES", block_bytes)
+        patch.setattr(snapshots, "BLOCK_BYTES", block_bytes)
         loaded = saved_and_loaded((Rows(table, 0, whole),), 1 << 20)
     stop = min(start + count, table.rows)
     assert_equal(loaded.rows("t", start, stop), {name: tensor[start:stop] for name, tensor in whole.items()})

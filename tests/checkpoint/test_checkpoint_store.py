@@ -173,9 +173,10 @@ def test_every_tensor_stands_at_a_multiple_of_its_width(tmp_path: Path) -> None:
     dtypes = [torch.uint8, torch.float64, torch.bfloat16, torch.float32, torch.bool, torch.int64, torch.int16]
     for lengths in ((1, 1, 1, 1, 1, 1, 1), (3, 2, 5, 1, 7, 2, 9)):
         tensors = [(str(i), torch.zeros(n, dtype=d)) for i, (n, d) in enumerate(zip(lengths, dtypes, strict=True))]
-        head, placed = place(tensors)
+        head, offsets = place(tensors)
         assert len(head) % 8 == 0
-        assert all(one.offset % one.tensor.element_size() == 0 for one in placed)
+        assert offsets.keys() == dict(tensors).keys()
+        assert all(offsets[name] % tensor.element_size() == 0 for name, tensor in tensors)
 
 
 def test_tensors_of_one_name_are_refused() -> None:

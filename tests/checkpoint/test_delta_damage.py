@@ -1,5 +1,6 @@
 """Chains of checkpoints with files gone, cut or lying, and saves cut off by a full disk: never wrong rows."""
 
+import dataclasses
 import errno
 import shutil
 from collections.abc import Callable
@@ -219,7 +220,7 @@ def changed_users(change: Callable[[Piece], Piece], rows: int = 23) -> Callable[
     """Consistent in itself, so that only the comparison with the parent can find it."""
 
     def changed(manifest: Manifest) -> Manifest:
-        tables = tuple(msgspec.structs.replace(t, rows=rows) if t.name == "user" else t for t in manifest.tables)
+        tables = tuple(dataclasses.replace(t, rows=rows) if t.name == "user" else t for t in manifest.tables)
         pieces = tuple(change(piece) if piece.table == "user" else piece for piece in manifest.pieces)
         return msgspec.structs.replace(manifest, tables=tables, pieces=pieces)
 
@@ -240,7 +241,7 @@ HOSTILE: dict[str, Callable[[Manifest], Manifest]] = {
     "no name": lambda m: msgspec.structs.replace(m, parent=""),
     "nobody": lambda m: msgspec.structs.replace(m, parent=None),
     "other width": lambda m: msgspec.structs.replace(
-        m, tables=tuple(msgspec.structs.replace(t, rows=t.rows + (t.name == "user")) for t in m.tables)
+        m, tables=tuple(dataclasses.replace(t, rows=t.rows + (t.name == "user")) for t in m.tables)
     ),
     "other tensors than its parent": changed_users(lambda piece: msgspec.structs.replace(piece, wide=())),
     "more rows than its parent": changed_users(longer, 24),
@@ -272,7 +273,7 @@ def test_numbers_that_lie_are_refused(
     tmp_path: Path, states: dict[str, State], numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Written with right checksums by somebody who leaves the checks out."""
-    monkeypatch.setattr("shadowsync.checkpoint.cutting._check_kinds", lambda *_: None)
+    monkeypatch.setattr("shadowsync.checkpoint.snapshot._check_kinds", lambda *_: None)
     model, _ = delta_of(states)
     snapshot = model.delta(SECOND, [3, 4])
     object.__setattr__(snapshot.tables[0], "numbers", torch.tensor(numbers))

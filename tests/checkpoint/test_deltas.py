@@ -226,8 +226,7 @@ def test_deltas_saved_during_and_after_a_compaction_stand_on_it(tmp_path: Path) 
 def test_what_somebody_reads_is_not_removed(tmp_path: Path) -> None:
     store, states = chain(tmp_path, keep=1)
     model = Model(samples=7)
-    with store.held(FIRST):
-        loaded = store.open(FIRST)
+    with store.opened(FIRST) as loaded:
         store.save(model.whole())
         assert store.names() == [BASE, FIRST, "samples-000000000007"]
         assert_state(loaded, states[FIRST])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shadowsync.checkpoint import direct
-from shadowsync.checkpoint.direct import write_file
+from shadowsync.checkpoint import files
+from shadowsync.checkpoint.files import write_file
 from shadowsync.errors import RunError
 
 BUFFER = 8192
@@ -36,7 +36,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    monkeypatch.setattr(direct, "BUFFER_BYTES", BUFFER)
+    monkeypatch.setattr(files, "BUFFER_BYTES", BUFFER)
     return Disk(monkeypatch)
 
 
@@ -92,7 +92,7 @@ def test_where_direct_writes_are_refused_all_goes_the_ordinary_way(
     if refused == "flag":
         monkeypatch.setattr(fcntl, "fcntl", refusing)
     elif refused == "system":
-        monkeypatch.setattr(direct, "_O_DIRECT", 0)
+        monkeypatch.setattr(files, "_O_DIRECT", 0)
     disk.fails = no_direct
     content = os.urandom(size)
     write_file(tmp_path / "file", chunks(content))

@@ -41,7 +41,7 @@ class Counting(LocalFiles):
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither pieces nor chunks of rows end where blocks do."""
-    monkeypatch.setattr(sys.modules["shadowsync.checkpoint.writing"], "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(sys.modules["shadowsync.checkpoint.snapshot"], "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(sys.modules["shadowsync.checkpoint.loading"], "CHUNK_BYTES", 3000)
 
 
@@ -132,7 +132,7 @@ def test_what_else_goes_wrong_while_rows_are_loaded_is_not_taken_for_damage(tmp_
 
 def test_of_a_state_that_is_there_twice_the_other_one_is_loaded(tmp_path: Path) -> None:
     store, states = chain(tmp_path)
-    with store.held(SECOND):
+    with store.opened(SECOND):
         whole = store.compact(SECOND)
     for path in (tmp_path / whole).glob("rows-*"):
         path.write_bytes(path.read_bytes()[:-1] + b"!")

@@ -64,7 +64,7 @@ def test_a_name_that_was_given_up_may_be_that_of_a_new_one(tmp_path: Path) -> No
 def test_what_is_rewritten_stays_given_up(tmp_path: Path) -> None:
     store, _ = chain(tmp_path)
     store.load(FIRST)
-    with store.held(SECOND):
+    with store.opened(SECOND):
         store.compact(SECOND)
         assert store.open().name == FIRST
 

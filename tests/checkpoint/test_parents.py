@@ -3,8 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.checkpoint.names import new_name, order, whole_name
-from shadowsync.checkpoint.parents import Parents
+from shadowsync.checkpoint.parents import Parents, new_name, order, whole_name
 
 PARENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.booleans()), min_size=1, max_size=12)
 
@@ -18,8 +17,8 @@ def name(samples: int) -> str:
     return new_name(samples, 0) if samples >= 0 else whole_name(new_name(-samples, 0))
 
 
-def kept(lineage: Parents, keep: int, given_up: tuple[int, ...] = (), in_use: tuple[int, ...] = ()) -> set[int]:
-    found = lineage.kept(keep, set(map(name, given_up)), [name(samples) for samples in in_use])
+def kept(parents_of: Parents, keep: int, given_up: tuple[int, ...] = (), in_use: tuple[int, ...] = ()) -> set[int]:
+    found = parents_of.kept(keep, set(map(name, given_up)), [name(samples) for samples in in_use])
     return {-order(one)[0] if order(one)[2] else order(one)[0] for one in found}
 
 
@@ -66,12 +65,12 @@ def test_without_any_one_whole_checkpoint_all_but_one_of_those_kept_load(
         parents[name(samples)] = None if whole or not samples else name(max(0, samples - 1 - back))
         if rewritten:
             parents[name(-samples - 20)] = None
-    lineage = Parents(parents)
-    left = {one: parents[one] for one in lineage.kept(keep, (), ())}
+    parents_of = Parents(parents)
+    left = {one: parents[one] for one in parents_of.kept(keep, (), ())}
     bases = [one for one, parent in left.items() if parent is None]
-    families = {chain[0] for one in lineage.restorable() if (chain := lineage.chain(one)) is not None}
+    families = {chain[0] for one in parents_of.restorable() if (chain := parents_of.chain(one)) is not None}
     assert len(bases) == min(keep, len(families))
-    assert (Parents(left).restorable() or [None])[-1] == lineage.restorable()[-1]
+    assert (Parents(left).restorable() or [None])[-1] == parents_of.restorable()[-1]
     for base in bases:
         without = Parents({one: parent for one, parent in left.items() if one != base})
         ends = {chain[0] for one in without.restorable() if (chain := without.chain(one)) is not None}

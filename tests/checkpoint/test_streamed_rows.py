@@ -1,6 +1,7 @@
 """Snapshots whose rows are read when they are written."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,9 @@ from checkpoint_helpers import LONE, USERS, assert_equal, make_snapshot, memory_
 from safetensors import safe_open
 from torch import Tensor
 
+from shadowsync.checkpoint.loading import Written, written_rows
 from shadowsync.checkpoint.snapshot import DeltaOf
 from shadowsync.checkpoint.store import CheckpointStore, GivenUp
-from shadowsync.checkpoint.written import WrittenRows
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.errors import CheckpointError
 from shadowsync.rpc.errors import CallTimeout, PeerLost
@@ -119,8 +120,8 @@ def test_written_weights_are_read_back(tmp_path: Path, root: str) -> None:
     store, names, changed, whole = two(ROOTS[root](tmp_path))
     opened: list[str] = []
 
-    def written(name: str) -> WrittenRows:
-        return WrittenRows(lambda: opened.append(name) or store.opened(name))  # type: ignore[func-returns-value]
+    def written(name: str) -> AbstractContextManager[Written]:
+        return written_rows(lambda: opened.append(name) or store.opened(name))  # type: ignore[func-returns-value]
 
     with written(names[0]) as weights:
         assert not opened

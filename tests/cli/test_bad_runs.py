@@ -236,6 +236,6 @@ def test_too_little_memory_is_one_sentence(
         raise error
 
     monkeypatch.setattr(OwnModel, "forward", fail)
-    monkeypatch.setattr("shadowsync.session.make_module", lambda *_: OwnModel())
+    monkeypatch.setattr("shadowsync.cluster.session.make_module", lambda *_: OwnModel())
     assert_sentence(shadowsync(*train()), 1, ["memory", "train.batch_size", "ulimit"])
     assert not (shadowsync.folder / "out" / "result.json").exists()

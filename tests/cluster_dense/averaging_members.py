@@ -22,9 +22,9 @@ from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.client import Courier
 from shadowsync.rpc.keys import JobKeys
-from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
+from shadowsync.sync.all_reduce import AveragingOptions, RemoteAveraging
+from shadowsync.sync.averaging import Ring, Seat
 from shadowsync.sync.gloo import GlooRing
-from shadowsync.sync.ring import Ring, Seat
 
 SIZE = 100_003
 

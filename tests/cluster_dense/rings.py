@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shadowsync.sync.averaging_local import mean_of
-from shadowsync.sync.ring import RingBroken, Seat
+from shadowsync.sync.all_reduce import mean_of
+from shadowsync.sync.averaging import RingBroken, Seat
 
 PATIENCE_S = 120.0
 

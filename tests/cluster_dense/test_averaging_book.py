@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.sync.averaging import AveragingBook, Ground, Phase, Verdict
+from shadowsync.sync.averaging import AveragingBook, Phase, Verdict
 
 RANKS = range(4)
 
@@ -39,26 +39,26 @@ def test_a_round_starts_with_the_last_and_counts_with_the_last_report() -> None:
     assert book.verdict(0, 1) == book.verdict(2, 1) == Verdict(Phase.DONE, round=1)
 
 
-def grounds(book: AveragingBook, holds: dict[int, int], turn: int) -> Ground:
+def in_common(book: AveragingBook, holds: dict[int, int], turn: int) -> tuple[bool, bool]:
     """What the book says to trainers that come with these averages; all of them succeed."""
     for rank, held in holds.items():
         book.arrive(rank, turn, held)
-    (ground,) = {book.verdict(rank, turn).ground for rank in holds}
+    (said,) = {book.verdict(rank, turn) for rank in holds}
     for rank in holds:
         report(book, rank, turn=turn)
-    return ground
+    return said.common, said.complete
 
 
 def test_members_hear_what_they_have_in_common() -> None:
     book = AveragingBook([0, 1])
-    assert grounds(book, {0: 0, 1: 0}, 1) == Ground(common=False, complete=False), "nothing yet"
-    assert grounds(book, {0: 1, 1: 1}, 2) == Ground(common=True, complete=True)
-    assert grounds(book, {0: 2, 1: 1}, 3) == Ground(common=False, complete=False), "one never heard of the second"
+    assert in_common(book, {0: 0, 1: 0}, 1) == (False, False), "nothing yet"
+    assert in_common(book, {0: 1, 1: 1}, 2) == (True, True)
+    assert in_common(book, {0: 2, 1: 1}, 3) == (False, False), "one never heard of the second"
     book.join(2)
-    assert grounds(book, {0: 3, 1: 3, 2: 0}, 4) == Ground(common=False, complete=False), "one is new"
+    assert in_common(book, {0: 3, 1: 3, 2: 0}, 4) == (False, False), "one is new"
     book.dead(2)
-    assert grounds(book, {0: 4, 1: 4}, 5) == Ground(common=True, complete=False), "all have it, but one is gone"
-    assert grounds(book, {0: 5, 1: 5}, 6) == Ground(common=True, complete=True)
+    assert in_common(book, {0: 4, 1: 4}, 5) == (True, False), "all have it, but one is gone"
+    assert in_common(book, {0: 5, 1: 5}, 6) == (True, True)
 
 
 def test_who_dies_when_all_others_have_the_result_was_a_member() -> None:
@@ -66,7 +66,7 @@ def test_who_dies_when_all_others_have_the_result_was_a_member() -> None:
     report(book, 0)
     book.dead(1)
     assert phases(book, 0) == [Phase.DONE]
-    assert grounds(book, {0: 1}, 2) == Ground(common=True, complete=False)
+    assert in_common(book, {0: 1}, 2) == (True, False)
 
 
 def test_the_ring_lasts_as_long_as_its_members_stay() -> None:

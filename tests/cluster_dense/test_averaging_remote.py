@@ -19,10 +19,9 @@ from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.served import Served
 from shadowsync.rpc.service import Service
-from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging, RemoteBoard
-from shadowsync.sync.averaging_service import AveragingService
-from shadowsync.sync.rendezvous import Left
-from shadowsync.sync.ring import RingBroken
+from shadowsync.sync.all_reduce import AveragingOptions, RemoteAveraging, RemoteBoard
+from shadowsync.sync.averaging import AveragingService, RingBroken
+from shadowsync.sync.schedule import Left
 
 Connect = Callable[[Service, int], list[Connection]]
 SOON = AveragingOptions(poll_s=0.001, check_s=0.02)

@@ -8,20 +8,21 @@ import pytest
 import torch
 from rings import PATIENCE_S, Hall, until
 
-from shadowsync.compression.channel import Line
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
-from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
-from shadowsync.sync.averaging_service import AveragingService
+from shadowsync.sync.all_reduce import AveragingOptions, RemoteAveraging
+from shadowsync.sync.averaging import AveragingService
 from shadowsync.sync.background import Background
-from shadowsync.sync.dense_remote import DenseRemote
+from shadowsync.sync.dense_wire import DenseRemote
 from shadowsync.sync.every_k import EveryK
+from shadowsync.sync.group import RemoteGroup
 from shadowsync.sync.ma import ModelAveraging
-from shadowsync.sync.remote_group import RemoteGroup
-from shadowsync.sync.schedule import Driver, Schedule, Synchronisation
+from shadowsync.sync.schedule import Schedule, Synchronisation
 from shadowsync.training.gate import Gate
+from shadowsync.training.worker import Driver
 
 OPTIONS = AveragingOptions(poll_s=0.001, check_s=0.02)
 
@@ -32,7 +33,9 @@ class Process:
     def __init__(self, rank: int, service: AveragingService, hall: Hall, schedule: Schedule) -> None:
         self.gate, self.weights = Gate(), torch.full((3,), float(rank))
         averaging = RemoteAveraging(rank, DirectConnection(Served(service)), hall.ring, Plain(), WireCounter(), OPTIONS)
-        self.group = RemoteGroup(rank, averaging, DenseRemote([], [], Line("dense", Plain(), WireCounter())), self.gate)
+        self.group = RemoteGroup(
+            rank, averaging, DenseRemote([], [], Channel("dense", Plain(), WireCounter())), self.gate
+        )
         method = ModelAveraging(alpha=1.0)
         self.driver: Driver = schedule.drive(Synchronisation(method, self.weights, self.group, 2, self.gate))
         for _ in range(2):

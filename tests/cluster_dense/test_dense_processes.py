@@ -14,7 +14,7 @@ from rings import until
 from shadowsync.rpc.keys import JobKeys
 from shadowsync.rpc.served import Served
 from shadowsync.rpc.server import ServerOptions, WireServer
-from shadowsync.sync.averaging_service import AveragingService
+from shadowsync.sync.averaging import AveragingService
 
 MEMBERS = Path(__file__).with_name("averaging_members.py")
 ROUNDS, KILLED_IN, FROZEN_IN = 6, 2, 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.channel import Line
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
@@ -24,11 +24,8 @@ from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.generation import Generation
 from shadowsync.rpc.served import Client, Packed, Served, ask, later, served
 from shadowsync.rpc.service import Meta, Service
-from shadowsync.sync.dense import DenseServer
-from shadowsync.sync.dense_remote import DenseRemote
-from shadowsync.sync.dense_service import MOST_TRAINERS, DenseService, Exchange
-from shadowsync.sync.elastic import Crossing
-from shadowsync.sync.group import DenseServers, split_evenly
+from shadowsync.sync.dense import Crossing, DenseServer, DenseServers, split_evenly
+from shadowsync.sync.dense_wire import MOST_TRAINERS, DenseRemote, DenseService, Exchange
 
 ODD_SIZE = 1003
 Connect = Callable[[Service, int], list[Connection]]
@@ -66,7 +63,7 @@ class Remote(DenseRemote):
 
 def remote(center: Tensor, count: int, codec: Codec, connect: Connect, counter: WireCounter) -> Remote:
     connections = [connect(Served(service), 1)[0] for service in services(center, count, codec)]
-    return Remote(connections, split_evenly(len(center), count), Line("dense", codec, counter))
+    return Remote(connections, split_evenly(len(center), count), Channel("dense", codec, counter))
 
 
 def direct(service: Service, clients: int) -> list[Connection]:
@@ -82,7 +79,7 @@ def elastic(connection: Connection, asked: Exchange, frames: tuple[Tensor, ...],
 def test_remote_and_in_process_servers_agree_bit_for_bit(count: int, codec: Codec, connect: Connect) -> None:
     generator = torch.Generator().manual_seed(count)
     center, counters = torch.randn(ODD_SIZE, generator=generator), (WireCounter(), WireCounter())
-    near = DenseServers.split(center, count, Line("dense", codec, counters[0]))
+    near = DenseServers.split(center, count, Channel("dense", codec, counters[0]))
     far = remote(center, count, codec, connect, counters[1])
     for step in range(6):
         weights, rank = torch.randn(ODD_SIZE, generator=generator) * 3, step % 2
@@ -124,7 +121,7 @@ FEW = Threshold(keep=0.1, feedback=True)
 def test_differences_near_and_far_are_the_same_and_conserved(count: int, codec: Codec, connect: Connect) -> None:
     generator = torch.Generator().manual_seed(count)
     center, counters = torch.randn(ODD_SIZE, generator=generator), (WireCounter(), WireCounter())
-    near = DenseServers.split(center, count, Line("dense", codec, counters[0]))
+    near = DenseServers.split(center, count, Channel("dense", codec, counters[0]))
     far = remote(center, count, codec, connect, counters[1])
     trainers = [torch.randn(ODD_SIZE, generator=generator) for _ in range(2)]
     before = center + sum(trainers)
@@ -151,7 +148,7 @@ def test_differences_near_and_far_are_the_same_and_conserved(count: int, codec: 
 
 def test_what_a_threshold_leaves_out_comes_later() -> None:
     """Trainers that stand still meet the central copy, though a tenth of the elements moves at a time."""
-    servers = DenseServers.split(torch.zeros(ODD_SIZE), 1, Line("dense", FEW, WireCounter()))
+    servers = DenseServers.split(torch.zeros(ODD_SIZE), 1, Channel("dense", FEW, WireCounter()))
     trainer = torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0))
     apart = [float((trainer - servers.read()).norm())]
     for _ in range(60):
@@ -162,7 +159,9 @@ def test_what_a_threshold_leaves_out_comes_later() -> None:
 
 def test_the_central_copy_takes_at_once_what_it_knows_and_owes_it() -> None:
     """A replica that has crossed whole and stands still moves the central copy as it would without a codec."""
-    few, plain = (DenseServers.split(torch.zeros(ODD_SIZE), 1, Line("dense", c, WireCounter())) for c in (FEW, Plain()))
+    few, plain = (
+        DenseServers.split(torch.zeros(ODD_SIZE), 1, Channel("dense", c, WireCounter())) for c in (FEW, Plain())
+    )
     trainers = [torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
     for _ in range(8):
         for servers, trainer in zip((few, plain), trainers, strict=True):
@@ -177,7 +176,7 @@ def test_the_central_copy_takes_at_once_what_it_knows_and_owes_it() -> None:
 
 def test_after_a_write_differences_begin_anew(connect: Connect) -> None:
     center = torch.zeros(ODD_SIZE)
-    near = DenseServers.split(center, 2, Line("dense", FEW, WireCounter()))
+    near = DenseServers.split(center, 2, Channel("dense", FEW, WireCounter()))
     far = remote(center, 2, FEW, connect, WireCounter())
     generator = torch.Generator().manual_seed(0)
     for servers in (near, far):
@@ -205,7 +204,7 @@ def test_a_client_speaks_for_few_trainers() -> None:
 def test_who_keeps_everything_sends_the_vector_itself(connect: Connect) -> None:
     generator, counters = torch.Generator().manual_seed(0), (WireCounter(), WireCounter())
     center = torch.randn(ODD_SIZE, generator=generator)
-    plain = DenseServers.split(center, 2, Line("dense", Plain(), counters[0]))
+    plain = DenseServers.split(center, 2, Channel("dense", Plain(), counters[0]))
     kept = remote(center, 2, Threshold(keep=1, feedback=True), connect, counters[1])
     for _ in range(3):
         weights = torch.randn(ODD_SIZE, generator=generator)
@@ -218,7 +217,7 @@ def test_a_server_that_took_anothers_place_gets_the_replica_whole() -> None:
     """And so does one of which nobody knows what it has heard."""
     made = services(torch.zeros(ODD_SIZE), 1, FEW)[0]
     connection, counter = DirectConnection(Served(made)), WireCounter()
-    servers = DenseRemote([connection], [(0, ODD_SIZE)], Line("dense", FEW, counter))
+    servers = DenseRemote([connection], [(0, ODD_SIZE)], Channel("dense", FEW, counter))
     weights = torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0))
     servers.elastic(0, weights, 0.5)
     whole = counter.totals().bytes["dense"]
@@ -280,7 +279,9 @@ class Garbled(DenseService):
 def test_an_answer_that_is_no_exchange_is_an_error_in_a_sentence(codec: Codec, frames: tuple[Tensor, ...]) -> None:
     garbled = Garbled(DenseServer(torch.ones(5)), codec)
     garbled.frames = frames
-    servers = DenseRemote([DirectConnection(Served(garbled))], split_evenly(5, 1), Line("dense", codec, WireCounter()))
+    servers = DenseRemote(
+        [DirectConnection(Served(garbled))], split_evenly(5, 1), Channel("dense", codec, WireCounter())
+    )
     with pytest.raises(DataError, match="the frames of an exchange are none of codec"):
         servers.elastic(0, torch.zeros(5), 0.5)
 
@@ -289,7 +290,7 @@ def test_all_servers_are_asked_before_any_answer_is_awaited() -> None:
     """With one at a time this would never end; the answers come in the wrong order."""
     center, count, waiting = torch.arange(11.0), 3, []
     connections = [Held(Served(service), waiting, count) for service in services(center, count, Plain())]
-    servers = Remote(connections, split_evenly(11, count), Line("dense", Plain(), WireCounter()))
+    servers = Remote(connections, split_evenly(11, count), Channel("dense", Plain(), WireCounter()))
     assert torch.equal(servers.read(), center)
     assert torch.equal(servers.elastic(0, center + 2, 0.5), torch.ones(11))
     assert torch.equal(servers.sequential(0, center, 0.5), center + 0.5)
@@ -299,7 +300,7 @@ def test_a_server_that_is_lost_is_told_after_the_others_are_done() -> None:
     center = torch.zeros(6)
     parts = services(center, 2, Plain())
     connections = [DirectConnection(Served(part)) for part in parts]
-    servers = DenseRemote(connections, split_evenly(6, 2), Line("dense", Plain(), WireCounter()))
+    servers = DenseRemote(connections, split_evenly(6, 2), Channel("dense", Plain(), WireCounter()))
     connections[0].close()
     with pytest.raises(PeerLost):
         servers.elastic(0, torch.ones(6), 0.5)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rings import PATIENCE_S, Hall
 from torch import Tensor
 
-from shadowsync.compression.channel import Line
-from shadowsync.compression.codec import Codec
-from shadowsync.compression.differences import PublicCopy
+from shadowsync.compression.channel import Channel
+from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.int4 import Int4
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
@@ -25,13 +24,12 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.bundle import bundle, frames_of
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
-from shadowsync.sync.averaging_local import LocalDifferences, mean_of
-from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
-from shadowsync.sync.averaging_service import AveragingService
+from shadowsync.sync.all_reduce import Averaging, AveragingOptions, PublicCopy, RemoteAveraging, mean_of, strategy_of
+from shadowsync.sync.averaging import AveragingService, MakeRing
 from shadowsync.sync.bmuf import Bmuf
+from shadowsync.sync.dense import DenseServers
 from shadowsync.sync.gloo import GlooRing
-from shadowsync.sync.group import Averaging, DenseServers, InProcessGroup
-from shadowsync.sync.ring import MakeRing
+from shadowsync.sync.group import InProcessGroup
 from shadowsync.sync.schedule import Synchronisation
 from shadowsync.training.gate import Gate
 from shadowsync.training.pieces import Pieces
@@ -62,7 +60,7 @@ class Trainers:
     counter: WireCounter = field(default_factory=WireCounter)
 
     def __post_init__(self) -> None:
-        self.averages = LocalDifferences(range(self.n), Line("dense", self.codec, self.counter))
+        self.averages = Averaging(range(self.n), Channel("dense", self.codec, self.counter), nullcontext)
         self.weights = [drawn(rank) for rank in range(self.n)]
         self.steps = 0
 
@@ -72,7 +70,7 @@ class Trainers:
             self.weights[rank].add_(drawn(1000 * self.steps + rank, 0.1))
 
     def average(self, ranks: Sequence[int]) -> Tensor:
-        return self.averages.mean({rank: self.weights[rank] for rank in ranks})
+        return self.averages.combine({rank: self.weights[rank] for rank in ranks})
 
     def round(self, ranks: Sequence[int]) -> Tensor:
         self.train(ranks)
@@ -82,7 +80,7 @@ class Trainers:
         return average
 
     def standing(self, rank: int) -> Any:
-        return self.averages._copies[rank]._last
+        return self.averages.ends[rank]
 
 
 def total(tensors: Sequence[Tensor]) -> Tensor:
@@ -140,7 +138,7 @@ def test_where_all_elements_cross_the_averages_are_the_plain_ones(alpha: float) 
 @pytest.mark.parametrize("codec", [pieces(keep=1.0), Plain()], ids=["keep=1", "plain"])
 def test_keeping_everything_is_plain_averaging_bit_for_bit(codec: Codec) -> None:
     counter = WireCounter()
-    averaging = Averaging(range(2), Line("dense", codec, counter), nullcontext)
+    averaging = Averaging(range(2), Channel("dense", codec, counter), nullcontext)
     weights = [drawn(rank) for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
         for step in range(3):
@@ -263,8 +261,8 @@ def test_all_are_told_if_one_of_them_had_not_the_average_before(ranks: list[int]
 def test_momentum_takes_all_to_one_point(nesterov: bool) -> None:
     """Also after one was away: all hold the same model and the same average, and differences cross again."""
     counter, method = WireCounter(), Bmuf(alpha=0.6, momentum=0.7, nesterov=nesterov)
-    averaging = Averaging(range(3), Line("dense", pieces(keep=0.05), counter), nullcontext)
-    no_servers = DenseServers.split(torch.zeros(1), 1, Line("dense", Plain(), counter))
+    averaging = Averaging(range(3), Channel("dense", pieces(keep=0.05), counter), nullcontext)
+    no_servers = DenseServers.split(torch.zeros(1), 1, Channel("dense", Plain(), counter))
     parts = [
         Synchronisation(method, drawn(rank), InProcessGroup(rank, averaging, no_servers), 1, Gate())
         for rank in range(3)
@@ -281,7 +279,7 @@ def test_momentum_takes_all_to_one_point(nesterov: bool) -> None:
             present = members
             list(threads.map(lambda rank: parts[rank].once(), members, timeout=PATIENCE_S))
             models = [parts[rank].state["global"] for rank in members]
-            standings = [averaging._meeting._copies[rank]._last for rank in members]  # type: ignore[attr-defined]
+            standings = [averaging.ends[rank] for rank in members]  # type: ignore[attr-defined]
             assert all(torch.equal(model, models[0]) for model in models)
             assert all(torch.equal(standing.average, standings[0].average) for standing in standings)
             known = mean_of([standing.known for standing in standings])
@@ -300,12 +298,17 @@ def test_after_forgetting_vectors_cross_whole() -> None:
 
 
 def test_a_message_that_was_given_up_is_the_same_again() -> None:
-    copy = PublicCopy(pieces(keep=0.02, values="int8", rounding="stochastic"), "a replica")
-    copy.settle(drawn(0), drawn(0), None, whole=True)
+    copy = PublicCopy(pieces(keep=0.02, values="int8", rounding="stochastic"), WireCounter(), "a replica")
+    copy.settle(copy.pack(drawn(0)), drawn(0), 2)
     for step in range(1, 4):
-        given_up, again = copy.encode(drawn(step)), copy.encode(drawn(step))
-        assert all(torch.equal(a, b) for a, b in zip(given_up.frames, again.frames, strict=True))
-        copy.settle(drawn(step), copy.mean([again.frames]), again, whole=False)
+        given_up, again = copy.pack(drawn(step)), copy.pack(drawn(step))
+        copy.mean_here([copy, copy], [given_up, again], complete=True)
+        average = copy.mean_here([copy, copy], [given_up, again], complete=True)
+        assert given_up.message is not None
+        assert again.message is not None
+        assert not again.whole
+        assert all(torch.equal(a, b) for a, b in zip(given_up.message.frames, again.message.frames, strict=True))
+        copy.settle(again, average, 2)
 
 
 def test_a_replica_that_is_not_finite_is_named() -> None:
@@ -318,10 +321,12 @@ def test_a_replica_that_is_not_finite_is_named() -> None:
 
 
 def test_frames_of_something_else_are_refused() -> None:
-    copy = PublicCopy(pieces(keep=0.02), "a replica")
-    copy.settle(drawn(0), drawn(0), None, whole=True)
+    copy = PublicCopy(pieces(keep=0.02), WireCounter(), "a replica")
+    copy.settle(copy.pack(drawn(0)), drawn(0), 2)
+    broken = copy.pack(drawn(1))
+    broken.message = Encoded((torch.zeros(3),), (SIZE,))
     with pytest.raises(DataError, match="none of codec threshold"):
-        copy.mean([[torch.zeros(3)]])
+        copy.mean_here([copy, copy], [broken, broken], complete=True)
 
 
 def test_tensors_cross_as_one_row_of_bytes() -> None:
@@ -364,8 +369,8 @@ class Far:
         self.service.dead(rank)
         self.ends[rank] = self.end(rank)
         self.ends[rank].join()
-        self.near.averages._holds[rank] = 0
-        self.near.averages._copies[rank] = PublicCopy(self.codec, "a replica")
+        self.near.averages.holds[rank] = 0
+        self.near.averages.ends[rank] = strategy_of(self.codec, self.near.counter, rank)
 
     def start(self, ranks: Sequence[int]) -> list[Future[Tensor]]:
         for rank in ranks:
@@ -475,7 +480,7 @@ def test_who_came_back_too_late_for_an_average_is_told_apart(threads: ThreadPool
     for _ in range(2):
         far.check_round([0, 1])
     far.ends[1]._last_seen -= 1
-    far.near.averages._holds[1] -= 1
+    far.near.averages.holds[1] -= 1
     far.check_round([0, 1])
     assert far.ends[0].missed()
     assert far.counter.totals().elements["dense"] == 2 * SIZE, "in one of three rounds differences crossed"

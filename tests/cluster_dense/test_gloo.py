@@ -12,16 +12,14 @@ from rings import PATIENCE_S
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.channel import Line
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
-from shadowsync.sync.averaging_remote import AveragingOptions, RemoteAveraging
-from shadowsync.sync.averaging_service import AveragingService
+from shadowsync.sync.all_reduce import Averaging, AveragingOptions, RemoteAveraging
+from shadowsync.sync.averaging import AveragingService, RingBroken, Seat
 from shadowsync.sync.gloo import GlooOptions, GlooRing
-from shadowsync.sync.group import Averaging
-from shadowsync.sync.ring import RingBroken, Seat
 
 
 @dataclass
@@ -132,7 +130,7 @@ class Both:
 
     def __init__(self, n: int, codec: Plain | Bf16) -> None:
         self.counters = WireCounter(), WireCounter()
-        self.near = Averaging(range(n), Line("dense", codec, self.counters[0]), nullcontext)
+        self.near = Averaging(range(n), Channel("dense", codec, self.counters[0]), nullcontext)
         service, options = AveragingService(range(n), seats=n), AveragingOptions(check_s=0.05)
         self.far = [
             RemoteAveraging(rank, DirectConnection(Served(service)), GlooRing, codec, self.counters[1], options)

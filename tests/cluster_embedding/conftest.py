@@ -6,7 +6,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-import torch
 
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.rpc.connection import Connection, DirectConnection
@@ -15,14 +14,6 @@ from shadowsync.rpc.keys import JobKeys
 sys.path.append(str(Path(__file__).parents[1] / "embedding"))  # `embedding_cases`
 
 Connect = Callable[[EmbeddingService], Connection]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 from embedding_cases import ADAGRAD, SOURCE, TABLES, whole
 
-from shadowsync.compression.channel import Line
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.line import EmbeddingLine
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
+from shadowsync.embedding.routing import NEVER, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
-from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.kept import USUAL, KeptLimits
@@ -33,7 +33,7 @@ class Far:
     servers: list[EmbeddingServer]
     services: list[EmbeddingService]
     connections: list[Connection]
-    lines: tuple[Line, Line]
+    lines: tuple[Channel, Channel]
     counter: WireCounter
     tables: Sequence[Table] = tuple(TABLES)
     features: Sequence[str] = tuple(SOURCE)
@@ -61,7 +61,7 @@ def far(
     servers = [EmbeddingServer(shards, storage, optimizer, seed=3) for shards in placed]
     services = [EmbeddingService(server, codec, push, limits or KeptLimits()) for server in servers]
     counter = WireCounter()
-    lines = Line("pull", codec, counter), Line("push", push, counter)
+    lines = Channel("pull", codec, counter), Channel("push", push, counter)
     return Far(servers, services, [connect(service) for service in services], lines, counter)
 
 
@@ -77,6 +77,6 @@ def near(
     """The same job in process."""
     servers, counter = [EmbeddingServer(shards, TorchStorage, optimizer, seed=3) for shards in placed], WireCounter()
     codec = codec or Plain()
-    lines = Line("pull", codec, counter), Line("push", push or codec, counter)
+    lines = Channel("pull", codec, counter), Channel("push", push or codec, counter)
     ways = [EmbeddingLine(server, index, *lines, limits) for index, server in enumerate(servers)]
     return EmbeddingClient(TABLES, SOURCE, ways, unique), servers, counter

@@ -12,7 +12,7 @@ from embedding_cases import ADAGRAD, ADAM, ROWS, SOURCE, TABLES, dense_gradient,
 from msgspec.structs import replace
 from remote_cases import CUT, ONE, far
 
-from shadowsync.compression.channel import Line
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
@@ -29,8 +29,7 @@ from shadowsync.embedding.messages import (
     StepAsked,
 )
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
-from shadowsync.embedding.rows import RemoteRows
-from shadowsync.embedding.saves import SaveMethods
+from shadowsync.embedding.saves import RemoteRows, SaveMethods
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.service import MOST_ROUTES, EmbeddingService
 from shadowsync.embedding.table import Rows, Shard, Table
@@ -328,8 +327,8 @@ def test_what_a_codec_remembers_belongs_to_one_client_stream_and_route():
     remotes = [
         EmbeddingRemote(
             Remote(connection, server.shards, 0, stream, learns=False),
-            Line("pull", Plain(), WireCounter()),
-            Line("push", Rounded(), WireCounter()),
+            Channel("pull", Plain(), WireCounter()),
+            Channel("push", Rounded(), WireCounter()),
         )
         for connection in connections
         for stream in (0, 1)

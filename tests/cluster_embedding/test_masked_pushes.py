@@ -7,8 +7,7 @@ from remote_cases import CUT, ONE, far, near
 
 from shadowsync.compression.auto import Auto
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.channel import Line
-from shadowsync.compression.codec_choice import ChangingLine
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.int4 import Int4
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
@@ -17,10 +16,10 @@ from shadowsync.data.batch import Jagged
 from shadowsync.embedding.line import EmbeddingLine
 from shadowsync.embedding.messages import Coded, Ids, PullAsked, PushAsked, Pushed, StepAsked
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
+from shadowsync.embedding.routing import UniqueRows
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.torch_storage import TorchStorage
-from shadowsync.embedding.unique_rows import UniqueRows
 from shadowsync.errors import DataError
 from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.rpc.connection import DirectConnection
@@ -99,7 +98,7 @@ def test_the_model_sees_zeros_where_nothing_came_and_nothing_is_learnt_there():
     before = [rows.tensors["weight"].clone() for rows in server.state()]
     ids = Jagged(torch.stack([torch.randperm(500)[:64] for _ in tables]).flatten(), None, None, 2, 64)
     counter, exact = WireCounter(), server.pull(Lookup((0, 1), ids))
-    line = EmbeddingLine(server, 0, Line("pull", THIRD, counter), Line("push", Plain(), counter))
+    line = EmbeddingLine(server, 0, Channel("pull", THIRD, counter), Channel("push", Plain(), counter))
     pulled = line.pull(Lookup((0, 1), ids, 5)).result()
     line.push(Lookup((0, 1), ids, 5), torch.ones(64, 16), 0.5)
     came = pulled != 0
@@ -126,7 +125,7 @@ def test_every_feature_has_a_threshold_of_its_own_where_groups_are_asked_for():
         server = EmbeddingServer(whole(tables), TorchStorage, SGD, seed=3)
         server.state()[1].tensors["weight"].mul_(1e-3)
         codec = Threshold(keep=0.25, scope=scope, feedback=False)
-        line = EmbeddingLine(server, 0, Line("pull", codec, WireCounter()), Line("push", Plain(), WireCounter()))
+        line = EmbeddingLine(server, 0, Channel("pull", codec, WireCounter()), Channel("push", Plain(), WireCounter()))
         pulled = line.pull(Lookup(tuple(range(len(features))), ids)).result()
         shares[scope] = [float((part != 0).float().mean()) for part in (pulled[:, :8], pulled[:, 8:])]
     assert shares["tensor"][1] == 0
@@ -174,11 +173,11 @@ class Chosen:
 @pytest.mark.parametrize("push", ["plain", "int4", "threshold"])
 @pytest.mark.parametrize(("pull", "later"), [("threshold", "plain"), ("bf16", "threshold")])
 def test_what_auto_sends_pulls_in_when_the_push_goes_is_nothing_to_it(connect, pull, later, push, unique):
-    here, held_here, counted_here = near(CUT, ADAM, codec=AUTO.rung(pull), push=AUTO.rung(push), unique=unique)
+    here, held_here, counted_here = near(CUT, ADAM, codec=AUTO.level(pull), push=AUTO.level(push), unique=unique)
     there, pulls, pushes = far(connect, CUT, ADAM, codec=AUTO), Chosen(pull), Chosen(push)
     there.lines = (
-        ChangingLine("pull", AUTO, there.counter, chooser=pulls),
-        ChangingLine("push", AUTO, there.counter, chooser=pushes),
+        Channel("pull", AUTO, there.counter, chooser=pulls),
+        Channel("push", AUTO, there.counter, chooser=pushes),
     )
     client = there.client(unique)
     for step in range(3):
@@ -254,7 +253,7 @@ def test_a_push_under_the_mask_of_another_shape_is_refused():
 def test_a_push_that_goes_again_is_counted_again_and_its_mask_only_as_sent():
     _, connection = served()
     counter = WireCounter()
-    lines = (Line(kind, codec, counter) for kind, codec in (("pull", THIRD), ("push", Plain())))
+    lines = (Channel(kind, codec, counter) for kind, codec in (("pull", THIRD), ("push", Plain())))
     remote = EmbeddingRemote(Remote(connection, whole([table("a", 64, 8)]), 0), *lines)
     lookup = Lookup((0,), Jagged(torch.arange(64), None, None, 1, 64), 1)
     counted = []
@@ -277,7 +276,7 @@ def test_a_push_that_goes_again_is_counted_again_and_its_mask_only_as_sent():
 def test_rows_have_one_threshold_for_each_width():
     server = EmbeddingServer(whole(TABLES), TorchStorage, SGD, seed=3)
     codec = Threshold(keep=0.25, scope="group", feedback=False)
-    line = EmbeddingLine(server, 0, Line("pull", codec, WireCounter()), Line("push", Plain(), WireCounter()))
+    line = EmbeddingLine(server, 0, Channel("pull", codec, WireCounter()), Channel("push", Plain(), WireCounter()))
     rows = line.read_rows(RowLookup(tuple(range(5)), torch.arange(server.numbers.total))).result()
     shares = [float((part != 0).float().mean()) for part in rows if part.numel() >= 256]
     assert shares == pytest.approx([0.25] * len(shares), abs=0.02)

@@ -22,16 +22,15 @@ from embedding_cases import (
 from remote_cases import CUT, ONE, far, near
 
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.channel import Line
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.messages import Coded, Pushed
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
-from shadowsync.embedding.row_numbers import unpack_rows
-from shadowsync.embedding.server import Lookup, RowLookup
+from shadowsync.embedding.requests import unpack_rows
+from shadowsync.embedding.routing import UniqueRows
+from shadowsync.embedding.server import Lookup, RowLookup, RowStep
 from shadowsync.embedding.table import Shard, Table
-from shadowsync.embedding.unique_rows import UniqueRows
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Answer, Connection, DirectConnection
@@ -244,7 +243,7 @@ LOOKUP = Lookup((0,), random_ids([40], 6, 0), 17)
 def slow_remote(shards=USER):
     slow, counter = Slow(), WireCounter()
     return slow, EmbeddingRemote(
-        Remote(slow, shards, 0), Line("pull", Plain(), counter), Line("push", Plain(), counter)
+        Remote(slow, shards, 0), Channel("pull", Plain(), counter), Channel("push", Plain(), counter)
     )
 
 

@@ -13,8 +13,8 @@ import torch
 from embedding_cases import ADAGRAD, ADAM, SOURCE, TABLES, train
 from torch import Tensor
 
+from shadowsync.checkpoint.loading import Written
 from shadowsync.checkpoint.remote_save import RemoteSave
-from shadowsync.checkpoint.written import Written
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding import saves as embedding_saves
 from shadowsync.embedding.client import EmbeddingClient
@@ -25,7 +25,7 @@ from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import DataError
 from shadowsync.recovery.priority import RowPriority
-from shadowsync.recovery.tracking import RowTracking
+from shadowsync.recovery.settings import RowTracking
 from shadowsync.registry import members
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost

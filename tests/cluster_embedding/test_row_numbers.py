@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shadowsync.embedding.row_numbers import pack_rows, unpack_rows
+from shadowsync.embedding.requests import pack_rows, unpack_rows
 from shadowsync.errors import DataError
 
 

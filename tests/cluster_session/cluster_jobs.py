@@ -13,15 +13,16 @@ import torch
 from job_helpers import Ledger, Witness, beside_own_model, checkpoints, error_of, settings
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from wired_roles import Wired
 
 import shadowsync.job
 from shadowsync import Interrupted, Job, Trained
-from shadowsync.cluster.session import ClusterSession
+from shadowsync.cluster.context import EventLog, Material, Newest
+from shadowsync.cluster.session import Session
 from shadowsync.metrics.roles import RoleEvent
-from shadowsync.report.role_log import read_events
+from shadowsync.report.files import read_events
 from shadowsync.rpc.keys import JobKeys
-from shadowsync.runtime.inprocess import InProcess
-from shadowsync.session import Happenings, Material, Newest, Session
+from shadowsync.runtime.runtime import Runtime
 
 DEADLINE_S = 120.0
 CLUSTER = {"runtime": "ray"}
@@ -37,27 +38,30 @@ class Cluster:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.machines = 1
-        self.make: Callable[[], InProcess] = lambda: InProcess(JobKeys.make(), self.machines)
-        self.runtime: InProcess
-        self.session: ClusterSession
+        self.make: Callable[[], Wired] = lambda: Wired(JobKeys.make(), self.machines)
+        self.runtime: Wired
+        self.session: Session
         self._told: list[tuple[str, str]] = []
         self._changed = threading.Condition()
-        monkeypatch.setitem(shadowsync.job._SESSIONS, "ray", self._make_session)
-        add = Happenings.add
+        monkeypatch.setattr(shadowsync.job, "Session", self._make_session)
+        add = EventLog.add
 
-        def told(happenings: Happenings, role: str, event: Any, *more: Any) -> None:
-            add(happenings, role, event, *more)
+        def told(events: EventLog, role: str, event: Any, *more: Any) -> None:
+            add(events, role, event, *more)
             with self._changed:
                 self._told.append((role, event))
                 self._changed.notify_all()
 
-        monkeypatch.setattr(Happenings, "add", told)
+        monkeypatch.setattr(EventLog, "add", told)
 
-    def _make_session(self, material: Material, newest: Newest) -> Session:
-        self.session = ClusterSession(material, self._start, newest)
-        return self.session
+    def _make_session(self, material: Material, make_runtime: Callable[[], Runtime], newest: Newest) -> Session:
+        on_cluster = material.config.cluster.runtime == "ray"
+        session = Session(material, self._start if on_cluster else make_runtime, newest)
+        if on_cluster:
+            self.session = session
+        return session
 
-    def _start(self) -> InProcess:
+    def _start(self) -> Wired:
         self.runtime = self.make()
         return self.runtime
 
@@ -73,7 +77,7 @@ class Cluster:
 
     def kill(self, role: str) -> None:
         """As `kill -9` of the role's present process."""
-        process = next(process for process in reversed(self.runtime.processes) if process.order.role == role)
+        process = next(process for process in reversed(self.runtime.processes) if process.request.role == role)
         threading.Thread(target=process.kill, name=f"kill-{role}", daemon=True).start()
 
 
@@ -138,23 +142,16 @@ class SignalInCluster:
 
     def run(self, job: Job) -> str:
         """Runs a job of which this is the script until the signal; returns what was said."""
-        kind = ClusterSession if job.config.cluster.runtime == "ray" else _local_kind()
-        original = kind.stop
+        original = Session.stop
 
         def stop(session: Any) -> None:
             original(session)
             self.seen.set()
 
-        with mock.patch.object(kind, "stop", stop):
+        with mock.patch.object(Session, "stop", stop):
             error = error_of(job.run)
         assert isinstance(error, Interrupted), error
         return str(error)
-
-
-def _local_kind() -> type[Session]:
-    from shadowsync.local_session import LocalSession  # noqa: PLC0415 the only place that needs it
-
-    return LocalSession
 
 
 def interrupted(config: dict[str, Any], out: Path, iteration: int = 4, **own: Any) -> tuple[Counter[int], str]:

@@ -16,7 +16,7 @@ from job_helpers import checkpoints
 
 from shadowsync import Job, Result
 
-ROWS, EPOCHS = 1500, 2
+ROWS, EPOCHS = 750, 2
 DEADLINE_S = 500.0
 STEP_MS = 40.0  # so that a job is not over before a process on a slow machine has been replaced
 
@@ -48,13 +48,13 @@ def kill(out: Path, role: str) -> None:
 
 @dataclass(frozen=True)
 class SlowUntil:
-    """Half a second for each step until there is a file: a process may take a minute to start, and is to find a job."""
+    """A second for each step until there is a file: a process may take a minute to start, and is to find a job."""
 
     file: Path
 
     def __call__(self, rank: int, iteration: int) -> None:
         if not self.file.exists():
-            threading.Event().wait(0.5)
+            threading.Event().wait(1.0)
 
 
 def run_and_kill(

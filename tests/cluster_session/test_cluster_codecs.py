@@ -14,12 +14,12 @@ from job_helpers import beside_own_model, write_rows
 from torch import Tensor
 
 from shadowsync import Job, Result
-from shadowsync.cluster import trainer_part
-from shadowsync.cluster.trainer_part import TrainerPart
-from shadowsync.compression import codec_choice
+from shadowsync.cluster import trainer
+from shadowsync.cluster.trainer import TrainerPart
+from shadowsync.compression import channel
+from shadowsync.compression.channel import CodecChoice, Situation
 from shadowsync.compression.codec import Codec
-from shadowsync.compression.codec_choice import CodecChoice, Situation
-from shadowsync.report.role_log import read_events
+from shadowsync.report.files import read_events
 from shadowsync.rpc.connection import Answer, Connection
 from shadowsync.rpc.link import Link, Traffic
 from shadowsync.rpc.service import Meta
@@ -59,7 +59,7 @@ class SlowLink(Connection):
 
 @pytest.fixture
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec_choice, "STRETCH_S", 0.03)
+    monkeypatch.setattr(channel, "STRETCH_S", 0.03)
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
@@ -67,8 +67,8 @@ def slow(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
 
     def slowed(part: TrainerPart, kind: str, index: int, address: str) -> Connection:
         found = measured(part, kind, index, address)
-        if isinstance(found, codec_choice.MeasuredConnection):
-            return codec_choice.MeasuredConnection(SlowLink(found.inner, speed), found.link)
+        if isinstance(found, channel.MeasuredConnection):
+            return channel.MeasuredConnection(SlowLink(found.inner, speed), found.link)
         return found
 
     monkeypatch.setattr(TrainerPart, "_measured", slowed)
@@ -146,7 +146,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_the_dense_part_gets_out_of_the_way_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(trainer_part, "CodecChoice", PacedChoice)
+    monkeypatch.setattr(trainer, "CodecChoice", PacedChoice)
     result = run(tmp_path, rows=800, compression={"pull": AUTO, "dense": AUTO}, **family)
     assert result.wire is not None
     assert result.wire.codecs["dense"] != "plain"

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 from cluster_jobs import DEADLINE_S, Cluster, Killing, Tower, cluster_settings, events_of, soon
 from job_helpers import METHODS, Ledger, Witness, beside_own_model, checkpoints, error_of, name_of, write_rows
+from wired_roles import Wired
 
 from shadowsync import Job, Result
-from shadowsync.cluster.crew import Crew
 from shadowsync.cluster.images import Images
-from shadowsync.cluster.newcomers import Newcomers
-from shadowsync.cluster.staff import Member
-from shadowsync.data.reader import Reader
+from shadowsync.cluster.manager import ClusterManager
+from shadowsync.cluster.roles import EmbeddingRole, TrainerRole
+from shadowsync.cluster.supervisor import Member
 from shadowsync.errors import RunError
 from shadowsync.rpc.keys import JobKeys
-from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Machine
 
 ROWS, EPOCHS = 240, 2
@@ -150,21 +149,21 @@ def test_a_new_trainer_waits_for_a_server_of_rows_that_is_not_there_yet(
 ) -> None:
     """It is no failure, and the trainer is not started again."""
     tried, out = threading.Event(), tmp_path / "out"
-    build, install = Crew.build_trainer, Newcomers._install_embedding
+    part, join = TrainerRole.part, EmbeddingRole.on_join
 
-    def build_trainer(crew: Crew, member: Member) -> None:
+    def made(role: TrainerRole, manager: ClusterManager, member: Member, *more: Any) -> Any:
         try:
-            build(crew, member)
+            return part(role, manager, member, *more)
         finally:
             if member.incarnation:
                 tried.set()
 
-    def install_later(newcomers: Newcomers, member: Member, reader: Reader) -> None:
+    def join_later(role: EmbeddingRole, manager: ClusterManager, member: Member, *more: Any) -> None:
         assert tried.wait(DEADLINE_S)
-        install(newcomers, member, reader)
+        join(role, manager, member, *more)
 
-    monkeypatch.setattr(Crew, "build_trainer", build_trainer)
-    monkeypatch.setattr(Newcomers, "_install_embedding", install_later)
+    monkeypatch.setattr(TrainerRole, "part", made)
+    monkeypatch.setattr(EmbeddingRole, "on_join", join_later)
     script = Killing(cluster, ["embedding-0", "trainer-1"], until="restored")
     result = survive(job_settings(tmp_path, recovery={"mode": "partial"}), out, script)
     assert result.recovery.failures == 2
@@ -212,7 +211,7 @@ def test_only_the_replacement_of_a_server_of_rows_goes_back(tmp_path: Path, clus
         if iteration < 5 or not soon(lambda: len(checkpoints(out)) >= 2):
             return
         saved = max(int(found.name.split("-")[1]) for found in checkpoints(out))
-        if script.done or cluster.session.reader.desk.trained > saved:
+        if script.done or cluster.session.reader.leases.trained > saved:
             script(rank, iteration)
 
     result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=with_something_to_lose).run()
@@ -271,7 +270,12 @@ def test_another_server_may_die_while_the_job_goes_back(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     struck = killing_before(
-        monkeypatch, cluster, Crew, "build_servers", "embedding-1", when=lambda crew: crew.generation == 1
+        monkeypatch,
+        cluster,
+        ClusterManager,
+        "build_servers",
+        "embedding-1",
+        when=lambda manager: manager.generation == 1,
     )
     survive(job_settings(tmp_path, recovery={"mode": "full"}), tmp_path / "out", Killing(cluster, ["embedding-0"]))
     assert struck.is_set()
@@ -281,7 +285,7 @@ def test_another_server_may_die_while_the_job_goes_back(
 def test_whoever_dies_before_the_job_has_begun_is_replaced(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    killing_before(monkeypatch, cluster, Crew, "build_servers", role)
+    killing_before(monkeypatch, cluster, ClusterManager, "build_servers", role)
     result = Job(beside_own_model(job_settings(tmp_path)), model=Tower(), out=tmp_path / "out").run()
     assert result.data.trained_samples == ROWS * EPOCHS
     assert result.recovery.failures == 1
@@ -324,7 +328,7 @@ def test_a_death_before_a_run_is_resumed_whose_rows_are_older(
             break
         shutil.rmtree(newest)
     left = ROWS * EPOCHS - body["samples"]
-    killing_before(monkeypatch, cluster, Crew, "build_servers", "embedding-0")
+    killing_before(monkeypatch, cluster, ClusterManager, "build_servers", "embedding-0")
     ledger = Ledger()
     result = Job(beside_own_model(config), model=Witness(ledger), out=out, resume=out).run()
     assert 0 < left == ledger.rows.total()
@@ -344,7 +348,7 @@ def test_a_death_after_the_last_row_costs_nothing(tmp_path: Path, cluster: Clust
     assert result.test is not None
 
 
-class Shrinking(InProcess):
+class Shrinking(Wired):
     """Its machines are gone once it has started everybody."""
 
     def __init__(self, kept: Callable[[Machine], bool] = lambda _: False) -> None:
@@ -392,7 +396,7 @@ def test_without_trainers_and_room_the_job_ends_with_a_sentence(tmp_path: Path, 
     assert ("a checkpoint is written" in str(error)) == bool(checkpoints(out)) == saved
     assert not (out / "result.json").exists()
     if saved:
-        cluster.make = lambda: InProcess(JobKeys.make())
+        cluster.make = lambda: Wired(JobKeys.make())
         result = Job(beside_own_model(config), model=Tower(), out=out, resume=out).run()
         assert result.data.trained_samples == ROWS * EPOCHS
 
@@ -406,7 +410,7 @@ def test_fewer_trainers_than_are_wanted_end_the_job(tmp_path: Path, cluster: Clu
     assert isinstance(error, RunError)
     assert "fewer than cluster.min_trainers=2 trainers are left" in str(error)
     assert len(checkpoints(out)) == 1
-    cluster.make = lambda: InProcess(JobKeys.make())
+    cluster.make = lambda: Wired(JobKeys.make())
     resumed = Job(
         beside_own_model(job_settings(tmp_path, train={"trainers": 2})), model=Tower(), out=out, resume=out
     ).run()

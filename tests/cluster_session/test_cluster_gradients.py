@@ -31,20 +31,17 @@ from job_helpers import (
 from shadowsync import Job
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.auto import Auto
-from shadowsync.aggregation.conductor import StepRule
-from shadowsync.aggregation.conductor_remote import ConductorRemote
-from shadowsync.aggregation.conductor_service import ConductorService
+from shadowsync.aggregation.coordinator import RemoteCoordinator, StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState
-from shadowsync.aggregation.divided_steppers import DividedSteppers
-from shadowsync.aggregation.stepper_service import StepperService
-from shadowsync.aggregation.stepping import DenseStep
+from shadowsync.aggregation.dense_client import DenseClient
+from shadowsync.aggregation.stepping import DenseStep, DenseStepper
 from shadowsync.aggregation.update import GradientUpdate
 from shadowsync.cluster import stepped, trainer_dense
 from shadowsync.compression.threshold import Threshold
 from shadowsync.data.leases import Lease
-from shadowsync.embedding.holding import RowStep
+from shadowsync.dense_state import job_state
+from shadowsync.embedding.server import RowStep
 from shadowsync.errors import DataError
-from shadowsync.job_state import job_state
 from shadowsync.runs import load_checkpoint
 from shadowsync.training.rates import Rates
 from shadowsync.training.worker import TrainerLost
@@ -304,17 +301,17 @@ def job_settings(tmp_path: Path, method: str, **sections: Any) -> dict[str, Any]
 def applied_once(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Generation and number of each gradient that a dense server applied, as they are applied."""
     applied: list[tuple[int, int]] = []
-    commit = StepperService.commit
+    commit = DenseStepper.commit
 
     @functools.wraps(commit)
-    def noted(service: StepperService, generation: int, step: DenseStep) -> int:
-        before = service._stepper.newest.number
-        held_bytes = commit(service, generation, step)
-        if service._stepper.newest.number > before:
+    def noted(stepper: DenseStepper, step: DenseStep, generation: int) -> int:
+        before = stepper.newest.number
+        held_bytes = commit(stepper, step, generation)
+        if stepper.newest.number > before:
             applied.extend((generation, number) for number in step.weights)
         return held_bytes
 
-    monkeypatch.setattr(StepperService, "commit", noted)
+    monkeypatch.setattr(DenseStepper, "commit", noted)
     return applied
 
 
@@ -354,14 +351,16 @@ class Stepped:
     """Which rows were in which gradient that a step named."""
 
     rows: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    trainers: dict[int, int] = field(default_factory=dict)
     named: list[int] = field(default_factory=list)
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From now on, of all jobs."""
-        dispatch, carry_out = ConductorService._dispatch, stepped.RemoteSteps.carry_out
+        dispatch, carry_out = StepCoordinator.dispatch, stepped.RemoteSteps.carry_out
 
-        def dispatched(service: ConductorService, lease: Lease, start: int, stop: int) -> int:
-            number = dispatch(service, lease, start, stop)
+        def dispatched(coordinator: StepCoordinator, lease: Lease, start: int, stop: int) -> int:
+            number = dispatch(coordinator, lease, start, stop)
+            self.trainers[number] = lease.trainer
             self.rows[number] = [(lease.epoch, lease.slice, row) for row in range(start, stop)]
             return number
 
@@ -369,7 +368,7 @@ class Stepped:
             self.named.extend(dense.weights)
             carry_out(steps, dense, rows)
 
-        monkeypatch.setattr(ConductorService, "_dispatch", dispatched)
+        monkeypatch.setattr(StepCoordinator, "dispatch", dispatched)
         monkeypatch.setattr(stepped.RemoteSteps, "carry_out", carried_out)
 
     def counts(self) -> Counter[tuple[int, int, int]]:
@@ -399,7 +398,7 @@ def test_a_trainer_that_dies_by_script_holds_nobody_up(
 
 @dataclass(frozen=True)
 class Point:
-    """In the cycle of a worker: before or after a call of some object, by what it is called with."""
+    """In the cycle of a worker: before or after a call of some object, by what it is called with and what was done."""
 
     owner: type
     method: str
@@ -407,15 +406,19 @@ class Point:
     after: bool = False
 
 
+def _teller(done: Stepped, _: RemoteCoordinator, number: int, __: int) -> int:
+    return done.trainers[number]
+
+
 POINTS = {
-    "before it asks": Point(GradientUpdate, "begin", lambda update, *_: update.worker[0]),
-    "before it computes": Point(GradientUpdate, "ready", lambda update, *_: update.worker[0]),
-    "before it sends": Point(GradientUpdate, "apply", lambda update, *_: update.worker[0]),
+    "before it asks": Point(GradientUpdate, "begin", lambda _, update, *__: update.worker[0]),
+    "before it computes": Point(GradientUpdate, "ready", lambda _, update, *__: update.worker[0]),
+    "before it sends": Point(GradientUpdate, "apply", lambda _, update, *__: update.worker[0]),
     "before it sends the gradients of rows": Point(
-        DividedSteppers, "hold", lambda dense, *_: dense._remotes[0].trainer, after=True
+        DenseClient, "hold", lambda _, dense, *__: dense.worker[0], after=True
     ),
-    "before it tells": Point(ConductorRemote, "arrived", lambda _, __, arrived: arrived.trainer),
-    "when it has told": Point(ConductorRemote, "arrived", lambda _, __, arrived: arrived.trainer, after=True),
+    "before it tells": Point(RemoteCoordinator, "arrived", _teller),
+    "when it has told": Point(RemoteCoordinator, "arrived", _teller, after=True),
 }
 
 
@@ -430,7 +433,7 @@ def test_a_trainer_killed_at_any_point_of_its_cycle_counts_once(
     original = getattr(at.owner, at.method)
 
     def disturbed(*given: Any) -> Any:
-        counted.update([rank := at.rank(*given)])
+        counted.update([rank := at.rank(done, *given)])
         strike = rank == 1 and counted[1] == 3
         if strike and not at.after:
             cluster.kill("trainer-1")
@@ -487,9 +490,10 @@ def test_a_dead_dense_server_takes_everybody_back_to_the_newest_checkpoint(
 def test_while_everybody_goes_back_the_counts_stay_until_it_is_known_to_which(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise steps would fall to 0 for a moment, and `auto` would tell of every switch once more."""
     monkeypatch.setattr(stepped.RemoteSteps, "restart", lambda *_: None)
-    reader = cast("Any", SimpleNamespace(desk=SimpleNamespace(trained=0, number_by=lambda _: None)))
+    reader = cast("Any", SimpleNamespace(leases=SimpleNamespace(trained=0, number_by=lambda _: None)))
     rule, nobody = StepRule(4, 0.1, 0.1, Rates(0, "none", 0.0, 100), False), cast("Any", None)
-    side = stepped.Stepped(Auto(), rule, nobody, nobody)
+    elsewhere = cast("Any", SimpleNamespace(spec=SimpleNamespace(direct=False)))
+    side = stepped.Stepped(Auto(), rule, elsewhere, nobody)
     last = AggregationState(global_steps=9, received=36, mode="sync", switches=(Switch(3, "gba", "slow"),))
     earlier = AggregationState(global_steps=2, received=8, mode="sync")
     side.open(reader, 0)
@@ -580,11 +584,11 @@ def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:
 def test_a_step_that_cannot_be_made_ends_the_job_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    @functools.wraps(StepperService.commit)
-    def refuse(service: StepperService, generation: int, step: DenseStep) -> int:
+    @functools.wraps(DenseStepper.commit)
+    def refuse(stepper: DenseStepper, step: DenseStep, generation: int) -> int:
         raise DataError("this step is none")
 
-    monkeypatch.setattr(StepperService, "commit", refuse)
+    monkeypatch.setattr(DenseStepper, "commit", refuse)
     error = error_of(lambda: train_counted(job_settings(tmp_path, method), tmp_path / "out"))
     assert "this step is none" in str(error)
 

@@ -29,24 +29,25 @@ from job_helpers import (
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shadowsync import Job, Trained, TrainerLost, assembly
+from shadowsync import Job, Trained, TrainerLost
+from shadowsync.cluster import trainer_dense
 from shadowsync.config import merge
 from shadowsync.data.leases import Lease
-from shadowsync.data.parsing import Parsed, Parser
+from shadowsync.data.reader import Parsed, Parser
 from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError
-from shadowsync.report.role_log import read_events
-from shadowsync.runtime import host
-from shadowsync.training.update import LocalUpdate
+from shadowsync.report.files import read_events
+from shadowsync.runtime import runtime
+from shadowsync.training.worker import LocalUpdate
 
 pytestmark = pytest.mark.usefixtures("cluster")
 EXACT = {"prefetch": 0, "optimizer": "adagrad", "warmup_samples": 0}
-"""Learning rates do not depend on how soon the desk says how much was trained."""
+"""Learning rates do not depend on how soon the lease service says how much was trained."""
 
 
 @pytest.fixture
 def pushes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker waits for its push before its next pull, as if there were no wire in between."""
-    monkeypatch.setattr(assembly, "LocalUpdate", partial(LocalUpdate, most_under_way=0))
+    monkeypatch.setattr(trainer_dense, "LocalUpdate", partial(LocalUpdate, most_under_way=0))
 
 
 @pytest.mark.parametrize("sync", METHODS, ids=name_of)
@@ -100,12 +101,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_any_shape_trains_every_row_once(tmp_path: Path, cluster: Cluster, shape: dict[str, Any]) -> None:
+ANYWHERE = [
+    pytest.param(runtime, shape, id=f"{runtime}, {name}")
+    for name, shape in SHAPES.items()
+    for runtime in ("ray", "inprocess")
+    if runtime == "ray" or shape.get("cluster", {}).keys() <= {"dense_servers"}
+]
+"""Through the wire, and as objects of this process where there is such a shape."""
+
+
+@pytest.mark.parametrize(("runtime", "shape"), ANYWHERE)
+def test_any_shape_trains_every_row_once(tmp_path: Path, cluster: Cluster, runtime: str, shape: dict[str, Any]) -> None:
     cluster.machines = 2
     data = write_rows(tmp_path / "rows.parquet", 61)
     config = merge(cluster_settings(data, data, train={"trainers": 2}), shape, [])
     config["sync"] = shape.get("sync", config["sync"])
+    config["cluster"]["runtime"] = runtime
     result, counts = train_counted(config, tmp_path / "out")
     assert counts == dict.fromkeys(range(61), 1)
     assert result.test is not None
@@ -338,7 +349,7 @@ def test_who_gets_no_answer_of_a_living_peer_is_told_of(
         return parse(parser, lease)
 
     monkeypatch.setattr(Parser, "parse", slow)
-    monkeypatch.setattr(host, "LONG_S", 0.05)
+    monkeypatch.setattr(runtime, "LONG_S", 0.05)
     data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
     config = cluster_settings(data, sync={"method": "easgd"})
     Job(beside_own_model(config), model=Witness(Ledger()), out=out).run()
@@ -396,16 +407,16 @@ def test_skipped_rows_are_counted_and_the_others_trained_once(tmp_path: Path) ->
 
 
 def test_rows_that_changed_on_a_readers_machine_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shadowsync.cluster import crew  # noqa: PLC0415 the module is patched
+    from shadowsync.cluster import roles  # noqa: PLC0415 the module is patched
 
     data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
-    build = crew.build_reader
+    build = roles.build_reader
 
     def elsewhere(spec: Any, home: Any) -> Any:
         write_rows(data, 19)
         return build(spec, home)
 
-    monkeypatch.setattr(crew, "build_reader", elsewhere)
+    monkeypatch.setattr(roles, "build_reader", elsewhere)
     error = error_of(lambda: train_counted(cluster_settings(data), out))
     assert isinstance(error, DataError)
     assert "reader-0 finds 19 training rows on its machine, the driver 20" in str(error)

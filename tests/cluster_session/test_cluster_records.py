@@ -84,10 +84,10 @@ def test_counts_are_the_same_and_quality_is_near() -> None:
     assert far.samples == near.samples == 40 * 32
     assert far.iterations() == near.iterations() == [20, 20]
     assert far.unmeasured == 0
-    assert far.quality.ne_lifetime == pytest.approx(near.quality.ne_lifetime, abs=1e-3)
+    assert far.quality.lifetime.ne == pytest.approx(near.quality.lifetime.ne, abs=1e-3)
     assert far.quality.ne_window == pytest.approx(near.quality.ne_window, abs=1e-3)
     assert far.quality.auc == pytest.approx(near.quality.auc, abs=1e-3)
-    assert far.quality.calibration == pytest.approx(near.quality.calibration, abs=1e-3)
+    assert far.quality.lifetime.calibration == pytest.approx(near.quality.lifetime.calibration, abs=1e-3)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])

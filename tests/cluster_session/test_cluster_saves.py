@@ -24,17 +24,17 @@ from saving_sessions import (
     save_whole,
     snapshot,
 )
+from wired_roles import Wired
 
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.snapshot import DeltaOf
 from shadowsync.checkpoint.store import CheckpointStore
-from shadowsync.cluster.session import ClusterSession
-from shadowsync.embedding import initial, memory
+from shadowsync.cluster.session import Session
+from shadowsync.embedding import memory
 from shadowsync.embedding.table import Rows, RowSet, Shard
-from shadowsync.imaging import take
+from shadowsync.job_snapshot import take_snapshot
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.keys import JobKeys
-from shadowsync.runtime.inprocess import InProcess
 
 pytest.importorskip("zmq", reason="needs ZeroMQ: pip install 'shadowsync[ray]'")
 
@@ -57,17 +57,17 @@ class Started:
     """A session with the runtime that started its processes."""
 
     def __init__(self, folder: Path, store: CheckpointStore, **given: Any) -> None:
-        self.runtime: InProcess
+        self.runtime: Wired
 
-        def start() -> InProcess:
-            self.runtime = InProcess(JobKeys.make(), 1)
+        def start() -> Wired:
+            self.runtime = Wired(JobKeys.make(), 1)
             return self.runtime
 
         given = {"cluster": {"runtime": "ray"}} | given
-        self.session = ClusterSession(material(folder, **given), start, partial(newest_of, store))
+        self.session = Session(material(folder, **given), start, partial(newest_of, store))
 
     def kill(self, role: str) -> None:
-        next(process for process in self.runtime.processes if process.order.role == role).kill()
+        next(process for process in self.runtime.processes if process.request.role == role).kill()
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def store_in(folder: Path) -> CheckpointStore:
     return CheckpointStore(str(folder / "checkpoints"), keep=1000)
 
 
-def trained(session: ClusterSession) -> None:
+def trained(session: Session) -> None:
     session.start()
     while session.alive():
         session.reap()
@@ -194,10 +194,10 @@ def test_a_checkpoint_that_is_damaged_shows_while_it_is_loaded(tmp_path: Path, g
     with clustered(tmp_path, store) as started:
         session = started.session
         session.goes_back = goes_back
-        image = take(session, {})
+        image = take_snapshot(session, {})
         older = store.save(image)
         newer = store.save(replace(image, samples=4, tables=tuple(map(other, image.tables))))
-        harm_last(tmp_path, store, newer, session._crew.blueprint.shards[1])
+        harm_last(tmp_path, store, newer, session._manager.spec.shards[1])
         read: list[str] = []
         rows_of = LoadedCheckpoint.rows_of
 
@@ -230,13 +230,13 @@ def test_initial_rows_are_drawn_for_a_replacement_only_where_nothing_is_loaded(
     store = store_in(tmp_path)
     with clustered(tmp_path, store) as started:
         session = started.session
-        image = take(session, {})
+        image = take_snapshot(session, {})
         if saved:
             image = replace(image, tables=tuple(map(other, image.tables)))
             store.save(image)
             session.load_rows(store.open())
         drawn: list[int] = []
-        draw = initial.fill
+        draw = memory.fill
         monkeypatch.setattr(memory, "fill", lambda shards, seed: drawn.append(seed) or draw(shards, seed))
         started.kill("embedding-1")
         while not session.losses():

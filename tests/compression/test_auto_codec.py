@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.choices import choose_all
-from shadowsync.compression.auto import EVEN, FUTILE_STAYS, LEAST_STEPS, STEADY, Auto, Chooser, Measured, Rules
+from shadowsync.compression.auto import EVEN, FUTILE_STAYS, LEAST_STEPS, STEADY, Auto, Chooser, Measured
 from shadowsync.compression.cut import CompressedCut
 from shadowsync.config import load
-from shadowsync.errors import ConfigError
+from shadowsync.errors import ConfigError, DataError
 
 NAMES, SIZES = ("plain", "bf16", "int8", "int4"), (4.0, 2.0, 1.125, 0.625)
-RULES = Rules(NAMES, SIZES, share=0.8, stay_s=5.0)
+SHARE, STAY_S = 0.8, 5.0
 STEPS, FLOATS, IDS = 100, 1_000_000, 200_000
 """Of a stretch of one second: steps, floats that cross, and bytes of ids."""
 
@@ -42,7 +42,11 @@ class World:
     @property
     def best(self) -> str:
         """The weakest codec whose bytes fit."""
-        return next((name for name in NAMES if self.seen(name).load <= RULES.share), NAMES[-1])
+        return next((name for name in NAMES if self.seen(name).load <= SHARE), NAMES[-1])
+
+
+def a_chooser(elastic=False):
+    return Chooser(NAMES, SIZES, SHARE, STAY_S, elastic)
 
 
 def changes(chooser, worlds, start=0.0):
@@ -50,11 +54,10 @@ def changes(chooser, worlds, start=0.0):
     found = []
     for now, world in enumerate(worlds):
         before = chooser.codec
-        change = chooser.judge(world.seen(before), start + now)
-        assert (change is not None) == (chooser.codec != before)
-        if change is not None:
-            assert change.codec == chooser.codec
-            found.append((start + now, change.codec, change.why))
+        why = chooser.judge(world.seen(before), start + now)
+        assert (why is not None) == (chooser.codec != before)
+        if why is not None:
+            found.append((start + now, chooser.codec, why))
     return found
 
 
@@ -73,24 +76,24 @@ loose = st.builds(
 @settings(derandomize=True, deadline=None)
 @given(speed=speeds)
 def test_a_steady_world_gets_the_weakest_codec_that_fits_in_one_change_and_keeps_it(speed):
-    world, chooser = World(speed), Chooser(RULES)
+    world, chooser = World(speed), a_chooser()
     found = changes(chooser, [world] * 400)
     assert chooser.codec == world.best
     assert [codec for _, codec, _ in found] == ([] if world.best == "plain" else [world.best])
-    assert all(now >= RULES.stay_s for now, *_ in found)
+    assert all(now >= STAY_S for now, *_ in found)
 
 
 @settings(derandomize=True, deadline=None)
 @given(seen=st.lists(loose, max_size=200), gaps=st.lists(st.floats(0, 7), min_size=200, max_size=200))
 def test_whatever_is_seen_a_codec_stays_as_long_as_it_should(seen, gaps):
-    chooser, now, last = Chooser(RULES), 0.0, 0.0
+    chooser, now, last = a_chooser(), 0.0, 0.0
     for stretch, gap in zip(seen, gaps, strict=False):
         now += gap
         before = chooser.codec
-        if (change := chooser.judge(stretch, now)) is not None:
-            assert change.codec in NAMES
-            assert change.codec != before
-            assert now - last >= RULES.stay_s
+        if chooser.judge(stretch, now) is not None:
+            assert chooser.codec in NAMES
+            assert chooser.codec != before
+            assert now - last >= STAY_S
             assert stretch.says_something
             last = now
 
@@ -98,7 +101,7 @@ def test_whatever_is_seen_a_codec_stays_as_long_as_it_should(seen, gaps):
 @settings(derandomize=True, deadline=None)
 @given(seen=st.lists(loose, max_size=300))
 def test_nothing_becomes_stronger_while_nobody_waits(seen):
-    chooser = Chooser(RULES)
+    chooser = a_chooser()
     for now, stretch in enumerate(seen):
         chooser.judge(replace(stretch, waited_s=0.0), float(now))
     assert chooser.codec == "plain"
@@ -106,7 +109,7 @@ def test_nothing_becomes_stronger_while_nobody_waits(seen):
 
 @pytest.mark.parametrize("thin", [{"steps": LEAST_STEPS - 1}, {"computed_s": 0.0}, {"busy_s": 0.0}, {"float_bytes": 0}])
 def test_stretches_that_say_nothing_count_for_nothing(thin):
-    chooser, slow = Chooser(RULES), World(1e6).seen("plain")
+    chooser, slow = a_chooser(), World(1e6).seen("plain")
     for now in range(100):
         assert chooser.judge(replace(slow, **thin), float(now)) is None
 
@@ -114,7 +117,7 @@ def test_stretches_that_say_nothing_count_for_nothing(thin):
 @settings(derandomize=True, deadline=None)
 @given(slow=st.floats(3e5, 2e6), calls=st.integers(1, STEADY - 1))
 def test_a_hiccup_changes_nothing(slow, calls):
-    quick, chooser = World(1e8), Chooser(RULES)
+    quick, chooser = World(1e8), a_chooser()
     hiccups = itertools.cycle([World(slow)] * calls + [quick])
     assert changes(chooser, itertools.islice(hiccups, 300)) == []
 
@@ -122,7 +125,7 @@ def test_a_hiccup_changes_nothing(slow, calls):
 @settings(derandomize=True, deadline=None)
 @given(slow=st.floats(3e5, 4e6))
 def test_it_follows_a_link_that_gets_slower_and_quicker(slow):
-    chooser = Chooser(RULES)
+    chooser = a_chooser()
     changes(chooser, [World(1e8)] * 20)
     assert chooser.codec == "plain"
     (change,) = changes(chooser, [World(slow)] * 20, 20)
@@ -132,11 +135,11 @@ def test_it_follows_a_link_that_gets_slower_and_quicker(slow):
 
 
 @settings(derandomize=True, deadline=None)
-@given(load=st.floats(EVEN * RULES.share + 0.001, RULES.share - 0.001))
+@given(load=st.floats(EVEN * SHARE + 0.001, SHARE - 0.001))
 def test_between_the_bounds_everybody_stays_where_he_is(load):
     """What is not quite below the share of the time sends nobody up and brings nobody back."""
     world = World(World(1.0).seen("plain").load / load)
-    plain, bf16 = Chooser(RULES), Chooser(RULES)
+    plain, bf16 = a_chooser(), a_chooser()
     changes(bf16, [World(3e6)] * 20)
     assert bf16.codec == "bf16"
     assert changes(plain, [world] * 200) == []
@@ -147,32 +150,32 @@ def test_between_the_bounds_everybody_stays_where_he_is(load):
 @given(delay=st.floats(0.9, 20))
 def test_where_delay_takes_the_time_nothing_is_lost_for_nothing(delay):
     """A stronger codec is tried, brings nothing, and is left alone for a while."""
-    chooser = Chooser(RULES)
+    chooser = a_chooser()
     found = changes(chooser, [World(1e9, delay)] * 1000)
     assert chooser.codec in {"plain", "int4"}
     assert {codec for _, codec, _ in found[1::2]} == {"plain"}
     assert all("not bytes" in why for *_, why in found[1::2])
-    assert len(found) <= 2 * (1 + 1000 / (FUTILE_STAYS * RULES.stay_s))
+    assert len(found) <= 2 * (1 + 1000 / (FUTILE_STAYS * STAY_S))
     in_use = sum(back[0] - there[0] for there, back in zip(found[::2], found[1::2], strict=False))
     assert in_use < 0.1 * 1000
 
 
 def test_what_brought_nothing_is_left_alone_though_the_link_gets_better_for_a_while():
-    chooser, delayed = Chooser(RULES), World(1e9, 5.0)
+    chooser, delayed = a_chooser(), World(1e9, 5.0)
     assert [codec for _, codec, _ in changes(chooser, [World(3e6)] * 20)] == ["bf16"]
     ((_, tried, _), (futile, back, _)) = changes(chooser, [delayed] * 40, 20.0)
     assert (tried, back) == ("int4", "bf16")
     assert [codec for _, codec, _ in changes(chooser, [World(1e9)] * 20, 60.0)] == ["plain"]
     (again, _, _), *_ = changes(chooser, [delayed] * 200, 80.0)
-    assert again >= futile + FUTILE_STAYS * RULES.stay_s
+    assert again >= futile + FUTILE_STAYS * STAY_S
 
 
 def test_who_comes_back_from_a_weaker_codec_waits_longer_each_time():
     """A link that is quick only for those who send little: each try of a weaker codec fails."""
-    chooser, times = Chooser(RULES), []
+    chooser, times = a_chooser(), []
     for now in range(3000):
         world = World(1e6) if chooser.codec == "plain" else World(1e8)
-        if (change := chooser.judge(world.seen(chooser.codec), float(now))) is not None and change.codec == "plain":
+        if chooser.judge(world.seen(chooser.codec), float(now)) is not None and chooser.codec == "plain":
             times.append(now)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert len(times) > 4
@@ -181,17 +184,17 @@ def test_who_comes_back_from_a_weaker_codec_waits_longer_each_time():
 
 
 def test_what_takes_the_rest_of_the_link_goes_by_what_it_is_in_the_way_of():
-    chooser = Chooser(replace(RULES, elastic=True))
+    chooser = a_chooser(elastic=True)
     busy = [World(1e6).seen("plain")] * 40
-    found = [change.codec for now, seen in enumerate(busy) if (change := chooser.judge(seen, float(now)))]
+    found = [chooser.codec for now, seen in enumerate(busy) if chooser.judge(seen, float(now))]
     assert found == ["bf16", "int8", "int4"]
     idle = [World(1e9).seen("plain")] * 100
-    found = [change.codec for now, seen in enumerate(idle, 40) if (change := chooser.judge(seen, float(now)))]
+    found = [chooser.codec for now, seen in enumerate(idle, 40) if chooser.judge(seen, float(now))]
     assert found == ["int8", "bf16", "plain"]
 
 
 def test_a_decision_says_how_fast_and_how_long():
-    ((_, codec, why),) = changes(Chooser(RULES), [World(2e6)] * 20)
+    ((_, codec, why),) = changes(a_chooser(), [World(2e6)] * 20)
     assert codec == "int8"
     assert why == (
         "the link carries 2 MB/s and is busy for 21 ms in each step that computes for 10 ms, above share=0.8, and "
@@ -204,13 +207,13 @@ def codec_of(*overrides, kind="push"):
 
 
 def test_the_ladder_is_what_the_options_say():
-    assert [codec.name for codec in codec_of().ladder] == list(NAMES)
+    assert [codec.name for codec in codec_of().levels] == list(NAMES)
     given = {"weakest": "bf16", "strongest": "threshold", "keep": 0.1}
     some = codec_of(*(f"compression.push.{key}={value}" for key, value in given.items()))
-    assert [codec.name for codec in some.ladder] == ["bf16", "int8", "int4", "threshold"]
-    assert some.ladder[-1].keep == 0.1
-    assert codec_of("compression.push.rounding=stochastic").ladder[2].rounding == "stochastic"
-    assert codec_of("compression.push.strongest=bf16").ladder == Auto(strongest="bf16").ladder
+    assert [codec.name for codec in some.levels] == ["bf16", "int8", "int4", "threshold"]
+    assert some.levels[-1].keep == 0.1
+    assert codec_of("compression.push.rounding=stochastic").levels[2].rounding == "stochastic"
+    assert codec_of("compression.push.strongest=bf16").levels == Auto(strongest="bf16").levels
 
 
 @pytest.mark.parametrize(
@@ -231,7 +234,7 @@ def test_what_makes_no_ladder_is_an_error(options, said):
 
 
 def test_the_dense_part_crosses_as_parameters():
-    assert codec_of(kind="dense").ladder[-1].name == "int4"
+    assert codec_of(kind="dense").levels[-1].name == "int4"
     with pytest.raises(ConfigError, match=r"compression\.dense\.strongest=threshold cannot be chosen by auto"):
         codec_of("compression.dense.strongest=threshold", kind="dense")
 
@@ -243,7 +246,7 @@ def test_where_nothing_crosses_there_is_nothing_to_choose():
         CompressedCut("auto")
 
 
-def test_a_name_that_is_not_on_the_ladder_is_one_clear_error():
-    assert Auto().rung("") == Auto().rung("plain")
-    with pytest.raises(ValueError, match=r"'threshold' is not one .*; allowed: plain, bf16, int8, int4$"):
-        Auto().rung("threshold")
+def test_a_name_that_is_not_among_the_levels_is_one_clear_error():
+    assert Auto().level("") == Auto().level("plain")
+    with pytest.raises(DataError, match=r"'threshold' is not one .*; allowed: plain, bf16, int8, int4$"):
+        Auto().level("threshold")

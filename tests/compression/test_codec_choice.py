@@ -10,11 +10,9 @@ from codec_cases import numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.compression import codec_choice
 from shadowsync.compression.auto import Auto
-from shadowsync.compression.codec_choice import CodecChoice, Situation
-from shadowsync.compression.int8 import Int8
-from shadowsync.compression.low_bit import Draws
+from shadowsync.compression.channel import CodecChoice, Situation
+from shadowsync.compression.int8 import Draws, Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.errors import RunError
 from shadowsync.metrics.wire import WireCounter
@@ -111,8 +109,8 @@ def choice(clock=None, **codecs):
 def test_without_anything_to_choose_nothing_is_in_the_way():
     chosen, station = choice(pull=Int8()), Station()
     assert chosen.measured(station) is station
-    assert type(chosen.line("pull", WireCounter())) is codec_choice.Line
-    assert chosen.line("pull", WireCounter()).codec == Int8()
+    assert (now := chosen.channel("pull", WireCounter())).now is now
+    assert chosen.channel("pull", WireCounter()).codec == Int8()
     assert (chosen.names, chosen.decisions) == ({}, ())
 
 
@@ -121,7 +119,7 @@ def slow_push():
     """A trainer whose pushes need int8, after that was decided."""
     clock, station = Clock(), Station()
     chosen = choice(clock, push=Auto(rounding="stochastic", stay_s=2.0))
-    line, connection = chosen.line("push", WireCounter()), chosen.measured(station)
+    line, connection = chosen.channel("push", WireCounter()), chosen.measured(station)
     plain = line.now
     while line.now is plain and clock.now < 20:
         for _ in range(10):
@@ -156,4 +154,4 @@ def test_draws_belong_to_the_stream_and_the_codec(slow_push):
 def test_no_trainer_of_an_average_can_choose():
     chosen = CodecChoice({"dense": Auto(weakest="bf16")}, Situation(collective=True))
     assert chosen.names == {}
-    assert chosen.line("dense", WireCounter()).codec.name == "bf16"
+    assert chosen.channel("dense", WireCounter()).codec.name == "bf16"

@@ -239,7 +239,7 @@ def test_a_mask_of_the_pull_leaves_a_push_nothing_to_select():
 
 def test_neither_does_it_to_auto():
     found = codecs("compression.pull=threshold", "compression.push=auto", "compression.push.weakest=bf16")
-    assert [rung.name for rung in found["push"].ladder] == ["bf16", "int8", "int4"]
+    assert [level.name for level in found["push"].levels] == ["bf16", "int8", "int4"]
     with pytest.raises(
         ConfigError, match=r"^compression\.push\.strongest=threshold has no effect beside compression\.pull"
     ):

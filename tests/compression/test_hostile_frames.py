@@ -106,7 +106,7 @@ def test_the_wire_tells_of_data_that_cannot_be_read(received):
 @pytest.mark.parametrize("name", ["threshold", "auto", "int2", "PLAIN", "\0", "x" * 1_000_000])
 def test_a_codec_that_is_not_on_the_ladder_is_one_short_error(name):
     tensor = numbers((4, 16))
-    coded, frames = pack_coded([Auto().rung("int8").encode(tensor)], name)
+    coded, frames = pack_coded([Auto().level("int8").encode(tensor)], name)
     with pytest.raises(
         DataError, match=r"is not one that this job sends in; allowed: plain, bf16, int8, int4$"
     ) as told:
@@ -116,12 +116,12 @@ def test_a_codec_that_is_not_on_the_ladder_is_one_short_error(name):
 
 @pytest.mark.parametrize("name", ["plain", "bf16", "int8", "int4"])
 def test_frames_are_read_in_the_codec_that_they_name_and_in_no_other(name):
-    tensor, ladder = numbers((4, 16)), Auto().ladder
-    codec = Auto().rung(name)
+    tensor, levels = numbers((4, 16)), Auto().levels
+    codec = Auto().level(name)
     coded, frames = pack_coded([codec.encode(tensor)], name)
     (found,) = unpack_coded(coded, frames, Auto())
     assert torch.equal(found.tensor, codec.decode(frames, (4, 16)))
-    for other in {rung.name for rung in ladder} - {name}:
+    for other in {level.name for level in levels} - {name}:
         with pytest.raises(DataError, match=f"in the codec {other}"):
             unpack_coded(replace(coded, codec=other), frames, Auto())
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from shadowsync.compression.codec import NotFinite
 from shadowsync.compression.int4 import Int4
-from shadowsync.compression.int8 import Int8
-from shadowsync.compression.low_bit import CHUNK, row_width
+from shadowsync.compression.int8 import CHUNK, Int8, row_width
 
 KINDS = pytest.mark.parametrize("kind", [Int8, Int4])
 ROUGHER = 1 + 2**-7
@@ -23,7 +22,7 @@ magnitudes = st.floats(width=32, min_value=2.0**-100, max_value=2.0**100)
 def test_an_element_is_off_by_half_a_level_of_its_row(kind, largest, seed, width):
     tensor = numbers((3, width), seed) * torch.tensor([[1.0], [1e-3], [0.0]]) * largest
     error = (round_trip(kind(), tensor) - tensor).abs()
-    level = tensor.abs().amax(1, keepdim=True) / kind.levels * ROUGHER
+    level = tensor.abs().amax(1, keepdim=True) / kind.steps * ROUGHER
     assert bool((error <= level * 0.5001).all())
 
 
@@ -31,7 +30,7 @@ def test_an_element_is_off_by_half_a_level_of_its_row(kind, largest, seed, width
 def test_rounding_at_random_is_off_by_a_level_and_right_on_average(kind):
     codec, state, tensor = kind(rounding="stochastic"), None, numbers((50, 16))
     total, times = torch.zeros(50, 16), 400
-    level = tensor.abs().amax(1, keepdim=True) / kind.levels * ROUGHER
+    level = tensor.abs().amax(1, keepdim=True) / kind.steps * ROUGHER
     for _ in range(times):
         encoded = codec.encode(tensor, state)
         decoded, state = codec.decode(encoded.frames, encoded.shape), encoded.state
@@ -109,7 +108,7 @@ def test_each_feature_has_a_scale_and_the_other_side_need_not_know(kind, groups)
     decoded = kind(block=64).decode(encoded.frames, encoded.shape)
     width = row_width(encoded.shape, None, groups)
     error, of = ((decoded - tensor).view(-1, width), tensor.view(-1, width))
-    assert bool((error.abs() <= of.abs().amax(1, keepdim=True) / kind.levels * ROUGHER * 0.5001).all())
+    assert bool((error.abs() <= of.abs().amax(1, keepdim=True) / kind.steps * ROUGHER * 0.5001).all())
     assert encoded.byte_count == -(-tensor.numel() * (8 if kind is Int8 else 4) // 8) + 2 * tensor.numel() // width
 
 
@@ -150,7 +149,7 @@ def test_several_rows_share_a_scale(kind, rows):
     decoded = kind(block=64).decode(encoded.frames, encoded.shape)
     for first in range(0, rows, 4):
         error, of = (decoded - tensor)[first : first + 4], tensor[first : first + 4]
-        assert error.abs().max() <= of.abs().max() / kind.levels * ROUGHER * 0.5001
+        assert error.abs().max() <= of.abs().max() / kind.steps * ROUGHER * 0.5001
 
 
 @KINDS
@@ -177,7 +176,7 @@ def test_every_nan_is_refused_in_whatever_piece_it_is(kind, bits):
 @pytest.mark.parametrize("value", [0.0, 1.0, -3e38, 3.4028e38, -3.4e38, 1e-40, 1e-45])
 def test_all_equal(kind, value):
     decoded = round_trip(kind(), torch.full((300,), value))
-    assert bool(((decoded - value).abs() <= max(abs(value) * ROUGHER / kind.levels, 1e-37)).all())
+    assert bool(((decoded - value).abs() <= max(abs(value) * ROUGHER / kind.steps, 1e-37)).all())
 
 
 @KINDS

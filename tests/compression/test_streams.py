@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shadowsync.aggregation.dense_line import gradients
+from shadowsync.aggregation.dense_client import gradient_stream
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.channel import Encoder, Line, float_bytes, pulled_and_pushed_bytes, restore_all
+from shadowsync.compression.channel import Channel, Stream, float_bytes, pulled_and_pushed_bytes, restore_all
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
@@ -23,7 +23,8 @@ from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import NonFiniteTensor
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.sync.group import Averaging, DenseServers
+from shadowsync.sync.all_reduce import Averaging
+from shadowsync.sync.dense import DenseServers
 from shadowsync.training.gate import Gate
 from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import Slot
@@ -59,8 +60,8 @@ class Books:
         assert bool((left <= 0.5 + 1e-4).all()), f"{key}: sent + residual = sum no longer holds"
 
 
-def rounded_line() -> Line:
-    return Line("dense", Rounded(), WireCounter())
+def rounded_line() -> Channel:
+    return Channel("dense", Rounded(), WireCounter())
 
 
 def test_sent_and_residual_make_the_sum_in_every_stream() -> None:
@@ -117,7 +118,7 @@ class Tables:
 
 
 def test_every_server_and_route_has_a_stream_in_either_direction() -> None:
-    pulls, pushes = Line("pull", Rounded(), WireCounter()), Line("push", Rounded(), WireCounter())
+    pulls, pushes = Channel("pull", Rounded(), WireCounter()), Channel("push", Rounded(), WireCounter())
     lines = [EmbeddingLine(Tables(position), position, pulls, pushes) for position in (0, 1)]
     ids = SimpleNamespace(values=torch.arange(3), offsets=None, weights=None)
     routes = [SimpleNamespace(slots=slots, ids=ids) for slots in ((0,), (1,))]
@@ -133,7 +134,7 @@ def test_every_server_and_route_has_a_stream_in_either_direction() -> None:
 
 @pytest.mark.parametrize("codec", [Threshold(), Int8()], ids=["threshold", "int8"])
 def test_what_cannot_be_sent_is_named(codec: Codec) -> None:
-    stream = Line("push", codec, WireCounter()).stream((0, (3, 4)), "the gradients of features a, b")
+    stream = Channel("push", codec, WireCounter()).stream((0, (3, 4)), "the gradients of features a, b")
     stream.send(torch.ones(20, 16))
     bad = torch.ones(20, 16).index_fill(0, torch.tensor([5, 6]), float("inf"))
     with pytest.raises(NonFiniteTensor, match=r"^the gradients of features a, b cannot be sent: 32 of 320 "):
@@ -154,7 +155,7 @@ BAD_SERVER = EmbeddingServer(
 )
 def test_messages_of_embeddings_are_named_by_features_tables_and_server(slots: tuple[int, ...], named: str) -> None:
     bad, ids = torch.full((2, 8 * len(slots)), float("nan")), torch.zeros(2 * len(slots), dtype=torch.int64)
-    line = EmbeddingLine(BAD_SERVER, 5, Line("pull", Plain(), WireCounter()), Line("push", Int8(), WireCounter()))
+    line = EmbeddingLine(BAD_SERVER, 5, Channel("pull", Plain(), WireCounter()), Channel("push", Int8(), WireCounter()))
     with pytest.raises(NonFiniteTensor, match=f"^the gradients of {named} for embedding server 5 cannot be sent"):
         line.push(Lookup(slots, Jagged(ids, None, None, len(slots), 2)), bad, 0.1)
     rows = RowLookup((0, 1, 2, 3), torch.arange(2))
@@ -168,10 +169,10 @@ def test_messages_of_the_dense_part_are_named_by_trainer_worker_server_and_param
     slots = [Slot("top.0.weight", torch.Size([30, 10]), 0), Slot("top.0.bias", torch.Size([30]), 304)]
     bad = torch.zeros(400)
     bad[310] = float("inf")
-    line = Line("dense", by_parameter(codec, slots, 400), WireCounter())
+    line = Channel("dense", by_parameter(codec, slots, 400), WireCounter())
     with pytest.raises(NonFiniteTensor, match=r"^the dense gradient of worker 0 of trainer 1 cannot .* top\.0\.bias"):
-        gradients(line, (1, 0), slots).encode(bad)
-    servers = DenseServers.split(torch.zeros(400), 2, Line("dense", codec, WireCounter()))
+        gradient_stream(line, (1, 0), slots).encode(bad)
+    servers = DenseServers.split(torch.zeros(400), 2, Channel("dense", codec, WireCounter()))
     servers.elastic(3, torch.zeros(400), 0.5)
     with pytest.raises(NonFiniteTensor, match=r"^the replica of trainer 3 for dense server 1 cannot be sent"):
         servers.elastic(3, bad, 0.5)
@@ -179,19 +180,19 @@ def test_messages_of_the_dense_part_are_named_by_trainer_worker_server_and_param
 
 def test_plain_is_sent_without_a_copy() -> None:
     counter, tensor = WireCounter(), torch.arange(12.0).view(3, 4)
-    line = Line("pull", Plain(), counter)
+    line = Channel("pull", Plain(), counter)
     assert line.stream("a").send(tensor).data_ptr() == tensor.data_ptr()
     assert line.stream("a") is line.stream("a")
     assert counter.totals().bytes == counter.totals().raw_bytes == {"pull": 48}
 
 
 def test_residuals_that_another_codec_cannot_read_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    threshold, rounding = Encoder(Threshold(feedback=True)), Encoder(Int8(rounding="stochastic"))
+    threshold, rounding = Stream(Threshold(feedback=True)), Stream(Int8(rounding="stochastic"))
     for encoder in (threshold, rounding):
         encoder.encode(torch.randn(1000))
-    restore_all([(Encoder(Threshold()), threshold.tensors()), (Encoder(Plain()), rounding.tensors())])
+    restore_all([(Stream(Threshold()), threshold.tensors()), (Stream(Plain()), rounding.tensors())])
     assert not caplog.records
-    restore_all([(Encoder(Int8()), threshold.tensors())] * 2)
+    restore_all([(Stream(Int8()), threshold.tensors())] * 2)
     (told,) = caplog.messages
     assert told.startswith("what 2 workers had not sent of their gradients is not of this codec")
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.compression.codec import NotFinite
-from shadowsync.compression.mirror import Mirror
+from shadowsync.compression.differences import Differences
 from shadowsync.compression.threshold import SETTLING, SMALL, Threshold
 
 VALUES = ["fp32", "bf16", "int8", "int4"]
@@ -176,11 +176,11 @@ def test_a_share_that_cannot_be_reached_is_not_tried_again_and_again():
 
 
 def test_differences_from_what_the_receiver_has_keep_their_share_too():
-    vector, mirror = torch.zeros(5000), Mirror(Threshold(keep=0.01).of_differences(), "a test")
+    codec, vector, mirror = Threshold(keep=0.01), torch.zeros(5000), Differences("a test")
     shares, refreshes, early = [], 0, 0
     for message in range(400):
         vector = vector + drifting(5000, 0.5, message)
-        encoded, whole = mirror.encode(vector)
+        encoded, whole = mirror.encode(codec, vector)
         if not whole:
             shares.append(encoded.kept_count / 5000)
             refreshes, early = refreshes + encoded.refreshes, early + encoded.early

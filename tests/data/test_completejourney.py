@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from shadowsync.data import completejourney
 from shadowsync.data.completejourney import CompleteJourney, make_task
-from shadowsync.data.exposures import draw_exposures, read_market
-from shadowsync.data.history import History, Sums
+from shadowsync.data.promotion import History, Sums, draw_exposures, read_market
 from shadowsync.errors import DataError, MissingExtra, SaveError
 
 HOUSEHOLDS, STORES, PRODUCTS = [1, 2], [10, 11, 12], [100, 200, 300, 400]

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowsync.data.lease_service import LeaseService
 from shadowsync.data.leases import Lease, LeaseBook, Plan
-from shadowsync.errors import CheckpointError
+from shadowsync.errors import CheckpointError, DataError
 
 TRAINERS = 3
 
@@ -182,7 +183,7 @@ def test_rows_that_are_not_leased_cannot_be_done():
     book = LeaseBook(Plan([10], 1, shuffle=False, seed=0))
     lease = book.lease(0)
     book.done(lease, 0, 4)
-    with pytest.raises(ValueError, match="not among those to train"):
+    with pytest.raises(DataError, match="not among those to train"):
         book.done(lease, 2, 6)
 
 
@@ -266,3 +267,34 @@ def test_epochs_cost_nothing_before_they_begin():
     other.restore(book.state())
     assert other.lease(0).epoch == 2
     assert len(other.epochs) == 3
+
+
+def train(leases: LeaseService, rows: int) -> None:
+    """Two rows at a time."""
+    for _ in range(rows // 2):
+        _, lease = leases.lease(0, idle=False)
+        assert lease is not None
+        assert leases.opened(lease, 2)[1]
+        _, claim = leases.claim(lease, 0, 2)
+        assert claim is not None
+        assert leases.done(lease, 0, 2)
+
+
+def test_the_alarm_rings_once_when_so_many_rows_are_trained() -> None:
+    leases, rung = LeaseService(LeaseBook(Plan([2] * 6, 1, shuffle=False, seed=0)), 2), list[int]()
+    leases.alarm(5, lambda: rung.append(leases.trained))
+    train(leases, 4)
+    assert rung == []
+    train(leases, 8)
+    assert rung == [6]
+
+
+def test_the_last_alarm_counts_and_one_that_is_late_does_not_ring() -> None:
+    leases, rung = LeaseService(LeaseBook(Plan([2] * 6, 1, shuffle=False, seed=0)), 2), list[str]()
+    leases.alarm(2, lambda: rung.append("first"))
+    leases.alarm(4, lambda: rung.append("second"))
+    train(leases, 8)
+    assert rung == ["second"]
+    leases.alarm(8, lambda: rung.append("late"))
+    train(leases, 4)
+    assert rung == ["second"]

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.data import lines
-from shadowsync.data.files import resolve
+from shadowsync.data import files
 
 
 def open_text(folder, text: bytes, compressed: bool, members: int = 1):
@@ -19,13 +18,13 @@ def open_text(folder, text: bytes, compressed: bool, members: int = 1):
         path.write_bytes(b"".join(gzip.compress(piece) for piece in pieces))
     else:
         path.write_bytes(text)
-    return lines.open_lines(resolve("data.path", str(path))[0])
+    return files.open_lines(files.resolve("data.path", str(path))[0])
 
 
 @pytest.fixture(autouse=True)
 def close_marks(monkeypatch):
     for name, size in (("_STRIDE", 4), ("_CHUNK", 50), ("_GZIP_CHUNK", 30), ("_RESTART", 100)):
-        monkeypatch.setattr(lines, name, size)
+        monkeypatch.setattr(files, name, size)
 
 
 @pytest.mark.parametrize("last", [b"\n", b""])
@@ -67,4 +66,4 @@ def test_reading_near_the_end_does_not_decompress_from_the_beginning(tmp_path):
 def test_zeros_after_the_last_member_are_padding(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(gzip.compress(b"a\nb\n") + bytes(100))
-    assert lines.open_lines(resolve("data.path", str(path))[0]).read(0, 2) == b"a\nb\n"
+    assert files.open_lines(files.resolve("data.path", str(path))[0]).read(0, 2) == b"a\nb\n"

@@ -15,10 +15,10 @@ from polars.exceptions import PanicException
 
 from shadowsync.data import criteo
 from shadowsync.data.batch import Batch
-from shadowsync.data.checks import large_columns, largest_column
 from shadowsync.data.criteo import Criteo
 from shadowsync.data.files import File
 from shadowsync.data.parquet import Columns, OpenParquet, Parquet
+from shadowsync.data.rows import large_columns, largest_column
 from shadowsync.data.synthetic import Synthetic
 from shadowsync.errors import DataError
 

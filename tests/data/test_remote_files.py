@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from remote_files import Flaky, Web, web_server
 
-from shadowsync.data import files, mirror
+from shadowsync.data import files
+from shadowsync.data import parquet as parquet_module
 from shadowsync.data.batch import Batch
 from shadowsync.data.criteo import Criteo
 from shadowsync.data.files import File, resolve
@@ -85,7 +86,7 @@ def whole(source: OpenSource, rows: int = 300) -> Batch:
 @pytest.fixture
 def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("_TAIL", 2000), ("_GAP", 500), ("_BLOCK", 3000)):
-        monkeypatch.setattr(mirror, name, size)
+        monkeypatch.setattr(parquet_module, name, size)
 
 
 def test_a_slice_fetches_only_its_row_groups_and_columns(tmp_path: Path, web: Web, small_requests: None) -> None:
@@ -115,7 +116,7 @@ def test_small_files_come_with_their_footer(tmp_path: Path, web: Web) -> None:
 
 
 def test_a_footer_longer_than_the_first_guess(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror, "_TAIL", 30)
+    monkeypatch.setattr(parquet_module, "_TAIL", 30)
     web.files["shop.parquet"] = shop(tmp_path)
     remote = opened(parquet(f"{web.url}/shop.parquet"))
     assert same(whole(remote), whole(opened(parquet(str(tmp_path / "shop.parquet")))))
@@ -189,9 +190,9 @@ def test_what_is_no_parquet_file(flaky: type[Flaky], content: bytes) -> None:
 @given(st.lists(st.tuples(st.integers(0, 9_000_000), st.integers(1, 900_000)), min_size=1, max_size=8))
 def test_joined_spans_cover_all_and_leave_wide_holes(cuts: list[tuple[int, int]]) -> None:
     spans = [(begin, begin + length) for begin, length in cuts]
-    joined = mirror._joined(spans)
+    joined = parquet_module._joined(spans)
     assert all(any(begin <= a and b <= end for begin, end in joined) for a, b in spans)
-    assert all(right[0] - left[1] > mirror._GAP for left, right in pairwise(joined))
+    assert all(right[0] - left[1] > parquet_module._GAP for left, right in pairwise(joined))
     assert {begin for begin, _ in joined} <= {begin for begin, _ in spans}
     assert {end for _, end in joined} <= {end for _, end in spans}
 

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import random
+import typing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +18,9 @@ from data_samples import criteo_row, same, write_criteo
 from shadowsync import registry
 from shadowsync.data import completejourney
 from shadowsync.data.batch import Batch
-from shadowsync.data.checks import check_ids
 from shadowsync.data.criteo import Criteo
 from shadowsync.data.parquet import Parquet
-from shadowsync.data.source import OpenSource, Source
+from shadowsync.data.source import OpenSource, Source, check_ids
 from shadowsync.data.synthetic import Synthetic
 from shadowsync.errors import ConfigError
 
@@ -204,5 +204,5 @@ def test_options_are_checked_and_named():
 def test_every_option_says_what_it_does():
     for member in registry.members("shadowsync.data", Source).values():
         for name in registry.option_names(member):
-            metadata = getattr(member.__annotations__[name], "__metadata__", ())
+            metadata = getattr(typing.get_type_hints(member, include_extras=True)[name], "__metadata__", ())
             assert any(getattr(part, "description", None) for part in metadata), f"{member.__name__}.{name}"

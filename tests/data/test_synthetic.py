@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.data.batch import Batch
-from shadowsync.data.parsing import Parser, ReaderOptions
+from shadowsync.data.reader import Parser, ReaderOptions
 from shadowsync.data.source import Slice
-from shadowsync.data.synthetic import OpenSynthetic, Synthetic, _Zipf
-from shadowsync.data.teacher import auc
+from shadowsync.data.synthetic import OpenSynthetic, Synthetic, _Zipf, auc
 from shadowsync.errors import ConfigError
 from shadowsync.registry import build
 
@@ -80,10 +79,10 @@ def test_mean_label(base_rate, multi_hot):
 def test_share_and_scale_are_those_of_the_logit(share):
     opened = open_train(dense_share=share, scale=1.5)
     dense = np.random.default_rng(0).standard_normal((20_000, 5), dtype=np.float32)
-    inputs = opened._inputs(np.random.default_rng(1))
+    _, _, hidden = opened._inputs(np.random.default_rng(1))
     teacher = opened._teacher
-    by_dense = teacher.logits(dense[:4096], inputs.hidden).std()
-    fixed = np.repeat(inputs.hidden[:, :1], 4096, axis=1)
+    by_dense = teacher.logits(dense[:4096], hidden).std()
+    fixed = np.repeat(hidden[:, :1], 4096, axis=1)
     assert by_dense == pytest.approx(1.5, rel=0.1)
     assert (teacher.logits(dense[:4096], fixed).std() > 0.1) == (share > 0), "only the network sees the dense columns"
 
@@ -98,10 +97,10 @@ def test_more_scale_makes_a_higher_best_auc():
 def test_best_auc_is_that_of_the_true_probabilities():
     """Knowing less than the probabilities gives less."""
     opened = open_train(rows=4096, dense_share=0.5)
-    block = opened._made(0)
-    assert opened.best_auc == auc(block.batch.labels.numpy(), block.probabilities)
-    noisy = block.probabilities + np.random.default_rng(0).normal(0, 0.2, 4096)
-    assert auc(block.batch.labels.numpy(), noisy) < opened.best_auc
+    batch, probabilities = opened._made(0)
+    assert opened.best_auc == auc(batch.labels.numpy(), probabilities)
+    noisy = probabilities + np.random.default_rng(0).normal(0, 0.2, 4096)
+    assert auc(batch.labels.numpy(), noisy) < opened.best_auc
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)

@@ -1,11 +1,13 @@
 """What write_parquet writes reads back equal, and nothing is left behind when it fails."""
 
 import errno
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from data_samples import CountedRows, same
+from omegaconf import OmegaConf
 
 from shadowsync import registry
 from shadowsync.data import writer
@@ -13,6 +15,7 @@ from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.parquet import Parquet
 from shadowsync.data.source import Feature, Schema
 from shadowsync.data.synthetic import Synthetic
+from shadowsync.data.writer import yaml_lines
 from shadowsync.errors import DataError, SaveError
 
 
@@ -93,3 +96,11 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SaveError, match="cannot be written"):
         writer.write_parquet(CountedRows(10), tmp_path / "file" / "rows.parquet")
+
+
+def test_the_lines_name_columns_that_yaml_would_take_for_something_else():
+    schema = Schema(("on", "1e3"), (Feature("no", 5, multi_hot=True), Feature('a "b": c', 7, "no")))
+    section = OmegaConf.create(yaml_lines(schema, Path("/rows: 1/ü.parquet"), weighted=True)).data
+    assert section["path"] == "/rows: 1/ü.parquet"
+    assert (section["dense"], section["rows"]) == (["on", "1e3"], {"no": 5, 'a "b": c': 7})
+    assert (section["tables"], section["weights"]) == ({'a "b": c': "no"}, {"no": "no_weights"})

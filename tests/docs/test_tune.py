@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shadowsync.report.history import read_frames
+from shadowsync.report.files import read_frames
 
 pytest.importorskip("ray.tune", reason="examples/tune.py needs Ray: pip install 'shadowsync[ray]'")
 

@@ -10,20 +10,20 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shadowsync.compression.channel import Line
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.embedding.fbgemm_storage import FbgemmStorage
 from shadowsync.embedding.line import EmbeddingLine
+from shadowsync.embedding.routing import NEVER, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
-from shadowsync.embedding.unique_rows import NEVER, UniqueRows
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.models.sequences import VectorGradients
+from shadowsync.models.vectors import VectorGradients
 
 needs_fbgemm = pytest.mark.skipif(
     importlib.util.find_spec("fbgemm_gpu") is None, reason="needs FBGEMM: pip install 'shadowsync[fbgemm]'"
@@ -142,7 +142,7 @@ def client(
     """A client with its servers and the counter of its bytes."""
     held = [EmbeddingServer(shards, storage, optimizer, seed=3) for shards in servers]
     counter = WireCounter()
-    pull, push = (Line(kind, codec or Plain(), counter) for kind in ("pull", "push"))
+    pull, push = (Channel(kind, codec or Plain(), counter) for kind in ("pull", "push"))
     lines = [EmbeddingLine(server, position, pull, push) for position, server in enumerate(held)]
     return EmbeddingClient(tables, features, lines, unique), held, counter
 

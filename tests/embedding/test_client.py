@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.selection import mean_weighted
+from shadowsync.embedding.requests import mean_weighted
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.embedding.torch_storage import TorchStorage

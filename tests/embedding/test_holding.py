@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.holding import RowStep
-from shadowsync.embedding.unique_rows import NEVER, UniqueRows
+from shadowsync.embedding.routing import NEVER, UniqueRows
+from shadowsync.embedding.server import RowStep
 from shadowsync.errors import DataError
 
 ONE = [whole(TABLES)]

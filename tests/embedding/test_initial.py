@@ -9,8 +9,8 @@ from embedding_cases import SGD, STORAGES, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.embedding import initial
-from shadowsync.embedding.initial import ROWS_PER_BLOCK, fill
+from shadowsync.embedding import memory
+from shadowsync.embedding.memory import ROWS_PER_BLOCK, fill
 from shadowsync.embedding.table import Shard
 from shadowsync.memory import pages
 
@@ -33,7 +33,7 @@ def test_any_cut_gives_the_same_rows(edges, dim):
 def test_threads_do_not_change_rows(monkeypatch):
     found = table("t", 3 * ROWS_PER_BLOCK, 4)
     many = rows_of(found, 0, found.rows)
-    monkeypatch.setattr(initial.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(memory.os, "cpu_count", lambda: 1)
     assert torch.equal(rows_of(found, 0, found.rows), many)
 
 

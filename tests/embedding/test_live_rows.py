@@ -8,7 +8,7 @@ import torch
 from embedding_cases import TABLES
 from torch import Tensor
 
-from shadowsync.embedding.live_rows import LiveRows, live_set, live_shard
+from shadowsync.embedding.saves import LiveRows, live_set, live_shard
 from shadowsync.embedding.table import Shard
 
 CHUNK = 3

@@ -23,10 +23,10 @@ from torch import Tensor
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding import copying, watching
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.routing import UniqueRows
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table, shares_of
 from shadowsync.embedding.torch_storage import TorchStorage
-from shadowsync.embedding.unique_rows import UniqueRows
 from shadowsync.errors import CheckpointError, DataError
 
 EACH = pytest.mark.parametrize("storage", STORAGES)
@@ -115,14 +115,20 @@ def test_watches_hear_of_every_row_that_changed(
     assert sum(map(len, wanted.values())) > 20
 
 
-def test_the_word_comes_after_the_change() -> None:
+def test_the_word_comes_before_the_change_so_that_who_dies_in_between_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is made between pushes, so that it has the change."""
+    monkeypatch.setattr(watching, "QUEUED_IDS", 1)
     server, watches = watched()
     weights = server.state()[0].tensors["weight"]
     before, met = weights.clone(), []
-    watches["user 0"].seen = lambda rows: met.append(bool((weights[rows] != before[rows]).all()))  # type: ignore[method-assign]
+    watches["user 0"].seen = lambda rows: met.append(bool((weights[rows] == before[rows]).all()))  # type: ignore[method-assign]
     server.push(Lookup((0,), Jagged(torch.tensor([3, 4]), None, None, 1, 2)), torch.ones(2, 8), 0.1)
-    server.begin_save()
-    assert met == [True]
+    server.step_rows(
+        RowLookup((0,), torch.tensor([server.numbers.starts[0] + 5])),
+        [torch.ones(int(d == 8), d) for d in (4, 6, 8)],
+        0.1,
+    )
+    assert met == [True, True]
 
 
 def test_a_push_that_fails_half_way_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,13 +31,13 @@ from torch import Tensor
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.row_numbers import pack_rows
+from shadowsync.embedding.requests import pack_rows
+from shadowsync.embedding.routing import UniqueChoice, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
-from shadowsync.embedding.unique_rows import UniqueChoice, UniqueRows
 from shadowsync.errors import DataError
-from shadowsync.models.sequences import VectorGradients
+from shadowsync.models.vectors import VectorGradients
 
 EACH = pytest.mark.parametrize("storage", STORAGES)
 BY_NAME = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)

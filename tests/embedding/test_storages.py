@@ -24,11 +24,9 @@ from embedding_cases import (
 from hypothesis import given, settings
 
 from shadowsync.embedding import fbgemm_storage
-from shadowsync.embedding.choose import storage_class
 from shadowsync.embedding.fbgemm_storage import FbgemmStorage
-from shadowsync.embedding.numbering import RowNumbers
-from shadowsync.embedding.storage import RowOptimizer
-from shadowsync.embedding.table import Shard
+from shadowsync.embedding.storage import RowOptimizer, storage_class
+from shadowsync.embedding.table import RowNumbers, Shard
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import ConfigError, MissingExtra
 
@@ -333,7 +331,7 @@ def test_without_fbgemm_auto_is_torch_and_fbgemm_says_what_to_install(monkeypatc
     with pytest.raises(MissingExtra, match=r"pip install 'shadowsync\[fbgemm\]'"):
         FbgemmStorage([], [], SGD, 0)
     monkeypatch.undo()
-    monkeypatch.setattr("shadowsync.embedding.choose.load_operators", _raise_missing)
+    monkeypatch.setattr("shadowsync.embedding.fbgemm_storage.load_operators", _raise_missing)
     assert storage_class("auto") is TorchStorage
 
 

@@ -29,10 +29,10 @@ from hypothesis import strategies as st
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.row_numbers import pack_rows
+from shadowsync.embedding.requests import pack_rows
+from shadowsync.embedding.routing import REQUEST_BYTES, Traffic, UniqueChoice, UniqueRows, choose
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
-from shadowsync.embedding.unique_rows import REQUEST_BYTES, Traffic, UniqueChoice, UniqueRows, choose
 from shadowsync.errors import DataError
 
 EACH = pytest.mark.parametrize("storage", STORAGES)

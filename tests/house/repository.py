@@ -14,7 +14,6 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def name_of(path: Path) -> str:
-    """A path as a test's id."""
     return str(path.relative_to(ROOT))
 
 
@@ -23,9 +22,14 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
+def imports(path: Path) -> Iterator[str]:
     """Dotted names of the modules that are imported, anywhere in the file."""
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -33,9 +37,14 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield node.module or ""
 
 
-def attributes(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def called(path: Path) -> set[str]:
+    """What is called in the file, as it is written."""
+    return {ast.unparse(node.func) for node in nodes_of(path) if isinstance(node, ast.Call)}
+
+
+def attributes(path: Path) -> Iterator[tuple[str, str]]:
     """`(owner, name)` of every attribute that is read; the owner is the last name before the dot, or empty."""
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value
             last = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shadowsync import Job, Result
 from shadowsync.errors import ShadowSyncError
-from shadowsync.report.role_log import read_events
+from shadowsync.report.files import read_events
 
 FEATURES = ("c0", "c1", "many")
 ROWS = 40

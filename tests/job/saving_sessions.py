@@ -9,14 +9,15 @@ import torch
 from job_helpers import Ledger, Witness, beside_own_model, settings, write_rows
 from torch import Tensor
 
-from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.loading import LoadedCheckpoint, written_rows
 from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
 from shadowsync.checkpoint.store import CheckpointStore
-from shadowsync.checkpoint.written import WrittenRows
 from shadowsync.choices import choose_all
+from shadowsync.cluster.context import Material, Own
+from shadowsync.cluster.session import Session
 from shadowsync.config import parse
+from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, RowSet, Table
-from shadowsync.session import Material, Own, Session
 
 DEADLINE_S = 120.0
 MOST_DELTAS = 6
@@ -74,8 +75,20 @@ def save(session: Session, store: CheckpointStore, rows: Sequence[Rows | RowSet]
 
 def tell(session: Session, store: CheckpointStore, name: str, rows: Sequence[Rows | RowSet]) -> None:
     """The servers hear that the checkpoint is written."""
-    with WrittenRows(lambda: store.opened(name)) as written:
+    with written_rows(lambda: store.opened(name)) as written:
         session.rows_saved(rows, written)
+
+
+def servers_of(session: Session) -> Sequence[EmbeddingServer]:
+    """Those of a session in this process."""
+    return session._manager.near_rows()
+
+
+def lose(session: Session, indices: Sequence[int], saved: LoadedCheckpoint | None) -> None:
+    """As when failures are injected: their rows become what is saved, without that the initial ones."""
+    for index in indices:
+        server = servers_of(session)[index]
+        server.lose(None if saved is None else saved.rows_of(server.shards))
 
 
 def never_asked(table: Table, rows: Tensor | range) -> Tensor:

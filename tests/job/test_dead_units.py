@@ -10,7 +10,7 @@ from job_helpers import SMALL_DLRM, settings, write_rows
 from rich.console import Console
 from torch import Tensor, nn
 
-import shadowsync.prediction
+import shadowsync.inference
 from shadowsync import Job
 
 
@@ -50,8 +50,8 @@ def test_a_module_of_ones_own_is_looked_into(tmp_path: Path, trainers: int) -> N
 def test_of_many_test_rows_some_are_looked_at_from_begin_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shadowsync.prediction, "BATCH_SIZE", 4)
-    monkeypatch.setattr(shadowsync.prediction, "WATCHED_ROWS", 20)
+    monkeypatch.setattr(shadowsync.inference, "BATCH_SIZE", 4)
+    monkeypatch.setattr(shadowsync.inference, "WATCHED_ROWS", 20)
     data, test = write_rows(tmp_path / "rows.parquet", 8), write_rows(tmp_path / "test.parquet", 58, 1)
     result = Job(settings(data, test) | {"model": SMALL_DLRM}, out=tmp_path / "out").run()
     assert result.units is not None

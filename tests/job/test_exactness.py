@@ -18,15 +18,17 @@ from torch import Tensor, nn
 
 from shadowsync import Job, Table, Trained
 from shadowsync.choices import choose_all
-from shadowsync.compression.channel import Line
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.config import parse
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.reader import Reader, ReaderOptions
-from shadowsync.embedding.initial import fill
+from shadowsync.embedding.memory import fill
 from shadowsync.embedding.table import Shard
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.sync.group import Averaging, DenseServers, InProcessGroup
+from shadowsync.sync.all_reduce import Averaging
+from shadowsync.sync.dense import DenseServers
+from shadowsync.sync.group import InProcessGroup
 from shadowsync.sync.ma import ModelAveraging
 from shadowsync.training.optimizers import Sgd
 from shadowsync.training.replica import Replica
@@ -268,7 +270,7 @@ def test_replicas_averaged_after_every_step_equal_sgd_on_the_large_batch(tmp_pat
     config = job_config(tmp_path, rows=BATCH * trainers * steps, data={"epochs": 1})
     batches, pool = list(in_order(config)), frozen_rows()
     replicas = [Replica(Tower(), Sgd(), dict.fromkeys(FEATURES, DIM)) for _ in range(trainers)]
-    line = Line("dense", Plain(), WireCounter())
+    line = Channel("dense", Plain(), WireCounter())
     averaging = Averaging(range(trainers), line, contextlib.nullcontext)
     method, no_servers = ModelAveraging(alpha=1.0), DenseServers.split(torch.zeros(1), 1, line)
 

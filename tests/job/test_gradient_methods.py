@@ -34,7 +34,7 @@ from shadowsync.embedding.client import EmbeddingClient, Prepared, Pulled
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.job import train_from_command_line
 from shadowsync.registry import members
-from shadowsync.report.history import read_frames
+from shadowsync.report.files import read_frames
 from shadowsync.training.worker import TrainerLost
 
 METHODS = sorted(members("shadowsync.aggregation", Aggregation))

@@ -152,7 +152,7 @@ def test_predictions_go_to_a_path_given_as_text_as_csv_or_parquet_by_its_name(
     tmp_path: Path, data: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shadowsync.prediction.BATCH_SIZE", 50)
+    monkeypatch.setattr("shadowsync.inference.BATCH_SIZE", 50)
     run(data, tmp_path / "out")
     trained = Trained("out")
     assert [trained.predict(data[1], name) for name in ("p.parquet", "p.csv", "P.CSV")] == [120] * 3
@@ -179,7 +179,7 @@ def test_kept_columns_stand_beside_the_predictions_of_their_rows(
     tmp_path: Path, data: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, ending: str, remote: bool
 ) -> None:
     """Batches end in the midst of slices and at the ends of two files."""
-    monkeypatch.setattr("shadowsync.prediction.BATCH_SIZE", 7)
+    monkeypatch.setattr("shadowsync.inference.BATCH_SIZE", 7)
     monkeypatch.setattr("shadowsync.data.reader._EVALUATION_ROWS", 21)
     run(data, tmp_path / "out")
     rows = pl.read_parquet(data[1]).with_row_index("user_id").with_columns(pl.format("u{}", "user_id").alias("name"))

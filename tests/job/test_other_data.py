@@ -1,5 +1,6 @@
 """A resumed job knows its data again; numbers that nothing can be learnt from are told of, or end the run."""
 
+import dataclasses
 import io
 import json
 import os
@@ -13,8 +14,9 @@ from job_helpers import SMALL_DLRM, error_of, settings, train_counted, write_row
 from rich.console import Console
 
 from shadowsync import Job
+from shadowsync.checkpoint.snapshot import Snapshot
 from shadowsync.errors import CheckpointError, RunError
-from shadowsync.job_state import JobState
+from shadowsync.job_snapshot import take_snapshot
 
 ROWS = 60
 
@@ -80,12 +82,11 @@ def test_moved_data_is_the_same_and_a_finished_run_says_that_nothing_is_left(tmp
 
 
 def test_a_checkpoint_from_before_says_nothing_of_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    new = JobState.builtins
+    def old(*of_the_job: Any) -> Snapshot:
+        new = take_snapshot(*of_the_job)
+        return dataclasses.replace(new, extra={key: value for key, value in new.extra.items() if key != "data"})
 
-    def old(state: JobState) -> dict[str, Any]:
-        return {key: value for key, value in new(state).items() if key != "data"}
-
-    monkeypatch.setattr(JobState, "builtins", old)
+    monkeypatch.setattr("shadowsync.recovery_controller.take_snapshot", old)
     config, out = finished(tmp_path)
     manifest = next((out / "checkpoints").glob("samples-*/manifest.json"))
     assert "data" not in json.loads(manifest.read_text())["body"]["extra"]

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 from shadowsync import Interrupted, Job, Trained
 from shadowsync.checkpoint.files import LocalFiles
+from shadowsync.cluster.session import Session
 from shadowsync.config import merge
 from shadowsync.errors import CheckpointError, ConfigError, SaveError
-from shadowsync.local_session import LocalSession
 
 
 class SignalAt:
@@ -55,12 +55,12 @@ class SignalAt:
     def run(self, job: Job) -> str:
         """Runs a job of which this is the script until the signal; returns what was said."""
 
-        def stop(session: LocalSession) -> None:
+        def stop(session: Session) -> None:
             original(session)
             self.seen.set()
 
-        original = LocalSession.stop
-        with mock.patch.object(LocalSession, "stop", stop):
+        original = Session.stop
+        with mock.patch.object(Session, "stop", stop):
             error = error_of(job.run)
         assert isinstance(error, Interrupted)
         return str(error)
@@ -250,18 +250,18 @@ def test_checkpoints_while_training_are_whole(tmp_path: Path, sync: dict[str, An
     """Saves as often as it can, and goes on from a checkpoint in the middle as `kill -9` would leave it."""
     data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
     train = {"trainers": 2, "workers": 2, "save_every_s": 0.005, "keep": 1000}
-    config = settings(data, data, sync=sync, train=train, data={"epochs": 4})
+    config = settings(data, data, sync=sync, train=train, data={"epochs": 2})
     result, _ = train_counted(config, out)
     found = checkpoints(out)
     assert len(found) == result.recovery.saves >= 2
-    assert [folder.name for folder in found][-1] == "samples-000000000404"
+    assert [folder.name for folder in found][-1] == "samples-000000000202"
     middle = found[len(found) // 2 - 1]
     for other in found[len(found) // 2 :]:
         shutil.rmtree(other)
     resumed, rows = train_counted(config, out, resume=out)
-    assert resumed.data.trained_samples == 404
-    assert rows.total() == 404 - int(middle.name.removeprefix("samples-"))
-    assert max(rows.values()) <= 4
+    assert resumed.data.trained_samples == 202
+    assert rows.total() == 202 - int(middle.name.removeprefix("samples-"))
+    assert max(rows.values()) <= 2
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
@@ -359,14 +359,14 @@ def test_a_second_signal_does_not_wait_for_a_model_that_hangs(tmp_path: Path) ->
             os.kill(os.getpid(), signal.SIGINT)
             released.wait()
 
-    def stop(session: LocalSession) -> None:
+    def stop(session: Session) -> None:
         original(session)
         stopped.set()
 
-    original = LocalSession.stop
+    original = Session.stop
     job = Job(beside_own_model(settings(data)), model=Witness(Ledger()), out=tmp_path / "out", failures=hang)
     try:
-        with mock.patch.object(LocalSession, "stop", stop), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(Session, "stop", stop), pytest.raises(KeyboardInterrupt):
             job.run()
     finally:
         released.set()

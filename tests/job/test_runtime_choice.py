@@ -10,9 +10,9 @@ from rich.console import Console
 from torch import nn
 
 from shadowsync import Job, runtime_choice
+from shadowsync.cluster.context import Own
 from shadowsync.config import parse
 from shadowsync.runtime_choice import Where, where_roles_run, with_runtime
-from shadowsync.session import Own
 
 
 class Locked(nn.Module):

@@ -15,37 +15,35 @@ from saving_sessions import (
     by_table,
     in_memory,
     loaded_rows,
+    lose,
     material,
     never_asked,
     save,
     save_delta,
     save_while_training,
     save_whole,
+    servers_of,
     snapshot,
     tell,
 )
 
 from shadowsync.checkpoint.snapshot import DeltaOf
 from shadowsync.checkpoint.store import CheckpointStore
+from shadowsync.cluster.session import Session
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.errors import CheckpointError
-from shadowsync.local_session import LocalSession
+from shadowsync.runtime.inprocess import InProcess
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread for torch's operators; nothing is flushed to the disk."""
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @contextmanager
-def local(folder: Path, **given: Any) -> Iterator[LocalSession]:
-    with closing(LocalSession(material(folder, **given), lambda _: nullcontext())) as session, session.recorder:
+def local(folder: Path, **given: Any) -> Iterator[Session]:
+    with closing(Session(material(folder, **given), InProcess, lambda _: nullcontext())) as session, session.recorder:
         yield session
 
 
@@ -57,7 +55,7 @@ def copied(server: EmbeddingServer) -> list[dict[str, torch.Tensor]]:
     return [{name: tensor.clone() for name, tensor in part.tensors.items()} for part in server.state()]
 
 
-def trained(session: LocalSession) -> None:
+def trained(session: Session) -> None:
     """To the end."""
     session.start()
     session.finish()
@@ -190,7 +188,7 @@ def test_without_recovery_nothing_is_tracked(tmp_path: Path) -> None:
 
 def test_shares_are_of_rows(tmp_path: Path) -> None:
     with local(tmp_path) as session:
-        held = [sum(shard.rows for shard in server.shards) for server in session.embeddings.servers]
+        held = [sum(shard.rows for shard in server.shards) for server in servers_of(session)]
         assert len(held) == 2
         assert session.row_shares() == tuple(count / 145 for count in held)
 
@@ -201,18 +199,18 @@ def test_lost_servers_take_what_is_saved_while_the_others_keep_theirs(tmp_path: 
         session.start()
         pause.reached()
         name = save_whole(session, store)
-        before = [copied(server) for server in session.embeddings.servers]
+        before = [copied(server) for server in servers_of(session)]
         pause.go()
         session.finish()
-        after = [copied(server) for server in session.embeddings.servers]
-        session.lose([1], store.open(name, session.embeddings.servers[1].shards))
-        now = [copied(server) for server in session.embeddings.servers]
+        after = [copied(server) for server in servers_of(session)]
+        lose(session, [1], store.open(name, servers_of(session)[1].shards))
+        now = [copied(server) for server in servers_of(session)]
         for found, wanted in ((now[0], after[0]), (now[1], before[1])):
             torch.testing.assert_close(found, wanted, rtol=0, atol=0)
         for late, early in zip(after, before, strict=True):
             assert any(not torch.equal(a["weight"], b["weight"]) for a, b in zip(late, early, strict=True))
         changed = session.changed_rows(end_of_round=True)
-        survivor = {(shard.table.name, shard.start) for shard in session.embeddings.servers[0].shards}
+        survivor = {(shard.table.name, shard.start) for shard in servers_of(session)[0].shards}
         assert {(r.table.name, r.start) for r in changed if len(r.tensors["weight"])} <= survivor
 
 
@@ -221,7 +219,7 @@ def test_lost_servers_begin_anew_where_nothing_is_saved(tmp_path: Path, optimize
     with local(tmp_path, embedding={"optimizer": optimizer}) as session:
         fresh = by_table(session.rows())
         trained(session)
-        session.lose([0, 1], None)
+        lose(session, [0, 1], None)
         assert_same(by_table(session.rows()), fresh)
 
 
@@ -234,10 +232,12 @@ def test_servers_are_lost_while_workers_train_and_rows_are_saved(tmp_path: Path)
         losses = 0
         while session.alive() and losses < 6:
             session.reap()
-            session.strike("embedding", [losses % 2]) if losses % 3 else session.lose([losses % 2], store.open(name))
+            session.inject_failure("embedding", [losses % 2]) if losses % 3 else lose(
+                session, [losses % 2], store.open(name)
+            )
             losses += 1
             rows = session.changed_rows(end_of_round=True)
-            session.lose([1], store.open(name))
+            lose(session, [1], store.open(name))
             name = save(session, store, rows, DeltaOf(name, True))
         session.finish()
         name = save_delta(session, store, name)
@@ -251,4 +251,4 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     with local(tmp_path, embedding={"optimizer": "sgd"}) as session:
         name = save_whole(session, store)
     with local(tmp_path) as session, pytest.raises(CheckpointError, match="resume with the optimizer"):
-        session.lose([0], store.open(name))
+        lose(session, [0], store.open(name))

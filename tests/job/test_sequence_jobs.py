@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from shadowsync import Job, Table, Trained
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.initial import fill
+from shadowsync.embedding.memory import fill
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import ConfigError
 from shadowsync.metrics.quality import evaluate_scores
 from shadowsync.models.din import Din
 from shadowsync.models.model import SequenceInput
-from shadowsync.models.sequences import JaggedVectors
+from shadowsync.models.vectors import JaggedVectors
 
 DIN = {"name": "din", "attention": [8], "deep": [8]}
 DIEN = {"name": "dien", "deep": [8], "steps": 3, "auxiliary": 0.5}

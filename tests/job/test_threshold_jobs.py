@@ -15,7 +15,7 @@ from test_resume import SignalAt
 from shadowsync import Job
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import ConfigError, NonFiniteTensor
-from shadowsync.report.history import read_frames
+from shadowsync.report.files import read_frames
 from shadowsync.training.replica import WorkerModule
 
 EVERYTHING = {"name": "threshold", "keep": 1.0}

@@ -1,5 +1,6 @@
 """Memory that processes have in common: seen by all, kept when they are killed, gone with the last of them."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import torch
 
 from shadowsync.errors import ConfigError, RunError
 from shadowsync.memory import shared
+from shadowsync.memory.pages import limits_of_groups
 from shadowsync.memory.shared import FileGate, SharedMemory, bytes_of, can_share
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="needs memory files and /proc, as Linux has them")
@@ -163,3 +165,40 @@ def test_a_thread_that_ends_leaves_no_handle_open(memory: SharedMemory) -> None:
         thread.start()
         thread.join()
     assert handles() <= before + 1
+
+
+def test_who_wants_to_be_alone_gets_a_turn_however_many_go_through(memory: SharedMemory) -> None:
+    """Eight of them overlap all the time, so that without a turnstile there would be no moment with nobody inside."""
+    gate, over, inside, pause = FileGate(memory), threading.Event(), threading.Semaphore(0), threading.Event()
+
+    def goes_through() -> None:
+        while not over.is_set():
+            with gate:
+                inside.release()
+                pause.wait(0.005)
+
+    threads = [threading.Thread(target=goes_through) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in range(16):
+        assert inside.acquire(timeout=DEADLINE_S)
+    turns = 0
+    with contextlib.ExitStack() as ends:
+        ends.callback(over.set)
+        for _ in range(20):
+            with gate.alone():
+                turns += 1
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert turns == 20
+
+
+def test_the_limits_of_all_groups_around_this_process_count(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("12:cpu,memory:/slurm/job_7\n3:pids:/user\n0::/user.slice/run-1\n")
+    groups = tmp_path / "sys/fs/cgroup"
+    found = {path.relative_to(groups).as_posix() for path in limits_of_groups(tmp_path)}
+    assert found == {
+        *(f"{place}memory.max" for place in ("", "user.slice/", "user.slice/run-1/")),
+        *(f"memory/{place}memory.limit_in_bytes" for place in ("", "slurm/", "slurm/job_7/")),
+    }

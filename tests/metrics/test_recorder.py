@@ -9,10 +9,15 @@ import torch
 
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import evaluate_scores
-from shadowsync.metrics.rates import average_sync_gap, example_level_parallelism, rate
-from shadowsync.metrics.recorder import JobCounts, Recorder
-from shadowsync.metrics.steps import GlobalSteps
-from shadowsync.metrics.toll import Toll
+from shadowsync.metrics.recorder import (
+    GlobalSteps,
+    JobCounts,
+    Recorder,
+    RecoveryStats,
+    average_sync_gap,
+    example_level_parallelism,
+    rate,
+)
 
 LOGITS = torch.tensor([-2.0, 0.5, 1.0, -1.0])
 LABELS = torch.tensor([0.0, 1.0, 1.0, 0.0])
@@ -45,7 +50,7 @@ def test_frames_rates_are_over_the_interval() -> None:
     clock = HandClock()
     recorder = Recorder(2, 10, clock)
     steps(recorder, clock, [0, 1, 0, 0])  # at 100 … 103, now 104
-    first = recorder.frame(JobCounts(total_samples=80, sync_count=2, wire_bytes={"pull": 7}, saves=1))
+    first = recorder.frame(JobCounts(total_samples=80, sync_count=2, wire={"bytes": {"pull": 7}}, saves=1))
     steps(recorder, clock, [1, 1])
     second = recorder.frame(JobCounts(total_samples=80, sync_count=3, replica_distance=0.1))
     assert (first.seconds, first.samples, first.eps, first.eps_per_trainer) == (4.0, 16, 4.0, (3.0, 1.0))
@@ -56,10 +61,10 @@ def test_frames_rates_are_over_the_interval() -> None:
     assert second.auc == 1.0
 
 
-def test_a_frame_holds_the_toll_of_failures_and_leaves_out_what_there_is_not() -> None:
+def test_a_frame_holds_what_failures_have_cost_and_leaves_out_what_there_is_not() -> None:
     recorder = Recorder(1, 10, HandClock())
-    toll = Toll(pls=0.0, target_pls=0.1, seconds={"save": 1.5}, emulated_job_s=7200.0)
-    frame = recorder.frame(JobCounts(total_samples=8, toll=toll))
+    stats = RecoveryStats(pls=0.0, target_pls=0.1, seconds={"save": 1.5}, emulated_job_s=7200.0)
+    frame = recorder.frame(JobCounts(total_samples=8, recovery=stats))
     assert (frame.pls, frame.target_pls, frame.recovery_seconds, frame.emulated_job_s) == (
         0.0,
         0.1,
@@ -128,9 +133,9 @@ def test_every_step_of_many_threads_is_counted() -> None:
             worker.join()
     assert recorder.samples == 6 * 400 * 5
     assert list(recorder.iterations()) == [800, 800, 800]
-    assert recorder.quality.samples == 12_000
+    assert recorder.quality.lifetime.count == 12_000
     assert recorder.unmeasured == 0
-    assert recorder.quality.calibration == pytest.approx(0.5 / 0.4)
+    assert recorder.quality.lifetime.calibration == pytest.approx(0.5 / 0.4)
     assert [frame.samples for frame in frames] == sorted(frame.samples for frame in frames)
 
 
@@ -154,17 +159,17 @@ def test_a_full_backlog_counts_without_measuring() -> None:
     for _ in range(5):
         recorder.record(0, LOGITS, LABELS)
     assert recorder.samples == 20
-    assert recorder.quality.samples == 8
+    assert recorder.quality.lifetime.count == 8
     assert recorder.unmeasured == 12
     recorder.record(0, LOGITS, LABELS)
-    assert recorder.quality.samples == 12
+    assert recorder.quality.lifetime.count == 12
 
 
 def test_record_keeps_no_graph() -> None:
     recorder = Recorder(1, 10)
     logits = torch.zeros(2, requires_grad=True) * 2
     recorder.record(0, logits, torch.tensor([0.0, 1.0]))
-    assert recorder.quality.logloss == pytest.approx(0.6931, abs=1e-4)
+    assert recorder.quality.lifetime.logloss == pytest.approx(0.6931, abs=1e-4)
 
 
 def test_a_resumed_job_goes_on_where_it_was() -> None:
@@ -186,7 +191,7 @@ def test_a_resumed_job_goes_on_where_it_was() -> None:
     speed = second.speed()
     assert (speed.samples, speed.iterations, speed.seconds) == (28, 7, 5.0)
     assert speed.eps == (12 + 8) / 5.0  # the first step of each start only starts the clock
-    assert second.quality.samples == 28
+    assert second.quality.lifetime.count == 28
 
 
 @pytest.mark.parametrize(
@@ -227,9 +232,7 @@ def test_rates() -> None:
 def test_the_share_that_crosses_is_that_of_the_interval() -> None:
     recorder = Recorder(1, 10, HandClock())
     for elements, kept, share in ((100, 5, 0.05), (100, 5, None), (300, 25, 0.1)):
-        counts = JobCounts(
-            total_samples=8, wire_elements={"push": elements}, wire_kept={"push": kept}, wire_refreshes={"push": 2}
-        )
+        counts = JobCounts(8, wire={"elements": {"push": elements}, "kept": {"push": kept}, "refreshes": {"push": 2}})
         frame = recorder.frame(counts)
         assert frame.wire_kept_share == ({} if share is None else {"push": share})
         assert frame.wire_refreshes == {"push": 2}
@@ -238,7 +241,7 @@ def test_the_share_that_crosses_is_that_of_the_interval() -> None:
 def test_a_frame_says_what_it_is_told_of_the_cluster() -> None:
     counts = JobCounts(
         total_samples=8,
-        wire_raw_bytes={"pull": 9},
+        wire={"raw_bytes": {"pull": 9}},
         checkpointing=True,
         failures=2,
         roles={"trainer-0": "dead"},
@@ -326,7 +329,7 @@ def test_going_back_gives_back_samples_and_quality_but_no_time() -> None:
     assert frame.eps == pytest.approx(8 / 3)
     assert frame.sync_gap == 2.0
     assert frame.loss == pytest.approx(evaluate_scores(LOGITS, LABELS).logloss)
-    assert recorder.quality.samples == 20
+    assert recorder.quality.lifetime.count == 20
     assert recorder.unmeasured == 0
     speed = recorder.speed()
     assert (speed.samples, speed.iterations, speed.seconds) == (20, 5, 8.0)
@@ -344,4 +347,4 @@ def test_a_run_that_went_back_is_saved_and_resumed() -> None:
     resumed = Recorder(1, 10, clock)
     resumed.restore(json.loads(json.dumps(recorder.state())))
     assert resumed.samples == 12
-    assert resumed.quality.samples == 12
+    assert resumed.quality.lifetime.count == 12

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.metrics.roles import Happening, RoleEvent, RoleState, Span, role_order, spans, state_after
+from shadowsync.metrics.roles import Event, RoleEvent, RoleState, Span, role_order, spans, state_after
 
 DEATH = [
     RoleEvent(0.0, "embedding-1", "alive"),
@@ -61,20 +61,20 @@ def test_roles_stand_as_a_batch_meets_them() -> None:
     assert list(spans(events, 1.0)) == expected
 
 
-@pytest.mark.parametrize("event", get_args(Happening))
+@pytest.mark.parametrize("event", get_args(Event))
 @pytest.mark.parametrize("state", [None, *get_args(RoleState)])
-def test_every_event_leads_to_a_state(state: RoleState | None, event: Happening) -> None:
+def test_every_event_leads_to_a_state(state: RoleState | None, event: Event) -> None:
     assert state_after(state, event) in get_args(RoleState)
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 3), st.sampled_from(["trainer-0", "dense-1"]), st.sampled_from(get_args(Happening))),
+        st.tuples(st.integers(0, 3), st.sampled_from(["trainer-0", "dense-1"]), st.sampled_from(get_args(Event))),
         max_size=12,
     )
 )
-def test_spans_follow_each_other_and_end_in_the_last_state(steps: list[tuple[int, str, Happening]]) -> None:
+def test_spans_follow_each_other_and_end_in_the_last_state(steps: list[tuple[int, str, Event]]) -> None:
     now, events = 0.0, []
     for passed, role, event in steps:
         now += passed

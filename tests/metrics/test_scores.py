@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
-from shadowsync.metrics.quality import evaluate_scores
-from shadowsync.metrics.scores import entropy, normalized_entropy
+from shadowsync.metrics.quality import entropy, evaluate_scores, normalized_entropy
 
 LOGITS = st.lists(st.tuples(st.integers(-60, 60), st.booleans()), min_size=1, max_size=60)
 

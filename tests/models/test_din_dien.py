@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from shadowsync.errors import ConfigError
-from shadowsync.models.auxiliary import with_loss
-from shadowsync.models.dien import Dien, InterestEvolution, Recurrence, next_behaviour_loss
+from shadowsync.models.dien import Dien, InterestEvolution, Recurrence, next_behaviour_loss, with_loss
 from shadowsync.models.din import ActivationUnit, Din
 from shadowsync.models.model import ModelSpec, SequenceInput
-from shadowsync.models.pooled import Pooled
-from shadowsync.models.sequences import JaggedVectors
+from shadowsync.models.vectors import JaggedVectors, Pooled
 from shadowsync.registry import build
 
 DIMS = {"user": 4, "item": 4, "shop": 4, "day": 2}

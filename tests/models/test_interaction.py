@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shadowsync.models.interaction import DotInteraction
+from shadowsync.models.dlrm import DotInteraction
 
 
 def naive(flat: Tensor, vectors: int) -> Tensor:

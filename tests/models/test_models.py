@@ -1,5 +1,6 @@
 """One conformance test that every model passes, and what is particular to each. `B` samples, `N` dense columns."""
 
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -13,8 +14,7 @@ from shadowsync.models.dien import Dien
 from shadowsync.models.din import Din
 from shadowsync.models.dlrm import Dlrm
 from shadowsync.models.model import ModelSpec, SequenceInput
-from shadowsync.models.pooled import Pooled
-from shadowsync.models.sequences import JaggedVectors
+from shadowsync.models.vectors import JaggedVectors, Pooled
 from shadowsync.registry import build, members
 
 EQUAL_DIMS = {"user": 4, "item": 4, "shop": 4}
@@ -37,6 +37,15 @@ SPECS = {
 
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 every_width = pytest.mark.parametrize("dense_columns", [0, 1, 3])
+
+
+@every_spec
+def test_asking_for_its_shapes_does_not_load_torchs_compiler(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a second of every process that begins."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    with torch.device("meta"):
+        module = spec.build(2, EQUAL_DIMS, sequences_for(spec))
+    assert all(parameter.is_meta for parameter in module.parameters())
 
 
 def takes_sequences(spec: ModelSpec) -> bool:

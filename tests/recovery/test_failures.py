@@ -17,7 +17,7 @@ QUICK = settings(max_examples=40, deadline=None)
 
 def first(text: str, count: int) -> list[Failure]:
     (part,) = parse_schedule(text).parts
-    return list(islice(part.failures(ROLES), count))
+    return list(islice(part.failures(ROLES[part.kind]), count))
 
 
 def test_a_schedule_says_all_it_has_to() -> None:
@@ -72,7 +72,7 @@ def test_a_seed_decides_who_fails_at_fixed_times() -> None:
 @given(st.integers(1, 40), st.floats(0.01, 1.0), st.integers(0, 99))
 def test_a_share_fails_at_once(number: int, share: float, seed: int) -> None:
     (part,) = parse_schedule(f"at:1,share={share},seed={seed}").parts
-    (failure,) = part.failures({"embedding": number})
+    (failure,) = part.failures(number)
     assert len(set(failure.indices)) == len(failure.indices)
     assert list(failure.indices) == sorted(failure.indices)
     assert 0 <= failure.indices[0] <= failure.indices[-1] < number

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shadowsync.recovery import largest as largest_module
-from shadowsync.recovery.dirty import DirtyRows
-from shadowsync.recovery.largest import largest
-from shadowsync.recovery.priority import RowPriority, Tracker
+from shadowsync.recovery.priority import RowPriority, Tracker, largest
 from shadowsync.recovery.priority_ssu import PERIOD
 from shadowsync.registry import members
 
@@ -334,7 +331,7 @@ def test_ssu_gives_the_same_with_the_same_seed() -> None:
 def test_the_largest_are_those_of_a_sort(values: list[int], count: int, first: int, chunk: int) -> None:
     array = np.array(values, np.int32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(largest_module, "CHUNK", chunk)
+        patch.setattr("shadowsync.recovery.priority.CHUNK", chunk)
         found = [largest(kind, count, first % len(values)) for kind in (array, array.astype(np.float32))]
     for positions, kind in zip(found, (array, array.astype(np.float32)), strict=True):
         assert positions.tolist() == sorted(set(positions.tolist()))
@@ -346,61 +343,40 @@ def test_the_largest_are_those_of_a_sort(values: list[int], count: int, first: i
     assert sorted((p - first) % len(values) for p in equal) == sorted(offered)[: len(equal)]
 
 
-def test_every_change_is_in_the_next_checkpoint() -> None:
-    dirty = DirtyRows(torch.zeros(ROWS, dtype=torch.uint8))
-    assert dirty.bytes == ROWS
-    dirty.seen(torch.tensor([5, 5, 3]))
-    assert dirty.take(10).tolist() == [3, 5]
-    dirty.seen(torch.tensor([5, 9]))
-    assert dirty.take(20).tolist() == [3, 5, 9], "the save of 10 is not confirmed"
-    dirty.confirm(10)
-    assert dirty.take(30).tolist() == [5, 9], "what changed since 10"
-    dirty.confirm(30)
-    assert dirty.take(40).tolist() == []
-    assert dirty.bytes == ROWS
-    with pytest.raises(ValueError, match="version 40 is taken after version 40"):
-        dirty.take(40)
-    for wrong in (ROWS, -1):
-        with pytest.raises(IndexError, match=f"row {wrong} is not"):
-            dirty.seen(torch.tensor([1, wrong]))
-    assert dirty.take(50).tolist() == []
-
-
-def test_saves_that_are_never_confirmed_take_no_more_memory_than_one() -> None:
-    dirty = DirtyRows(torch.zeros(ROWS, dtype=torch.uint8))
-    for version in range(100):
-        dirty.seen(torch.tensor([version % 3, 7]))
-        assert dirty.take(version).tolist() == sorted({7, *(earlier % 3 for earlier in range(version + 1))})
-        assert dirty.bytes <= ROWS + 8 * 4
-    dirty.confirm(98)
-    assert dirty.bytes == ROWS + 8 * 2
-    assert dirty.take(100).tolist() == [0, 7]
+def test_all_holds_a_rows_number_once_however_many_saves_fail() -> None:
+    tracker, weights = made("all")
+    for n in range(100):
+        push(tracker, weights, [n % 3, 7])
+        assert tracker.pick(1, weights).tolist() == sorted({7, *(earlier % 3 for earlier in range(n + 1))})
+    tracker.saved(torch.tensor([7]), None)
+    assert tracker.pick(1, weights).tolist() == []
 
 
 def test_rows_loaded_while_nothing_changed_but_a_save_began_are_in_the_next() -> None:
-    dirty = DirtyRows(torch.zeros(ROWS, dtype=torch.uint8))
-    dirty.take(1)
-    dirty.loaded(torch.tensor([4]))
-    dirty.confirm(1)
-    assert dirty.take(2).tolist() == [4], "a whole save may hold what it was changed to meanwhile"
-    dirty.confirm(2)
-    dirty.loaded(torch.tensor([4]))
-    assert dirty.take(3).tolist() == []
+    tracker, weights = made("all")
+    tracker.begin()
+    tracker.loaded(torch.tensor([4]), weights[[4]])
+    tracker.saved(torch.arange(ROWS), None)
+    assert tracker.pick(1, weights).tolist() == [4], "a whole save may hold what it was changed to meanwhile"
+    tracker.saved(torch.tensor([4]), None)
+    tracker.loaded(torch.tensor([4]), weights[[4]])
+    assert tracker.pick(1, weights).tolist() == []
 
 
-@given(st.lists(st.one_of(st.lists(st.integers(0, 9), min_size=1), st.just("take"), st.just("confirm")), max_size=25))
+@given(st.lists(st.one_of(st.lists(st.integers(0, 9), min_size=1), st.just("pick"), st.just("saved")), max_size=25))
 @settings(deadline=None, max_examples=60, derandomize=True)
 def test_marks_equal_a_plain_history(events: list[list[int] | str]) -> None:
-    """Each take holds exactly the rows changed after the newest confirmed take."""
-    dirty, changed, taken, confirmed = DirtyRows(torch.zeros(10, dtype=torch.uint8)), [set[int]()], 0, 0
+    """Each pick holds exactly the rows changed after the newest pick that was reported as saved."""
+    tracker, weights = made("all", rows=10)
+    changed, picked, confirmed = [set[int]()], 0, 0
     for event in events:
         if isinstance(event, list):
-            dirty.seen(torch.tensor(event))
+            tracker.seen(torch.tensor(event))
             changed[-1] |= set(event)
-        elif event == "take":
-            assert dirty.take(taken + 1).tolist() == sorted(set().union(*changed[confirmed:]))
-            taken += 1
+        elif event == "pick":
+            assert tracker.pick(1, weights).tolist() == sorted(set().union(*changed[confirmed:]))
+            picked += 1
             changed.append(set())
         else:
-            confirmed = taken
-            dirty.confirm(confirmed)
+            confirmed = picked
+            tracker.saved(torch.tensor([0]), None)

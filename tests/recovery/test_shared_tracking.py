@@ -14,8 +14,7 @@ from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.memory.shared import SharedMemory, bytes_of, can_share
-from shadowsync.recovery.settings import recovery_settings
-from shadowsync.recovery.tracking import RowTracking, row_tracking
+from shadowsync.recovery.settings import RowTracking, recovery_settings, row_tracking
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="needs memory files and /proc, as Linux has them")
 ADAGRAD = RowOptimizer("rowwise_adagrad", 0.01, 0.9, 0.999)

@@ -12,7 +12,6 @@ from shadowsync.config import Config
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import evaluate_scores
 from shadowsync.metrics.roles import RoleEvent
-from shadowsync.report.machine import machine, versions
 from shadowsync.report.result import (
     Aggregation,
     Data,
@@ -24,6 +23,8 @@ from shadowsync.report.result import (
     Throughput,
     Train,
     Wire,
+    machine,
+    versions,
 )
 
 TOTAL = 1_270_000

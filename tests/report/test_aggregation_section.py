@@ -18,11 +18,10 @@ from shadowsync.metrics.frame import Frame
 from shadowsync.report.aggregation_section import histogram
 from shadowsync.report.aggregation_section import make_aggregation as make_section
 from shadowsync.report.compare import Run, columns_of, compare
+from shadowsync.report.measures import key_numbers
 from shadowsync.report.page import render_page
-from shadowsync.report.recovery_section import make_recovery
+from shadowsync.report.recovery_section import make_recovery, make_timeline
 from shadowsync.report.result import Aggregation, Result
-from shadowsync.report.summary import key_numbers
-from shadowsync.report.timeline import make_timeline
 
 TITLES = ["Staleness", "Dropped gradients", "Mode over time", "Step time of the workers", "Mean step time by worker"]
 
@@ -139,11 +138,11 @@ def test_the_terminal_s_table_names_the_method() -> None:
 
 def test_the_comparison_names_the_methods() -> None:
     runs = [Run("a", make_result(2), []), Run("b", make_gradient_result(), [])]
-    names = [column.name for column in columns_of(runs)]
+    names = columns_of(runs)
     cells = [dict(zip(names, (cell.text for cell in row), strict=True)) for row in compare(runs)]
     assert [row["method"] for row in cells] == ["easgd", "auto"]
-    assert [row["dropped"] for row in cells] == ["—", "100"]
-    assert "dropped" not in [column.name for column in columns_of(runs[:1])]
+    assert [row["dropped_gradients"] for row in cells] == ["—", "100"]
+    assert "dropped_gradients" not in columns_of(runs[:1])
 
 
 def test_frames_are_read_as_they_were_written_and_older_ones_too() -> None:

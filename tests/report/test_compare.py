@@ -1,6 +1,7 @@
 """Making pages again from what a run wrote, and comparing runs."""
 
 import io
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,15 @@ from shadowsync.report.compare import (
     render_comparison,
     write_comparison,
 )
-from shadowsync.report.history import History
+from shadowsync.report.files import write_events, write_frames
 from shadowsync.report.page import render_page
 from shadowsync.report.result import Data, Result, Throughput, write_result
-from shadowsync.report.role_log import RoleLog
 
 
 def save(folder: Path, result: Result, frames: list[Frame]) -> Path:
     folder.mkdir(parents=True)
     write_result(folder, result)
-    with History(folder) as history:
+    with closing(write_frames(folder)) as history:
         for frame in frames:
             history.append(frame)
     return folder
@@ -47,7 +47,7 @@ def test_a_page_is_made_again_as_it_was(tmp_path: Path) -> None:
 
 def test_a_page_is_made_again_with_its_timeline(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", make_result(), make_frames(6))
-    with RoleLog(folder) as log:
+    with closing(write_events(folder)) as log:
         for event in make_events():
             log.append(event)
     remake_page(folder, tmp_path / "page.html")
@@ -57,7 +57,7 @@ def test_a_page_is_made_again_with_its_timeline(tmp_path: Path) -> None:
 def test_emulated_runs_are_labelled_and_win_nothing_by_speed() -> None:
     fast = Throughput(seconds=3.0, eps=90_000.0, elp=512, eps_per_trainer=(90_000.0,), emulated_step_ms=5.0)
     pair = [Run("real", make_result(1), make_frames(5)), Run("fake", make_result(1, throughput=fast), make_frames(5))]
-    eps = [column.name for column in COLUMNS].index("examples/s")
+    eps = list(COLUMNS.values()).index("examples/s")
     assert [row[eps].best for row in compare(pair)] == [False, False]
     assert [row[eps].best for row in compare([pair[1], Run("slow", with_eps(fast, 9.0), [])])] == [True, False]
     assert "fake (emulated)</th>" in render_comparison(pair)
@@ -99,7 +99,7 @@ def runs() -> list[Run]:
 
 
 def test_the_best_of_each_column_is_marked() -> None:
-    names = [column.name for column in COLUMNS]
+    names = list(COLUMNS.values())
     cells = compare(runs())
     auc, ne, eps = (names.index(name) for name in ("test AUC", "test NE", "examples/s"))
     assert [row[auc].best for row in cells] == [False, True, False]
@@ -109,12 +109,12 @@ def test_the_best_of_each_column_is_marked() -> None:
 
 
 def test_recovery_is_compared_where_some_run_recovers() -> None:
-    names = [column.name for column in columns_of(runs())]
+    names = [COLUMNS[key] for key in columns_of(runs())]
     assert not {"recovery", "lost samples (PLS)"} & set(names)
     idle = make_recovery_result(mode="none", failures=0, pls=0.0)
     partial = Run("partial", make_result(3, recovery=make_recovery_result()), [])
     several = [runs()[0], partial, Run("idle", make_result(recovery=idle), [])]
-    assert [column.name for column in columns_of(several)] == [*names, "recovery", "lost samples (PLS)"]
+    assert [COLUMNS[key] for key in columns_of(several)] == [*names, "recovery", "lost samples (PLS)"]
     told = [[cell.text for cell in cells[-2:]] for cells in compare(several)]
     assert told == [["—", "—"], ["partial", "0.0630"], ["—", "—"]]
     assert not any(cell.best for cells in compare([partial, runs()[0]]) for cell in cells[-2:])

@@ -4,10 +4,12 @@ from collections import Counter
 from typing import Any, cast
 
 import msgspec
-from fake_runs import make_frames
+from fake_runs import make_frames, make_gradient_result, make_recovery_result, make_result
 
 from shadowsync.metrics.frame import Frame
+from shadowsync.report.compare import COLUMNS
 from shadowsync.report.measures import MEASURES, figures, scalars
+from shadowsync.report.result import Computing
 
 
 class Watched:
@@ -24,12 +26,28 @@ class Watched:
 def test_every_field_of_a_frame_is_shown_somewhere() -> None:
     watched = Watched(make_frames(1)[0])
     for measure in MEASURES:
-        measure.read(cast("Frame", watched))
+        if measure.live is not None:
+            measure.live(cast("Frame", watched))
     assert watched.asked == {field.name for field in msgspec.structs.fields(Frame)}
 
 
+def test_every_measure_of_a_result_is_read_from_where_it_is() -> None:
+    for result in (
+        make_gradient_result(recovery=make_recovery_result()),
+        make_result(computing=Computing("bf16", "torch")),
+    ):
+        for measure in MEASURES:
+            if measure.final is not None:
+                measure.final.value(result)
+                assert all(row.name and row.value for row in measure.final.key_numbers(result))
+
+
+def test_what_the_comparison_shows_is_measured() -> None:
+    assert set(COLUMNS) <= {measure.key for measure in MEASURES if measure.final is not None}
+
+
 def test_no_name_or_tag_stands_twice() -> None:
-    for names in ([m.name for m in MEASURES if m.name], [m.tag for m in MEASURES if m.tag]):
+    for names in ([m.key for m in MEASURES if m.key], [m.tag for m in MEASURES if m.tag]):
         assert max(Counter(names).values()) == 1
     tags = [tag for frame in make_frames(3) for tag in [tag for tag, _ in scalars(frame)]]
     assert tags

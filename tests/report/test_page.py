@@ -14,12 +14,11 @@ import pytest
 from fake_runs import make_events, make_frames, make_result, make_test
 
 from shadowsync.errors import SaveError
-from shadowsync.metrics.scores import CurvePoint
-from shadowsync.report.canvas import Axis
+from shadowsync.metrics.quality import CurvePoint
+from shadowsync.report.charts import SECONDS, curve, kept, steady
 from shadowsync.report.page import flat, headlines, render_page, write_page
-from shadowsync.report.plots import Bar, Chart, Line, bar_chart, line_chart, spread
+from shadowsync.report.plots import Axis, Bar, Line, bar_chart, line_chart, spread
 from shadowsync.report.result import Throughput, Wire
-from shadowsync.report.series import curve, kept, steady
 
 
 class Page(HTMLParser):
@@ -160,9 +159,7 @@ def test_everything_is_escaped() -> None:
 
 
 def test_dollar_signs_are_no_formulas() -> None:
-    assert "$x_1$ \\frac" in line_chart(
-        Chart("money", Axis("$x$"), Axis("y"), [Line([1.0, 2.0], [1.0, 2.0], "$x_1$ \\frac")])
-    )
+    assert "$x_1$ \\frac" in line_chart("money", Axis("$x$"), Axis("y"), [Line([1.0, 2.0], [1.0, 2.0], "$x_1$ \\frac")])
 
 
 def test_headlines_say_it_in_words() -> None:
@@ -190,7 +187,7 @@ def test_configuration_is_written_as_overrides() -> None:
 
 def test_long_runs_are_averaged_into_few_points() -> None:
     frames = make_frames(1_000)
-    x, y = curve(frames, lambda f: f.seconds, lambda f: f.eps, points=250)
+    x, y = curve(frames, SECONDS, lambda f: f.eps, points=250)
     assert len(x) == len(y) == 250
     assert (x[0], x[-1]) == (4.0, 1_000.0)
     assert sum(y) / 250 == pytest.approx(sum(f.eps for f in frames) / 1_000)
@@ -211,7 +208,7 @@ def test_labels_are_moved_apart(heights: list[float]) -> None:
 
 
 def test_bars_of_nothing() -> None:
-    assert "0 bytes" in bar_chart([Bar("pull", 0.0)], "nothing", Axis("bytes", lambda value: f"{value:.0f} bytes"))
+    assert "0 bytes" in bar_chart("nothing", [Bar("pull", 0.0)], Axis("bytes", lambda value: f"{value:.0f} bytes"))
 
 
 def test_the_same_run_makes_the_same_page() -> None:

@@ -7,11 +7,9 @@ import pytest
 from fake_runs import make_frames, make_result, make_test
 from rich.console import Console
 
-from shadowsync.report.progress import Progress, final_table, progress_line
+from shadowsync.report.measures import key_numbers
+from shadowsync.report.progress import TERMS, Progress, final_table, progress_line, trainer_speeds
 from shadowsync.report.result import Computing, Data, Recovery, RecoverySeconds
-from shadowsync.report.summary import key_numbers
-from shadowsync.report.trainer_words import trainer_speeds
-from shadowsync.report.words import TERMS
 
 
 def console(*, terminal: bool, width: int = 120) -> Console:

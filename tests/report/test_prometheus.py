@@ -14,9 +14,10 @@ import pytest
 from fake_runs import make_frames, make_result
 from rich.console import Console
 
+from shadowsync.config import ReportConfig
 from shadowsync.errors import ConfigError
 from shadowsync.metrics.frame import Frame
-from shadowsync.report.reporter import Outputs, Reporter
+from shadowsync.report.reporter import Reporter
 
 prometheus = pytest.importorskip("shadowsync.report.prometheus", reason="needs prometheus-client")
 parser = pytest.importorskip("prometheus_client.parser", reason="needs prometheus-client")
@@ -169,7 +170,7 @@ def test_who_connects_and_says_nothing_or_hangs_up_disturbs_nobody() -> None:
 
 def test_the_reporter_opens_it_if_asked(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=120)
-    outputs = Outputs(tensorboard=False, html=False, prometheus_port=0, prometheus_host="127.0.0.1")
+    outputs = ReportConfig(tensorboard=False, html=False, prometheus_port=0, prometheus_host="127.0.0.1")
     with Reporter(tmp_path, console, outputs) as reporter:
         frame = full_frame()
         reporter.show(frame)
@@ -183,7 +184,7 @@ def test_the_reporter_opens_it_if_asked(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_leaves_nothing_behind(tmp_path: Path) -> None:
     with prometheus.Endpoint(0, "127.0.0.1") as endpoint:
-        outputs = Outputs(prometheus_port=endpoint.port, prometheus_host="127.0.0.1")
+        outputs = ReportConfig(prometheus_port=endpoint.port, prometheus_host="127.0.0.1")
         with pytest.raises(ConfigError):
             Reporter(tmp_path, Console(file=io.StringIO()), outputs).__enter__()
     assert list(tmp_path.iterdir()) == []

@@ -8,9 +8,8 @@ from fake_runs import make_decisions, make_events, make_failing_frames, make_fra
 
 from shadowsync.metrics.roles import RoleEvent
 from shadowsync.report.page import render_page
-from shadowsync.report.recovery_section import RecoverySection, make_recovery
+from shadowsync.report.recovery_section import RecoverySection, make_recovery, make_timeline
 from shadowsync.report.result import Recovery, RecoverySeconds, Wire
-from shadowsync.report.timeline import make_timeline
 
 NOTHING = RecoverySeconds(save=0.0, load=0.0, lost=0.0, wait=0.0)
 

@@ -7,12 +7,12 @@ import pytest
 from fake_runs import make_events, make_frames, make_result
 from rich.console import Console
 
+from shadowsync.config import ReportConfig
 from shadowsync.errors import SaveError
-from shadowsync.report.history import frames_until, read_frames
+from shadowsync.report.files import frames_until, read_events, read_frames
 from shadowsync.report.page import render_page
-from shadowsync.report.reporter import Outputs, Reporter
+from shadowsync.report.reporter import Reporter
 from shadowsync.report.result import read_result
-from shadowsync.report.role_log import read_events
 
 
 def screen() -> Console:
@@ -25,7 +25,7 @@ def files(folder: Path) -> list[str]:
 
 def test_a_run_leaves_everything_behind(tmp_path: Path) -> None:
     console, frames = screen(), make_frames(4)
-    with Reporter(tmp_path, console, Outputs()) as reporter:
+    with Reporter(tmp_path, console, ReportConfig()) as reporter:
         for frame in frames:
             reporter.show(frame)
         written = reporter.finish(make_result())
@@ -38,7 +38,7 @@ def test_a_run_leaves_everything_behind(tmp_path: Path) -> None:
 
 
 def test_outputs_can_be_left_out(tmp_path: Path) -> None:
-    with Reporter(tmp_path, screen(), Outputs(tensorboard=False, html=False)) as reporter:
+    with Reporter(tmp_path, screen(), ReportConfig(tensorboard=False, html=False)) as reporter:
         reporter.show(make_frames(1)[0])
         reporter.finish(make_result())
     assert files(tmp_path) == ["metrics.jsonl", "result.json"]
@@ -46,7 +46,7 @@ def test_outputs_can_be_left_out(tmp_path: Path) -> None:
 
 def test_events_of_roles_are_written_and_drawn(tmp_path: Path) -> None:
     events = make_events()
-    with Reporter(tmp_path, screen(), Outputs(tensorboard=False), earlier_events=events[:5]) as reporter:
+    with Reporter(tmp_path, screen(), ReportConfig(tensorboard=False), earlier_events=events[:5]) as reporter:
         for event in events[5:]:
             reporter.note(event)
         reporter.finish(make_result())
@@ -57,12 +57,12 @@ def test_events_of_roles_are_written_and_drawn(tmp_path: Path) -> None:
 
 def test_a_resumed_run_tells_one_story(tmp_path: Path) -> None:
     frames = make_frames(6)
-    with Reporter(tmp_path, screen(), Outputs(html=False)) as reporter:
+    with Reporter(tmp_path, screen(), ReportConfig(html=False)) as reporter:
         for frame in frames[:5]:
             reporter.show(frame)
     at = frames[2].samples
     earlier = frames_until(read_frames(tmp_path), at)
-    with Reporter(tmp_path, screen(), Outputs(), earlier, resumed_at=at) as reporter:
+    with Reporter(tmp_path, screen(), ReportConfig(), earlier, resumed_at=at) as reporter:
         reporter.show(frames[5])
         reporter.finish(make_result())
     assert read_frames(tmp_path) == [*frames[:3], frames[5]]
@@ -71,7 +71,7 @@ def test_a_resumed_run_tells_one_story(tmp_path: Path) -> None:
 
 def test_a_failed_run_keeps_its_frames_and_has_no_result(tmp_path: Path) -> None:
     def fail_after_a_frame() -> None:
-        with Reporter(tmp_path, screen(), Outputs()) as reporter:
+        with Reporter(tmp_path, screen(), ReportConfig()) as reporter:
             reporter.show(make_frames(1)[0])
             raise RuntimeError
 
@@ -83,4 +83,4 @@ def test_a_failed_run_keeps_its_frames_and_has_no_result(tmp_path: Path) -> None
 
 def test_a_folder_that_cannot_be_written_is_known_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="cannot be written"):
-        Reporter(tmp_path / "none", screen(), Outputs()).__enter__()
+        Reporter(tmp_path / "none", screen(), ReportConfig()).__enter__()

@@ -3,7 +3,7 @@
 from fake_runs import make_events, make_frames
 
 from shadowsync.metrics.roles import RoleEvent
-from shadowsync.report.timeline import Timeline, make_timeline
+from shadowsync.report.recovery_section import Timeline, make_timeline
 
 
 def timeline(events: list[RoleEvent]) -> Timeline:

@@ -9,12 +9,13 @@ import pytest
 from fake_runs import make_frames, make_result
 from rich.console import Console
 
+from shadowsync.config import ReportConfig
 from shadowsync.metrics.quality import Peak
 from shadowsync.metrics.units import Units
+from shadowsync.report.measures import key_numbers
 from shadowsync.report.page import render_page
-from shadowsync.report.reporter import Outputs, Reporter
-from shadowsync.report.result import Result, Train, read_result
-from shadowsync.report.summary import key_numbers, warnings
+from shadowsync.report.reporter import Reporter
+from shadowsync.report.result import Result, Train, read_result, warnings
 
 WELL = Units(rows=40_960, sizes={"bottom.1": 512, "top.1": 4}, dead={"bottom.1": 3 / 512, "top.1": 0.5})
 DYING = Units(
@@ -37,7 +38,7 @@ WENT_ASTRAY = (
 
 def shown(result: Result, folder: Path) -> str:
     console = Console(file=io.StringIO(), width=80)
-    with Reporter(folder, console, Outputs(tensorboard=False)) as reporter:
+    with Reporter(folder, console, ReportConfig(tensorboard=False)) as reporter:
         reporter.finish(result)
     return console.file.getvalue()  # type: ignore[attr-defined]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from shadowsync.errors import ConfigError
 from shadowsync.rpc.service import Meta, Method, Reply, Request
-from shadowsync.runtime.runtime import Home, Part
+from shadowsync.runtime.runtime import ProcessContext, RoleService
 
 CLOSED: list[str] = []
 
@@ -30,17 +30,17 @@ class Greeter:
         CLOSED.append(self.text)
 
 
-def greeter(spec: str, home: Home) -> Part:
-    return Greeter(f"{spec} from {home.role}")
+def greeter(spec: str, context: ProcessContext) -> RoleService:
+    return Greeter(f"{spec} from {context.role}")
 
 
-def refuses(spec: str, home: Home) -> Part:
-    raise ConfigError(f"{home.role} cannot be built from {spec}")
+def refuses(spec: str, context: ProcessContext) -> RoleService:
+    raise ConfigError(f"{context.role} cannot be built from {spec}")
 
 
 class Panic(BaseException):
     """As libraries written in Rust raise it."""
 
 
-def panics(spec: str, home: Home) -> Part:
-    raise Panic(f"{home.role} met {spec}")
+def panics(spec: str, context: ProcessContext) -> RoleService:
+    raise Panic(f"{context.role} met {spec}")

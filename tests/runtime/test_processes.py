@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from shadowsync.errors import ConfigError, RunError
 from shadowsync.rpc.client import Courier
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.runtime.processes import ForkedRole, Processes
-from shadowsync.runtime.runtime import Home, Order, Part
+from shadowsync.runtime.runtime import LaunchRequest, ProcessContext, RoleService
 
 PATIENCE_S = 120.0
 
@@ -37,25 +39,26 @@ def courier(runtime: Processes) -> Iterator[Courier]:
 
 
 def forked(runtime: Processes, role: str) -> ForkedRole:
-    process = runtime.start(Order(role))
+    process = runtime.start(LaunchRequest(role))
     assert isinstance(process, ForkedRole)
     return process
 
 
 def gone(process: ForkedRole) -> str:
     """Why it ended, as soon as it has."""
-    process.join()
-    reason = process.ended()
-    assert reason is not None, "it has not ended"
-    return reason
+    for _ in range(24):  # the first one waits until torch is loaded
+        process.join()
+        if (reason := process.ended()) is not None:
+            return reason
+    raise AssertionError("it has not ended")
 
 
-def dies_in_a_thread(spec: str, home: Home) -> Part:
-    threading.Thread(target=refuses, args=(spec, home), name="shadow").start()
+def dies_in_a_thread(spec: str, context: ProcessContext) -> RoleService:
+    threading.Thread(target=refuses, args=(spec, context), name="shadow").start()
     return Greeter(spec)
 
 
-def says_what_is_loaded(_: None, __: Home) -> Part:
+def says_what_is_loaded(_: None, __: ProcessContext) -> RoleService:
     return Greeter(json.dumps([name for name in ("torch", "zmq", "ray") if name in sys.modules]))
 
 
@@ -63,7 +66,7 @@ def test_a_part_is_served_from_another_process_and_another_takes_its_place(
     runtime: Processes, courier: Courier
 ) -> None:
     process = forked(runtime, "reader-0")
-    place = process.place(PATIENCE_S)
+    place = process.endpoint(PATIENCE_S)
     assert place.pid != os.getpid()
     assert Path(place.log).is_file()
     connection = courier.connect(place.address)
@@ -87,7 +90,7 @@ def test_what_cannot_be_built_comes_back_as_what_it_was(runtime: Processes) -> N
 
 def test_a_process_that_is_killed_is_known_to_be_gone_and_by_what(runtime: Processes) -> None:
     process = forked(runtime, "dense-0")
-    os.kill(process.place(PATIENCE_S).pid, signal.SIGKILL)
+    os.kill(process.endpoint(PATIENCE_S).pid, signal.SIGKILL)
     assert gone(process) == "its process was ended by SIGKILL"
     with pytest.raises(PeerLost, match="dense-0 ended: its process was ended by SIGKILL"):
         process.build(greeter, "late").result(PATIENCE_S)
@@ -96,7 +99,7 @@ def test_a_process_that_is_killed_is_known_to_be_gone_and_by_what(runtime: Proce
 def test_a_build_under_way_ends_with_its_process(runtime: Processes) -> None:
     process = forked(runtime, "dense-1")
     built = process.build(lambda *_: signal.pause(), None)  # type: ignore[arg-type,return-value]
-    os.kill(process.place(PATIENCE_S).pid, signal.SIGKILL)
+    os.kill(process.endpoint(PATIENCE_S).pid, signal.SIGKILL)
     with pytest.raises(PeerLost, match="SIGKILL"):
         built.result(PATIENCE_S)
 
@@ -115,10 +118,87 @@ def test_what_cannot_be_sent_is_the_users_to_mend(runtime: Processes) -> None:
     process.kill()
 
 
+class Stubborn:
+    def __reduce__(self) -> str:
+        raise RuntimeError("only deep copies of leaves")
+
+
+def test_whatever_an_object_raises_that_cannot_be_sent_is_a_sentence(runtime: Processes) -> None:
+    process = forked(runtime, "trainer-1")
+    with pytest.raises(ConfigError, match="cannot be sent to another process: only deep copies of leaves"):
+        process.build(greeter, Stubborn())
+    process.kill()
+
+
+def test_a_class_whose_module_is_not_found_there_is_the_users_to_mend(runtime: Processes) -> None:
+    lonely = types.ModuleType("lonely_module")
+    exec("class Model: pass", vars(lonely))
+    process = forked(runtime, "trainer-2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "lonely_module", lonely)
+        built = process.build(greeter, lonely.Model())
+    with pytest.raises(
+        ConfigError, match=r"trainer-2 is made from cannot be read .*No module named 'lonely_module'.*put"
+    ):
+        built.result(PATIENCE_S)
+    process.build(greeter, "stone").result(PATIENCE_S)
+    process.kill()
+
+
+def test_a_signal_to_the_whole_job_is_the_drivers_to_see_to(runtime: Processes) -> None:
+    process = forked(runtime, "trainer-5")
+    pid = process.endpoint(PATIENCE_S).pid
+    assert os.getpgid(pid) != os.getpgid(0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(pid, number)
+    process.build(greeter, "stone").result(PATIENCE_S)
+    process.kill()
+    assert gone(process) == "it was given up"
+
+
+def test_who_is_stopped_while_it_is_told_something_can_still_be_ended(runtime: Processes) -> None:
+    process = forked(runtime, "trainer-6")
+    os.kill(process.endpoint(PATIENCE_S).pid, signal.SIGSTOP)
+    built: list[Future[None]] = []
+    telling = threading.Thread(target=lambda: built.append(process.build(greeter, "x" * (8 << 20))))
+    telling.start()
+    process.kill()
+    assert gone(process) == "it was given up"
+    telling.join(PATIENCE_S)
+    with pytest.raises(PeerLost, match="it was given up"):
+        built[0].result(PATIENCE_S)
+
+
+def test_when_the_process_dies_that_the_others_are_forked_from_another_takes_its_place() -> None:
+    runtime = Processes()
+    before = forked(runtime, "reader-0")
+    before.endpoint(PATIENCE_S)
+    runtime._server._process.kill()
+    runtime._server._process.wait()
+    after = forked(runtime, "reader-1")
+    for process in (before, after):
+        process.build(greeter, "stone").result(PATIENCE_S)
+    before.kill()
+    assert gone(before) == "it was given up"
+    runtime.close()
+    assert after.ended() is not None
+
+
+def test_a_module_of_the_working_directory_is_not_taken_for_pythons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('mine')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [tmp_path / "added by a script", *sys.path])
+    runtime = Processes()
+    forked(runtime, "reader-0").build(greeter, "stone").result(PATIENCE_S)
+    runtime.close()
+
+
 def test_children_begin_with_what_takes_long_to_load(runtime: Processes, courier: Courier) -> None:
     process = forked(runtime, "reader-1")
     process.build(says_what_is_loaded, None).result(PATIENCE_S)
-    connection = courier.connect(process.place(PATIENCE_S).address)
+    connection = courier.connect(process.endpoint(PATIENCE_S).address)
     assert json.loads(connection.call("greet").result(PATIENCE_S).read(Said).text) == ["torch", "zmq"]
     process.kill()
 
@@ -144,10 +224,10 @@ def test_processes_end_with_the_driver_however_it_ends(tmp_path: Path) -> None:
         sys.path.append({str(Path(__file__).parent)!r})
         from role_parts import greeter
         from shadowsync.runtime.processes import Processes
-        from shadowsync.runtime.runtime import Order
+        from shadowsync.runtime.runtime import LaunchRequest
         runtime = Processes()
-        roles = [runtime.start(Order(f"trainer-{{rank}}")) for rank in range(2)]
-        print(*[role.place(100).pid for role in roles], runtime._server._process.pid, flush=True)
+        roles = [runtime.start(LaunchRequest(f"trainer-{{rank}}")) for rank in range(2)]
+        print(*[role.endpoint(100).pid for role in roles], runtime._server._process.pid, flush=True)
         time.sleep(1000)
     """
     driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -167,14 +247,14 @@ def test_a_model_of_ones_own_script_is_known_in_other_processes(tmp_path: Path) 
     """What stands in `__main__`, unguarded, is neither looked for nor run again."""
     program = """if True:
         from shadowsync.runtime.processes import Processes
-        from shadowsync.runtime.runtime import Order
+        from shadowsync.runtime.runtime import LaunchRequest
         from shadowsync.rpc.service import Method, Reply
         class Own:
             methods = {}
             def client_gone(self, client): pass
             def close(self): pass
         runtime = Processes()
-        role = runtime.start(Order("trainer-0"))
+        role = runtime.start(LaunchRequest("trainer-0"))
         role.build(lambda spec, home: spec(), Own).result(100)
         runtime.close()
         print("once")
@@ -190,9 +270,9 @@ def test_nothing_starts_once_a_job_has_ended() -> None:
     runtime.close()
     runtime.close()
     with pytest.raises(PeerLost, match="the job has ended"):
-        runtime.start(Order("trainer-0"))
+        runtime.start(LaunchRequest("trainer-0"))
 
 
 def test_a_resource_that_only_ray_has_is_refused(runtime: Processes) -> None:
     with pytest.raises(RunError, match="needs the resource gpu_box: only Ray's machines have such"):
-        runtime.reserve([Order("trainer-0", resource="gpu_box")], 1.0)
+        runtime.reserve([LaunchRequest("trainer-0", resource="gpu_box")], 1.0)

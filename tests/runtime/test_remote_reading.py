@@ -1,29 +1,26 @@
-"""Desk and readers behind a wire: the same batches as in process, every row once, whoever dies."""
+"""Leases and readers behind a wire: the same batches as in process, every row once, whoever dies."""
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from functools import partial
 
 import pytest
 import torch
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.desk import Desk, Rows
-from shadowsync.data.desk_remote import DeskRemote
-from shadowsync.data.desk_service import DeskService
-from shadowsync.data.feed import Feed, LeasedBatch
+from shadowsync.data.lease_service import LeaseClient, LeaseService, Rows
 from shadowsync.data.leases import Lease, LeaseBook, Plan
-from shadowsync.data.parsing import PARSE_S, Parsed, Parser, ReaderOptions, ReaderRemote
-from shadowsync.data.reader import Reader
+from shadowsync.data.reader import PARSE_S, Feed, LeasedBatch, Parser, Reader, ReaderOptions, parse_elsewhere
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.client import Courier
 from shadowsync.rpc.connection import Answer, Connection, DirectConnection
 from shadowsync.rpc.errors import GONE, CallTimeout
 from shadowsync.rpc.keys import JobKeys
-from shadowsync.rpc.served import Served, ask, served
+from shadowsync.rpc.served import Served, ask
 from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.service import Service
 
@@ -76,21 +73,21 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
         yield over_the_wire
 
 
-def desk_for(source: OpenSource) -> Desk:
+def leases_of(source: OpenSource) -> LeaseService:
     parser = Parser(source, OPTIONS)
-    return Desk(LeaseBook(Plan([part.rows for part in parser.slices], OPTIONS.epochs, True, OPTIONS.seed)), 4)
+    return LeaseService(LeaseBook(Plan([part.rows for part in parser.slices], OPTIONS.epochs, True, OPTIONS.seed)), 4)
 
 
-def feed_over(connect: Connect, desk: Desk, source: OpenSource, trainer: int) -> Feed:
-    reader = ReaderRemote(connect(Served(Parser(source, OPTIONS))))
-    return Feed(trainer, DeskRemote(connect(Served(DeskService(desk)))), reader.parse, OPTIONS.prefetch)
+def feed_over(connect: Connect, leases: LeaseService, source: OpenSource, trainer: int) -> Feed:
+    parse = partial(parse_elsewhere, connect(Served(Parser(source, OPTIONS))))
+    return Feed(trainer, LeaseClient(connect(Served(leases))), parse, OPTIONS.prefetch)
 
 
 def tell(feed: Feed, leased: LeasedBatch) -> None:
     """Says that a batch is done, by somebody who claims nothing after it."""
     feed.done(leased)
-    assert isinstance(feed.desk, DeskRemote)
-    assert feed.desk.settle(30)
+    assert isinstance(feed.leases, LeaseClient)
+    assert feed.leases.settle(30)
 
 
 def drain(feed: Feed) -> Iterator[LeasedBatch]:
@@ -103,8 +100,8 @@ def test_batches_are_those_of_a_reader_in_process(connect: Connect) -> None:
     reader = Reader(Bags(29), OPTIONS)
     expected = list(drain(reader.feed(0)))
     reader.close()
-    desk = desk_for(Bags(29))
-    found = list(drain(feed_over(connect, desk, Bags(29), 0)))
+    leases = leases_of(Bags(29))
+    found = list(drain(feed_over(connect, leases, Bags(29), 0)))
     assert [leased.number for leased in found] == list(range(len(expected)))
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine.start, mine.stop, mine.lease.slice) == (theirs.start, theirs.stop, theirs.lease.slice)
@@ -112,25 +109,25 @@ def test_batches_are_those_of_a_reader_in_process(connect: Connect) -> None:
             assert torch.equal(getattr(mine.batch.ids, name), getattr(theirs.batch.ids, name))
         assert torch.equal(mine.batch.labels, theirs.batch.labels)
         assert torch.equal(mine.batch.dense, theirs.batch.dense)
-    assert desk.finished
-    assert desk.trained == 58
+    assert leases.finished
+    assert leases.trained == 58
 
 
 def test_rows_of_a_dead_trainer_and_of_a_slow_one_are_trained_by_the_others(connect: Connect) -> None:
-    desk, source = desk_for(Bags(61)), Bags(61)
-    dead, slow = (feed_over(connect, desk, source, trainer) for trainer in (0, 1))
+    leases, source = leases_of(Bags(61)), Bags(61)
+    dead, slow = (feed_over(connect, leases, source, trainer) for trainer in (0, 1))
     lost, held = dead.next(), slow.next()
     assert lost is not None
     assert held is not None
     seen: Counter[float] = Counter()
-    quick = [feed_over(connect, desk, source, trainer) for trainer in (2, 3)]
+    quick = [feed_over(connect, leases, source, trainer) for trainer in (2, 3)]
     threads = [
         threading.Thread(target=lambda feed=feed: [seen.update(b.batch.dense[:, 0].tolist()) for b in drain(feed)])
         for feed in quick
     ]
     for thread in threads:
         thread.start()
-    desk.abandon(0)
+    leases.abandon(0)
     seen.update(held.batch.dense[:, 0].tolist())
     tell(slow, held)
     for thread in threads:
@@ -138,46 +135,33 @@ def test_rows_of_a_dead_trainer_and_of_a_slow_one_are_trained_by_the_others(conn
         assert not thread.is_alive()
     tell(dead, lost)
     assert seen == dict.fromkeys(map(float, range(61)), 2)
-    assert desk.finished
-    assert desk.trained == 122
+    assert leases.finished
+    assert leases.trained == 122
 
 
 def test_an_error_of_the_data_reaches_the_trainer_in_its_own_words(connect: Connect) -> None:
-    feed = feed_over(connect, desk_for(Bags(8)), Broken(8), 0)
+    feed = feed_over(connect, leases_of(Bags(8)), Broken(8), 0)
     with pytest.raises(DataError, match=r"^row 7 of bags.tsv has 3 columns$"):
         feed.next()
 
 
 @pytest.mark.parametrize("lease", [Lease(0, 0, 0, 9, ((0, 4),)), Lease(0, 0, -1, 0, ()), Lease(0, 0, 0, 0, ((4, 99),))])
-def test_leases_that_no_desk_gives_are_refused(connect: Connect, lease: Lease) -> None:
-    reader = ReaderRemote(connect(Served(Parser(Bags(29), OPTIONS))))
+def test_leases_of_other_data_are_refused(connect: Connect, lease: Lease) -> None:
+    reader = connect(Served(Parser(Bags(29), OPTIONS)))
     with pytest.raises(DataError, match="does not fit this data"):
-        reader.parse(lease).result(120)
-
-
-def test_other_batches_than_spans_are_refused(connect: Connect) -> None:
-    class Short(Parser):
-        @served(once=False)
-        def parse(self, lease: Lease) -> Parsed:
-            parsed = super().parse(lease)
-            object.__setattr__(parsed, "batches", parsed.batches[1:])
-            return parsed
-
-    reader = ReaderRemote(connect(Served(Short(Bags(8), OPTIONS))))
-    with pytest.raises(DataError, match="there are 1 batches for 2 spans"):
-        reader.parse(Lease(0, 0, 0, 0, ((0, 8),))).result(120)
+        parse_elsewhere(reader, lease).result(120)
 
 
 def test_rows_that_were_not_leased_cannot_be_reported_done(connect: Connect) -> None:
-    desk = desk_for(Bags(29))
-    connection = connect(Served(DeskService(desk)))
-    remote = DeskRemote(connection)
-    lease = remote.lease(0, True)
+    leases = leases_of(Bags(29))
+    connection = connect(Served(leases))
+    remote = LeaseClient(connection)
+    _, lease = remote.lease(0, True)
     assert lease is not None
-    assert remote.opened(lease, 8)
+    assert remote.opened(lease, 8)[1]
     with pytest.raises(DataError, match="are not among those to train"):
-        ask(connection, DeskService.done, (Rows(lease, 4, 400),))
-    assert desk.trained == 0
+        ask(connection, LeaseService.tell, (Rows(lease, 4, 400),))
+    assert leases.trained == 0
 
 
 def test_a_reader_whose_file_system_hangs_is_no_peer_that_was_lost() -> None:
@@ -193,5 +177,5 @@ def test_a_reader_whose_file_system_hangs_is_no_peer_that_was_lost() -> None:
     service = Served(Parser(Bags(8), OPTIONS))
     lease = Lease(0, 0, 0, 0, ((0, 8),))
     with pytest.raises(RunError, match="no reader has read its rows within 900 s") as raised:
-        ReaderRemote(Hanging(service)).parse(lease).result(1)
+        parse_elsewhere(Hanging(service), lease).result(1)
     assert not isinstance(raised.value, GONE)

@@ -5,37 +5,36 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from role_parts import CLOSED, Panic, Said, greeter, panics, refuses
+from wired_roles import Wired
 
 from shadowsync.errors import ConfigError, RunError
 from shadowsync.rpc.client import Courier
 from shadowsync.rpc.errors import CallTimeout, PeerLost
 from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime import host
-from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.ray_runtime import RoleActor
-from shadowsync.runtime.runtime import Order
+from shadowsync.runtime.runtime import LaunchRequest
 
 
 @pytest.fixture
-def runtime() -> Iterator[InProcess]:
+def runtime() -> Iterator[Wired]:
     CLOSED.clear()
-    made = InProcess(JobKeys.make(), machines=2)
+    made = Wired(JobKeys.make(), machines=2)
     yield made
     made.close()
 
 
 @pytest.fixture
-def courier(runtime: InProcess) -> Iterator[Courier]:
+def courier(runtime: Wired) -> Iterator[Courier]:
     made = Courier(runtime.keys)
     yield made
     made.close()
 
 
-def test_a_part_is_served_and_another_takes_its_place(runtime: InProcess, courier: Courier) -> None:
-    process = runtime.start(Order("reader-0", "machine-1"))
-    connection = courier.connect(process.place(10).address)
+def test_a_part_is_served_and_another_takes_its_place(runtime: Wired, courier: Courier) -> None:
+    process = runtime.start(LaunchRequest("reader-0", "machine-1"))
+    connection = courier.connect(process.endpoint(10).address)
     for spec in ("first", "second"):
         process.build(greeter, spec).result(120)
         assert connection.call("greet", timeout_s=120).result(120).read(Said).text == f"{spec} from reader-0"
@@ -46,30 +45,30 @@ def test_a_part_is_served_and_another_takes_its_place(runtime: InProcess, courie
     assert process.ended() == "it was killed"
 
 
-def test_a_part_that_cannot_be_built_says_why_and_the_process_goes_on(runtime: InProcess, courier: Courier) -> None:
-    process = runtime.start(Order("trainer-3"))
+def test_a_part_that_cannot_be_built_says_why_and_the_process_goes_on(runtime: Wired, courier: Courier) -> None:
+    process = runtime.start(LaunchRequest("trainer-3"))
     with pytest.raises(ConfigError, match="trainer-3 cannot be built from sand"):
         process.build(refuses, "sand").result(120)
     process.build(greeter, "stone").result(120)
-    connection = courier.connect(process.place(10).address)
+    connection = courier.connect(process.endpoint(10).address)
     assert connection.call("greet", timeout_s=120).result(120).read(Said).text == "stone from trainer-3"
 
 
-def test_a_killed_process_answers_nobody_and_has_no_place(runtime: InProcess, courier: Courier) -> None:
-    process = runtime.start(Order("dense-0"))
+def test_a_killed_process_answers_nobody_and_has_no_place(runtime: Wired, courier: Courier) -> None:
+    process = runtime.start(LaunchRequest("dense-0"))
     process.build(greeter, "one").result(120)
-    connection = courier.connect(process.place(10).address)
+    connection = courier.connect(process.endpoint(10).address)
     process.kill()
     with pytest.raises((CallTimeout, PeerLost)):
         connection.call("greet", timeout_s=0.5).result(120)
     with pytest.raises(PeerLost, match="dense-0 ended: it was killed"):
-        process.place(1)
+        process.endpoint(1)
 
 
-def test_what_no_machine_has_is_refused_before_anything_starts(runtime: InProcess) -> None:
-    orders = [Order("trainer-0", "machine-0"), Order("trainer-1", "machine-7")]
+def test_what_no_machine_has_is_refused_before_anything_starts(runtime: Wired) -> None:
+    requests = [LaunchRequest("trainer-0", "machine-0"), LaunchRequest("trainer-1", "machine-7")]
     with pytest.raises(RunError, match="trainer-1 needs machine machine-7"):
-        runtime.reserve(orders, 1)
+        runtime.reserve(requests, 1)
     assert not runtime.processes
 
 
@@ -79,11 +78,9 @@ def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RoleActor
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     monkeypatch.setattr(host, "keep_freed_memory", lambda: True)
     monkeypatch.setattr(host, "log_to", lambda job, role: "")
-    threads = torch.get_num_threads()
-    made = RoleActor("job", Order("reader-0"), JobKeys.make(), str(tmp_path))
+    made = RoleActor("job", LaunchRequest("reader-0"), JobKeys.make(), str(tmp_path))
     yield made
     made._host.close()
-    torch.set_num_threads(threads)
 
 
 def test_a_thread_that_dies_ends_its_role_with_what_it_died_of(actor: RoleActor) -> None:

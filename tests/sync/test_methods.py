@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.channel import Line
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
@@ -19,11 +19,12 @@ from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import ConfigError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.registry import build, members
+from shadowsync.sync.all_reduce import Averaging
 from shadowsync.sync.bmuf import Bmuf
+from shadowsync.sync.dense import DenseServers
 from shadowsync.sync.easgd import Easgd
-from shadowsync.sync.group import Averaging, DenseServers, InProcessGroup
+from shadowsync.sync.group import InProcessGroup, MainMemory
 from shadowsync.sync.ma import ModelAveraging
-from shadowsync.sync.main_memory import MainMemory
 from shadowsync.sync.method import Group, State, SyncMethod
 from shadowsync.training.gate import Gate
 
@@ -41,7 +42,7 @@ class Cluster:
     def __init__(self, n: int, method: SyncMethod, dense_servers: int = 2, codec: Codec | None = None) -> None:
         generator = torch.Generator().manual_seed(n)
         start = torch.randn(SIZE, generator=generator)
-        line = Line("dense", codec or Plain(), WireCounter())
+        line = Channel("dense", codec or Plain(), WireCounter())
         self.method = method.resolved(n, foreground=False)
         self.servers = DenseServers.split(start, dense_servers, line)
         self.averaging = Averaging(range(n), line, Gate().waiting)
@@ -161,7 +162,7 @@ def make_lossy_codec() -> Codec:
 
 def test_elastic_and_sequential_by_hand() -> None:
     for form, expected in (("elastic", 10 - 0.25 * 8), ("sequential", 0.75 * 10 + 0.25 * (0.75 * 2 + 0.25 * 10))):
-        line = Line("dense", Plain(), WireCounter())
+        line = Channel("dense", Plain(), WireCounter())
         servers = DenseServers.split(torch.tensor([2.0]), 1, line)
         weights = torch.tensor([10.0])
         method = Easgd(alpha=0.25, form=form)  # type: ignore[arg-type]
@@ -186,7 +187,7 @@ def test_bmuf_without_momentum_equals_model_averaging(alpha: float) -> None:
 
 def test_bmuf_momentum_by_hand() -> None:
     for nesterov, expected in ((False, 1.0), (True, 1.0 + 0.5 * 1.0)):
-        line = Line("dense", Plain(), WireCounter())
+        line = Channel("dense", Plain(), WireCounter())
         group = InProcessGroup(0, Averaging([0], line, Gate().waiting), DenseServers.split(torch.zeros(1), 1, line))
         method = Bmuf(alpha=1.0, momentum=0.5, nesterov=nesterov)
         weights = torch.zeros(1)
@@ -252,7 +253,7 @@ def test_dense_servers_split_makes_no_difference() -> None:
 
 def test_traffic_is_counted() -> None:
     counter = WireCounter()
-    line = Line("dense", Plain(), counter)
+    line = Channel("dense", Plain(), counter)
     servers = DenseServers.split(torch.zeros(SIZE), 2, line)
     Easgd(alpha=0.5).sync(torch.ones(SIZE), InProcessGroup(0, Averaging([0], line, Gate().waiting), servers), {})
     totals = counter.totals()

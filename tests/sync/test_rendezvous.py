@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.sync.rendezvous import Left, Rendezvous
+from shadowsync.sync.schedule import Left, Rendezvous
 from shadowsync.training.gate import Gate
 
 TIMEOUT_S = 20

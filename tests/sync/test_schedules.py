@@ -9,18 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.compression.channel import Line
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.registry import members
+from shadowsync.sync.all_reduce import Averaging
 from shadowsync.sync.background import Background
+from shadowsync.sync.dense import DenseServers
 from shadowsync.sync.easgd import Easgd
 from shadowsync.sync.every_k import EveryK
-from shadowsync.sync.group import Averaging, DenseServers, InProcessGroup
+from shadowsync.sync.group import InProcessGroup
 from shadowsync.sync.ma import ModelAveraging
 from shadowsync.sync.method import Group, State, SyncMethod
-from shadowsync.sync.schedule import Driver, Schedule, Synchronisation
+from shadowsync.sync.schedule import Schedule, Synchronisation
 from shadowsync.training.gate import Gate
+from shadowsync.training.worker import Driver
 
 TIMEOUT_S = 20
 METHODS = members("shadowsync.sync", SyncMethod)
@@ -30,7 +33,7 @@ SCHEDULES: list[Schedule] = [Background(max_share=1.0), Background(every_s=0.002
 def make_drivers(
     method: type[SyncMethod], schedule: Schedule, n: int, workers: int
 ) -> tuple[list[Driver], list[Synchronisation]]:
-    gate, line, start = Gate(), Line("dense", Plain(), WireCounter()), torch.zeros(5)
+    gate, line, start = Gate(), Channel("dense", Plain(), WireCounter()), torch.zeros(5)
     averaging, servers = Averaging(range(n), line, gate.waiting), DenseServers.split(start, 1, line)
     chosen = method().resolved(n, schedule.foreground)
     parts = [

@@ -3,7 +3,7 @@
 import itertools
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from shadowsync.training import kernels
 from shadowsync.training.kernels import (
     Computing,
     Kernels,
+    bf16_leads,
     choose_computing,
     fastest_kernels,
     onednn_runs,
@@ -39,6 +40,7 @@ def no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "multiplies_bf16", lambda device: True)
+    monkeypatch.setattr(kernels, "bf16_leads", lambda layers, batch_size: True)
 
 
 def test_auto_is_fp32_without_native_bf16(no_bf16: None) -> None:
@@ -49,6 +51,28 @@ def test_auto_is_fp32_without_native_bf16(no_bf16: None) -> None:
 
 def test_auto_is_bf16_where_it_is_native(bf16: None) -> None:
     assert (choose().precision, choose().why) == ("bf16", "")
+
+
+@pytest.mark.parametrize(("bf16_s", "chosen"), [(0.5e-3, "bf16"), (0.9e-3, "fp32"), (1.7e-3, "fp32")])
+def test_auto_is_bf16_only_where_its_products_take_clearly_less_time(
+    monkeypatch: pytest.MonkeyPatch, bf16_s: float, chosen: str
+) -> None:
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda device: True)
+    at = [0.0]
+
+    def products(shape: object, batch_size: int, dtype: torch.dtype) -> list[dict[str, Callable[[], None]]]:
+        def product() -> None:
+            at[0] += bf16_s if dtype == torch.bfloat16 else 1e-3
+
+        return [{"t": product}] * 3
+
+    monkeypatch.setattr(kernels, "_libraries", products)
+    layers = [layer for layer in MODULE if isinstance(layer, nn.Linear)]
+    assert bf16_leads(layers, 32, lambda: at[0]) == (chosen == "bf16")
+    monkeypatch.setattr(kernels, "bf16_leads", lambda layers, batch_size: chosen == "bf16")
+    found = choose()
+    assert found.precision == chosen
+    assert found.why == ("" if chosen == "bf16" else "products of bf16 bring too little on this processor")
 
 
 def test_bf16_asked_for_works_by_torch_and_says_that_it_is_slow(no_bf16: None) -> None:

@@ -16,8 +16,7 @@ from shadowsync.models.dcn import Dcn
 from shadowsync.models.deepfm import DeepFm
 from shadowsync.models.dlrm import Dlrm
 from shadowsync.models.model import ModelSpec
-from shadowsync.models.pooled import Pooled
-from shadowsync.models.sequences import JaggedVectors
+from shadowsync.models.vectors import JaggedVectors, Pooled
 from shadowsync.training.fast_linear import accelerate
 from shadowsync.training.kernels import Computing, Kernels
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd

@@ -9,7 +9,7 @@ import torch
 
 from shadowsync.errors import RunError
 from shadowsync.rpc.pending import DONE, Pending, Promise
-from shadowsync.training.update import LocalUpdate
+from shadowsync.training.worker import LocalUpdate
 
 
 @dataclass

@@ -14,15 +14,13 @@ from shadowsync.data.leases import Lease
 from shadowsync.data.reader import LeasedBatch
 from shadowsync.embedding.client import Pulled
 from shadowsync.errors import NonFiniteLoss
-from shadowsync.models.sequences import VectorGradients
+from shadowsync.models.vectors import VectorGradients
 from shadowsync.rpc.pending import DONE, Pending
-from shadowsync.sync.schedule import Unsynchronised
 from shadowsync.training.gate import Gate
 from shadowsync.training.optimizers import Sgd
 from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica, WorkerModule
-from shadowsync.training.update import LocalUpdate
-from shadowsync.training.worker import Hooks, StepSettings, Worker, WorkerParts
+from shadowsync.training.worker import Driver, LocalUpdate, TrainerContext, Worker
 
 B, N, D = 4, 3, 2
 DENSE_LR, EMBEDDING_LR = 0.5, 0.25
@@ -143,7 +141,13 @@ class Bench:
     def train(self, update: LocalUpdate | Kept) -> Worker:
         gate, module = Gate(), self.replica.worker_module()
         gate.join()
-        hooks = Hooks(
+        context = TrainerContext(
+            rank=0,
+            feed=self.feed,
+            driver=Driver(),
+            gate=gate,
+            rates=self.rates,
+            prefetch=1,
             record=lambda rank, logits, labels: None,
             trained=self._trained,
             stopping=lambda: False,
@@ -151,9 +155,7 @@ class Bench:
             place=lambda leased: f"batch {leased.number}",
             ended=lambda: None,
         )
-        settings = StepSettings(self.rates, prefetch=1)
-        parts = WorkerParts(0, 0, 0, module, self.feed, self.rows, Unsynchronised(), gate, settings, hooks)
-        worker = Worker(parts, update)
+        worker = Worker(context, 0, 0, module, self.rows, update)
         worker.run()
         return worker
 

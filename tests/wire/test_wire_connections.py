@@ -197,7 +197,7 @@ def test_a_tensor_longer_than_a_frame_crosses_in_several(connection: Connection)
 def test_parts_of_a_tensor_that_do_not_make_it_are_refused() -> None:
     spec = Spec(5, (2 * FRAME_BYTES,))
     whole, half, nothing = bytearray(2 * FRAME_BYTES), bytearray(FRAME_BYTES), bytearray(0)
-    assert tensors_of([half, half], [spec])[0].numel() == 2 * FRAME_BYTES
+    assert tensors_of([half, half], [spec])[0][0].numel() == 2 * FRAME_BYTES
     for frames in ([whole, half], [half, half[1:]], [whole, nothing], [half, half, half]):
         with pytest.raises(Misfit):
             tensors_of(frames, [spec])

@@ -19,11 +19,9 @@ import zmq
 from wire_cases import PATIENCE_S, Balance, Bank, Deposit, until
 
 from shadowsync.rpc.client import Courier, WireConnection
-from shadowsync.rpc.clients import Limits
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.keys import JobKeys
-from shadowsync.rpc.messages import Bye, Call, Failed, Hello, Ping, Pong, Unknown, Welcome, encode, from_server
-from shadowsync.rpc.packing import Cargo
+from shadowsync.rpc.messages import Bye, Call, Calls, Hello, Ping, Pong, Unknown, Welcome, encode, from_server, pack
 from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.tensors import Spec
 
@@ -64,9 +62,8 @@ class Raw:
 
     def deposit(self, number: int, method: str = "deposit") -> list[bytes]:
         """An honest message."""
-        cargo = Cargo.of(Deposit(f"raw {number}", 1), (torch.ones(1000),), 1 << 20)
-        call = Call(self.session, number, 1, method, cargo.meta, cargo.specs)
-        return [encode(call), *map(bytes, cargo.frames)]
+        meta, specs, frames = pack(Deposit(f"raw {number}", 1), (torch.ones(1000),), 1 << 20)
+        return [encode(Calls(self.session, 1, (Call(number, method, meta, specs),))), *map(bytes, frames)]
 
 
 @pytest.fixture
@@ -89,8 +86,8 @@ def bent(session: int, randomness: random.Random) -> list[bytes]:
     """Well-formed headers whose tensors are not what they announce."""
     shapes = ((1000,), (-4, 250), (1 << 62, 1 << 62), (0, 1 << 62), (251,), (2,) * 20, (10**6, 10**6))
     specs = tuple(Spec(randomness.choice((0, 1, 9, 10, -1, 1 << 40)), randomness.choice(shapes)) for _ in range(2))
-    call = Call(session, randomness.randrange(1 << 62), 0, "deposit", b"", specs)
-    return [encode(call), *(bytes(randomness.choice((0, 1, 999, 3996))) for _ in range(randomness.randrange(3)))]
+    calls = Calls(session, 0, (Call(randomness.randrange(1 << 62), "deposit", b"", specs),))
+    return [encode(calls), *(bytes(randomness.choice((0, 1, 999, 3996))) for _ in range(randomness.randrange(3)))]
 
 
 def broken(message: list[bytes], randomness: random.Random) -> list[bytes]:
@@ -153,12 +150,6 @@ def test_ten_thousand_hostile_messages_change_nothing(
 
     assert (bank.total, dict(bank.runs)) == (before[0], before[2])
     assert torch.equal(bank.vault, before[1])
-    counts = server.counts
-    assert counts.requests == 6
-    assert counts.replayed == EACH
-    assert counts.strangers >= EACH
-    assert counts.malformed >= EACH * 2.5
-    until(lambda: server.counts.refused >= 3, "the refusal of outsiders")
     assert sorted(server.clients) == sorted([honest.client, "a" * 32, "b" * 32])
     answer = honest.call("deposit", Deposit("after", 1)).result(PATIENCE_S)
     assert answer.read(Balance).total == before[0] + 1
@@ -203,7 +194,7 @@ def test_nobody_takes_over_a_client_that_has_called(raw: Callable[..., Raw], ser
     thief.greet("b" * 32)
     victim.socket.send_multipart(victim.deposit(2))
     until(lambda: bank.total == 2, "the next deposit")
-    assert server.counts.strangers == 2
+    assert sorted(server.clients) == ["a" * 32, "b" * 32]
 
 
 def heard(
@@ -247,7 +238,6 @@ def test_what_was_heard_on_the_network_is_worth_nothing_when_it_is_said_again(
         while thief.recv(1 << 16):
             pass
     assert bank.runs == {"honest": 1}
-    assert server.counts.requests == 1
 
 
 def test_what_is_no_protocol_at_all_is_refused(
@@ -276,7 +266,7 @@ def test_a_frame_that_is_too_long_ends_its_connection_before_it_is_read(
     thief.socket.send(encode(Ping(thief.session, 0)))
     connection = connect(server.address, max_message_bytes=10_000)
     connection.call("deposit", Deposit("honest", 1), (torch.ones(1000),)).result(PATIENCE_S)
-    assert server.counts.malformed == 0
+    assert bank.runs == {"honest": 1}
 
 
 def test_a_client_learns_that_its_keys_are_refused(keys: JobKeys, serve: Callable[..., WireServer]) -> None:
@@ -313,45 +303,6 @@ def test_who_has_not_proved_its_keys_sends_little(serve: Callable[..., WireServe
         command = b"\x06" + (1 << 29).to_bytes(8, "big")
         with pytest.raises(ConnectionError):
             stranger.sendall(command + bytes(1 << 26))
-
-
-def test_the_answers_of_a_client_that_does_not_read_wait_outside_of_memory(
-    raw: Callable[..., Raw], serve: Callable[..., WireServer], connect: Callable[..., WireConnection]
-) -> None:
-    calls, limit = 160, 4
-    server = serve(bank := Bank(), limits=Limits(unread_bytes=limit << 20))
-    lazy = raw(server.address, rcvhwm=1, rcvbuf=1 << 16)
-    lazy.greet("a" * 32)
-    for number in range(1, calls + 1):
-        lazy.socket.send(encode(Call(lazy.session, number, 1, "statement", b"\xc0", ())))
-    until(lambda: server.counts.requests == calls, "the calls")
-    until(lambda: server.queue_depth == 0, "their turn")
-    honest = connect(server.address)
-    assert honest.call("deposit", Deposit("honest", 5)).result(PATIENCE_S).read(Balance) == Balance(5)
-    assert bank.runs["statement"] < calls / 4
-    answers = {from_server(lazy.socket.recv_multipart()[:1]).number for _ in range(calls)}
-    assert answers == set(range(1, calls + 1)), "it reads at last, and gets what it asked for"
-
-
-def test_the_calls_of_a_client_that_does_not_read_do_not_pile_up(
-    raw: Callable[..., Raw], serve: Callable[..., WireServer]
-) -> None:
-    replies, calls, limit = 40, 100, 4
-    server = serve(Bank(), limits=Limits(unread_bytes=limit << 20))
-    lazy = raw(server.address, rcvhwm=1, rcvbuf=1 << 16)
-    lazy.greet("a" * 32)
-    for number in range(1, replies + 1):
-        lazy.socket.send(encode(Call(lazy.session, number, 1, "statement", b"\xc0", ())))
-    until(lambda: server.counts.requests == replies and server.queue_depth == 0, "the calls, and their turn")
-    cargo = Cargo.of(Deposit("big", 1), (torch.ones(1 << 18),), 1 << 20)
-    for number in range(replies + 1, replies + calls + 1):
-        call = Call(lazy.session, number, 1, "echo", cargo.meta, cargo.specs)
-        lazy.socket.send_multipart([encode(call), *map(bytes, cargo.frames)])
-    answers = [from_server(lazy.socket.recv_multipart()[:1]) for _ in range(replies + calls)]
-    assert {answer.number for answer in answers} == set(range(1, replies + calls + 1))
-    refused = [answer for answer in answers if isinstance(answer, Failed)]
-    assert calls / 2 < len(refused) < calls
-    assert "wait to be read" in refused[0].fault.message
 
 
 CROWDED = """

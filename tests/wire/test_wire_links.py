@@ -10,7 +10,6 @@ from wire_cases import PATIENCE_S, Balance, Bank, Deposit, Link, until
 
 from shadowsync.rpc import client
 from shadowsync.rpc.client import Courier, WireConnection
-from shadowsync.rpc.clients import Limits
 from shadowsync.rpc.errors import CallTimeout, PeerLost
 from shadowsync.rpc.keys import JobKeys
 from shadowsync.rpc.server import WireServer
@@ -101,7 +100,7 @@ def test_a_lost_reply_is_sent_again_and_the_method_does_not_run_again(
     assert balances == set(range(1, 51))
     assert set(bank.runs.values()) == {1}
     assert way.made == 2
-    assert server.counts.replayed > 0
+    assert server.repeated > 0
 
 
 @pytest.mark.parametrize("byte_count", [1, 5000, 500_000])
@@ -130,10 +129,45 @@ def test_a_request_that_comes_again_while_it_runs_is_answered_by_the_first(
     assert bank.entered.wait(PATIENCE_S)
     way.cut()
     way.mend()
-    until(lambda: server.counts.replayed == 1, "the request's return")
+    until(lambda: server.repeated == 1, "the request's return")
     bank.open.set()
     assert future.result(PATIENCE_S).read(Balance).total == 1
     assert bank.runs["slow"] == 1
+
+
+def test_a_call_that_has_time_travels_with_the_next_one(serve: Serve, connect: Connect, link: MakeLink) -> None:
+    bank = Bank()
+    way = link(serve(bank))
+    connection = connect(way.address, tick_s=1000.0)
+    settled(connection)
+    along = [connection.call_along("deposit", Deposit(str(i), 1), (torch.ones(1000),)) for i in range(3)]
+    assert not bank.runs
+    assert connection.call("deposit", Deposit("next", 1)).result(PATIENCE_S).read(Balance) == Balance(4)
+    assert [future.result(PATIENCE_S).read(Balance).total for future in along] == [1, 2, 3]
+    assert bool((bank.vault == 3).all())
+
+
+def test_a_call_that_has_time_and_no_company_goes_with_the_next_tick(serve: Serve, connect: Connect) -> None:
+    bank = Bank()
+    connection = connect(serve(bank).address, tick_s=0.01)
+    settled(connection)
+    assert connection.call_along("deposit", Deposit("alone", 1)).result(PATIENCE_S).read(Balance) == Balance(1)
+
+
+def test_calls_that_travel_together_run_once_when_their_link_is_lost(
+    serve: Serve, connect: Connect, link: MakeLink
+) -> None:
+    bank = Bank()
+    way = link(serve(bank))
+    connection = connect(way.address)
+    settled(connection)
+    for turn in range(20):
+        way.break_after("there" if turn % 2 else "back", 1)
+        along = connection.call_along("deposit", Deposit(f"along {turn}", 1))
+        assert connection.call("deposit", Deposit(f"{turn}", 1)).result(PATIENCE_S)
+        along.result(PATIENCE_S)
+    assert set(bank.runs.values()) == {1}
+    assert bank.total == 40
 
 
 def test_a_stalled_link_shows_and_harms_nothing(serve: Serve, connect: Connect, link: MakeLink) -> None:
@@ -191,7 +225,7 @@ def test_a_redirect_to_the_same_server_runs_nothing_twice(serve: Serve, connect:
     waiting = connection.call("slow_deposit", Deposit("waiting", 1))
     assert bank.entered.wait(PATIENCE_S)
     connection.redirect(server.address)
-    until(lambda: server.counts.replayed == 1, "the request's return")
+    until(lambda: server.repeated == 1, "the request's return")
     bank.open.set()
     assert waiting.result(PATIENCE_S).read(Balance).total == 1
     assert bank.runs["waiting"] == 1
@@ -233,14 +267,14 @@ def test_a_client_that_vanishes_is_forgotten_when_its_methods_have_ended(
     serve: Serve, connect: Connect, link: MakeLink
 ) -> None:
     bank = Bank()
-    server = serve(bank, tick_s=0.01, limits=Limits(forget_client_after_s=0.2))
+    server = serve(bank, tick_s=0.01, forget_client_after_s=0.2)
     way = link(server)
     connection = connect(way.address, ping_every_s=0.05, tick_s=0.01)
     waiting = connection.call("slow_deposit", Deposit("waiting", 1))
     assert bank.entered.wait(PATIENCE_S)
     way.hold()
     unsent = connection.call("deposit", Deposit("lost on the way", 1))
-    until(lambda: server.counts.forgotten == 1, "the forgetting")
+    until(lambda: server.clients == [], "the forgetting")
     assert bank.gone == []
     assert server.clients == []
     bank.open.set()
@@ -251,53 +285,6 @@ def test_a_client_that_vanishes_is_forgotten_when_its_methods_have_ended(
         unsent.result(PATIENCE_S)
     connection.call("deposit", Deposit("again", 1)).result(PATIENCE_S)
     assert bank.runs == {"waiting": 1, "again": 1}
-
-
-def test_a_full_queue_holds_up_its_clients_and_loses_nothing(serve: Serve, connect: Connect) -> None:
-    bank = Bank()
-    server = serve(bank, threads=1, max_waiting=4)
-    connection = connect(server.address)
-    first = connection.call("slow_deposit", Deposit("first", 1))
-    assert bank.entered.wait(PATIENCE_S)
-    futures = [connection.call("deposit", Deposit(str(i), 1), (torch.ones(1000),)) for i in range(300)]
-    until(lambda: server.queue_depth >= 4, "the queue")
-    other = connect(server.address).call("echo")
-    assert server.queue_depth <= 4 + 64
-    busy_s = time.process_time()
-    with pytest.raises(CallTimeout):  # half a second in which nothing can be done
-        connection.call("echo", timeout_s=0.5).result(PATIENCE_S)
-    assert time.process_time() - busy_s < 0.4
-    bank.open.set()
-    for future in (first, *futures, other):
-        future.result(PATIENCE_S)
-    assert bank.total == 301
-    until(lambda: server.queue_depth == 0, "the end of the queue")
-
-
-def test_one_client_cannot_open_calls_without_end(serve: Serve, connect: Connect) -> None:
-    bank = Bank()
-    server = serve(bank, threads=1, limits=Limits(open_calls=3))
-    connection = connect(server.address)
-    waiting = [connection.call("slow_deposit", Deposit(str(i), 1)) for i in range(3)]
-    assert bank.entered.wait(PATIENCE_S)
-    with pytest.raises(Exception, match="too many calls of this client are open"):
-        connection.call("deposit", Deposit("fourth", 1)).result(PATIENCE_S)
-    bank.open.set()
-    for future in waiting:
-        future.result(PATIENCE_S)
-    assert bank.runs["fourth"] == 0
-
-
-def test_a_reply_that_could_not_be_kept_is_said_to_be_lost(serve: Serve, connect: Connect, link: MakeLink) -> None:
-    bank = Bank()
-    server = serve(bank, limits=Limits(keep_bytes=0))
-    way = link(server)
-    connection = connect(way.address, ping_every_s=100)
-    settled(connection)
-    way.break_after("back", 1)
-    with pytest.raises(Exception, match="has run, and its reply could not be kept"):
-        connection.call("deposit", Deposit("one", 1)).result(PATIENCE_S)
-    assert bank.runs == {"one": 1}
 
 
 def test_a_reply_that_comes_later_finds_its_way_over_another_link(
@@ -313,3 +300,31 @@ def test_a_reply_that_comes_later_finds_its_way_over_another_link(
     way.mend()
     assert answer.result(PATIENCE_S).read(Balance).total == 3
     assert (bank.runs["d"], bank.later) == (1, [])
+
+
+def test_an_answer_says_how_long_the_server_had_the_request(serve: Serve, connect: Connect) -> None:
+    bank, began = Bank(), time.monotonic()
+    connection = connect(serve(bank).address)
+    slow = connection.call("slow_deposit", Deposit("slow", 1))
+    assert bank.entered.wait(PATIENCE_S)
+    entered = time.monotonic()
+    quick = connection.call("deposit", Deposit("quick", 1)).result(PATIENCE_S)
+    between = time.monotonic() - entered
+    bank.open.set()
+    served_s = slow.result(PATIENCE_S).served_s
+    assert between <= served_s <= time.monotonic() - began
+    assert 0 < quick.served_s <= between
+
+
+def test_what_is_answered_later_counts_until_then(serve: Serve, connect: Connect) -> None:
+    bank = Bank()
+    connection = connect(serve(bank).address)
+    answer = connection.call("deposit_later", Deposit("later", 1))
+    for number in range(20):
+        connection.call("deposit", Deposit(f"{number}", 1)).result(PATIENCE_S)
+    waited_from = time.monotonic()
+    connection.call("deposit", Deposit("last", 1)).result(PATIENCE_S)
+    between = time.monotonic() - waited_from
+    assert bank.later
+    bank.end_later()
+    assert answer.result(PATIENCE_S).served_s >= between

@@ -11,8 +11,8 @@ from shadowsync.rpc.client import WireConnection
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.loop import Loop
 from shadowsync.rpc.server import WireServer
-from shadowsync.runtime import host
-from shadowsync.runtime.host import waiting_for
+from shadowsync.runtime import runtime
+from shadowsync.runtime.runtime import waiting_for
 
 Serve = Callable[..., WireServer]
 Connect = Callable[..., WireConnection]
@@ -87,7 +87,7 @@ def test_a_call_that_a_living_peer_does_not_answer_is_told_of(
     slow = connection.call("slow_deposit", Deposit("slow", 1))
     assert bank.entered.wait(PATIENCE_S)
     assert waiting_for([("bank-0", connection)]) == ""
-    monkeypatch.setattr(host, "LONG_S", 0.0)
+    monkeypatch.setattr(runtime, "LONG_S", 0.0)
     assert waiting_for([("bank-0", connection)]) == "waits for slow_deposit of bank-0 for more than 0 s"
     bank.open.set()
     slow.result(PATIENCE_S)

@@ -17,8 +17,7 @@ from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
 from shadowsync.rpc.keys import JobKeys
 from shadowsync.rpc.loop import Loop
-from shadowsync.rpc.messages import MAX_TENSORS, META_BYTES
-from shadowsync.rpc.packing import Cargo
+from shadowsync.rpc.messages import MAX_TENSORS, META_BYTES, pack
 from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.service import Meta
 from shadowsync.rpc.tensors import DTYPES, Misfit, Spec, bytes_of, spec_of, tensor_of
@@ -107,7 +106,7 @@ class Long(Meta, frozen=True):
 )
 def test_what_cannot_cross_is_refused_by_its_sender(meta: Meta | None, tensors: list[torch.Tensor], words: str) -> None:
     with pytest.raises(RunError, match=words):
-        Cargo.of(meta, tensors, max_message_bytes=1000)
+        pack(meta, tensors, 1000)
 
 
 def test_an_address_that_is_taken_is_refused_in_a_sentence(keys: JobKeys, serve: object) -> None:

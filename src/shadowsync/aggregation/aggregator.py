@@ -6,7 +6,7 @@ from its arrival to the commit that names it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -183,3 +183,136 @@ class Aggregation(ABC):
     def batches_per_step(self, size: int) -> int:
         """How many dispatched batches there are to a global step: the `size` of the `TokenBook`."""
         return size
+
+
+class TokenBook:
+    """Hands out tokens in the order in which batches are dispatched: `τ = floor(q / M)` for the q-th (GBA, arXiv
+    2205.11048), counted from the step at which the book begins.
+
+    The formula knows no losses. Here batches of workers that died are retired, and q is what was dispatched and not
+    retired: otherwise tokens would run ahead of k, and a gradient would look fresher than it is.
+
+    Args:
+        size: M, batches of a global step (`Aggregation.batches_per_step`).
+        step: k when the book begins.
+        outstanding: batches that were dispatched before and have neither arrived nor been retired.
+    """
+
+    def __init__(self, size: int, step: int = 0, outstanding: int = 0) -> None:
+        if size < 1:
+            raise ValueError(f"size={size}: a step takes at least one batch")
+        self._size = size
+        self.realign(step, outstanding)
+
+    def dispatch(self) -> int:
+        """The token of the next batch."""
+        token = self._step + self._places // self._size
+        self._places += 1
+        return token
+
+    def retired(self, count: int = 1) -> None:
+        """So many dispatched batches will never arrive: others get their places."""
+        if not 0 <= count <= self._places:
+            raise ValueError(f"{count} batches retired of {self._places} dispatched")
+        self._places -= count
+
+    def realign(self, step: int, outstanding: int) -> None:
+        """Counts anew from step k that was not made of M batches, as after a flush, or after a switch of method.
+
+        Otherwise every flush would leave the tokens further behind k, until each gradient looked too old. The next
+        steps are those of the outstanding batches.
+        """
+        if step < 0 or outstanding < 0:
+            raise ValueError(f"step={step}, outstanding={outstanding}: neither can be negative")
+        self._step, self._places = step, outstanding
+
+
+class Buffer(Aggregator):
+    """Commits whenever `size` gradients have arrived, each with weight 1, and makes nobody wait.
+
+    Methods change who may begin (`_admits`), when the buffer is full (`_is_full`), and what counts how much (`_weight`,
+    `_divisor`).
+
+    Attributes:
+        size: gradients of a commit.
+    """
+
+    def __init__(self, mode: str, size: int, step: int) -> None:
+        super().__init__(mode, step)
+        if size < 1 or step < 0:
+            raise ValueError(f"size={size}, step={step}: a step takes at least one batch, and steps count from 0")
+        self.size = size
+        self._in_flight: dict[int, Begun] = {}
+        self._waiting: dict[int, Begun] = {}
+        self._held: list[Begun] = []
+
+    @property
+    def in_flight(self) -> Mapping[int, Begun]:
+        return self._in_flight
+
+    @property
+    def held(self) -> Sequence[Begun]:
+        return tuple(self._held)
+
+    def begin(self, batch: Begun, now: float) -> bool:
+        if batch.number in self._in_flight:
+            return True
+        if not self._admits(batch):
+            self._waiting[batch.number] = batch
+            return False
+        self._waiting.pop(batch.number, None)
+        self._in_flight[batch.number] = batch
+        return True
+
+    def arrived(self, number: int, now: float) -> Sequence[Commit]:
+        if (batch := self._finished(number)) is None:
+            return []
+        self._held.append(batch)
+        return [self._commit()] if self._is_full() else []
+
+    def retired(self, number: int, now: float) -> Sequence[Commit]:
+        self._waiting.pop(number, None)
+        self._finished(number)
+        return []
+
+    def left(self, worker: Worker, now: float) -> Sequence[Commit]:
+        for number in [b.number for b in (*self._in_flight.values(), *self._waiting.values()) if b.worker == worker]:
+            self.retired(number, now)
+        return []
+
+    def flush(self, now: float) -> Sequence[Commit]:
+        return [self._commit(flushed=True)] if self._held else []
+
+    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
+        self._in_flight.update((batch.number, batch) for batch in batches)
+        self._held.extend(held)
+
+    def _admits(self, batch: Begun) -> bool:
+        return True
+
+    def _finished(self, number: int) -> Begun | None:
+        """A batch is no longer being computed; None if it was not."""
+        return self._in_flight.pop(number, None)
+
+    def _is_full(self) -> bool:
+        return len(self._held) >= self.size
+
+    def _weight(self, batch: Begun) -> float:
+        return 1.0
+
+    def _divisor(self, weights: Collection[float]) -> float:
+        """Of a commit that was not forced by a flush."""
+        return kept(weights)
+
+    def _commit(self, flushed: bool = False) -> Commit:
+        weights = {batch.number: self._weight(batch) for batch in self._held}
+        divide_by = kept if flushed else self._divisor
+        commit = Commit(self.step, weights, divide_by(weights.values()))
+        self._held.clear()
+        self.step += 1
+        return commit
+
+
+def kept(weights: Collection[float]) -> float:
+    """How many weights are not 0; 1 if none is, for the sum of nothing is 0 whatever divides it."""
+    return float(max(1, sum(weight > 0 for weight in weights)))

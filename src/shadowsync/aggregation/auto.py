@@ -10,7 +10,7 @@ from pydantic import Field
 
 from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Switch, Worker
 from shadowsync.aggregation.gba import DivideBy, Gba, Tolerance
-from shadowsync.aggregation.step_times import Round, StepTimes, lost_share
+from shadowsync.aggregation.step_times import StepTimes, lost_share
 from shadowsync.aggregation.synchronous import Sync
 from shadowsync.config import LONGEST_S
 from shadowsync.errors import ConfigError
@@ -71,29 +71,6 @@ class Auto(Aggregation):
         return _Switching(self, size, step)
 
 
-@dataclass
-class _Streak:
-    """For how long something has been so.
-
-    Attributes:
-        count: times in a row.
-        since: when the first of them was.
-    """
-
-    count: int = 0
-    since: float = math.inf
-
-    def add(self, holds: bool, now: float) -> None:
-        if not holds:
-            self.count, self.since = 0, math.inf
-            return
-        self.count += 1
-        self.since = min(self.since, now)
-
-    def lasts(self, commits: int, seconds: float, now: float) -> bool:
-        return self.count >= commits and now - self.since >= seconds
-
-
 class _Switching(Aggregator):
     """Hands everything on to the method at work, and changes it."""
 
@@ -103,7 +80,7 @@ class _Switching(Aggregator):
         self._modes: tuple[Aggregation, Aggregation] = (Sync(), Gba(options.tolerance, options.divide_by))
         self._at_work = self._modes[0].start(size, step)
         self._times = StepTimes()
-        self._streak = _Streak()
+        self._streak, self._since = 0, math.inf  # commits in a row that called for a switch, and when the first did
         super().__init__(self._at_work.mode, step)
 
     @property
@@ -176,24 +153,25 @@ class _Switching(Aggregator):
             return
         lost = lost_share(rounds, self._size)
         options, waits = self._options, self.mode == Sync.name
-        self._streak.add(lost > options.share if waits else lost < options.even, now)
+        if not (lost > options.share if waits else lost < options.even):
+            self._streak, self._since = 0, math.inf
+            return
+        self._streak, self._since = self._streak + 1, min(self._since, now)
         times = 1 if waits else BACK
-        if self._streak.lasts(times * options.steady_commits, times * options.steady_s, now):
+        if self._streak >= times * options.steady_commits and now - self._since >= times * options.steady_s:
             bound = f"above share={options.share:.0%}" if waits else f"below even={options.even:.0%}"
-            lasting = f"{bound} for {self._streak.count} commits"
-            self._switch(f"stragglers cost synchronous rounds {lost:.0%}, {lasting}; {_spread(rounds)}", now)
+            means = [fmean(step_s) for step_s in zip(*rounds, strict=True)]
+            self._switch(
+                f"stragglers cost synchronous rounds {lost:.0%}, {bound} for {self._streak} commits; of {len(means)} "
+                f"workers the slowest takes {max(means):.3g} s a batch on average, the median {median(means):.3g} s",
+                now,
+            )
 
     def _switch(self, why: str, now: float) -> None:
         carried, held = tuple(self._at_work.in_flight.values()), self._at_work.held
         self._modes = (self._modes[1], self._modes[0])
         self._at_work = self._modes[0].start(self._size, self.step)
         self._at_work.carry(carried, held, now)
-        self._streak = _Streak()
+        self._streak, self._since = 0, math.inf
         self.mode = self._at_work.mode
         self.switches.append(Switch(self.step, self.mode, why))
-
-
-def _spread(rounds: Sequence[Round]) -> str:
-    means = [fmean(times) for times in zip(*rounds, strict=True)]
-    slowest, usual = max(means), median(means)
-    return f"of {len(means)} workers the slowest takes {slowest:.3g} s a batch on average, the median {usual:.3g} s"

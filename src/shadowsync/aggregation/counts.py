@@ -55,12 +55,7 @@ def untold(told: Sequence[Switch], made: Sequence[Switch]) -> Sequence[Switch]:
 
 
 class AggregationCounts:
-    """Adds up what global steps decide.
-
-    Args:
-        before: what was counted already.
-        mode: the method at work now.
-    """
+    """Adds up what global steps decide, from what was counted before; `mode` is the method at work now."""
 
     def __init__(self, before: AggregationState, mode: str) -> None:
         self._switches = before.switches
@@ -71,13 +66,7 @@ class AggregationCounts:
         self._staleness = Counter(dict(before.staleness))
 
     def add(self, step: int, weights: Mapping[int, float], versions: Mapping[int, int]) -> None:
-        """A global step was made.
-
-        Args:
-            step: its number k.
-            weights: factor of each batch, by its number.
-            versions: of the parameters that each was computed with.
-        """
+        """Global step k was made, with these factors of its batches, computed with these versions of the parameters."""
         self._global_steps = step + 1
         self._received += len(weights)
         for number, weight in weights.items():
@@ -87,12 +76,7 @@ class AggregationCounts:
                 self._dropped += 1
 
     def state(self, mode: str, switches: Sequence[Switch]) -> AggregationState:
-        """So far.
-
-        Args:
-            mode: the method at work now.
-            switches: since the start.
-        """
+        """So far, with the method that is at work now and the switches since the start."""
         return AggregationState(
             global_steps=self._global_steps,
             received=self._received,

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun
-from shadowsync.aggregation.buffer import Buffer
+from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Buffer
 
 Tolerance = Annotated[
     int, Field(ge=0, description="steps (ι) that a gradient may be behind; more drops less and applies older ones")

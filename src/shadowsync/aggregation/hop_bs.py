@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Worker
-from shadowsync.aggregation.buffer import Buffer
+from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Buffer, Commit, Worker
 
 
 @dataclass(frozen=True)

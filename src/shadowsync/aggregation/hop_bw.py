@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit
-from shadowsync.aggregation.buffer import Divisor
 from shadowsync.aggregation.synchronous import Rounds
 from shadowsync.errors import ConfigError
 
@@ -57,7 +56,7 @@ class _BackedRounds(Rounds):
     def _weight(self, batch: Begun) -> float:
         return 0.0 if batch.number in self._late else 1.0
 
-    def _commit(self, divisor: Divisor) -> Commit:
-        commit = super()._commit(divisor)
+    def _commit(self, flushed: bool = False) -> Commit:
+        commit = super()._commit(flushed)
         self._late = set(self._in_flight)
         return commit

@@ -6,10 +6,11 @@ Pure: the time is handed in.
 import heapq
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean as mean
 from statistics import median
+from typing import NamedTuple
 
 from shadowsync.aggregation.aggregator import Begun, Worker
 
@@ -76,67 +77,42 @@ class StepTimes:
         return [[recent[i % len(recent)] for recent in times] for i in range(depth)]
 
 
-@dataclass
-class _Pace:
+class _Pace(NamedTuple):
     """A worker's step times: how many, their sum, and their mean with weights that fall by a fifth for each."""
 
     batches: int = 0
     seconds: float = 0.0
     smoothed_s: float = 0.0
 
-    def add(self, step_s: float) -> None:
-        self.smoothed_s += (_SMOOTHING if self.batches else 1.0) * (step_s - self.smoothed_s)
-        self.batches += 1
-        self.seconds += step_s
 
-
-@dataclass
 class Paces:
     """How long every worker takes for a batch, from `begin` to arrival, for people to look at.
 
     A few numbers for each worker; of more than 4,096 the one that was heard of least recently is forgotten.
     """
 
-    _began: dict[int, tuple[Worker, float]] = field(default_factory=dict)
-    _paces: dict[Worker, _Pace] = field(default_factory=dict)
+    def __init__(self, paces: Mapping[Worker, _Pace] | None = None) -> None:
+        self._paces = dict(paces or {})
 
-    def began(self, number: int, worker: Worker, now: float) -> None:
-        """A worker has begun a batch."""
-        self._began[number] = worker, now
-
-    def arrived(self, number: int, now: float) -> None:
-        """Its gradient is there."""
-        if (found := self._began.pop(number, None)) is None:
-            return
-        worker, began = found
-        pace = self._paces.pop(worker, None) or _Pace()
-        pace.add(max(0.0, now - began))
-        self._paces[worker] = pace
+    def add(self, worker: Worker, step_s: float) -> None:
+        """A worker has finished a batch."""
+        count, seconds, smoothed_s = self._paces.pop(worker, _Pace())
+        step_s = max(0.0, step_s)
+        smoothed_s += (_SMOOTHING if count else 1.0) * (step_s - smoothed_s)
+        self._paces[worker] = _Pace(count + 1, seconds + step_s, smoothed_s)
         if len(self._paces) > _KNOWN_WORKERS:
             del self._paces[next(iter(self._paces))]
 
-    def left(self, worker: Worker) -> None:
-        """What a worker had begun will not come."""
-        self._began = {number: begun for number, begun in self._began.items() if begun[0] != worker}
-
-    def restarted(self) -> None:
-        """Nothing that was begun will come."""
-        self._began.clear()
-
     def so_far(self) -> "Paces":
-        """A copy, without what is under way."""
-        return Paces(_paces={worker: replace(pace) for worker, pace in self._paces.items()})
+        """A copy."""
+        return Paces(self._paces)
 
-    def recent_s(self, workers: Collection[Worker], now: float) -> Mapping[Worker, float]:
-        """Of these workers, smoothed; a batch under way counts as soon as it takes longer than that."""
-        found = {worker: pace.smoothed_s for worker, pace in self._paces.items() if worker in workers}
-        for worker, began in self._began.values():
-            if worker in workers:
-                found[worker] = max(found.get(worker, 0.0), now - began)
-        return found
+    def recent_s(self) -> Mapping[Worker, float]:
+        """Of every worker that has finished a batch, smoothed."""
+        return {worker: pace.smoothed_s for worker, pace in self._paces.items()}
 
     def mean_s(self) -> Mapping[Worker, float]:
-        """Of every worker that has finished a batch, also of those that left."""
+        """Of every worker that has finished a batch."""
         return {worker: pace.seconds / pace.batches for worker, pace in self._paces.items()}
 
 
@@ -146,10 +122,17 @@ def round_s(step_s: Round, size: int) -> float:
     Up to `size` workers: each takes the next batch when it has finished one, until all are taken. More: the mean of
     the slowest over who takes part, everybody equally likely: `Σ_i t_(i) C(i−1, M−1) / C(N, M)`, in ascending order.
     """
-    if len(step_s) <= size:
-        return _shared_out_s(step_s, size)
-    ways = math.comb(len(step_s), size)
-    return sum(t * (math.comb(i, size - 1) / ways) for i, t in enumerate(sorted(step_s)))
+    if len(step_s) > size:
+        ways = math.comb(len(step_s), size)
+        return sum(t * (math.comb(i, size - 1) / ways) for i, t in enumerate(sorted(step_s)))
+    ends = [(t, t) for t in step_s]
+    heapq.heapify(ends)
+    last = max(ends)[0]
+    for _ in range(size - len(ends)):
+        end, t = ends[0]
+        heapq.heapreplace(ends, (end + t, t))
+        last = max(last, end + t)
+    return last
 
 
 def lost_share(rounds: Sequence[Round], size: int) -> float:
@@ -168,14 +151,3 @@ def lost_share(rounds: Sequence[Round], size: int) -> float:
     even_s = math.ceil(size / len(means)) * len(means) / sum(1 / t for t in means)
     lengths = sorted(round_s(times, size) for times in rounds)
     return max(0.0, 1 - even_s / mean(lengths[:-1] or lengths))
-
-
-def _shared_out_s(step_s: Iterable[float], size: int) -> float:
-    ends = [(t, t) for t in step_s]
-    heapq.heapify(ends)
-    last = max(ends)[0]
-    for _ in range(size - len(ends)):
-        end, t = ends[0]
-        heapq.heapreplace(ends, (end + t, t))
-        last = max(last, end + t)
-    return last

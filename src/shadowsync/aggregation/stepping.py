@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shadowsync.compression.channel import Channel
+from shadowsync.compression.codec import Codec, received
+from shadowsync.compression.differences import Differences
+from shadowsync.compression.plain import Plain
+from shadowsync.embedding.step_messages import check_batch, checked_weights
 from shadowsync.errors import DataError
+from shadowsync.rpc.generation import FIRST, Generation
+from shadowsync.rpc.kept import MOST_STREAMS, Bounded, PerClient
+from shadowsync.rpc.served import Client, served
 from shadowsync.training.replica import Replica, Stepper
 
 
@@ -57,6 +65,90 @@ class Version:
     flat: Tensor
 
 
+@dataclass(frozen=True)
+class Message:
+    """Parameters on their way to a worker.
+
+    Attributes:
+        version: their number.
+        serial: counts the messages to this worker, from 1 on.
+        whole: all of them come, and not what has changed since the version that the worker has.
+        kept, refreshes, early: as in `Encoded`.
+    """
+
+    version: int
+    frames: tuple[Tensor, ...]
+    serial: int
+    whole: bool = True
+    kept: int = 0
+    refreshes: int = 0
+    early: int = 0
+
+
+class ParameterSender:
+    """The dense server's end towards one worker.
+
+    Unless the codec keeps everything, parameters cross as the difference from what the worker has (`Differences`):
+    what a codec leaves out or rounds off comes when it has grown. The worker says which message it had last; where that
+    is not the one sent last, because an answer was lost or made twice or the worker is new, it gets them whole.
+    Versions would not do: two messages may bring the same one, and leave different things out.
+
+    Ours differs from DCT-DP (arXiv 2010.08899), where every trainer makes the step itself from the sum of the sparse
+    gradients: here the optimizer is the server's, and may move every parameter in each step (Adam does).
+
+    Args:
+        about: what messages are called in errors.
+    """
+
+    def __init__(self, about: str) -> None:
+        self._differences = Differences(about)
+        self._serial = 0
+        self._lock = threading.Lock()
+
+    def answer(self, codec: Codec, version: Version, having: int) -> Message:
+        """The message in that codec that brings a worker to this version, who had message `having` last."""
+        with self._lock:
+            expected, self._serial = self._serial, self._serial + 1
+            if having != expected:
+                self._differences.forget()
+            encoded, whole = self._differences.encode(codec, version.flat.cpu())
+            told = encoded.kept_count, encoded.refreshes, encoded.early
+            return Message(version.number, encoded.frames, self._serial, whole, *told)
+
+
+class ParameterReceiver:
+    """The worker's end.
+
+    Args:
+        line: of the dense part.
+        length: `P`.
+
+    Attributes:
+        having: the serial number of the last message; 0 before the first.
+    """
+
+    def __init__(self, line: Channel, length: int) -> None:
+        self.having = 0
+        self._line, self._length = line, length
+        self._differences = Differences("the dense parameters")
+
+    def take(self, codec: Codec, message: Message) -> Version:
+        """The parameters after a message in that codec, counted.
+
+        Raises:
+            DataError: it goes on from a message that never came, or the frames are none of such a message.
+        """
+        known = self._differences.take(codec, message.frames, (self._length,), message.whole)
+        if known is None:
+            raise DataError("the dense server sent what has changed to a worker that has nothing")
+        flat = known if codec.everything else known.clone()  # the next message is added to it
+        self.having = message.serial
+        self._line.count(sum(frame.nbytes for frame in message.frames), flat.nbytes)
+        if codec.sparse and not message.whole:
+            self._line.count_kept(self._length, message.kept, message.refreshes, message.early)
+        return Version(message.version, flat)
+
+
 class DenseStepper:
     """Applies global steps with the job's optimizer (GBA, arXiv 2205.11048, algorithm 2; a role).
 
@@ -66,11 +158,24 @@ class DenseStepper:
         replica: the parameters and the optimizer's state, changed in place.
         clip_norm: the gradient of a global step of a larger L2 norm is scaled down to it, as that of one large batch.
         version: global steps made before.
+        codec: of gradients and parameters on their way; Plain if not given.
+        generation: whose gradients and steps are taken.
+        streams: that one client may have, each with up to one vector here: the workers of a trainer.
     """
 
-    def __init__(self, replica: Replica, clip_norm: float | None, version: int = 0) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        clip_norm: float | None,
+        version: int = 0,
+        codec: Codec | None = None,
+        generation: Generation = FIRST,
+        streams: int = MOST_STREAMS,
+    ) -> None:
         self.replica = replica
         self._stepper = Stepper(replica, clip_norm)
+        self._codec, self._generation = codec or Plain(), generation
+        self._senders = PerClient(lambda: Bounded[int, ParameterSender](streams, "streams"))
         self._held: dict[int, DenseGradient] = {}
         self._below = 0
         self._lock = threading.Lock()
@@ -88,10 +193,40 @@ class DenseStepper:
         with self._lock:
             return sum(gradient.flat.nbytes for gradient in self._held.values())
 
-    def newer(self, than: int) -> Version | None:
-        """The newest parameters, or None if their version is not above `than`."""
-        newest = self._newest
-        return newest if newest.number > than else None
+    def client_gone(self, client: str) -> None:
+        """Forgets what it was sent."""
+        self._senders.forget(client)
+
+    # --- called by workers -------------------------------------------------------------------------------------------
+
+    @served(once=False)
+    def newer(self, client: Client, stream: int, than: int, codec: str, having: int) -> Message | None:
+        """The newest parameters in that codec, or None if their version is not above `than`.
+
+        Args:
+            client: with `stream`, who asks: what it has is remembered.
+            stream: of the client.
+            than: a version.
+            codec: by its name.
+            having: the message that came last there; 0 if none did.
+        """
+        named, newest = self._codec.level(codec), self._newest
+        if newest.number <= than:
+            return None
+        about = f"the dense parameters for worker {stream} of a trainer"
+        return self._senders.of(client).get(stream, lambda: ParameterSender(about)).answer(named, newest, having)
+
+    @served()
+    def receive(
+        self, number: int, used: tuple[bool, ...], codec: str, frames: tuple[Tensor, ...], generation: int = 0
+    ) -> None:
+        """Holds a batch's gradient, `DenseGradient` in frames of that codec."""
+        self._generation.check(generation)
+        check_batch(number)
+        flat, named = self.replica.flat, self._codec.level(codec)
+        with received("a gradient", named):
+            decoded = named.decode(frames, tuple(flat.shape))
+        self.hold(number, DenseGradient(decoded.to(flat.device), used))
 
     def hold(self, number: int, gradient: DenseGradient) -> None:
         """Keeps a batch's gradient until a `commit` names it; one that will not be named any more is passed over.
@@ -109,40 +244,58 @@ class DenseStepper:
             if number >= self._below:
                 self._held[number] = gradient
 
-    def commit(self, step: DenseStep) -> None:
-        """Makes a global step. Steps come in ascending order; one that came already changes nothing."""
-        with self._stepping:
-            if step.step < self._newest.number:
-                return
-            gradients = self._step_gradients(step)
-            if gradients is not None:
-                self._stepper.step(gradients, step.lr, step.norm)
-            self._newest = Version(step.step + 1, self.replica.flat.clone())
+    # --- called by whoever has steps carried out ---------------------------------------------------------------------
 
-    def norm(self, step: DenseStep) -> float:
+    @served()
+    def commit(self, step: DenseStep, generation: int = 0) -> int:
+        """Makes a global step. Steps come in ascending order; one that came already changes nothing.
+
+        Returns:
+            memory of the gradients that waited, those of the step with them.
+        """
+        self._check(step, generation)
+        held_bytes = self.held_bytes
+        with self._stepping:
+            if step.step >= self._newest.number:
+                with self._lock:
+                    named = [(self._held.pop(number, None), weight) for number, weight in step.weights.items()]
+                    self._below = max(self._below, step.below)
+                    for number in [number for number in self._held if number < self._below]:
+                        del self._held[number]
+                gradients = self._sum(named, step.divisor)
+                if gradients is not None:
+                    self._stepper.step(gradients, step.lr, step.norm)
+                self._newest = Version(step.step + 1, self.replica.flat.clone())
+        return held_bytes
+
+    @served(once=False)
+    def norm(self, step: DenseStep, generation: int = 0) -> float:
         """The L2 norm of the gradient that `commit` of this step would take, unclipped; nothing is changed."""
+        self._check(step, generation)
         with self._stepping:
             with self._lock:
                 named = [(self._held.get(number), weight) for number, weight in step.weights.items()]
             gradients = self._sum(named, step.divisor)
             return 0.0 if gradients is None else float(nn.utils.get_total_norm(g for g in gradients if g is not None))
 
-    def restart(self, version: int) -> None:
+    @served()
+    def restart(self, version: int, generation: int = 0) -> None:
         """Whoever loaded the replica says so: all gradients are forgotten, and the parameters have this version."""
+        self._generation.check(generation)
+        if version < 0:
+            raise DataError(f"parameters of version {version}: they count from 0")
         with self._stepping, self._lock:
             self._held.clear()
             self._newest = Version(version, self.replica.flat.clone())
 
-    def _step_gradients(self, step: DenseStep) -> list[Tensor | None] | None:
-        """The gradient of each parameter; None if no batch brings any."""
-        with self._lock:
-            named = [(self._held.pop(number, None), weight) for number, weight in step.weights.items()]
-            self._below = max(self._below, step.below)
-            for number in [number for number in self._held if number < self._below]:
-                del self._held[number]
-        return self._sum(named, step.divisor)
+    def _check(self, step: DenseStep, generation: int) -> None:
+        self._generation.check(generation)
+        checked_weights(tuple(step.weights), tuple(step.weights.values()), step.divisor, step.lr)
+        if step.norm is not None and step.norm < 0:
+            raise DataError(f"a gradient has no norm of {step.norm}")
 
     def _sum(self, named: Sequence[tuple[DenseGradient | None, float]], divisor: float) -> list[Tensor | None] | None:
+        """The gradient of each parameter; None if no batch brings any."""
         kept = [(gradient, weight) for gradient, weight in named if gradient is not None and weight]
         if not kept:
             return None

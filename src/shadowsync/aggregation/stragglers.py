@@ -102,66 +102,58 @@ class Slowness:
 
 
 @dataclass
-class _Course:
-    """One worker's spells, drawn as far as somebody has asked; so the order of the questions does not matter."""
-
-    spells: Iterator[tuple[float, float]]
-    ends: list[float] = field(default_factory=list)
-    factors: list[float] = field(default_factory=list)
-
-    def factor(self, seconds: float) -> float:
-        while not self.ends or self.ends[-1] <= seconds:
-            end, factor = next(self.spells)
-            self.ends.append(end)
-            self.factors.append(factor)
-        return self.factors[bisect_right(self.ends, seconds)]
-
-
-@dataclass
 class Stragglers:
-    """How slow each worker is at a time. A worker is asked about by one thread at a time."""
+    """How slow each worker is at a time. A worker is asked about by one thread at a time.
+
+    Spells are drawn as far as somebody has asked; so the order of the questions does not matter.
+    """
 
     parts: tuple[Slowness, ...]
-    _courses: dict[tuple[int, int], _Course] = field(default_factory=dict, compare=False, repr=False)
+    _drawn: dict[tuple[int, int], tuple[Iterator[tuple[float, float]], list[float], list[float]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def factor(self, worker_index: int, seconds: float) -> float:
         """How many times longer a batch takes that this worker begins now; 1 is not at all."""
-        active = ((i, part) for i, part in enumerate(self.parts) if part.from_s <= seconds < part.until_s)
-        return max((self._course(i, part, worker_index).factor(seconds) for i, part in active), default=1.0)
-
-    def _course(self, position: int, part: Slowness, worker_index: int) -> _Course:
-        key = (position, worker_index)
-        return self._courses.get(key) or self._courses.setdefault(key, _Course(part.spells(worker_index)))
+        slowest = 1.0
+        for position, part in enumerate(self.parts):
+            if part.from_s <= seconds < part.until_s:
+                if (key := (position, worker_index)) not in self._drawn:
+                    self._drawn[key] = part.spells(worker_index), [], []
+                spells, ends, factors = self._drawn[key]
+                while not ends or ends[-1] <= seconds:
+                    end, factor = next(spells)
+                    ends.append(end)
+                    factors.append(factor)
+                slowest = max(slowest, factors[bisect_right(ends, seconds)])
+        return slowest
 
 
 def parse_stragglers(text: str, key: str = KEY) -> Stragglers:
-    """What a text in the language above describes.
-
-    Args:
-        text: in the language.
-        key: of the configuration, for messages.
+    """What a text in the language above describes; `key` is that of the configuration, for messages.
 
     Raises:
         ConfigError: it is not in the language; one sentence says what is wrong and what is possible.
     """
-    parts = [part.strip() for part in text.split(";")]
-    if not all(parts):
+    given = [part.strip() for part in text.split(";")]
+    if not all(given):
         raise ConfigError(f"{key}={text}: nothing is given, or nothing before or after a semicolon")
-    return Stragglers(tuple(_parse_part(part, key) for part in parts))
-
-
-def _parse_part(text: str, key: str) -> Slowness:
-    options: dict[str, str] = {}
-    for word in text.split(","):
-        option, equals, value = (piece.strip() for piece in word.partition("="))
-        if not equals or not value:
-            raise ConfigError(f"{key}={text}: {word.strip()!r} is not an option: write option=value, joined by commas")
-        if option in options:
-            raise ConfigError(f"{key}={text}: {option} is given twice")
-        options[option] = value
-    (checked,) = split_options(key, options, {key: Slowness})
-    section, dot, last = key.rpartition(".")
-    try:
-        return build(Slowness, checked, last)
-    except ConfigError as error:
-        raise ConfigError(f"{section}{dot}{error}".replace(f"{key}={checked}", f"{key}={text}")) from error
+    parts = []
+    for part in given:
+        options: dict[str, str] = {}
+        for word in part.split(","):
+            option, equals, value = (piece.strip() for piece in word.partition("="))
+            if not equals or not value:
+                raise ConfigError(
+                    f"{key}={part}: {word.strip()!r} is not an option: write option=value, joined by commas"
+                )
+            if option in options:
+                raise ConfigError(f"{key}={part}: {option} is given twice")
+            options[option] = value
+        (checked,) = split_options(key, options, {key: Slowness})
+        section, dot, last = key.rpartition(".")
+        try:
+            parts.append(build(Slowness, checked, last))
+        except ConfigError as error:
+            raise ConfigError(f"{section}{dot}{error}".replace(f"{key}={checked}", f"{key}={part}")) from error
+    return Stragglers(tuple(parts))

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun
-from shadowsync.aggregation.buffer import Buffer
+from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Buffer
 
 
 @dataclass(frozen=True)

@@ -5,51 +5,49 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from shadowsync.aggregation.aggregator import Worker
-from shadowsync.aggregation.conductor import Admitted, Arrived
 from shadowsync.aggregation.stepping import DenseGradient, Version
-from shadowsync.data.reader import Feed, LeasedBatch
+from shadowsync.data.reader import LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
-from shadowsync.models.sequences import VectorGradients
-from shadowsync.rpc.pending import Pending, Promise, all_of
+from shadowsync.models.vectors import VectorGradients
+from shadowsync.rpc.pending import DONE, Pending, Promise, all_of
 from shadowsync.training.replica import Replica, WorkerModule
-from shadowsync.training.update import MOST_UNDER_WAY
+from shadowsync.training.worker import MOST_UNDER_WAY
+
+
+class Authority(Protocol):
+    """What a worker needs of the `StepCoordinator`, near or behind a wire."""
+
+    def ask(self, worker: tuple[int, int], number: int) -> "Asked":
+        """As `StepCoordinator.ask`."""
+
+    def arrived(self, number: int, version: int) -> Pending[None] | None:
+        """As `StepCoordinator.arrived`; ends when it is known there, None if it is."""
+
+    def idle(self, worker: tuple[int, int]) -> None:
+        """As `StepCoordinator.idle`."""
+
+    def left(self, worker: tuple[int, int]) -> None:
+        """As `StepCoordinator.left`."""
 
 
 class Asked(Protocol):
     """A worker has asked to compute a batch."""
 
-    def result(self) -> Admitted | None:
+    def result(self) -> int | None:
         """Waits for the answer."""
-
-
-class Authority(Protocol):
-    """What a worker needs of the `Conductor`, near or behind a wire."""
-
-    def ask(self, worker: Worker, number: int) -> Asked:
-        """As `Conductor.ask`."""
-
-    def arrived(self, number: int, arrived: Arrived) -> Pending[None]:
-        """As `Conductor.arrived`; ends when the conductor knows."""
-
-    def idle(self, worker: Worker) -> None:
-        """As `Conductor.idle`."""
-
-    def left(self, worker: Worker) -> None:
-        """As `Conductor.left`."""
 
 
 class DenseParameters(Protocol):
     """What a worker needs of the `DenseStepper`, near or behind a wire."""
 
     def newer(self, than: int) -> Pending[Version | None]:
-        """As `DenseStepper.newer`, with the parameters as they are when the request arrives."""
+        """The newest parameters as the request arrives, or None if their version is not above `than`."""
 
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
-        """As `DenseStepper.hold`; ends when the gradient is held."""
+        """Sends the gradient of a batch; ends when it is held."""
 
 
 @dataclass
@@ -62,28 +60,26 @@ class GradientUpdate:
     wait, nothing that is older than its step is computed with.
 
     Attributes:
-        worker: who it is.
+        worker: who it is: rank of its trainer, index there.
         authority: over global steps.
         dense: the dense part.
         embeddings: where the gradient of the pooled vectors goes.
-        feed: the trainer's.
         replica: the worker's own copy of the dense part.
         ahead: batches are begun, in another thread, before the one before is computed.
         most_under_way: gradients that may not have arrived everywhere when `apply` returns; more ride out a longer
             delay.
     """
 
-    worker: Worker
+    worker: tuple[int, int]
     authority: Authority
     dense: DenseParameters
     embeddings: EmbeddingClient
-    feed: Feed
     replica: Replica
     ahead: bool = False
     most_under_way: int = MOST_UNDER_WAY
     _version: int = field(default=-1, init=False)
     _asked: Pending[Version | None] | None = field(default=None, init=False, repr=False)
-    _admitted: dict[int, Admitted] = field(default_factory=dict, init=False, repr=False)
+    _admitted: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False)
 
     def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
@@ -91,10 +87,10 @@ class GradientUpdate:
         answer = self.authority.ask(self.worker, leased.number)
         return lambda: self._begun(leased, answer.result())
 
-    def _begun(self, leased: LeasedBatch, admitted: Admitted | None) -> bool:
-        if admitted is None:
+    def _begun(self, leased: LeasedBatch, version: int | None) -> bool:
+        if version is None:
             return False
-        self._admitted[leased.number] = admitted
+        self._admitted[leased.number] = version
         if not self.ahead:
             self._asked = self.dense.newer(self._version)
         return True
@@ -102,7 +98,7 @@ class GradientUpdate:
     def ready(self, leased: LeasedBatch) -> None:
         """As `Update.ready`."""
         self._take(self._asked)
-        if self._version < self._admitted.pop(leased.number).version:
+        if self._version < self._admitted.pop(leased.number):
             self._take(self.dense.newer(self._version))
         self._asked = self.dense.newer(self._version) if self.ahead else None
 
@@ -116,23 +112,13 @@ class GradientUpdate:
         self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
     ) -> None:
         """As `Update.apply`; the learning rates are those of the global step."""
-        number = leased.number
         dense = DenseGradient(module.flat_gradient(), tuple(found is not None for found in module.gradients))
-        sent = all_of([self.dense.hold(number, dense), self.embeddings.hold(pulled, gradient, number)])
-        arrived = Arrived(self.feed.trainer, len(leased.batch), self._version, self._done(leased))
-        self._under_way.append(self._told(sent, number, arrived))
+        sent = [self.dense.hold(leased.number, dense), self.embeddings.hold(pulled, gradient, leased.number)]
+        self._under_way.append(self._told(all_of(sent), leased.number, self._version))
         while self._under_way and (len(self._under_way) > self.most_under_way or self._under_way[0].done()):
             self._under_way.popleft().result()
 
-    def _done(self, leased: LeasedBatch) -> Callable[[], None]:
-        feed, rows = self.feed, replace(leased, batch=leased.batch.narrow(0, 0))  # lets go of the samples
-
-        def done() -> None:
-            feed.done(rows)
-
-        return done
-
-    def _told(self, sent: Pending[None], number: int, arrived: Arrived) -> Pending[None]:
+    def _told(self, sent: Pending[None], number: int, version: int) -> Pending[None]:
         """Ends when all servers hold the gradients and the authority knows."""
         told: Promise[None] = Promise()
 
@@ -147,7 +133,7 @@ class GradientUpdate:
                 told.fail(error)
                 return
             try:
-                self.authority.arrived(number, arrived).then(end)
+                (self.authority.arrived(number, version) or DONE).then(end)
             except BaseException as wrong:  # of the step that it completed: the worker's, not the connection's
                 told.fail(wrong)
 

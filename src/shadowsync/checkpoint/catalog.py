@@ -1,66 +1,134 @@
-"""What is complete below a root, and its opening so that this process cannot remove it meanwhile."""
+"""What is complete below a root: what is written or read there now, and how a checkpoint is opened.
+
+Manifests and sizes are compared before a row is read.
+"""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from shadowsync.checkpoint.blocks import guarded
+import msgspec
+from torch import Tensor
+
 from shadowsync.checkpoint.files import Files
+from shadowsync.checkpoint.layers import BlockReader, Layer
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.losses import skipped_ones
-from shadowsync.checkpoint.manifest import MANIFEST, DamagedCheckpoint
-from shadowsync.checkpoint.names import NAME, order, plain_name, whole_name
-from shadowsync.checkpoint.opening import open_checkpoint, read_manifest
-from shadowsync.checkpoint.parents import Parents
-from shadowsync.checkpoint.pins import Pins
+from shadowsync.checkpoint.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    DamagedCheckpoint,
+    Manifest,
+    Piece,
+    damaged,
+    decode,
+    form,
+)
+from shadowsync.checkpoint.parents import NAME, Parents, order, plain_name, whole_name
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import CheckpointError
 
 _RELISTINGS = 5
 
 
-@dataclass(frozen=True)
-class Catalog:
-    """The complete checkpoints, listed anew at each question.
+class Pins:
+    """Which checkpoints the threads of this process are writing or reading, so that nobody clears them away.
 
     Attributes:
-        files: where they are.
-        pins: what is open is pinned here from before it is looked at.
+        lock: held by whoever removes checkpoints or chooses the name of a new one.
+        written: names of those that are being written.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.written: set[str] = set()
+        self._read: Counter[str] = Counter()
+
+    def read(self) -> list[str]:
+        return [name for name, readers in self._read.items() if readers]
+
+    @contextlib.contextmanager
+    def writing(self, choose: Callable[[], str]) -> Iterator[str]:
+        """Within the block the name that `choose` gives, asked under the lock, is the caller's."""
+        with self.lock:
+            name = choose()
+            if name in self.written:
+                raise CheckpointError(f"{name} is being written already")
+            self.written.add(name)
+        try:
+            yield name
+        finally:
+            with self.lock:
+                self.written.discard(name)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Within the block the checkpoint and all that it builds on stay."""
+        with self.lock:
+            self._read[name] += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._read[name] -= 1
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """The complete checkpoints, listed anew at each question. What is open is pinned from before it is looked at.
+
+    What is not as it was written is a `DamagedCheckpoint`; other `CheckpointError`s are of a newer format or of the
+    file system.
     """
 
     files: Files
     pins: Pins
 
     def names(self) -> list[str]:
-        """Names of the complete checkpoints, oldest first."""
-        found = [name for name in guarded(self.files, "", self.files.names) if NAME.fullmatch(name)]
+        """Of the complete checkpoints, oldest first."""
+        found = [name for name in self.files.guarded("", self.files.names) if NAME.fullmatch(name)]
         return sorted(filter(self.complete, found), key=order)
 
     def complete(self, name: str) -> bool:
-        """Whether there is a checkpoint of this name."""
-        return guarded(self.files, f"{name}/{MANIFEST}", self.files.size) is not None
+        return self.files.guarded(f"{name}/{MANIFEST}", self.files.size) is not None
+
+    def standing(self, name: str, prefer_whole: bool = True) -> str:
+        """Who holds the state called `name`: where it is there both as saved and rewritten as a whole, the latter."""
+        names = (whole_name(name), name) if prefer_whole else (name, whole_name(name))
+        return next(filter(self.complete, names), name)
 
     def parents(self) -> Parents:
         """Who builds on whom among those whose manifests are whole."""
         parents = {}
         for name in self.names():
             with contextlib.suppress(DamagedCheckpoint):
-                parents[name] = read_manifest(self.files, name).parent
+                parents[name] = self.manifest(name).parent
         return Parents(parents)
+
+    def manifest(self, name: str) -> Manifest:
+        path = f"{name}/{MANIFEST}"
+        size = self.files.guarded(path, self.files.size)
+        if size is None:
+            raise damaged(self.files.place(path), "is missing")
+        if size > MAX_MANIFEST_BYTES:
+            raise damaged(self.files.place(path), f"has {size} bytes, more than any manifest")
+        content = self.files.guarded(path, lambda where: self.files.read(where, 0, size))
+        return decode(content, self.files.place(path))
+
+    # --- opening -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def named(self, name: str, shards: Sequence[Shard] | None) -> Iterator[LoadedCheckpoint]:
-        """Opens the checkpoint `name`, or what it was rewritten as.
-
-        Raises:
-            CheckpointError: there is none, or it cannot be loaded.
-        """
+        """Opens the checkpoint `name`, or what it was rewritten as."""
         with self.pins.reading(name):
             there = (one for one in (name, whole_name(name)) if NAME.fullmatch(one) and self.complete(one))
             if (found := next(there, None)) is None:
                 known = ", ".join(self.names()) or "none"
                 raise CheckpointError(f"{self.files.place(name)} is not a checkpoint; {self.files.root} has {known}")
-            yield open_checkpoint(self.files, found, shards)
+            yield self._open(found, shards)
 
     @contextlib.contextmanager
     def newest(
@@ -72,31 +140,29 @@ class Catalog:
         """Opens the newest that is whole; lists anew when another process has removed what was listed.
 
         Args:
-            shards: as in `open_checkpoint`.
+            shards: the rows that are needed; None for everything.
             given_up: plain names of those that are left out.
-            load: reads all that is needed of it; called with older and older ones until none is found damaged.
-
-        Raises:
-            CheckpointError: there is none.
+            load: reads all that is needed of it; called with older and older ones until one is not found damaged.
         """
+
+        def names() -> list[str]:
+            return [name for name in self.names() if plain_name(name) not in given_up]
+
         failed: dict[str, DamagedCheckpoint] = {}
         for _ in range(_RELISTINGS):
-            names = self._others(given_up)
-            for name in (one for one in reversed(names) if one not in failed):
+            listed = names()
+            for name in (one for one in reversed(listed) if one not in failed):
                 with self.pins.reading(name):
                     loaded = self._loaded(name, shards, load, failed)
                     if loaded is not None:
-                        yield replace(loaded, skipped=skipped_ones(loaded, failed))
+                        yield replace(loaded, skipped=_skipped_ones(loaded, failed) + loaded.skipped)
                         return
-            if self._others(given_up) == names:
+            if names() == listed:
                 break
         if not failed:
             raise CheckpointError(f"{self.files.root} holds no checkpoint: train with this folder first")
         reasons = next(iter(failed.values()))
         raise CheckpointError(f"none of the {len(failed)} checkpoints of {self.files.root} can be loaded: {reasons}")
-
-    def _others(self, given_up: Collection[str]) -> list[str]:
-        return [name for name in self.names() if plain_name(name) not in given_up]
 
     def _loaded(
         self,
@@ -109,7 +175,7 @@ class Catalog:
         error = None
         for prefer_whole in (True, False):
             try:
-                loaded = open_checkpoint(self.files, name, shards, prefer_whole=prefer_whole)
+                loaded = self._open(name, shards, prefer_whole)
                 load(loaded)
             except DamagedCheckpoint as damage:
                 error = damage if error is None else error
@@ -120,3 +186,113 @@ class Catalog:
         if error is not None and self.complete(name):
             failed[name] = error
         return None
+
+    def _open(self, name: str, shards: Sequence[Shard] | None, prefer_whole: bool = True) -> LoadedCheckpoint:
+        """Reads the manifests of a checkpoint and of what it builds on, compares all sizes, reads the small parts.
+
+        Args:
+            shards: open only what their rows need, without the dense part.
+            prefer_whole: of what it builds on, as in `standing`.
+        """
+
+        def is_wanted(piece: Piece) -> bool:
+            return shards is None or any(
+                piece.table == shard.table.name and piece.overlaps(shard.start, shard.stop) for shard in shards
+            )
+
+        chain = list(self._manifests(name, prefer_whole))
+        newest, place = chain[0][1], self.files.place(f"{name}/{MANIFEST}")
+        layers, hidden = [], set[str]()
+        for at, manifest in chain:
+            pieces: dict[str, list[Piece]] = {}
+            for piece in sorted(manifest.pieces, key=lambda piece: piece.start):
+                if piece.table not in hidden and is_wanted(piece):
+                    pieces.setdefault(piece.table, []).append(piece)
+            if (defect := table_difference(manifest, newest, pieces)) is not None:
+                raise damaged(self.files.place(f"{at}/{MANIFEST}"), f"has {defect} than what builds on it")
+            hidden |= {piece.table for piece in manifest.pieces if piece.scattered is None}
+            reader = self._reader(at, manifest, {piece.file for found in pieces.values() for piece in found})
+            layers.append(Layer(at, manifest.samples, manifest.exact, pieces, reader))
+        dense: dict[str, Tensor] = {}
+        random: dict[str, Tensor] = {}
+        if shards is None:
+            reader = self._reader(name, newest, {newest.dense.file, newest.random.file})
+            reader.check_content()
+            dense, random = reader.read_group(newest.dense), reader.read_group(newest.random)
+        loaded = LoadedCheckpoint(
+            name=name,
+            samples=newest.samples,
+            config=_plain(newest.config, place),
+            position=_plain(newest.position, place),
+            extra=_plain(newest.extra, place),
+            tables=newest.tables,
+            dense=dense,
+            random=random,
+            skipped=(),
+            layers=tuple(reversed(layers)),
+            shards=None if shards is None else tuple(shards),
+        )
+        if loaded.exact:
+            return loaded
+        older = (
+            f"{name} holds some rows as of its {loaded.samples} samples and others as of earlier ones, down to "
+            f"{loaded.oldest}, because only part of them was saved each time: what those learned in between is lost"
+        )
+        return replace(loaded, skipped=(older,))
+
+    def _manifests(self, name: str, prefer_whole: bool) -> Iterator[tuple[str, Manifest]]:
+        """The checkpoint and what it builds on, newest first."""
+        while True:
+            manifest = self.manifest(name)
+            yield name, manifest
+            if manifest.parent is None:
+                return
+            parent = self.standing(manifest.parent, prefer_whole)
+            if order(parent) >= order(name):
+                raise damaged(self.files.place(f"{name}/{MANIFEST}"), f"builds on {parent}, which is newer")
+            name = parent
+
+    def _reader(self, name: str, manifest: Manifest, needed: Collection[str]) -> BlockReader:
+        """Of the files that are needed, whose sizes are as the manifest says."""
+        entries = [entry for entry in manifest.files if entry.name in needed]
+        reader = BlockReader(self.files, name, entries, manifest.block_bytes)
+        reader.check_sizes()
+        return reader
+
+
+def table_difference(parent: Manifest, child: Manifest, names: Iterable[str]) -> str | None:
+    """What differs in the tables `names`, as `another table X` or `other tensors in table X`; None if nothing does."""
+    sizes = [{table.name: (table.rows, table.dim) for table in manifest.tables} for manifest in (parent, child)]
+    firsts = [{piece.table: piece for piece in reversed(manifest.pieces)} for manifest in (parent, child)]
+    for name in names:
+        if sizes[0].get(name) != sizes[1].get(name):
+            return f"another table {name}"
+        there, here = (form(first[name]) if name in first else None for first in firsts)
+        if there != here:
+            return f"other tensors in table {name}"
+    return None
+
+
+def _plain(raw: msgspec.Raw, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(bytes(raw))
+    except (ValueError, RecursionError) as error:
+        raise damaged(place, f"holds what is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise damaged(place, f"holds a {type(value).__name__} where an object belongs")
+    return value
+
+
+def _skipped_ones(loaded: LoadedCheckpoint, failed: dict[str, DamagedCheckpoint]) -> tuple[str, ...]:
+    """A sentence for each defect because of which newer checkpoints, from the newest on, could not be loaded."""
+    alike: dict[str, list[str]] = {}
+    for name, error in failed.items():
+        alike.setdefault(str(error), []).append(name)
+    sentences = []
+    for defect, (newest, *others) in alike.items():
+        listed = f"{newest}, like {len(others)} before it," if others else newest
+        samples = order(newest)[0] - loaded.samples
+        lost = f"the {samples} samples trained after {loaded.name} are lost"
+        lost = lost if samples else f"{loaded.name}, of as many samples, takes its place"
+        sentences.append(f"{listed} cannot be loaded, so {lost}: {defect}")
+    return tuple(sentences)

@@ -1,6 +1,9 @@
 """Reads a checkpoint with all that it builds on: any range of rows, each row from the newest piece that holds it."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,13 +24,12 @@ CHUNK_BYTES = 32 << 20
 class LoadedCheckpoint:
     """A checkpoint that was opened: small parts are in memory, rows are read when asked for.
 
+    Its methods raise `CheckpointError` for what it has not or was not opened with, and if a file is not what was
+    written.
+
     Attributes:
-        name: its folder's name.
-        samples: samples trained when it was taken.
-        config: the configuration of the run that wrote it.
-        position: the reader's position.
-        extra: further values of that run.
-        tables: the embedding tables.
+        samples: trained when it was taken.
+        config: of the run that wrote it, with the reader's `position` and further values (`extra`).
         dense: flat tensors of the dense part by name; empty where only shards were opened.
         random: random states by name; empty where only shards were opened.
         skipped: one sentence for each newer checkpoint that could not be loaded: what was lost, and why; and one if
@@ -64,11 +66,7 @@ class LoadedCheckpoint:
         return self.samples if self.exact else max(exact, default=min(versions, default=self.samples))
 
     def tensor_names(self, table: str) -> tuple[str, ...]:
-        """The tensors kept for each row of a table: `weight` and the optimizer's.
-
-        Raises:
-            CheckpointError: there is no such table.
-        """
+        """The tensors kept for each row of a table: `weight` and the optimizer's."""
         rows = self.table(table).rows
         first = next((layer.pieces[table][0] for layer in self.layers if table in layer.pieces), None)
         if first is None:
@@ -76,17 +74,10 @@ class LoadedCheckpoint:
         return tuple(tensor.name for tensor in first.tensors + first.wide)
 
     def table(self, name: str) -> Table:
-        """The table of this name.
-
-        Raises:
-            CheckpointError: there is none.
-        """
-        for table in self.tables:
-            if table.name == name:
-                return table
-        raise CheckpointError(
-            f"{self.name} has no table {name}; it has {', '.join(table.name for table in self.tables) or 'none'}"
-        )
+        by_name = {table.name: table for table in self.tables}
+        if name not in by_name:
+            raise CheckpointError(f"{self.name} has no table {name}; it has {', '.join(by_name) or 'none'}")
+        return by_name[name]
 
     def rows(self, table: str, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Rows `start … stop − 1` of a table with their optimizer state, whatever pieces hold them.
@@ -94,29 +85,19 @@ class LoadedCheckpoint:
         A tensor of the table as a whole (Adam's `step`) is the largest of the pieces that speak of these rows, element
         by element: pieces of one table may have been stepped a different number of times.
 
-        Args:
-            table: its name.
-            start: the first row.
-            stop: one beyond the last.
-            names: read only these tensors (`{"weight"}` to predict); None reads all.
-
-        Raises:
-            CheckpointError: no such table or rows, or the files are not what was written.
+        `names` are the tensors to read (`{"weight"}` to predict), None for all.
         """
         return self._each_row(table, start, stop, names) | self._wide(table, start, stop, names)
 
     def _each_row(self, table: str, start: int, stop: int, names: Collection[str] | None) -> dict[str, Tensor]:
-        """The tensors that have an element for each row."""
         touched = self._touched(table, start, stop)
-        base = touched[0][1].tensors
-        asked = [one for one in base if names is None or one.name in names]
+        asked = [one for one in touched[0][1].tensors if names is None or one.name in names]
         found = {one.name: _empty(one.dtype, one.shape, stop - start) for one in asked}
         for layer, piece in touched:
             layer.read(piece, start, stop, found)
         return found
 
     def _wide(self, table: str, start: int, stop: int, names: Collection[str] | None) -> dict[str, Tensor]:
-        """The tensors of the table as a whole."""
         touched = self._touched(table, start, stop)
         wide = [one.name for one in touched[0][1].wide if names is None or one.name in names]
         return {name: _furthest(touched, name) for name in wide}
@@ -125,13 +106,6 @@ class LoadedCheckpoint:
         """The rows of some shards in bounded chunks; nothing else is read.
 
         Tensors of the table as a whole come with each chunk, as `rows` gives them for the whole shard.
-
-        Args:
-            shards: of any cut.
-            names: as in `rows`.
-
-        Raises:
-            CheckpointError: as `rows`.
         """
         for shard in shards:
             name = shard.table.name
@@ -159,11 +133,7 @@ class LoadedCheckpoint:
         return RowSet(self.table(table), start, stop, numbers, found)
 
     def dense_tensor(self, name: str, elements: int) -> Tensor:
-        """The dense tensor `name`.
-
-        Raises:
-            CheckpointError: there is none, or it has another number of elements, so it is another model's.
-        """
+        """The dense tensor `name`; one of another number of elements is another model's."""
         if name not in self.dense:
             known = ", ".join(self.dense) or "none"
             raise CheckpointError(f"{self.name} has no dense tensor {name} (it has {known}): it is of another model")
@@ -176,17 +146,13 @@ class LoadedCheckpoint:
         return tensor
 
     def verify(self) -> None:
-        """Reads everything that was opened once and compares it with its checksums.
-
-        Raises:
-            CheckpointError: something is not what was written.
-        """
-        if self.shards is not None:
+        """Reads everything that was opened once and compares it with its checksums."""
+        if self.shards is None:
+            for layer in self.layers:
+                layer.verify()
+        else:
             for _ in self.rows_of(self.shards):
                 continue
-            return
-        for layer in self.layers:
-            layer.verify()
 
     def _touched(self, table: str, start: int, stop: int) -> list[tuple[Layer, Piece]]:
         """The pieces that speak of these rows, from the oldest on."""
@@ -207,3 +173,38 @@ def _furthest(touched: Sequence[tuple[Layer, Piece]], name: str) -> Tensor:
 
 def _empty(dtype: str, shape: Sequence[int], rows: int) -> Tensor:
     return torch.empty((rows, *shape[1:]), dtype=DTYPES[dtype])
+
+
+Written = Callable[[Table, Tensor | range], Tensor]
+"""The weights of rows of a table as a checkpoint that was just written holds them, float32 `[K, D]`.
+
+The rows are a run, or single ones in ascending order, int64 `[K]`: all that the save holds between the first and the
+last of them.
+"""
+
+
+@contextlib.contextmanager
+def written_rows(opened: Callable[[], AbstractContextManager[LoadedCheckpoint]]) -> Iterator[Written]:
+    """`Written` of what `opened` opens, which happens when the first rows are asked for; any threads may ask.
+
+    `Written` raises `CheckpointError` if it cannot be read, or does not hold the rows.
+    """
+    lock = threading.Lock()
+    found: list[LoadedCheckpoint] = []
+    with contextlib.ExitStack() as stack:
+
+        def written(table: Table, rows: Tensor | range) -> Tensor:
+            if not len(rows):
+                return torch.zeros(0, table.dim)
+            with lock:
+                if not found:
+                    found.append(stack.enter_context(opened()))
+            loaded, start, stop = found[0], int(rows[0]), int(rows[-1]) + 1
+            if isinstance(rows, range):
+                return loaded.rows(table.name, start, stop, {"weight"})["weight"]
+            newer = loaded.newer_rows(table.name, start, stop, 1, {"weight"})
+            if not torch.equal(newer.numbers, rows):
+                raise CheckpointError(f"{loaded.name} does not hold the rows of table {table.name} that were saved")
+            return newer.tensors["weight"]
+
+        yield written

@@ -11,7 +11,7 @@ is still written as format 1, which older versions read.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -19,9 +19,8 @@ from typing import Any
 import msgspec
 from isal.isal_zlib import crc32
 
-from shadowsync.checkpoint.names import NAME
+from shadowsync.checkpoint.parents import NAME
 from shadowsync.checkpoint.tensors import DTYPES
-from shadowsync.data.source import Pooling
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError
 
@@ -51,7 +50,6 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
     @property
     def byte_count(self) -> int:
-        """Bytes that the tensor takes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -93,7 +91,6 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def all_tensors(self) -> tuple[TensorEntry, ...]:
-        """Everything of it in its file."""
         return self.tensors + self.wide + (() if self.scattered is None else (self.scattered.numbers,))
 
     def overlaps(self, start: int, stop: int) -> bool:
@@ -116,20 +113,6 @@ class FileEntry(msgspec.Struct, frozen=True):
     crc32: tuple[int, ...]
 
 
-class TableEntry(msgspec.Struct, frozen=True):
-    """A table's specification."""
-
-    name: str
-    rows: int
-    dim: int
-    features: tuple[str, ...]
-    pooling: Pooling | tuple[Pooling, ...]
-
-    def table(self) -> Table:
-        """As the job knows it."""
-        return Table(self.name, self.rows, self.dim, self.features, self.pooling)
-
-
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Everything about a checkpoint but its tensors. `config`, `position` and `extra` are plain JSON.
 
@@ -143,7 +126,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     config: msgspec.Raw
     position: msgspec.Raw
     extra: msgspec.Raw
-    tables: tuple[TableEntry, ...]
+    tables: tuple[Table, ...]
     pieces: tuple[Piece, ...]
     dense: Group
     random: Group
@@ -164,11 +147,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def raw_json(what: str, value: Any) -> msgspec.Raw:
-    """`value` as JSON.
-
-    Raises:
-        ValueError: it is not made of plain JSON values (an infinite number, say).
-    """
+    """`value` as JSON; `ValueError` if it is not made of plain JSON values (an infinite number, say)."""
     try:
         return msgspec.Raw(json.dumps(value, allow_nan=False).encode())
     except (TypeError, ValueError, RecursionError) as error:
@@ -176,11 +155,7 @@ def raw_json(what: str, value: Any) -> msgspec.Raw:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of the manifest's file.
-
-    Raises:
-        CheckpointError: they would be more than `decode` reads.
-    """
+    """The bytes of the manifest's file; `CheckpointError` if they would be more than `decode` reads."""
     if (defect := _excess(manifest)) is not None:
         raise CheckpointError(f"the manifest {defect}, more than can be read again")
     body = msgspec.json.encode(manifest)
@@ -221,8 +196,17 @@ def damaged(place: str, defect: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{place} {defect}: use an older checkpoint, or copy this one again")
 
 
+def form(piece: Piece) -> tuple[Any, ...]:
+    """What must be alike in all pieces of a table, those of a parent included."""
+    rows = tuple(sorted((tensor.name, tensor.dtype, tensor.shape[1:]) for tensor in piece.tensors))
+    return rows, tuple(sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in piece.wide))
+
+
+# --- what contradicts itself, as endings of a sentence ---------------------------------------------------------------
+
+
 def _excess(manifest: Manifest) -> str | None:
-    """What a manifest has more of than any has, as the ending of a sentence; found at once, before the rest is read."""
+    """What a manifest has more of than any has; found at once, before the rest is read."""
     if len(bytes(manifest.config)) > MAX_CONFIG_BYTES:
         return f"has a configuration of {len(bytes(manifest.config))} bytes"
     groups = [manifest.dense.tensors, manifest.random.tensors]
@@ -231,19 +215,25 @@ def _excess(manifest: Manifest) -> str | None:
     return f"has {entries} entries" if entries > MAX_ENTRIES else None
 
 
-def _defects(manifest: Manifest) -> Iterable[str]:
-    """What contradicts itself in a manifest, as endings of a sentence."""
+def _defects(manifest: Manifest) -> Iterator[str]:
     if (excess := _excess(manifest)) is not None:
         yield f"{excess}, more than any manifest"
         return
-    yield from _file_defects(manifest)
+    if manifest.samples < 0 or not _BLOCK_BYTES[0] <= manifest.block_bytes <= _BLOCK_BYTES[1]:
+        yield f"has samples {manifest.samples} and blocks of {manifest.block_bytes} bytes"
     files = {entry.name: entry for entry in manifest.files}
+    if len(files) < len(manifest.files):
+        yield "lists a file twice"
+    for entry in manifest.files:
+        if not _FILE_NAME.fullmatch(entry.name):
+            yield f"lists a file of the name {entry.name!r}, which no checkpoint has"
+        if entry.bytes < 0 or -(-entry.bytes // max(manifest.block_bytes, 1)) != len(entry.crc32):
+            yield f"has {len(entry.crc32)} checksums for the {entry.bytes} bytes of {entry.name}"
     used: dict[str, list[TensorEntry]] = {name: [] for name in files}
     for small in (manifest.dense, manifest.random):
         if len({tensor.name for tensor in small.tensors}) < len(small.tensors):
             yield f"lists a tensor of {small.file} twice"
-    groups = [manifest.dense, manifest.random, *(Group(p.file, p.all_tensors) for p in manifest.pieces)]
-    for group in groups:
+    for group in (manifest.dense, manifest.random, *(Group(p.file, p.all_tensors) for p in manifest.pieces)):
         if group.file not in files:
             yield f"speaks of a file {group.file!r} that it does not list"
             return
@@ -253,19 +243,7 @@ def _defects(manifest: Manifest) -> Iterable[str]:
     yield from _table_defects(manifest)
 
 
-def _file_defects(manifest: Manifest) -> Iterable[str]:
-    if manifest.samples < 0 or not _BLOCK_BYTES[0] <= manifest.block_bytes <= _BLOCK_BYTES[1]:
-        yield f"has samples {manifest.samples} and blocks of {manifest.block_bytes} bytes"
-    if len({entry.name for entry in manifest.files}) < len(manifest.files):
-        yield "lists a file twice"
-    for entry in manifest.files:
-        if not _FILE_NAME.fullmatch(entry.name):
-            yield f"lists a file of the name {entry.name!r}, which no checkpoint has"
-        if entry.bytes < 0 or -(-entry.bytes // max(manifest.block_bytes, 1)) != len(entry.crc32):
-            yield f"has {len(entry.crc32)} checksums for the {entry.bytes} bytes of {entry.name}"
-
-
-def _layout_defects(file: FileEntry, tensors: Sequence[TensorEntry]) -> Iterable[str]:
+def _layout_defects(file: FileEntry, tensors: Sequence[TensorEntry]) -> Iterator[str]:
     """Tensors must lie inside their file without overlap: so a small file can never ask for a large allocation."""
     for tensor in tensors:
         if tensor.dtype not in DTYPES or len(tensor.shape) > 8 or min(tensor.shape, default=1) < 0 or tensor.offset < 8:
@@ -278,7 +256,7 @@ def _layout_defects(file: FileEntry, tensors: Sequence[TensorEntry]) -> Iterable
         yield f"lets tensors reach beyond the end of {file.name}"
 
 
-def _table_defects(manifest: Manifest) -> Iterable[str]:
+def _table_defects(manifest: Manifest) -> Iterator[str]:
     if manifest.parent is not None and not NAME.fullmatch(manifest.parent):
         yield f"builds on {manifest.parent!r}, which is no checkpoint's name"
     pieces: dict[str, list[Piece]] = {table.name: [] for table in manifest.tables}
@@ -290,28 +268,25 @@ def _table_defects(manifest: Manifest) -> Iterable[str]:
             return
         pieces[piece.table].append(piece)
     for table in manifest.tables:
-        if manifest.parent is None and any(piece.scattered for piece in pieces[table.name]):
+        found = sorted(pieces[table.name], key=lambda piece: piece.start)
+        if manifest.parent is None and any(piece.scattered for piece in found):
             yield f"holds single rows of table {table.name} and names no parent for the others"
-        yield from _piece_defects(table, pieces[table.name])
+        row = 0
+        for piece in found:
+            if piece.start != row or piece.stop <= row or not 0 <= piece.rows <= piece.stop - piece.start:
+                yield f"does not hold row {row} of table {table.name} exactly once"
+                return
+            row = piece.stop
+            yield from _piece_defects(table, piece)
+        if row != table.rows or row == 0:
+            yield f"holds {row} of the {table.rows} rows of table {table.name}"
+        if len(set(map(form, found))) > 1:
+            yield f"holds different tensors for different rows of table {table.name}"
+        if len({piece.scattered is None for piece in found}) > 1:
+            yield f"holds table {table.name} half as a whole and half as single rows"
 
 
-def _piece_defects(table: TableEntry, pieces: Sequence[Piece]) -> Iterable[str]:
-    row = 0
-    for piece in sorted(pieces, key=lambda p: p.start):
-        if piece.start != row or piece.stop <= row or not 0 <= piece.rows <= piece.stop - piece.start:
-            yield f"does not hold row {row} of table {table.name} exactly once"
-            return
-        row = piece.stop
-        yield from _tensor_defects(table, piece)
-    if row != table.rows or row == 0:
-        yield f"holds {row} of the {table.rows} rows of table {table.name}"
-    if len({form(piece) for piece in pieces}) > 1:
-        yield f"holds different tensors for different rows of table {table.name}"
-    if len({piece.scattered is None for piece in pieces}) > 1:
-        yield f"holds table {table.name} half as a whole and half as single rows"
-
-
-def _tensor_defects(table: TableEntry, piece: Piece) -> Iterable[str]:
+def _piece_defects(table: Table, piece: Piece) -> Iterator[str]:
     names = [tensor.name for tensor in piece.tensors + piece.wide]
     if len(set(names)) < len(names):
         yield f"lists a tensor of table {table.name} twice"
@@ -320,11 +295,5 @@ def _tensor_defects(table: TableEntry, piece: Piece) -> Iterable[str]:
     if piece.scattered and (piece.scattered.numbers.dtype, piece.scattered.numbers.shape) != ("I64", (piece.rows,)):
         yield f"holds no int64 numbers of {piece.rows} rows of table {table.name}"
     weights = [(t.dtype, t.shape) for t in piece.tensors if t.name == "weight"]
-    if weights != [("F32", (piece.rows, table.dim))]:
+    if weights != [("F32", (piece.rows, table.dim))] or table.dim < 1:
         yield f"holds no float32 rows of width {table.dim} for table {table.name}"
-
-
-def form(piece: Piece) -> tuple[Any, ...]:
-    """What must be alike in all pieces of a table, those of a parent included."""
-    rows = tuple(sorted((tensor.name, tensor.dtype, tensor.shape[1:]) for tensor in piece.tensors))
-    return rows, tuple(sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in piece.wide))

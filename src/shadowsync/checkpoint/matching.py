@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from shadowsync.data.fingerprint import Mark, summary
+from shadowsync.data.source import Mark, summary
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError
 
@@ -16,13 +16,24 @@ def match_tables(saved: Sequence[Table], wanted: Sequence[Table]) -> None:
     by_name = {table.name: table for table in saved}
     for table in wanted:
         if table.name not in by_name:
-            raise _differs(f"the checkpoint has no table {table.name} (it has {', '.join(by_name) or 'none'})")
-        for what, here, there in _fields(by_name[table.name], table):
-            if here != there:
-                raise _differs(f"table {table.name} has {what} {here} in the checkpoint and {there} in this job")
-    surplus = by_name.keys() - {table.name for table in wanted}
-    if surplus:
-        raise _differs(f"the checkpoint has a table {min(surplus)} that this job has not")
+            raise _other(f"the checkpoint has no table {table.name} (it has {', '.join(by_name) or 'none'})")
+        there = _described(by_name[table.name])
+        for what, here in _described(table).items():
+            if here != there[what]:
+                raise _other(f"table {table.name} has {what} {there[what]} in the checkpoint and {here} in this job")
+    if surplus := by_name.keys() - {table.name for table in wanted}:
+        raise _other(f"the checkpoint has a table {min(surplus)} that this job has not")
+
+
+def _other(difference: str) -> CheckpointError:
+    return CheckpointError(f"{difference}: configure the tables that the checkpoint was trained with")
+
+
+def _described(table: Table) -> dict[str, object]:
+    poolings = sorted(table.poolings.items())
+    kinds = {pooling for _, pooling in poolings}
+    pooling = kinds.pop() if len(kinds) == 1 else ", ".join(f"{kind} of {feature}" for feature, kind in poolings)
+    return {"rows": table.rows, "dim": table.dim, "pooling": pooling, "features": ", ".join(sorted(table.features))}
 
 
 def match_optimizer(saved: Mapping[str, Collection[str]], wanted: Mapping[str, Collection[str]]) -> None:
@@ -49,7 +60,6 @@ def match_data(name: str, saved: Sequence[Mark], given: Sequence[Mark], accepted
     """Compares the data that a checkpoint was trained on with that of the job.
 
     Args:
-        name: of the checkpoint.
         saved: what it was trained on; empty where that is not known.
         given: what there is now.
         accepted: `data.accept`, the summary of data with which to go on all the same.
@@ -59,42 +69,20 @@ def match_data(name: str, saved: Sequence[Mark], given: Sequence[Mark], accepted
     """
     if not saved or not given or tuple(saved) == tuple(given) or accepted == (word := summary(given)):
         return
-    raise CheckpointError(
-        f"{name} was trained on other data: {_data_difference(saved, given)}; give it the same data, or set "
-        f"data.accept={word} to go on with this data from the same row"
-    )
-
-
-def _data_difference(saved: Sequence[Mark], given: Sequence[Mark]) -> str:
     had, has = ([mark.name for mark in marks] for marks in (saved, given))
     if had != has and sorted(had) == sorted(has):
-        return f"its files came in another order, from {had[0]} to {had[-1]}"
-    if len(had) != len(has):
-        return f"it had {len(had)} file(s), {had[0]} to {had[-1]}, and this is {len(has)}, {has[0]} to {has[-1]}"
-    there, here = next((there, here) for there, here in zip(saved, given, strict=True) if there != here)
-    if there.name != here.name:
-        return f"it was {there.name}, this is {here.name}"
-    if there.size != here.size:
-        return f"{here.name} was of size {there.size:,} and is of size {here.size:,}"
-    return f"{here.name} is of the same size and has other contents"
-
-
-def _fields(saved: Table, wanted: Table) -> tuple[tuple[str, object, object], ...]:
-    return (
-        ("rows", saved.rows, wanted.rows),
-        ("dim", saved.dim, wanted.dim),
-        ("pooling", _pooling(saved), _pooling(wanted)),
-        ("features", ", ".join(sorted(saved.features)), ", ".join(sorted(wanted.features))),
+        difference = f"its files came in another order, from {had[0]} to {had[-1]}"
+    elif len(had) != len(has):
+        difference = f"it had {len(had)} file(s), {had[0]} to {had[-1]}, and this is {len(has)}, {has[0]} to {has[-1]}"
+    else:
+        there, here = next(pair for pair in zip(saved, given, strict=True) if pair[0] != pair[1])
+        if there.name != here.name:
+            difference = f"it was {there.name}, this is {here.name}"
+        elif there.size != here.size:
+            difference = f"{here.name} was of size {there.size:,} and is of size {here.size:,}"
+        else:
+            difference = f"{here.name} is of the same size and has other contents"
+    raise CheckpointError(
+        f"{name} was trained on other data: {difference}; give it the same data, or set data.accept={word} to go on "
+        "with this data from the same row"
     )
-
-
-def _pooling(table: Table) -> str:
-    """One word, or one for each feature."""
-    kinds = {*table.poolings.values()}
-    if len(kinds) == 1:
-        return kinds.pop()
-    return ", ".join(f"{pooling} of {feature}" for feature, pooling in sorted(table.poolings.items()))
-
-
-def _differs(difference: str) -> CheckpointError:
-    return CheckpointError(f"{difference}: configure the tables that the checkpoint was trained with")

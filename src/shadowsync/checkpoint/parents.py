@@ -1,14 +1,44 @@
-"""Which checkpoint builds on which, and which may go: pure bookkeeping over names."""
+"""Names of checkpoints, which of them builds on which, and which may go: pure bookkeeping.
 
+A name is `samples-000000001024`, of a second one of as many samples `samples-000000001024-1`. `NAME-whole` holds what
+`NAME` holds, without a parent: wherever `NAME` is asked for, it can stand in.
+"""
+
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from shadowsync.checkpoint.names import order, plain_name, whole_name
 from shadowsync.errors import SaveError
+
+NAME = re.compile(r"samples-(\d{12,18})(?:-([1-9]\d{0,5}))?(-whole)?")
+STAGED = re.compile(rf"\.{NAME.pattern}\.part")
+_WHOLE = "-whole"
 
 
 class ParentLost(SaveError):
     """What a delta builds on cannot be built on any more; a whole checkpoint can be saved all the same."""
+
+
+def order(name: str) -> tuple[int, int, bool]:
+    """Sorts names from the oldest on: samples, number among those of as many samples, rewritten as a whole."""
+    match = NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0), match[3] is not None
+
+
+def new_name(samples: int, number: int) -> str:
+    """The name of a new checkpoint, the `number`-th of so many samples."""
+    return f"samples-{samples:012d}" + (f"-{number}" if number else "")
+
+
+def whole_name(name: str) -> str:
+    """The name of the checkpoint that holds the same as a whole."""
+    return name if name.endswith(_WHOLE) else name + _WHOLE
+
+
+def plain_name(name: str) -> str:
+    """The name under which the state was saved first."""
+    return name.removesuffix(_WHOLE)
 
 
 @dataclass(frozen=True)
@@ -34,18 +64,13 @@ class Parents:
                 return None
             found.append(at)
             parent = self.parents[at]
-            if parent is not None and (at := self.resolve(parent)) is None:
-                return None
-            at = None if parent is None else at
+            at = None if parent is None else self.resolve(parent) or parent
         return tuple(reversed(found))
 
     def restorable(self) -> list[str]:
         """Those that can be loaded, oldest first; of one that was rewritten as a whole only the rewritten one."""
-        return [
-            name
-            for name in sorted(self.parents, key=order)
-            if self.chain(name) is not None and self.resolve(name) == name
-        ]
+        names = sorted(self.parents, key=order)
+        return [name for name in names if self.chain(name) is not None and self.resolve(name) == name]
 
     def kept(self, keep: int, given_up: Collection[str], in_use: Collection[str]) -> set[str]:
         """The newest that can be loaded of each of `keep` families, those in use, and what all of these need.
@@ -56,7 +81,6 @@ class Parents:
         written, and what is in use.
 
         Args:
-            keep: how many families.
             given_up: plain names of checkpoints of a course that was left, not counted.
             in_use: names whose chains somebody reads.
         """

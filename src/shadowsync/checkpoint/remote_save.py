@@ -7,11 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shadowsync.checkpoint.written import Written
-from shadowsync.embedding.live_rows import Copy, live_set, live_shard
-from shadowsync.embedding.row_numbers import as_int64, id_type
-from shadowsync.embedding.rows import CHUNK_BYTES, in_order
-from shadowsync.embedding.saves import MOST_ROWS, SaveMethods
+from shadowsync.checkpoint.loading import Written
+from shadowsync.embedding.requests import as_int64, id_type
+from shadowsync.embedding.saves import CHUNK_BYTES, MOST_ROWS, Copy, SaveMethods, in_order, live_set, live_shard
 from shadowsync.embedding.table import Rows, RowSet, Shard, parts_of
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.pending import Pending
@@ -25,12 +23,13 @@ EARLY_BYTES = 4 << 20
 class RemoteSave:
     """One save of a server (`SaveMethods`), from the word that it begins to the word that it is written.
 
+    To pick or copy rows raises `PeerLost` if another server has taken the place.
+
     Attributes:
-        connection: to the service.
-        number: of the save.
         compares: the server wants to hear what was written.
         forms: a copy of no rows of each shard.
         chunk_bytes: weights in one message.
+        early_bytes: weights of small shards that are copied as soon as the save begins.
     """
 
     connection: Connection
@@ -38,56 +37,42 @@ class RemoteSave:
     compares: bool
     forms: tuple[Mapping[str, Tensor], ...]
     chunk_bytes: int = CHUNK_BYTES
+    early_bytes: int = 0
 
     @classmethod
-    def begin(cls, connection: Connection, chunk_bytes: int = CHUNK_BYTES) -> "RemoteSave":
-        """A save begins; the one before it is over."""
-        return cls(connection, *ask(connection, SaveMethods.begin_save), chunk_bytes)
+    def begin(cls, connection: Connection, chunk_bytes: int = CHUNK_BYTES, early: bool = True) -> "RemoteSave":
+        """A save begins; the one before it is over. Small shards are copied `early`, if messages take their time."""
+        begun = ask(connection, SaveMethods.begin_save)
+        return cls(connection, *begun, chunk_bytes, EARLY_BYTES if early else 0)
 
     def everything(self, shards: Sequence[Shard]) -> Iterator[Rows]:
-        """All rows, one `Rows` a shard, which are copied when they are read.
-
-        Args:
-            shards: what the server holds.
-
-        Raises:
-            PeerLost: another server has taken the place.
-        """
-        early = _Budget(EARLY_BYTES)
+        """All rows, one `Rows` for each of the server's shards, which are copied when they are read."""
+        left = [self.early_bytes]
         for index, shard in enumerate(shards):
-            yield self._whole(index, shard, early)
+            yield self._whole(index, shard, left)
 
     def changed(self, shards: Sequence[Shard], end_of_round: bool) -> Iterator[Rows | RowSet]:
         """The rows that are to be saved now, one `RowSet` or `Rows` a shard, which are copied when they are read.
 
-        Args:
-            shards: what the server holds.
-            end_of_round: small tables are due too.
-
-        Raises:
-            PeerLost: as `everything`.
+        At the `end_of_round` small tables are due too.
         """
-        early = _Budget(EARLY_BYTES)
+        left = [self.early_bytes]
         for index, shard in enumerate(shards):
             picked = self._pick(index, end_of_round)
             if picked is None:
-                yield self._whole(index, shard, early)
+                yield self._whole(index, shard, left)
             else:
                 copy = partial(self._singles, index, shard, picked)
-                yield live_set(shard, picked, self.forms[index], self._early(index, shard, len(picked), copy, early))
+                yield live_set(shard, picked, self.forms[index], self._early(index, shard, len(picked), copy, left))
 
     def saved(self, index: int, shard: Shard, rows: Rows | RowSet, written: Written) -> None:
-        """Rows of the shard at that position are safely written; a server that took the place does not hear of it.
+        """Rows of the shard at position `index` are safely written, as given out for this save.
 
-        Args:
-            index: position of the shard.
-            shard: which.
-            rows: as given out for this save.
-            written: their weights, should the server want them.
+        A server that took the place does not hear of it.
         """
         for part in parts_of(rows, self._rows_at_once(shard)):
             run = part if isinstance(part, range) else range(rows.start, shard.stop)
-            single = None if isinstance(part, range) else self._narrow(shard, part)
+            single = None if isinstance(part, range) else part.to(id_type(shard.table.rows))
             weights = written(shard.table, part) if self.compares else None
             ask(self.connection, SaveMethods.saved, self.number, index, run.start, run.stop, single, weights)
 
@@ -106,13 +91,18 @@ class RemoteSave:
             if sum(map(len, parts)) >= total or not len(part):
                 return torch.cat(parts)
 
-    def _whole(self, index: int, shard: Shard, early: "_Budget") -> Rows:
+    def _whole(self, index: int, shard: Shard, left: list[int]) -> Rows:
         copy = partial(self._run, index, shard)
-        return live_shard(shard, self.forms[index], self._early(index, shard, shard.rows, copy, early))
+        return live_shard(shard, self.forms[index], self._early(index, shard, shard.rows, copy, left))
 
-    def _early(self, index: int, shard: Shard, count: int, start: "_Ask", early: "_Budget") -> Copy:
-        """Few rows are asked for at once, so that many small shards do not each wait for an answer in their turn."""
-        fits = 0 < count <= self._rows_at_once(shard) and early.takes(4 * shard.table.dim * count)
+    def _early(self, index: int, shard: Shard, count: int, start: "_Ask", left: list[int]) -> Copy:
+        """Few rows are asked for at once, so that many small shards do not each wait for an answer in their turn.
+
+        `left` are the bytes that may still be asked for so.
+        """
+        size = 4 * shard.table.dim * count
+        fits = 0 < count <= self._rows_at_once(shard) and size <= left[0]
+        left[0] -= size if fits else 0
         asked: list[Iterable[_Copied]] = [list(start(0, count))] if fits else []
 
         def copy(first: int, last: int) -> Iterator[Mapping[str, Tensor]]:
@@ -131,29 +121,13 @@ class RemoteSave:
     def _singles(self, index: int, shard: Shard, numbers: Tensor, first: int, last: int) -> Iterator["_Copied"]:
         step = self._rows_at_once(shard)
         for start in range(first, last, step):
-            part = self._narrow(shard, numbers[start : min(start + step, last)])
+            part = numbers[start : min(start + step, last)].to(id_type(shard.table.rows))
             yield later(self.connection, SaveMethods.singles, self.number, index, part)
 
     def _rows_at_once(self, shard: Shard) -> int:
         return min(MOST_ROWS, max(1, self.chunk_bytes // (4 * shard.table.dim)))
 
-    def _narrow(self, shard: Shard, numbers: Tensor) -> Tensor:
-        return numbers.to(id_type(shard.table.rows))
-
 
 _Copied = Pending[Mapping[str, Tensor]]
 _Ask = Callable[[int, int], Iterator[_Copied]]
 """Asks for the rows at positions `first … last − 1`, a message at a time."""
-
-
-class _Budget:
-    """Bytes that may be taken."""
-
-    def __init__(self, left: int) -> None:
-        self._left = left
-
-    def takes(self, count: int) -> bool:
-        """Takes so many, if they are left."""
-        fits = count <= self._left
-        self._left -= count if fits else 0
-        return fits

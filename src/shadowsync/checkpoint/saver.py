@@ -3,23 +3,11 @@
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self
 
 from shadowsync.checkpoint.snapshot import Snapshot
-
-_Task: TypeAlias = "tuple[Snapshot | Callable[[], Snapshot], Callable[[str], None], Callable[[BaseException], bool]]"
-
-
-def _nothing(_: str) -> None:
-    """Nobody wants to know."""
-
-
-def _unheard(_: BaseException) -> bool:
-    return False
-
 
 NICENESS = 10
 """Of the saver's thread, so that it takes from training only what training leaves."""
@@ -38,23 +26,14 @@ class AsyncSaver:
     `submit` never waits for a disk: a disk slower than the interval between checkpoints costs checkpoints, not
     training. The newest snapshot is always written. The thread lives only while there is something to save.
 
-    Args:
-        store: what saves.
-        clock: seconds from any start.
-
     Attributes:
         saves: checkpoints written.
-        replaced: snapshots that gave way to a newer one before their turn.
-        seconds: spent on writing, failed attempts included.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, store: Store) -> None:
         self.saves = 0
-        self.replaced = 0
-        self.seconds = 0.0
         self._store = store
-        self._clock = clock
-        self._waiting: _Task | None = None
+        self._waiting: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()
@@ -62,8 +41,8 @@ class AsyncSaver:
     def submit(
         self,
         snapshot: Snapshot | Callable[[], Snapshot],
-        saved: Callable[[str], None] = _nothing,
-        failed: Callable[[BaseException], bool] = _unheard,
+        saved: Callable[[str], object] = lambda _: None,
+        failed: Callable[[BaseException], bool] = lambda _: False,
     ) -> None:
         """Has a snapshot saved; its tensors must not change until it is.
 
@@ -75,15 +54,34 @@ class AsyncSaver:
         Raises:
             SaveError: (or whatever else was raised) an earlier save failed; this snapshot is saved none the less.
         """
+
+        def save() -> None:
+            try:
+                saved(self._store.save(snapshot() if callable(snapshot) else snapshot))
+                self.saves += 1
+            except BaseException as error:  # it is raised again where somebody can act on it
+                if not failed(error):
+                    self._errors.append(error)
+
         with self._lock:
-            earlier = self._next_error()
-            self.replaced += self._waiting is not None
-            self._waiting = (snapshot, saved, failed)
+            earlier = self._errors.pop(0) if self._errors else None
+            self._waiting = save
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-saver", daemon=True)
                 self._thread.start()
         if earlier is not None:
             raise earlier
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while True:
+            with self._lock:
+                save, self._waiting = self._waiting, None
+                if save is None:
+                    self._thread = None
+                    return
+            save()
 
     def settle(self) -> None:
         """Returns when everything submitted has been saved or has failed, which somebody else will hear of."""
@@ -99,10 +97,8 @@ class AsyncSaver:
             SaveError: (or whatever else was raised) a save failed. Of several errors each call raises one, in order.
         """
         self.settle()
-        with self._lock:
-            error = self._next_error()
-        if error is not None:
-            raise error
+        if self._errors:
+            raise self._errors.pop(0)
 
     @property
     def busy(self) -> bool:
@@ -123,39 +119,3 @@ class AsyncSaver:
             if error is None:
                 raise
             error.add_note(str(save_error))
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while (task := self._next()) is not None:
-            self._save(*task)
-
-    def _next(self) -> "_Task | None":
-        with self._lock:
-            task, self._waiting = self._waiting, None
-            if task is None:
-                self._thread = None
-            return task
-
-    def _save(
-        self,
-        snapshot: Snapshot | Callable[[], Snapshot],
-        saved: Callable[[str], None],
-        failed: Callable[[BaseException], bool],
-    ) -> None:
-        began = self._clock()
-        error = None
-        try:
-            saved(self._store.save(snapshot() if callable(snapshot) else snapshot))
-        except BaseException as caught:  # it is raised again where somebody can act on it
-            error = caught
-        heard = error is not None and failed(error)
-        with self._lock:
-            self.seconds += self._clock() - began
-            if error is None:
-                self.saves += 1
-            elif not heard:
-                self._errors.append(error)
-
-    def _next_error(self) -> BaseException | None:
-        return self._errors.pop(0) if self._errors else None

@@ -1,17 +1,28 @@
-"""What a checkpoint holds, as the job gives it: its rows are in memory, or read when they are written."""
+"""What a checkpoint holds as the job gives it, and how it is written: cut into files of bounded size."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from shadowsync.embedding.table import Rows, RowSet
+from shadowsync.checkpoint.files import Files
+from shadowsync.checkpoint.manifest import FileEntry, Group, Manifest, Piece, Scattered, TensorEntry, raw_json
+from shadowsync.checkpoint.tensors import CODES, BlockSums, Chunk, chunks, place
+from shadowsync.embedding.table import Rows, RowSet, span_of
+from shadowsync.errors import ShadowSyncError
 
-__all__ = ["TABLE_WIDE", "DeltaOf", "RowSet", "Rows", "Snapshot"]
-
+BLOCK_BYTES = 4 << 20
+NUMBERS = "numbers"
 TABLE_WIDE = frozenset({"step"})
 """Names of tensors of `Rows` that belong to a table as a whole: of a single row their length does not tell."""
+
+
+class GivenUp(ShadowSyncError):
+    """What was being written was given up, because somebody cannot wait for it."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +40,11 @@ class DeltaOf:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A consistent image of a job.
+    """A consistent image of a job; its rows are in memory, or read when they are written.
 
     Attributes:
-        config: the configuration as the user gave it.
-        samples: samples trained so far; also the name of the checkpoint, so it only grows.
+        config: as the user gave it.
+        samples: trained so far; also the name of the checkpoint, so it only grows.
         tables: rows, in any cut. In a delta a table is either here as a whole (`Rows`), or of every run of its rows
             those that are to be written (`RowSet`, which may hold none).
         dense: tensors by name: `final`, what the job would be evaluated with; `center` where there is one;
@@ -53,3 +64,215 @@ class Snapshot:
     random: Mapping[str, Tensor]
     extra: Mapping[str, Any]
     delta: DeltaOf | None = None
+
+
+class SnapshotWriter:
+    """Writes the files of one snapshot into a folder; rows that are not in memory are read in their turn.
+
+    Args:
+        files: where to.
+        folder: where in it.
+        piece_bytes: no file of rows grows beyond this, but for a single row that is wider.
+        given_up: asked before each chunk; true ends it with `GivenUp`.
+    """
+
+    def __init__(self, files: Files, folder: str, piece_bytes: int, given_up: Callable[[], bool]) -> None:
+        self._given_up = given_up
+        self._files = files
+        self._folder = folder
+        self._piece_bytes = piece_bytes
+        self._written: list[FileEntry] = []
+
+    def write(self, snapshot: Snapshot, version: int) -> Manifest:
+        """Writes everything but the manifest, which it returns; rows were copied after `version` samples.
+
+        Raises:
+            OSError: what the file system raised.
+            ValueError: the snapshot does not hold every row of its tables exactly once, or holds what no checkpoint
+                can.
+            CheckpointError, RunError: what a source of rows raised.
+            GivenUp: nobody wants it any more.
+        """
+        config, position, extra = (raw_json(what, getattr(snapshot, what)) for what in ("config", "position", "extra"))
+        tables = _by_table(snapshot.tables, may_be_sets=snapshot.delta is not None)
+        cuts = [cut for table in tables for cut in _cut_table(table, self._piece_bytes)]
+        pieces: list[Piece] = []
+        for group in _fill(cuts, self._piece_bytes):
+            name = f"rows-{len(self._written):05d}.safetensors"
+            pieces += self._write_rows(name, group, version)
+        return Manifest(
+            samples=snapshot.samples,
+            config=config,
+            position=position,
+            extra=extra,
+            tables=tuple(rows[0].table for rows in tables),
+            pieces=tuple(pieces),
+            dense=self._write_group("dense.safetensors", snapshot.dense),
+            random=self._write_group("random.safetensors", snapshot.random),
+            block_bytes=BLOCK_BYTES,
+            files=tuple(self._written),
+            parent=None if snapshot.delta is None else snapshot.delta.parent,
+        )
+
+    def _write_rows(self, name: str, cuts: Sequence["_Cut"], version: int) -> Iterator[Piece]:
+        tensors = {cut.key(key): tensor for cut in cuts for key, tensor in cut.all_tensors.items()}
+        late = {cut.key(key) for cut in cuts for key in (*cut.wide, *cut.numbers)}
+        read = {cut.key(key): partial(cut.bytes_of, key) for cut in cuts for key in cut.all_tensors}
+        offsets = self._write_file(name, tensors, lambda key: read[key](), late)
+        for cut in cuts:
+            rows, wide, numbers = (
+                tuple(_entry(key, tensor, offsets[cut.key(key)]) for key, tensor in found.items())
+                for found in (cut.tensors, cut.wide, cut.numbers)
+            )
+            scattered = Scattered(cut.stop, numbers[0]) if numbers else None
+            yield Piece(cut.table, cut.start, cut.rows, version, name, rows, wide, scattered)
+
+    def _write_group(self, name: str, tensors: Mapping[str, Tensor]) -> Group:
+        offsets = self._write_file(name, tensors, lambda key: chunks(tensors[key]))
+        return Group(name, tuple(_entry(key, tensor, offsets[key]) for key, tensor in tensors.items()))
+
+    def _write_file(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        read: Callable[[str], Iterator[Chunk]],
+        late: Collection[str] = (),
+    ) -> dict[str, int]:
+        """Where each tensor begins in the file."""
+        head, offsets = place(list(tensors.items()), late)
+        sums = BlockSums(BLOCK_BYTES)
+
+        def stream() -> Iterator[Chunk]:
+            for chunk in itertools.chain([head], *map(read, offsets)):
+                if self._given_up():
+                    raise GivenUp(f"{self._folder} was given up while it was written")
+                sums.add(chunk)
+                yield chunk
+
+        self._files.write(f"{self._folder}/{name}", stream())
+        self._written.append(FileEntry(name, sums.total_bytes, tuple(sums.sums)))
+        return offsets
+
+
+def _entry(name: str, tensor: Tensor, offset: int) -> TensorEntry:
+    return TensorEntry(name, CODES[tensor.dtype], tuple(tensor.shape), offset)
+
+
+# --- cutting ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Rows small enough for one file.
+
+    Attributes:
+        table: the table's name.
+        start: first row of the run that the piece speaks of.
+        stop: one beyond its last row.
+        rows: how many of them the piece holds.
+        tensors: of those rows.
+        wide: of the table as a whole.
+        numbers: the rows' numbers, by the name `numbers`; nothing where all of the run are held.
+        read: the parts of a tensor, by its name, that only tells its form.
+    """
+
+    table: str
+    start: int
+    stop: int
+    rows: int
+    tensors: Mapping[str, Tensor]
+    wide: Mapping[str, Tensor]
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)
+    read: Callable[[str], Iterator[Tensor]] | None = None
+
+    @property
+    def all_tensors(self) -> dict[str, Tensor]:
+        return {**self.tensors, **self.wide, **self.numbers}
+
+    def key(self, name: str) -> str:
+        return f"{self.table}[{self.start}:{self.stop}].{name}"
+
+    def bytes_of(self, name: str) -> Iterator[Chunk]:
+        """The bytes of a tensor; `ValueError` if its source gives another number of them than it told."""
+        tensor = self.all_tensors[name]
+        parts = self.read(name) if tensor.is_meta and self.read is not None else iter((tensor,))
+        count = 0
+        for part in parts:
+            count += part.nbytes
+            yield from chunks(part)
+        if count != tensor.nbytes:
+            raise ValueError(f"{self.key(name)} came as {count} bytes in place of {tensor.nbytes}")
+
+
+def _by_table(tables: Sequence[Rows | RowSet], *, may_be_sets: bool) -> list[list[Rows | RowSet]]:
+    """The runs of rows of each table in order of their start, every row spoken of exactly once; else `ValueError`."""
+    runs: dict[str, list[Rows | RowSet]] = {}
+    for rows in tables:
+        runs.setdefault(rows.table.name, []).append(rows)
+    for name, found in runs.items():
+        _check_kinds(name, found, may_be_sets)
+        found.sort(key=lambda rows: rows.start)
+        row = 0
+        for rows in found:
+            if rows.start != row or rows.table != found[0].table:
+                raise ValueError(f"the snapshot does not hold row {row} of table {name} exactly once")
+            _, row = span_of(rows)
+        if row != found[0].table.rows:
+            raise ValueError(f"the snapshot holds {row} of the {found[0].table.rows} rows of table {name}")
+    return list(runs.values())
+
+
+def _check_kinds(name: str, found: Sequence[Rows | RowSet], may_be_sets: bool) -> None:
+    sets = [rows for rows in found if isinstance(rows, RowSet)]
+    if sets and not (may_be_sets and len(sets) == len(found)):
+        raise ValueError(f"the snapshot holds single rows of table {name} where every row is wanted")
+    for rows in sets:
+        numbers, count = rows.numbers, len(rows.tensors["weight"])
+        if numbers.dtype != torch.int64 or numbers.dim() != 1 or NUMBERS in rows.tensors or count != len(numbers):
+            raise ValueError(f"row numbers of table {name} must be int64, one for each row")
+        inside = not len(numbers) or (rows.start <= int(numbers[0]) and int(numbers[-1]) < rows.stop)
+        if rows.start >= rows.stop or not inside or not bool((numbers.diff() > 0).all()):
+            raise ValueError(f"row numbers of table {name} must be ascending in {rows.start} to {rows.stop - 1}")
+
+
+def _cut_table(runs: Sequence[Rows | RowSet], piece_bytes: int) -> Iterator[_Cut]:
+    """The runs of one table, cut so that each piece fits into a file."""
+    counts = [len(rows.tensors["weight"]) for rows in runs]
+    wide_names = {
+        name
+        for rows, count in zip(runs, counts, strict=True)
+        for name, tensor in rows.tensors.items()
+        if name in TABLE_WIDE or len(tensor) != count
+    }
+    for rows, count in zip(runs, counts, strict=True):
+        numbers = rows.numbers if isinstance(rows, RowSet) else None
+        wide = {name: tensor for name, tensor in rows.tensors.items() if name in wide_names}
+        by_row = {name: tensor for name, tensor in rows.tensors.items() if name not in wide_names}
+        all_bytes = sum(tensor.nbytes for tensor in by_row.values()) + (0 if numbers is None else numbers.nbytes)
+        step = max(1, piece_bytes // max(1, all_bytes // max(1, count)))
+        for first in range(0, count if numbers is None else max(1, count), step):
+            last = min(first + step, count)
+            parts = {name: tensor[first:last] for name, tensor in by_row.items()}
+            read = None if rows.source is None else partial(rows.source.read, first, last)
+            if numbers is None:
+                start, stop, own = rows.start + first, rows.start + last, {}
+            else:
+                start = int(numbers[first]) if first else rows.start
+                stop = int(numbers[last]) if last < count else span_of(rows)[1]
+                own = {NUMBERS: numbers[first:last]}
+            yield _Cut(rows.table.name, start, stop, last - first, parts, wide, own, read)
+
+
+def _fill(cuts: Sequence[_Cut], piece_bytes: int) -> Iterator[list[_Cut]]:
+    """Groups of pieces that go into one file: many small tables share one."""
+    group: list[_Cut] = []
+    taken = 0
+    for cut in cuts:
+        size = sum(tensor.nbytes for tensor in cut.all_tensors.values())
+        if group and taken + size > piece_bytes:
+            yield group
+            group, taken = [], 0
+        group.append(cut)
+        taken += size
+    if group:
+        yield group

@@ -8,26 +8,24 @@ samples-000000002048-whole the same state rewritten without a parent
 """
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
+import torch
+from torch import Tensor
 
-from shadowsync.checkpoint.catalog import Catalog
-from shadowsync.checkpoint.compaction import as_whole
+from shadowsync.checkpoint.catalog import Catalog, Pins, table_difference
 from shadowsync.checkpoint.files import Files, open_files
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.losses import older_rows
 from shadowsync.checkpoint.manifest import MANIFEST, Manifest, encode
-from shadowsync.checkpoint.names import NAME, STAGED, new_name, order, plain_name, whole_name
-from shadowsync.checkpoint.opening import read_manifest, standing, table_difference
-from shadowsync.checkpoint.parents import ParentLost
-from shadowsync.checkpoint.pins import Pins
-from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
-from shadowsync.checkpoint.writing import GivenUp, SnapshotWriter
-from shadowsync.embedding.table import Shard
+from shadowsync.checkpoint.parents import NAME, STAGED, ParentLost, new_name, order, plain_name, whole_name
+from shadowsync.checkpoint.snapshot import GivenUp, Snapshot, SnapshotWriter
+from shadowsync.checkpoint.tensors import DTYPES
+from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.errors import CheckpointError, SaveError
 
 __all__ = ["CheckpointStore", "GivenUp", "LoadedCheckpoint", "ParentLost"]
@@ -63,19 +61,14 @@ class CheckpointStore:
         self._catalog = Catalog(self._files, self._pins)
 
     def names(self) -> list[str]:
-        """Names of the complete checkpoints, oldest first."""
+        """Of the complete checkpoints, oldest first."""
         return self._catalog.names()
 
     def newest(self) -> str | None:
-        """Name of the newest complete checkpoint; None where there is none."""
         return next(reversed(self.names()), None)
 
     def try_writing(self) -> None:
-        """Writes something small and removes it again, so that it is not at the end that saving turns out to fail.
-
-        Raises:
-            SaveError: it cannot be written.
-        """
+        """Raises `SaveError` if nothing can be written, so that it is not at the end that saving turns out to fail."""
         folder = self._files.staging(new_name(0, 0))
         with self._as_save_error("nothing can be written there", "and nothing was trained"):
             self._files.write(f"{folder}/{MANIFEST}", [b"trial"])
@@ -100,10 +93,9 @@ class CheckpointStore:
             self._as_save_error("the new checkpoint could not be written", "earlier ones are as they were"),
             self._pins.writing(lambda: self._new_name(snapshot.samples)) as name,
         ):
-            parent = None if snapshot.delta is None else self._parent(snapshot.delta, name)
+            parent = None if snapshot.delta is None else self._parent(snapshot.delta.parent, name)
             exact = snapshot.delta is None or (snapshot.delta.complete and parent is not None and parent.exact)
-            writer = self._writer(self._files.staging(name))
-            self._write(name, lambda: _fitting(msgspec.structs.replace(writer.write(snapshot), exact=exact), parent))
+            self._write(name, snapshot, snapshot.samples, exact, parent)
         with self._as_save_error("an old checkpoint could not be removed", f"{name} is complete"):
             self._prune()
         return name
@@ -114,11 +106,8 @@ class CheckpointStore:
         Takes the memory of a few chunks of rows, whatever the size of the tables. May run in a thread of its own
         while others save: deltas saved meanwhile, or later, on `name` stand on what it is rewritten as.
 
-        Args:
-            name: of a complete checkpoint; one that is whole already stays as it is.
-
         Returns:
-            the whole one's name.
+            the whole one's name; one that is whole already stays as it is.
 
         Raises:
             SaveError: it cannot be read or written. Everything is as it was.
@@ -126,14 +115,14 @@ class CheckpointStore:
         """
         with (
             self._as_save_error(f"{name} could not be rewritten as a whole", "it is as it was"),
-            self.held(name),
+            self._pins.reading(name),
         ):
             whole = whole_name(name)
             loaded = self.open(whole if NAME.fullmatch(whole) and self._catalog.complete(whole) else name)
             if len(loaded.layers) == 1:
                 return loaded.name
-            with self._pins.writing(lambda: self._clear_for(whole)):
-                self._rewrite(loaded, whole)
+            with self._pins.writing(lambda: self._cleaned(whole)):
+                self._write(whole, as_whole(loaded), loaded.oldest, loaded.exact)
         with self._as_save_error("an old checkpoint could not be removed", f"{whole} is complete"):
             self._prune()
         return whole
@@ -173,17 +162,15 @@ class CheckpointStore:
         with self.opened(name, shards) as loaded:
             return loaded
 
-    @contextlib.contextmanager
-    def opened(self, name: str | None = None, shards: Sequence[Shard] | None = None) -> Iterator[LoadedCheckpoint]:
+    def opened(
+        self, name: str | None = None, shards: Sequence[Shard] | None = None
+    ) -> AbstractContextManager[LoadedCheckpoint]:
         """As `open`; within the block this store removes nothing that is read of it."""
-        found = self._catalog.newest(shards, self._given_up) if name is None else self._catalog.named(name, shards)
-        with self._told(found) as loaded:
-            yield loaded
+        return self._catalog.newest(shards, self._given_up) if name is None else self._catalog.named(name, shards)
 
-    @contextlib.contextmanager
     def loading(
         self, shards: Sequence[Shard] | None, load: Callable[[LoadedCheckpoint], object]
-    ) -> Iterator[LoadedCheckpoint]:
+    ) -> AbstractContextManager[LoadedCheckpoint]:
         """As `opened` of the newest one, in one pass over its rows: it is compared while `load` reads it.
 
         Args:
@@ -194,17 +181,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is none that can be loaded.
         """
-        with self._told(self._catalog.newest(shards, self._given_up, load)) as loaded:
-            yield loaded
-
-    @contextlib.contextmanager
-    def _told(self, found: AbstractContextManager[LoadedCheckpoint]) -> Iterator[LoadedCheckpoint]:
-        with found as loaded:
-            yield dataclasses.replace(loaded, skipped=loaded.skipped + older_rows(loaded))
-
-    def held(self, name: str) -> AbstractContextManager[None]:
-        """Within the block this store removes neither `name` nor what it builds on."""
-        return self._pins.reading(name)
+        return self._catalog.newest(shards, self._given_up, load)
 
     def _new_name(self, samples: int) -> str:
         self._clean()
@@ -220,17 +197,29 @@ class CheckpointStore:
         number = max((order(name)[1] for name in names if order(name)[0] == samples), default=-1) + 1
         return new_name(samples, number)
 
-    def _clear_for(self, name: str) -> str:
+    def _cleaned(self, name: str) -> str:
         self._clean()
         return name
 
-    def _parent(self, delta: DeltaOf, name: str) -> Manifest:
-        """The manifest of what a delta builds on.
+    def _write(self, name: str, snapshot: Snapshot, version: int, exact: bool, parent: Manifest | None = None) -> None:
+        """Writes all of a snapshot, whose rows were copied after `version` samples, or nothing."""
+        staged = self._files.staging(name)
+        try:
+            writer = SnapshotWriter(self._files, staged, self._piece_bytes, lambda: self._impatient > 0)
+            manifest = msgspec.structs.replace(writer.write(snapshot, version), exact=exact)
+            scattered = {piece.table for piece in manifest.pieces if piece.scattered is not None}
+            if parent is not None and (defect := table_difference(parent, manifest, scattered)) is not None:
+                raise ValueError(f"the checkpoint that a delta builds on has {defect} than the delta")
+            self._files.publish(name, MANIFEST, encode(manifest))
+        except BaseException:
+            for folder in {staged, name}:  # it may already have its name and not be durable
+                with contextlib.suppress(OSError):
+                    self._files.remove(folder, MANIFEST)
+            raise
 
-        Raises:
-            ParentLost: nothing can build on it any more.
-        """
-        parent = standing(self._files, delta.parent)
+    def _parent(self, saved_as: str, name: str) -> Manifest:
+        """The manifest of what the delta `name` builds on, or `ParentLost`."""
+        parent = self._catalog.standing(saved_as)
         defect = None
         if self._catalog.parents().chain(parent) is None:
             defect = "cannot be loaded any more"
@@ -238,27 +227,9 @@ class CheckpointStore:
             defect = "belongs to a course that was given up"
         if defect is not None:
             raise ParentLost(
-                f"{self._files.root}: {delta.parent}, on which the new checkpoint builds, {defect}: save a whole one"
+                f"{self._files.root}: {saved_as}, on which the new checkpoint builds, {defect}: save a whole one"
             )
-        return read_manifest(self._files, parent)
-
-    def _write(self, name: str, write: Callable[[], Manifest]) -> None:
-        try:
-            self._files.publish(name, MANIFEST, encode(write()))
-        except BaseException:
-            for folder in {self._files.staging(name), name}:  # it may already have its name and not be durable
-                with contextlib.suppress(OSError):
-                    self._files.remove(folder, MANIFEST)
-            raise
-
-    def _rewrite(self, loaded: LoadedCheckpoint, whole: str) -> None:
-        staged = self._files.staging(whole)
-        writer = self._writer(staged)
-        exact = {"exact": loaded.exact}
-        self._write(whole, lambda: msgspec.structs.replace(writer.write(as_whole(loaded), loaded.oldest), **exact))
-
-    def _writer(self, folder: str) -> SnapshotWriter:
-        return SnapshotWriter(self._files, folder, self._piece_bytes, lambda: self._impatient > 0)
+        return self._catalog.manifest(parent)
 
     def _prune(self) -> None:
         """What builds on others goes before them, so that what is left can always be loaded."""
@@ -288,9 +259,41 @@ class CheckpointStore:
             ) from error
 
 
-def _fitting(manifest: Manifest, parent: Manifest | None) -> Manifest:
-    """The manifest, whose single rows fit those of the parent."""
-    scattered = {piece.table for piece in manifest.pieces if piece.scattered is not None}
-    if parent is not None and (defect := table_difference(parent, manifest, scattered)) is not None:
-        raise ValueError(f"the checkpoint that a delta builds on has {defect} than the delta")
-    return manifest
+@dataclass(frozen=True)
+class _Stored:
+    """The rows of a table from `start` on, as the checkpoint holds them (`RowSource`)."""
+
+    loaded: LoadedCheckpoint
+    table: str
+    start: int
+
+    def read(self, first: int, last: int, name: str) -> Iterator[Tensor]:
+        for start, stop in self.loaded.chunks(self.table, self.start + first, self.start + last):
+            yield self.loaded.rows(self.table, start, stop, {name})[name]
+
+
+def as_whole(loaded: LoadedCheckpoint) -> Snapshot:
+    """A checkpoint with all that it builds on, without a parent; its rows are read tensor by tensor, when written."""
+
+    def runs(table: Table) -> Iterator[Rows]:
+        """The rows cut wherever a piece ends, as each piece has its own tensors of the table as a whole."""
+        pieces = [piece for layer in loaded.layers for piece in layer.pieces.get(table.name, ())]
+        first = next(piece for piece in pieces if piece.scattered is None)
+        for start, stop in pairwise(sorted({0, *(piece.stop for piece in pieces)})):
+            forms = {
+                tensor.name: torch.empty((stop - start, *tensor.shape[1:]), dtype=DTYPES[tensor.dtype], device="meta")
+                for tensor in first.tensors
+            }
+            wide = {tensor.name for tensor in first.wide}
+            in_memory = loaded.rows(table.name, start, stop, wide) if wide else {}
+            yield Rows(table, start, forms | in_memory, _Stored(loaded, table.name, start))
+
+    return Snapshot(
+        config=loaded.config,
+        samples=loaded.samples,
+        tables=tuple(rows for table in loaded.tables for rows in runs(table)),
+        dense=loaded.dense,
+        position=loaded.position,
+        random=loaded.random,
+        extra=loaded.extra,
+    )

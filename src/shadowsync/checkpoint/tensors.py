@@ -7,7 +7,6 @@ are plain safetensors files, which the library opens.
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from isal.isal_zlib import crc32
@@ -27,25 +26,11 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A tensor and the position of its first byte in its file."""
-
-    name: str
-    tensor: Tensor
-    offset: int
-
-    @property
-    def dtype(self) -> str:
-        """The dtype as safetensors writes it."""
-        return _CODES[self.tensor.dtype]
-
-
-def place(tensors: Sequence[tuple[str, Tensor]], late: Collection[str] = ()) -> tuple[bytes, list[Placed]]:
-    """The head of a safetensors file, and where each tensor begins in it.
+def place(tensors: Sequence[tuple[str, Tensor]], late: Collection[str] = ()) -> tuple[bytes, dict[str, int]]:
+    """The head of a safetensors file, and at which byte of it each tensor begins, in the order of the file.
 
     Tensors of wider elements come first, so that each stands at a multiple of its element's width.
 
@@ -59,34 +44,27 @@ def place(tensors: Sequence[tuple[str, Tensor]], late: Collection[str] = ()) -> 
     """
     if len({name for name, _ in tensors}) < len(tensors):
         raise ValueError(f"names of tensors are not unique: {', '.join(name for name, _ in tensors)}")
-    for name, tensor in tensors:
-        if tensor.dtype not in _CODES:
-            raise ValueError(f"tensor {name} has dtype {tensor.dtype}, which checkpoints do not hold")
-    ordered = sorted(tensors, key=lambda item: (item[0] in late, -item[1].element_size()))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    begins = []
-    for name, tensor in ordered:
-        stop = begin + tensor.nbytes
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, stop]}
-        begins.append(begin)
-        begin = stop
+    begins: dict[str, int] = {}
+    widths: dict[str, int] = {}
+    stop = 0
+    for name, tensor in sorted(tensors, key=lambda item: (item[0] in late, -item[1].element_size())):
+        if tensor.dtype not in CODES:
+            raise ValueError(f"tensor {name} has dtype {tensor.dtype}, which checkpoints do not hold")
+        begins[name], widths[name] = stop, tensor.element_size()
+        stop += tensor.nbytes
+        offsets = [begins[name], stop]
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * _padding(len(text), [(at, tensor) for (_, tensor), at in zip(ordered, begins, strict=True)])
+    fits = (n for n in range(8) if not any((len(text) + n + begins[name]) % widths[name] for name in begins))
+    text += b" " * next(fits, -len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return head, [Placed(name, tensor, len(head) + at) for (name, tensor), at in zip(ordered, begins, strict=True)]
-
-
-def _padding(count: int, begins: Sequence[tuple[int, Tensor]]) -> int:
-    """What a head of so many bytes lacks for every tensor to stand at a multiple of its element's width."""
-    fits = (n for n in range(8) if not any((count + n + at) % tensor.element_size() for at, tensor in begins))
-    return next(fits, -count % 8)
+    return head, {name: len(head) + begin for name, begin in begins.items()}
 
 
 def chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, in views of at most `CHUNK_BYTES`."""
-    flat = tensor.detach().cpu().contiguous()
-    view = bytes_of(flat)
+    view = bytes_of(tensor.detach().cpu().contiguous())
     for start in range(0, len(view), CHUNK_BYTES):
         yield view[start : start + CHUNK_BYTES]
 
@@ -96,18 +74,18 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.flatten().view(torch.uint8).numpy().data
 
 
-@dataclass
 class BlockSums:
     """CRC-32 of each block of `block_bytes` of a stream, the last one shorter.
 
     A checksum per block lets a reader check exactly what it reads, be it one row, in the same pass.
     """
 
-    block_bytes: int
-    sums: list[int] = field(default_factory=list)
-    total_bytes: int = 0
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.sums: list[int] = []
+        self.total_bytes = 0
 
-    def add(self, chunk: bytes | memoryview) -> None:
+    def add(self, chunk: Chunk) -> None:
         """Goes on with the next bytes of the stream."""
         view = memoryview(chunk)
         while view:

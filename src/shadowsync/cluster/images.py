@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,28 +12,25 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.loading import LoadedCheckpoint, Written
 from shadowsync.checkpoint.matching import match_optimizer, match_tables
 from shadowsync.checkpoint.remote_save import RemoteSave
-from shadowsync.checkpoint.written import Written
-from shadowsync.cluster.crew import Crew
-from shadowsync.cluster.part_images import IMAGE_S, Imaged
-from shadowsync.cluster.staff import Member
-from shadowsync.cluster.trainer_part import TrainerPart
-from shadowsync.compression.channel import Line
+from shadowsync.cluster.manager import ClusterManager
+from shadowsync.cluster.servers import IMAGE_S, Imaged
+from shadowsync.cluster.supervisor import Member
+from shadowsync.cluster.trainer import TrainerPart
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
-from shadowsync.embedding.rows import RemoteRows
-from shadowsync.embedding.saves import SaveMethods
-from shadowsync.embedding.table import Rows, RowSet, Shard
+from shadowsync.embedding.saves import RemoteRows, SaveMethods
+from shadowsync.embedding.table import Rows, RowSet, Shard, span_of
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import ended
 from shadowsync.rpc.served import ask, later
-from shadowsync.sync.dense_service import DenseService
-from shadowsync.under_way import UnderWay, held
+from shadowsync.sync.dense_wire import DenseService
 
 T = TypeVar("T", bound=Rows | RowSet)
 
@@ -40,16 +38,17 @@ PATIENCE_S = 0.5
 
 
 class Images:
-    """Takes and puts back images of a crew.
+    """Takes and puts back images of a manager.
 
     Attributes:
         turn: held during a pause; whoever puts a new trainer to work holds it too.
     """
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, manager: ClusterManager) -> None:
         self.turn = threading.Lock()
-        self._crew = crew
-        self._under_way: UnderWay[RemoteSave] = UnderWay()
+        self._manager = manager
+        self._saves: dict[int, RemoteSave] = {}  # the newest, of each embedding server
+        self._first: weakref.ref[Rows | RowSet] | None = None  # of the copies that were made for it
         self._pauses = itertools.count(1)
 
     @contextmanager
@@ -64,7 +63,7 @@ class Images:
         """
         if not self.turn.acquire(timeout=IMAGE_S):
             raise PeerLost("somebody is being put to work")
-        number, trainers = next(self._pauses), self._crew.statuses.at_work()
+        number, trainers = next(self._pauses), self._manager.statuses.at_work()
         try:
             self._hold(number, trainers, disturbed)
             yield
@@ -91,9 +90,9 @@ class Images:
         found: dict[int, list[Rows]] = {}
 
         def read(member: Member) -> None:
-            found[member.index] = list(RemoteRows(member.connection).read(self._crew.blueprint.shards[member.index]))
+            found[member.index] = list(RemoteRows(member.connection).read(self._manager.spec.shards[member.index]))
 
-        self._crew.all_at_once([partial(read, member) for member in self._crew.row_servers()])
+        self._manager.all_at_once([partial(read, member) for member in self._manager.row_servers()])
         return tuple(rows for index in sorted(found) for rows in found[index])
 
     def changed_rows(self, end_of_round: bool) -> tuple[Rows | RowSet, ...]:
@@ -110,50 +109,62 @@ class Images:
         found: dict[int, list[T]] = {}
 
         def read(member: Member) -> None:
-            saves[member.index] = save = RemoteSave.begin(member.connection)
-            found[member.index] = list(copy(save, self._crew.blueprint.shards[member.index]))
+            save = RemoteSave.begin(member.connection, early=not self._manager.spec.direct)
+            saves[member.index] = save
+            found[member.index] = list(copy(save, self._manager.spec.shards[member.index]))
 
-        self._crew.all_at_once([partial(read, member) for member in self._crew.row_servers()])
+        self._manager.all_at_once([partial(read, member) for member in self._manager.row_servers()])
         copies = tuple(rows for index in sorted(found) for rows in found[index])
-        self._under_way.began(saves, copies)
+        self._saves, self._first = saves, weakref.ref(copies[0]) if copies else None
         return copies
 
     def rows_saved(self, copies: Sequence[Rows | RowSet], written: Written) -> float:
-        """As `Session.rows_saved`. Servers are copied one after the other, so what each is held up adds up."""
-        saves = self._under_way.saves(copies)
+        """As `Session.rows_saved`. Servers are copied one after the other, so what each is held up adds up.
+
+        Servers know what changed since the newest save began, so only its rows can be reported as saved: what is known
+        of an older copy is out of date.
+        """
+        if not copies or self._first is None or self._first() is not copies[0]:
+            return 0.0
         costs_s: dict[int, float] = {}
 
         def tell(index: int, save: RemoteSave) -> None:
-            for shard, rows in held(self._crew.blueprint.shards[index], copies):
-                save.saved(shard, self._crew.blueprint.shards[index][shard], rows, written)
+            shards = self._manager.spec.shards[index]
+            for rows in copies:
+                start, stop = span_of(rows)
+                for position, shard in enumerate(shards):
+                    if shard.table == rows.table and shard.start <= start and stop <= shard.stop:
+                        save.saved(position, shard, rows, written)
             costs_s[index] = save.cost_s()
 
-        self._crew.all_at_once([partial(tell, index, save) for index, save in saves.items()])
-        return sum(costs_s.values())
+        self._manager.all_at_once([partial(tell, index, save) for index, save in self._saves.items()])
+        return 0.0 if self._manager.spec.direct else sum(costs_s.values())  # of this thread the saver knows
 
     def load_rows(self, saved: LoadedCheckpoint) -> None:
         """Fills all rows, as `Session.load_rows`."""
-        match_tables(saved.tables, self._crew.blueprint.session.tables)
+        match_tables(saved.tables, self._manager.spec.job.tables)
         there = {table.name: saved.tensor_names(table.name) for table in saved.tables}
-        servers = self._crew.row_servers()
+        servers = self._manager.row_servers()
         here = {k: v for member in servers for k, v in ask(member.connection, SaveMethods.tensor_names).items()}
         match_optimizer(there, here)
-        self._crew.all_at_once([partial(self.load_server, saved, member) for member in servers])
+        self._manager.all_at_once([partial(self.load_server, saved, member) for member in servers])
 
     def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:
         """Fills the rows of one embedding server."""
-        RemoteRows(member.connection).write(saved.rows_of(self._crew.blueprint.shards[member.index]))
+        RemoteRows(member.connection).write(saved.rows_of(self._manager.spec.shards[member.index]))
 
     def predicting_client(self) -> EmbeddingClient:
         """Pulls rows as they are."""
-        blueprint = self._crew.blueprint
-        pulls, pushes = (Line(kind, Plain(), WireCounter()) for kind in ("pull", "push"))
+        job, shards = self._manager.spec.job, self._manager.spec.shards
+        features = [feature.name for feature in job.schema.features]
+        if self._manager.spec.direct:
+            return EmbeddingClient(job.tables, features, self._manager.near_rows())
+        pulls, pushes = (Channel(kind, Plain(), WireCounter()) for kind in ("pull", "push"))
         remotes = [
-            EmbeddingRemote(Remote(m.connection, blueprint.shards[m.index], m.index, learns=False), pulls, pushes)
-            for m in self._crew.row_servers()
+            EmbeddingRemote(Remote(member.connection, shards[member.index], member.index, learns=False), pulls, pushes)
+            for member in self._manager.row_servers()
         ]
-        session = blueprint.session
-        return EmbeddingClient(session.tables, [feature.name for feature in session.schema.features], remotes)
+        return EmbeddingClient(job.tables, features, remotes)
 
     # --- dense part --------------------------------------------------------------------------------------------------
 
@@ -163,10 +174,10 @@ class Images:
         Raises:
             PeerLost: no trainer is at work, or a dense server is not there.
         """
-        images = self.of(self._crew.statuses.at_work())
+        images = self.of(self._manager.statuses.at_work() or self._manager.fallen_trainers())
         if not images:
             raise PeerLost("no trainer is left")
-        return DenseImage(tuple(images), self.read_center() if self._crew.blueprint.spans else None)
+        return DenseImage(tuple(images), self.read_center() if self._manager.spec.spans else None)
 
     def of(self, members: Sequence[Member]) -> list[TrainerImage]:
         """Copies of the dense parts of these trainers or dense servers."""
@@ -179,7 +190,7 @@ class Images:
         Raises:
             PeerLost: there are fewer trainers than the image has.
         """
-        trainers = self._crew.statuses.at_work()
+        trainers = self._manager.statuses.at_work()
         if len(trainers) != len(image.trainers):
             raise PeerLost("a trainer is not there")
         for member, own in zip(trainers, image.trainers, strict=True):
@@ -193,15 +204,15 @@ class Images:
 
     def read_center(self) -> Tensor:
         """The central copy, `[P]`."""
-        asked = [later(member.connection, DenseService.read) for member in self._crew.dense_servers()]
+        asked = [later(member.connection, DenseService.read) for member in self._manager.dense_servers()]
         return torch.cat([answered.result() for answered in asked])
 
     def write_center(self, center: Tensor) -> None:
         """Replaces it; nothing where no copy is kept."""
-        for member in self._crew.dense_servers():
+        for member in self._manager.dense_servers():
             self.write_part(member, center)
 
     def write_part(self, server: Member, center: Tensor) -> None:
         """Fills one dense server with its part of `[P]`."""
-        start, stop = self._crew.blueprint.spans[server.index]
+        start, stop = self._manager.spec.spans[server.index]
         ask(server.connection, DenseService.write, center[start:stop])

@@ -96,7 +96,7 @@ class RecordTaker:
 
         Args:
             trainer: its rank.
-            generation: of the job's parts (see `session.ClusterSession`).
+            generation: of the job's parts (see `session.Session`).
             sizes: samples of each batch, int32 `[n]`.
             ages: seconds since its end, float32 `[n]`.
             measured: of all batches, or none, logits (float16 `[S]`, which moves NE by less than 0.0001) and labels

@@ -1,43 +1,48 @@
-"""The session whose roles are processes of their own, on any number of machines."""
+"""A job's roles, put together and connected, wherever they run: what a run starts, watches, images and ends."""
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 
+from torch import Tensor
+
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
-from shadowsync.assembly import step_rule
-from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.written import Written
-from shadowsync.cluster.blueprint import Blueprint
-from shadowsync.cluster.crew import Crew
-from shadowsync.cluster.dense_side import DenseSide, NobodyLeft
-from shadowsync.cluster.front import Doors
+from shadowsync.assembly import computing_here, make_module, make_tables, step_rule
+from shadowsync.checkpoint.loading import LoadedCheckpoint, Written
+from shadowsync.choices import warmup_samples
+from shadowsync.cluster.context import EventLog, JobContext, Material, Near, Newest, RolePlace, ServerLoss
+from shadowsync.cluster.dense_side import DenseSide, Merged, NobodyLeft
+from shadowsync.cluster.endpoints import Endpoints
 from shadowsync.cluster.images import Images
-from shadowsync.cluster.merged import Merged
-from shadowsync.cluster.newcomers import Newcomers
-from shadowsync.cluster.places import Need
+from shadowsync.cluster.manager import ClusterManager, ClusterSpec
+from shadowsync.cluster.outages import Outages
 from shadowsync.cluster.records import RecordTaker
-from shadowsync.cluster.staff import Member, Staff
-from shadowsync.cluster.statuses import Statuses
+from shadowsync.cluster.roles import ROLES
+from shadowsync.cluster.scheduler import RestartPolicy, RoleRequest
+from shadowsync.cluster.statuses import Statuses, added
 from shadowsync.cluster.stepped import Stepped
-from shadowsync.cluster.vacancies import Vacancies
-from shadowsync.data.reader import Reader
-from shadowsync.dense_state import DenseImage, restored_dense
+from shadowsync.cluster.supervisor import Member, Supervisor
+from shadowsync.cluster.trainer import TrainerPart
+from shadowsync.compression.codec import Codec
+from shadowsync.config import Config
+from shadowsync.data.reader import Reader, ReaderOptions
+from shadowsync.dense_state import DenseImage, job_state, restored_dense
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Rows, RowSet, shares_of
 from shadowsync.errors import RunError
-from shadowsync.job_state import job_state
+from shadowsync.metrics.recorder import GlobalSteps, JobCounts, Recorder, RecoveryStats
 from shadowsync.metrics.roles import RoleState
-from shadowsync.rpc.client import Courier, CourierOptions
+from shadowsync.metrics.wire import WireCounter, WireTotals
 from shadowsync.rpc.errors import GONE, PeerLost
-from shadowsync.runtime.host import CALL_S, waiting_for
-from shadowsync.runtime.runtime import Order, Runtime
-from shadowsync.session import Material, Newest, RolePlace, ServerLoss, Session, reader_options
+from shadowsync.rpc.served import ask
+from shadowsync.runtime.runtime import LaunchRequest, Runtime, waiting_for
+from shadowsync.training.gate import Gate
 from shadowsync.training.kernels import Computing
-from shadowsync.training.rates import Rates
+from shadowsync.training.replica import Replica
 
 STATUS_S = 1.0
 QUICK_STATUS_S = 0.05
@@ -47,13 +52,14 @@ ATTEMPTS = 20
 POOL = 64
 
 
-class ClusterSession(Session):
-    """All roles of a run as processes that a `Runtime` starts, connected by the wire.
+class Session:
+    """All roles of a run, which a `Runtime` starts: in processes, connected by the wire, or as objects of this process.
 
     Everybody gets a *part*: what its process serves. A *generation* of parts starts from one checkpoint. Whoever dies
     is replaced while the others go on; an embedding server's replacement takes its rows from the newest checkpoint.
     With `goes_back` the death of one ends the generation, and the next one starts from the newest checkpoint, in the
-    same processes but the dead one's.
+    same processes but the dead one's. In one process nobody dies by itself; deaths by script are emulated
+    (`inject_failure`).
 
     The job's thread takes note of deaths and decides (`reap`). Threads of the pool put single members to work, or
     (`_go_back`, one at a time, and then nobody else) start a generation; they alone write `_must_go_back` besides it.
@@ -63,18 +69,47 @@ class ClusterSession(Session):
         make_runtime: makes what starts processes; ended with this session.
         newest: loads the checkpoint to go back to.
 
+    Attributes:
+        config, choices: of the job.
+        train_source, test_source: the rows.
+        schema: of the training rows.
+        tables: the embedding tables, in the job's order.
+        template: a replica with the initial values, which nobody trains.
+        reader: who trains what, and how far it is.
+        recorder: gathers what workers did.
+        ended: set when something may have ended.
+        events: what happened to roles.
+        given_up: why the job cannot go on, once it cannot.
+        goes_back: when an embedding server fails everybody goes back to the last checkpoint, not only its replacement.
+        most_held_bytes: memory that gradients took at most while they waited for their global steps, as far as it was
+            looked at; None where that is not known.
+
     Raises:
         UserError: the configuration does not fit the data; nothing was started.
         RunError: somebody finds no room, ended at once, or died again and again.
     """
 
     def __init__(self, material: Material, make_runtime: Callable[[], Runtime], newest: Newest) -> None:
-        super().__init__(material)
+        self.config, self.choices = material.config, material.choices
+        self.train_source, self.test_source = material.train, material.test
+        self.schema = material.train.schema
+        self.tables = make_tables(self.config, self.schema, material.own.tables, self.choices.model)
+        job = self.job = self._make_job(material)
+        module = make_module(self.config, self.choices, self.schema, self.tables, job.model)
+        self.template = job.replica(module)
+        self.recorder = Recorder(self.config.train.trainers, self.config.report.window)
+        self.ended = threading.Event()
+        self.events = EventLog()
+        self.given_up: str | None = None
+        self.goes_back = False
+        self.most_held_bytes: int | None = None
+        self._wire_before = WireTotals().by_name()
+        self._syncs_before = 0
         self._material = material
         self._newest: Newest = lambda *_: nullcontext()  # a checkpoint is put back by whoever made this session
         self._beginning = self.recorder.state()
-        blueprint, cluster = Blueprint.of(material, self), self.config.cluster
-        self._vacancies = Vacancies(cluster.lost_after_s, cluster.min_trainers)
+        cluster = self.config.cluster
+        self._restarts = RestartPolicy(cluster.lost_after_s, cluster.min_trainers)
         self._scripted: set[str] = set()
         self._installs: dict[str, Future[None]] = {}
         self._must_go_back: str | None = None
@@ -87,44 +122,56 @@ class ClusterSession(Session):
         self._error: BaseException | None = None
         self._training = self._stopping = False
         self._closing = threading.Event()
+        self._news = threading.Event()
+        self._counter = WireCounter()
         with ExitStack() as stack:
             self.reader = Reader(self.train_source, reader_options(self.config), material.position)
             stack.callback(self._close_reader)
             runtime = make_runtime()
             stack.callback(runtime.close)  # once more, should something fail before its turn among the others
-            self._crew = self._make_crew(runtime, blueprint, stack)
-            stack.callback(self._crew.close_memory)
-            self._images = Images(self._crew)
-            self._dense = self._make_dense()
+            self._direct = runtime.direct
+            spec = ClusterSpec.of(job, self.train_source, self.template, runtime.direct)
+            self._manager = self._make_manager(runtime, spec, stack)
+            stack.callback(self._manager.close_memory)
+            self._outages = self._manager.outages = Outages(newest)
+            self._images = self._manager.images = Images(self._manager)
+            self._dense = self._manager.dense = self._make_dense()
             stack.callback(self._dense.close)
-            self._newcomers = Newcomers(self._dense, newest, self._crew, self._images)
-            self._crew.hire_all()
+            self._manager.launch_all()
             self._begin()
             self._newest = newest
+            if self._direct:
+                self._hear()
             self._ends = stack.pop_all()
 
-    def _make_crew(self, runtime: Runtime, blueprint: Blueprint, stack: ExitStack) -> Crew:
+    def _make_job(self, material: Material) -> JobContext:
+        config, total = self.config, self.total_samples
+        # the storage is the one that this machine chose, whatever others would
+        chosen = config.embedding.model_copy(update={"storage": self.choices.storage.name})
+        config, own = config.model_copy(update={"embedding": chosen}), material.own
+        rows, warmup = self.train_source.rows, self.warmup_samples
+        return JobContext(config, self.choices, self.schema, rows, self.tables, warmup, total, own.model, own.failures)
+
+    def _make_manager(self, runtime: Runtime, spec: ClusterSpec, stack: ExitStack) -> ClusterManager:
         """The driver's own parts; `stack` ends them, the last one first."""
-        courier = Courier(runtime.keys, CourierOptions(timeout_s=CALL_S))
-        stack.callback(courier.close)
-        doors = Doors(runtime.keys, runtime.host(), RecordTaker(self.recorder), blueprint.trainers, blueprint.forget_s)
-        stack.callback(doors.close)
+        connector = runtime.connector()
+        stack.callback(connector.close)
+        keys, records = None if runtime.direct else runtime.keys, RecordTaker(self.recorder)
+        endpoints = Endpoints(keys, runtime.host(), records, spec.trainers, spec.forget_s)
+        stack.callback(endpoints.close)
         self._pool = ThreadPoolExecutor(POOL, thread_name_prefix="session")
         stack.callback(self._pool.shutdown, wait=True, cancel_futures=True)
         stack.callback(runtime.close)
-        staff = Staff(runtime, courier, self.config.cluster.lost_after_s, self.happenings, self.ended.set)
-        stack.callback(staff.close)
+        supervisor = Supervisor(runtime, connector, self.config.cluster.lost_after_s, self.events, self.ended.set)
+        stack.callback(supervisor.close)
         stack.callback(self._closing.set)
-        return Crew(blueprint, runtime, staff, doors, Statuses(self.ended.set), self._pool)
+        return ClusterManager(spec, runtime, supervisor, endpoints, Statuses(self.ended.set), self._pool)
 
     def _make_dense(self) -> DenseSide:
         if (aggregating := self.choices.aggregation) is None:
-            initial = self.template.flat.detach().cpu()
-            return Merged(self.choices.method, self._images, self._crew.statuses, initial)
-        train = self.config.train
-        rates = Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
-        rule = step_rule(self.config, aggregating, rates)
-        return Stepped(aggregating.method, rule, self._crew, self._images)
+            return Merged(self._manager, self._images)
+        rule = step_rule(self.config, aggregating, self.job.rates)
+        return Stepped(aggregating.method, rule, self._manager, self._images)
 
     def _begin(self) -> None:
         """The first generation; whoever dies meanwhile is replaced."""
@@ -138,39 +185,77 @@ class ClusterSession(Session):
     def _begin_generation(self, filled: bool = True) -> None:
         """Everybody gets a part with its initial values, but for rows that are not to be `filled`."""
         self._training = False
-        self._crew.build_servers(self.reader, self._dense, filled)
+        self._manager.build_servers(self.reader, filled)
         self._dense.fill()
-        self._crew.build_trainers()
+        if self._direct:
+            self._manager.near = self._near()
+        self._manager.build_trainers(self.reader)
+
+    def _near(self) -> Near:
+        """What trainers of this process have in common."""
+        manager, gate, rows, driver = self._manager, Gate(), self._manager.near_rows(), self._manager.endpoints.driver
+        assert driver is not None
+        dense = self._dense.near(manager.near_dense(), rows, gate, self._counter)
+        module = self.template.module
+        return Near(
+            module=module,
+            computing=computing_here(self.config, module),
+            reader=self.reader,
+            recorder=self.recorder,
+            gate=gate,
+            counter=self._counter,
+            embedding=rows,
+            dense=dense,
+            place=driver.place,
+            give_back=driver.abandon,
+            news=self._hear_soon,
+            fail=self._fail_with,
+        )
+
+    def _hear_soon(self) -> None:
+        """Some worker of this process has ended."""
+        self._news.set()
+        self.ended.set()
+
+    def _fail_with(self, error: BaseException) -> None:
+        self._error = self._error or error
 
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        """Starts every trainer."""
         self._training = True
-        for member in self._crew.statuses.at_work():
-            self._crew.ask_to_start(member)
+        for member in self._manager.statuses.at_work():
+            self._manager.ask_to_start(member)
 
     def alive(self) -> bool:
+        """Somebody is still training, or will be."""
         if self._going_back is not None:
             return True
         if self.given_up is not None:
             return False
-        if self._must_go_back is not None or self._crew.staff.anybody_died:
+        if self._must_go_back is not None or self._manager.supervisor.anybody_died:
             return True
-        trainers = self._crew.statuses.at_work()
+        trainers = self._manager.statuses.at_work()
         if self.reader.finished or self._stopping:
-            return self._training and any(not self._crew.statuses.of(member).ended for member in trainers)
-        if not self._crew.trainers() and not self._installs and not self._wanted_trainers():
+            return self._training and any(not self._manager.statuses.of(member).ended for member in trainers)
+        if not self._manager.trainers() and not self._installs and not self._wanted_trainers():
             self.given_up = "every trainer died"
             return False
         return True
 
     def reap(self) -> None:
+        """Sees to roles that died, and stops everybody if something failed.
+
+        Raises:
+            RunError: the job cannot go on.
+        """
         if self._going_back is not None:
             if not self._going_back.done():
                 return  # who dies meanwhile is seen to there
             going, self._going_back = self._going_back, None
             going.result()
-        self._mourn_all()
+        self._note_deaths()
         self._collect_installs()
         self._hear()
         self._dense.look()
@@ -178,9 +263,14 @@ class ClusterSession(Session):
             self._going_back = self._pool.submit(self._go_back, self._must_go_back)
             self._going_back.add_done_callback(lambda _: self.ended.set())
         else:
-            self._recruit()
+            self._replace()
 
     def settle(self) -> None:
+        """Waits until whoever died was replaced.
+
+        Raises:
+            RunError: the job cannot go on.
+        """
         while self._going_back is not None or self._must_go_back is not None or self._servers_are_missing():
             self.reap()
             if self._error is not None:
@@ -192,98 +282,101 @@ class ClusterSession(Session):
 
     def _servers_are_missing(self) -> bool:
         """Or will be, once the dead were taken note of."""
-        serving = sum(len(self._crew.serving(kind)) for kind in ("embedding", "dense"))
-        return self._crew.staff.anybody_died or serving < len(self._crew.blueprint.servers())
+        return self._manager.supervisor.anybody_died or not self._manager.all_servers_serve()
 
-    def strikable(self) -> Mapping[str, int]:
-        kinds = ("trainer", "reader", "embedding", "dense")
-        return {kind: len(self._crew.staff.of_kind(kind)) for kind in kinds}
+    def can_fail(self) -> Mapping[str, int]:
+        """How many roles of each kind `inject_failure` can make fail."""
+        kinds = ("trainer", "embedding") if self._direct else ("trainer", "reader", "embedding", "dense")
+        return {kind: len(self._manager.supervisor.of_kind(kind)) for kind in kinds}
 
-    def strike(self, kind: str, indices: Sequence[int]) -> None:
-        for member in self._crew.staff.of_kind(kind):
-            if member.index in indices:
+    def inject_failure(self, kind: str, indices: Sequence[int]) -> None:
+        """Makes these roles of a kind fail now, as by script; those that are down already are left alone.
+
+        In one process, where nobody can be killed, a trainer dies at its next step, and stays dead. An embedding server
+        loses its rows: they become those of the last checkpoint, while the others go on. Where everybody would go back
+        (`goes_back`), nothing is done but to account for it: the course of the job would be the same once more (as in
+        CPR's emulation, arXiv 2011.02999, section 5.1).
+        """
+        struck = [member for member in self._manager.supervisor.of_kind(kind) if member.index in indices]
+        if not self._direct:
+            for member in struck:
                 member.process.kill()
+        elif kind == "trainer":
+            for member in struck:
+                ask(member.connection, TrainerPart.die)
+        else:
+            self._lose_rows(indices)
+
+    def _lose_rows(self, indices: Sequence[int]) -> None:
+        samples, began, servers = self.reader.trained, time.monotonic(), self._manager.near_rows()
+        with self._newest([shard for index in indices for shard in servers[index].shards]) as saved:
+            name, loaded_samples = (None, 0) if saved is None else (saved.name, saved.samples)
+            for index in indices:
+                if not self.goes_back:
+                    servers[index].lose(None if saved is None else saved.rows_of(servers[index].shards))
+        self._failures += len(indices)
+        for index in indices:
+            self.events.add(f"embedding-{index}", "dead", "its rows are lost, by script")
+            self.events.add(f"embedding-{index}", "restored")
+        back_to, load_s = loaded_samples if self.goes_back else None, time.monotonic() - began
+        self._outages.losses.append(ServerLoss(tuple(indices), samples, back_to, name, loaded_samples, 0.0, load_s))
 
     def losses(self) -> list[ServerLoss]:
-        losses = self._newcomers.losses
+        """Failures of embedding servers that are over and were not told yet, in order."""
+        losses = self._outages.losses
         return [losses.popleft() for _ in range(len(losses))]
 
-    def _mourn_all(self) -> None:
-        dead = self._crew.staff.take_dead()
+    def _note_deaths(self) -> None:
+        dead = self._manager.supervisor.take_dead()
         for member in dead:
-            self._mourn(member)
-        if servers := [m for m in dead if m.kind == "embedding" and m.role not in self._crew.memory]:
-            self._mourn_embedding_servers(servers)
-
-    def _mourn(self, member: Member) -> None:
-        """Takes note that somebody died."""
-        self._failures += 1
-        if member.role not in self._scripted:
-            self._vacancies.died(member.role, self.reader.trained, time.monotonic())
-            self.given_up = self.given_up or self._vacancies.hopeless(member.role)
-        take_note = {
-            "trainer": self._mourn_trainer,
-            "reader": self._mourn_reader,
-            "dense": self._mourn_dense_server,
-        }
-        if member.kind in take_note:
-            take_note[member.kind](member)
-
-    def _mourn_embedding_servers(self, members: Sequence[Member]) -> None:
-        if self.goes_back:
-            self._must_go_back = f"{members[0].role} died"
-        else:
-            self._newcomers.died(members, self.reader.trained)
-
-    def _mourn_trainer(self, member: Member) -> None:
-        self._crew.doors.give_up(member.index)
-        self._crew.statuses.forget(member)
-        if not self._dense.is_with_trainers or self._crew.statuses.at_work():
-            return
-        if self.reader.finished or self._stopping or self._wanted_trainers():
-            self._must_go_back = "no trainer is left whose weights the others could go on from"
-
-    def _mourn_dense_server(self, member: Member) -> None:
-        if self._dense.is_with_servers:
-            self._must_go_back = f"{member.role} died, and the dense part with it"
-
-    def _mourn_reader(self, _: Member) -> None:
-        if self._crew.serving("reader"):
-            self._crew.tell_of_readers()  # another takes over at once
+            self._failures += 1
+            if member.role not in self._scripted:
+                self._restarts.died(member.role, self.reader.trained, time.monotonic())
+                self.given_up = self.given_up or self._restarts.hopeless(member.role)
+        for kind, role in ROLES.items():
+            if members := [member for member in dead if member.kind == kind]:
+                over = self.reader.finished or self._stopping
+                needed = not self._direct and (over or bool(self._wanted_trainers()))
+                why = role.on_death(self._manager, members, self.reader.trained, self.goes_back, needed)
+                self._must_go_back = why or self._must_go_back
 
     def _hear(self) -> None:
         """Hears how trainers are."""
-        quick = self.reader.finished or self._stopping
-        for member, status in self._crew.statuses.ask(QUICK_STATUS_S if quick else STATUS_S):
-            for decision in self._crew.statuses.untold(member):
-                self.happenings.add(member.role, "decided", decision, "codec")
-            if status.lost:
+        every_s = QUICK_STATUS_S if self.reader.finished or self._stopping else STATUS_S
+        if self._news.is_set():
+            self._news.clear()
+            every_s = 0.0
+        for member, status in self._manager.statuses.ask(every_s):
+            for decision in self._manager.statuses.untold(member):
+                self.events.add(member.role, "decided", decision, "codec")
+            if status.lost and status.ended:
                 self._scripted.add(member.role)
-                self._crew.staff.give_up(member, "it died by script")
+                self._manager.supervisor.give_up(member, "it died by script", end=not self._direct)
             elif status.fault is not None:
                 self._fail(member, status.fault.error())
             self._tell_of_waiting(member.role, status.waiting_for)
-        members = [member for member in list(self._crew.staff.members.values()) if member.living]
+        members = [member for member in list(self._manager.supervisor.members.values()) if member.living]
         self._tell_of_waiting("driver", waiting_for((member.role, member.connection) for member in members))
-        if self._dense.error is not None and self._error is None:
-            self._error = self._dense.error
+        self._error = self._error or self._dense.error
+        if self._error is not None:
             self.stop()
 
     def _tell_of_waiting(self, role: str, waiting: str) -> None:
         """Everybody lives, and yet somebody gets no answer: nobody is given up for that, but it is not kept quiet."""
         if waiting and waiting != self._waiting.get(role):
-            self.happenings.add(role, "waiting", waiting)
+            self.events.add(role, "waiting", waiting)
         self._waiting[role] = waiting
 
     def _fail(self, member: Member, error: Exception) -> None:
         """Something went wrong in a trainer: it lost somebody, or it is a reason to end the job."""
         if isinstance(error, GONE):
-            self._crew.staff.give_up(member, str(error))
+            self._manager.supervisor.give_up(member, str(error))
         else:
             self._error = self._error or error
             self.stop()
 
     def stop(self) -> None:
+        """Asks every worker to end at its next step boundary."""
         if not self._stopping:
             self._stopping = True
             self._ask_to_stop()
@@ -291,16 +384,19 @@ class ClusterSession(Session):
 
     def _ask_to_stop(self) -> None:
         self._dense.stop()  # first: the last worker to leave would otherwise complete a step with what there is
-        self._crew.ask_to_stop()
+        self._manager.ask_to_stop()
 
     def finish(self) -> None:
-        until = time.monotonic() + FINISH_S
+        """Waits for everybody; raises what ended the job early."""
+        until = time.monotonic() + (math.inf if self._direct else FINISH_S)
         if self._going_back is not None:
             wait([self._going_back], FINISH_S)
-        while self._training and self.given_up is None and self._error is None and time.monotonic() < until:
-            if all(self._crew.statuses.of(member).ended for member in self._crew.statuses.at_work()):
+        while self._training and self.given_up is None and time.monotonic() < until:
+            if self._error is not None and not self._direct:
                 break
-            if not (self._stopping or self.reader.finished):
+            if all(self._manager.statuses.of(member).ended for member in self._manager.statuses.at_work()):
+                break
+            if not (self._direct or self._stopping or self.reader.finished):
                 self.stop()
             self._hear()
             self.ended.wait(QUICK_STATUS_S)
@@ -309,6 +405,7 @@ class ClusterSession(Session):
             raise self._error
 
     def close(self) -> None:
+        """Ends all roles."""
         self._ends.close()
 
     def _close_reader(self) -> None:
@@ -319,34 +416,36 @@ class ClusterSession(Session):
     def _wanted_trainers(self) -> list[str]:
         """Trainers that are not there and could be."""
         return [
-            role for role in self._crew.vacant_trainers() if role not in self._scripted and role not in self._installs
+            role
+            for role in self._manager.vacant_trainers()
+            if role not in self._scripted and role not in self._installs
         ]
 
-    def _recruit(self) -> None:
+    def _replace(self) -> None:
         """Has vacant places filled where there is room; gives up where there is none for too long."""
         now = time.monotonic()
-        vacant = [need for need in self._crew.vacant_servers() if need.role not in self._installs]
+        vacant = [request for request in self._manager.vacant_servers() if request.role not in self._installs]
         over = self.reader.finished or self._stopping or not self._training
-        # a newcomer needs all servers; and where nobody died there is no hurry to look for room
+        # a trainer needs all servers; and where nobody died there is no hurry to look for room
         wanted = [] if vacant or over or now < self._searched_at + SEARCH_S else self._wanted_trainers()
         if vacant or wanted:
             self._searched_at = now
-            self._fill([*vacant, *(Need(role) for role in wanted)], now)
+            self._fill([*vacant, *map(self._manager.request, wanted)], now)
         if not over:
-            expected = len(self._crew.trainers()) + len(self._scripted)
-            self.given_up = self.given_up or self._vacancies.too_few(expected, now)
+            expected = len(self._manager.trainers()) + len(self._scripted)
+            self.given_up = self.given_up or self._restarts.too_few(expected, now)
         if self.given_up is not None:
             self.stop()
 
-    def _fill(self, needs: list[Need], now: float) -> None:
-        places = self._crew.map()
-        vital = ("embedding", "dense") if self._crew.serving("reader") else ("embedding", "dense", "reader")
-        for need in needs:
-            order = self._crew.order(places, need)
-            if order is not None:
-                self._installs[need.role] = self._pool.submit(self._install, order)
-            if need.kind in vital and self._vacancies.too_long(need.role, now):
-                self.given_up = places.why_not(need)
+    def _fill(self, requests: list[RoleRequest], now: float) -> None:
+        scheduler = self._manager.scheduler()
+        vital = ("embedding", "dense") if self._manager.serving("reader") else ("embedding", "dense", "reader")
+        for request in requests:
+            launch = self._manager.place(scheduler, request)
+            if launch is not None:
+                self._installs[request.role] = self._pool.submit(self._install, launch)
+            if request.kind in vital and self._restarts.too_long(request.role, now):
+                self.given_up = scheduler.why_not(request)
 
     def _collect_installs(self) -> None:
         for role, install in list(self._installs.items()):
@@ -354,19 +453,23 @@ class ClusterSession(Session):
                 del self._installs[role]
                 error = install.exception()
                 if error is None:
-                    self._vacancies.taken(role)
+                    self._restarts.taken(role)
                 elif not isinstance(error, GONE):
                     self._error = self._error or error
                     self.stop()
 
-    def _install(self, order: Order) -> None:
+    def _install(self, launch: LaunchRequest) -> None:
         """Starts a process for a role and puts it to work, while the others go on."""
+        supervisor = self._manager.supervisor
+        member = supervisor.launch(launch)
         try:
-            member = self._newcomers.install(order, self.reader, self._nobody_is_to_train)
-        except NobodyLeft as error:
-            self._must_go_back = str(error)
+            ROLES[member.kind].on_join(self._manager, member, self.reader, self._nobody_is_to_train)
+        except BaseException as error:
+            supervisor.give_up(member, f"it could not be put to work: {error}")
+            if isinstance(error, NobodyLeft):
+                self._must_go_back = str(error)
             raise
-        self.happenings.add(member.role, "restored" if member.incarnation else "alive")
+        self.events.add(member.role, "restored" if member.incarnation else "alive")
 
     def _nobody_is_to_train(self) -> bool:
         """The job stops, or goes back to a checkpoint, where everybody who lives gets a new part."""
@@ -377,11 +480,11 @@ class ClusterSession(Session):
     def _go_back(self, reason: str) -> None:
         """Ends this generation and starts the next one from the newest checkpoint, however often somebody dies."""
         began, trained, training = time.monotonic(), self.reader.trained, self._training
-        dead = self._crew.vacant_row_servers()
+        dead = self._manager.vacant_row_servers()
         wait(list(self._installs.values()))
         self._collect_installs()
         for _ in range(ATTEMPTS):
-            self._mourn_all()
+            self._note_deaths()
             try:
                 self._next_generation(training)
             except GONE:
@@ -390,25 +493,25 @@ class ClusterSession(Session):
             if self.given_up is None:
                 name, samples = self._loaded
                 seconds = (self._loading_at - began, self._loading_s)
-                self._newcomers.losses.append(ServerLoss(dead, trained, samples, name, samples, *seconds))
+                self._outages.losses.append(ServerLoss(dead, trained, samples, name, samples, *seconds))
             return
         self.given_up = self.given_up or f"too many roles died while the job went back to a checkpoint ({reason})"
 
     def _next_generation(self, training: bool) -> None:
         """`training`: everybody trained before somebody died, and is to do so again."""
-        self._crew.end_trainers()
-        newcomers = self._fill_places()
+        self._manager.end_trainers()
+        launched = self._fill_places()
         if self.given_up is not None:
             return
         with self._newest(None, self._begin_from) as saved:
             if saved is None:
                 self._begin_from(None)
-        self._newcomers.forget_deaths()
+        self._outages.forget()
         self._must_go_back = None
-        self._vacancies.clear()
-        trainers = [member.role for member in self._crew.trainers()]
-        for role in dict.fromkeys([*newcomers, *trainers]):
-            self.happenings.add(role, "restored")
+        self._restarts.clear()
+        trainers = [member.role for member in self._manager.trainers()]
+        for role in dict.fromkeys([*launched, *trainers]):
+            self.events.add(role, "restored")
         if training and not self.reader.finished:
             self.start()
             if self._stopping:
@@ -417,7 +520,7 @@ class ClusterSession(Session):
     def _begin_from(self, saved: LoadedCheckpoint | None) -> None:
         """Everybody gets a fresh part and what the checkpoint holds for it; may be done again with an older one."""
         before, position = self.reader, self._material.position if saved is None else saved.position
-        first_number = (self._crew.generation + 1) << 32
+        first_number = (self._manager.generation + 1) << 32
         self.reader = Reader(self.train_source, reader_options(self.config), position, first_number)
         self._loaded = (None if saved is None else saved.name, self.reader.trained)
         before.close()
@@ -440,33 +543,38 @@ class ClusterSession(Session):
         self.go_on(state.syncs, wire, state.aggregation)
 
     def _fill_places(self) -> list[str]:
-        """Hires for every place that is vacant, trainers where there is room and one at least; those roles."""
+        """Launches for every place that is vacant, trainers where there is room and one at least; those roles."""
         until = time.monotonic() + self.config.cluster.lost_after_s
         while True:
-            self._mourn_all()
-            places = self._crew.map()
-            trainers = [Need(role) for role in self._wanted_trainers()]
-            needs = [*self._crew.vacant_servers(), *trainers]
-            orders = {need: self._crew.order(places, need) for need in needs}
-            homeless = [need for need, order in orders.items() if order is None and need not in trainers]
-            found = [order for order in orders.values() if order is not None]
-            if not self._crew.trainers() and not any(order.role.startswith("trainer") for order in found):
+            self._note_deaths()
+            scheduler = self._manager.scheduler()
+            trainers = [self._manager.request(role) for role in self._wanted_trainers()]
+            requests = [*self._manager.vacant_servers(), *trainers]
+            placed = {request: self._manager.place(scheduler, request) for request in requests}
+            homeless = [request for request, found in placed.items() if found is None and request not in trainers]
+            found = [launch for launch in placed.values() if launch is not None]
+            if not self._manager.trainers() and not any(launch.role.startswith("trainer") for launch in found):
                 homeless += trainers[:1]
             if not homeless:
                 break
             if time.monotonic() > until or self._closing.is_set():
-                self.given_up = places.why_not(homeless[0])
+                self.given_up = scheduler.why_not(homeless[0])
                 return []
             self._closing.wait(SEARCH_S)
-        self._crew.hire(found)
-        if not self._crew.trainers():
+        self._manager.launch(found)
+        if not self._manager.trainers():
             raise PeerLost("no trainer is there")
-        return [order.role for order in found]
+        return [launch.role for launch in found]
 
     # --- images ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
+        """Inside, nobody changes anything.
+
+        Raises:
+            PeerLost: somebody died before everybody stood still.
+        """
         with self._images.standing_still(self._disturbed), self._dense.paused():
             while not self._dense.settle(QUICK_STATUS_S):
                 if self._disturbed() or self._dense.error is not None:
@@ -475,12 +583,11 @@ class ClusterSession(Session):
 
     def _disturbed(self) -> bool:
         """Somebody died or cannot be reached, so that an image would not be whole or take too long."""
-        if self._going_back is not None or self._must_go_back is not None or self._crew.staff.anybody_died:
+        if self._going_back is not None or self._must_go_back is not None or self._manager.supervisor.anybody_died:
             return True
-        servers = [*self._crew.serving("embedding"), *self._crew.serving("dense")]
-        complete = len(servers) == len(self._crew.blueprint.servers())
-        everybody = [*servers, *self._crew.statuses.at_work()]
-        return not complete or any(member.state != "alive" for member in everybody)
+        servers = [*self._manager.serving("embedding"), *self._manager.serving("dense")]
+        everybody = [*servers, *self._manager.statuses.at_work()]
+        return not self._manager.all_servers_serve() or any(member.state != "alive" for member in everybody)
 
     def _check_settled(self) -> None:
         """Raises `PeerLost` while parts may hold anything."""
@@ -488,52 +595,99 @@ class ClusterSession(Session):
             raise PeerLost("the job goes back to a checkpoint")
 
     def rows(self) -> tuple[Rows, ...]:
+        """Copies of all rows with their optimizer state."""
         self._check_settled()
         return self._images.rows()
 
     def changed_rows(self, end_of_round: bool) -> tuple[Rows | RowSet, ...]:
+        """The rows that are to be saved now, copied when they are read, while everybody goes on.
+
+        Of each row everything is as of one moment between this call and its reading, which needs the memory of a few
+        chunks and of the optimizer's state for the rows that are read together. Whoever reads hears of a server that
+        is not there as whoever calls this.
+
+        A save begins with this or with `rows_beside` and ends with `rows_saved`; they come from one thread at a time,
+        which may be any. One that is never reported as saved comes up again in the next one.
+
+        Args:
+            end_of_round: tables that are not saved by priority are due too.
+
+        Returns:
+            As `Snapshot.tables` of a delta: of each shard of a table that is saved by priority those of its rows that
+            are most worth it (under `recovery.priority=all` every row that changed), of others all or none.
+
+        Raises:
+            PeerLost: a server is not there.
+        """
         self._check_settled()
         return self._images.changed_rows(end_of_round)
 
     def rows_beside(self) -> tuple[Rows, ...]:
+        """All rows, copied when they are read, while everybody goes on; otherwise as `changed_rows`."""
         self._check_settled()
         return self._images.rows_beside()
 
     def rows_saved(self, rows: Sequence[Rows | RowSet], written: Written) -> float:
+        """What the last `changed_rows` or `rows_beside` gave is safely written.
+
+        Rows that were copied otherwise, or for an earlier save, may be given and change nothing: what was saved of
+        them comes up once more.
+
+        Args:
+            rows: as given.
+            written: their weights; asked for only where later ones will be compared with them.
+
+        Returns:
+            Seconds by which the save held training up in other processes (those of the processor, as a share of a
+            machine's cores); what the threads of this one spent is not in it.
+
+        Raises:
+            PeerLost: a server is not there.
+            CheckpointError: what was written cannot be read. What was not told by then comes up once more.
+        """
         self._check_settled()
         return self._images.rows_saved(rows, written)
 
     def row_shares(self) -> tuple[float, ...]:
-        return shares_of(self._crew.blueprint.shards)
+        """The share of all rows that each embedding server holds; they add up to 1."""
+        return shares_of(self._manager.spec.shards)
 
     def load_rows(self, saved: LoadedCheckpoint) -> None:
+        """Fills all rows.
+
+        Raises:
+            CheckpointError: it has other tables, another optimizer, or is damaged.
+        """
         with self._all_or_again():
             self._images.load_rows(saved)
 
     def dense_image(self) -> DenseImage:
+        """Copies of the dense part of every living trainer (one that died, where none lives), and the central one."""
         self._check_settled()
         return self._dense.image()
 
     def load_dense(self, image: DenseImage) -> None:
+        """Fills the dense part of every trainer and the dense servers."""
         with self._all_or_again():
             self._dense.load(image)
 
     def go_on(self, syncs: int, wire: dict[str, dict[str, int]], aggregation: AggregationState) -> None:
-        super().go_on(syncs, wire, aggregation)
+        """Counts on from a checkpoint's synchronisations, bytes and global steps."""
+        self._syncs_before, self._wire_before = syncs, wire
         with self._all_or_again():
             self._dense.restart(aggregation)
 
     @property
     def aggregation(self) -> AggregationState | None:
+        """What a gradient method has done, before a resume too; None where replicas are merged."""
         return self._dense.aggregation
 
-    def _held_bytes(self) -> int | None:
-        return self._dense.held_bytes
-
     def recent_step_s(self) -> Mapping[Worker, float]:
+        """How long each worker of a gradient method takes for a batch now; nobody where replicas are merged."""
         return self._dense.recent_step_s()
 
     def mean_step_s(self) -> Mapping[Worker, float]:
+        """How long each worker of a gradient method took for a batch, on average since the start."""
         return self._dense.mean_step_s()
 
     @contextmanager
@@ -546,36 +700,134 @@ class ClusterSession(Session):
             raise
 
     def predicting_client(self) -> EmbeddingClient:
+        """Pulls rows as they are, for predictions."""
         self._check_settled()
         return self._images.predicting_client()
+
+    @property
+    def dense_copies(self) -> int:
+        """Replicas of the dense part in an image: one for each trainer, or the one that global steps move."""
+        return self.config.train.trainers if self.choices.aggregation is None else 1
+
+    def final_weights(self, image: DenseImage) -> Tensor:
+        """The dense parameters that the method would evaluate, `[P]`."""
+        return self.choices.method.final([trainer.replica["weight"] for trainer in image.trainers], image.center)
+
+    def evaluation_replica(self) -> Replica:
+        """A replica with the final weights, apart from those that train; buffers are the first living trainer's."""
+        image = self.dense_image()
+        replica = self.job.replica(self.template.module)
+        image.trainers[0].put_into(replica)
+        replica.load(self.final_weights(image))
+        return replica
 
     # --- figures -----------------------------------------------------------------------------------------------------
 
     @property
     def failures(self) -> int:
+        """Roles that died since the start."""
         return self._failures
 
-    def _syncs_now(self) -> int:
-        return self._crew.statuses.syncs()
-
-    def _wire_now(self) -> dict[str, dict[str, int]]:
-        return self._crew.statuses.wire()
-
-    def _codecs_now(self) -> Mapping[str, Sequence[str]]:
-        return self._crew.statuses.codecs()
-
     def computing(self) -> list[Computing]:
-        return self._crew.statuses.computing()
-
-    def _replica_distance(self) -> float | None:
-        return self._dense.distance(self._crew.statuses.sketches())
+        """How workers compute, each way once; nothing as long as no trainer has said so."""
+        return self._manager.statuses.computing()
 
     def role_states(self) -> dict[str, RoleState]:
-        states = {role: member.state for role, member in list(self._crew.staff.members.items())}
+        """The state of each role that can die by itself."""
+        states = {role: member.state for role, member in list(self._manager.supervisor.members.items())}
         return states | dict.fromkeys(list(self._installs), "restarting")
 
-    def _queue_depths(self) -> dict[str, int]:
-        return self._crew.statuses.waiting()
-
     def places(self) -> dict[str, RolePlace]:
-        return self._crew.staff.places()
+        """Where each role is that has a process of its own, by name."""
+        return {} if self._direct else self._manager.supervisor.places()
+
+    @property
+    def total_samples(self) -> int:
+        """Samples to be trained in all."""
+        return self.train_source.rows * self.config.data.epochs
+
+    @property
+    def warmup_samples(self) -> int:
+        """Samples over which the learning rates rise; Adagrad's first steps are long and kill ReLUs otherwise."""
+        given = self.config.train.warmup_samples
+        return given if given is not None else warmup_samples(self.config, self.total_samples)
+
+    @property
+    def sync_count(self) -> int:
+        """Synchronisations so far, all trainers, those before a resume included."""
+        return self._syncs_before + self._manager.statuses.syncs()
+
+    def wire_totals(self) -> dict[str, dict[str, int]]:
+        """What crossed so far, as `WireTotals.by_name`, before a resume too."""
+        statuses, counter = self._manager.statuses, self._counter
+        here = counter.totals().by_name() if self._direct else statuses.wire()
+        return {name: added(self._wire_before.get(name, {}), now) for name, now in here.items()}
+
+    def codecs(self, only_chosen: bool = False) -> dict[str, str]:
+        """By kind of traffic, the codec in use; where trainers have chosen several, all of them."""
+        given, now = self.choices.codecs, self._manager.statuses.codecs()
+        kinds = [kind for kind, codec in given.items() if not only_chosen or len(codec.levels) > 1]
+        return {kind: _in_order(given[kind], now.get(kind, ())) for kind in kinds}
+
+    def counts(self, saves: int, recovery: RecoveryStats, checkpointing: bool = False) -> JobCounts:
+        """What the recorder does not know by itself, beside checkpoints and what failures have cost."""
+        if self._direct:  # it costs nothing to be up to date
+            self._news.set()
+            self._hear()
+        return JobCounts(
+            total_samples=self.total_samples,
+            sync_count=self.sync_count,
+            wire=self.wire_totals(),
+            wire_codecs=self.codecs(only_chosen=True),
+            saves=saves,
+            replica_distance=self._dense.distance(self._manager.statuses.sketches()),
+            checkpointing=checkpointing,
+            failures=self.failures,
+            roles=self.role_states(),
+            queue_depth=self._manager.statuses.waiting(),
+            emulated_step_ms=self.config.train.emulate_step_ms,
+            recovery=recovery,
+            steps=self._global_steps(),
+        )
+
+    def _global_steps(self) -> GlobalSteps | None:
+        if (done := self.aggregation) is None:
+            return None
+        held = self._dense.held_bytes
+        if held is not None:
+            self.most_held_bytes = max(self.most_held_bytes or 0, held)
+        return GlobalSteps(
+            mode=done.mode,
+            count=done.global_steps,
+            dropped=done.dropped,
+            applied=done.applied,
+            staleness_sum=done.staleness_sum,
+            step_seconds=by_name(self.recent_step_s()),
+            held_bytes=held,
+        )
+
+
+def reader_options(config: Config) -> ReaderOptions:
+    """How the training rows are read."""
+    data, batch_size = config.data, config.train.batch_size
+    return ReaderOptions(
+        batch_size=batch_size,
+        slice_rows=max(batch_size, data.slice_rows // batch_size * batch_size),
+        epochs=data.epochs,
+        shuffle=data.shuffle,
+        seed=config.train.seed,
+        readers=data.readers,
+        prefetch=data.prefetch,
+    )
+
+
+def by_name(step_s: Mapping[Worker, float]) -> dict[str, float]:
+    """Seconds by `trainer.worker`, in their order, to the microsecond."""
+    known = {worker if isinstance(worker, tuple) else (worker,): seconds for worker, seconds in step_s.items()}
+    return {".".join(map(str, worker)): round(seconds, 6) for worker, seconds in sorted(known.items())}
+
+
+def _in_order(codec: Codec, names: Collection[str]) -> str:
+    """These codecs of the ladder, the weakest first; its first one where there are none."""
+    chosen = [level.name for level in codec.levels if level.name in names]
+    return ", ".join(chosen) or codec.levels[0].name

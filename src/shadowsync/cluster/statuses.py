@@ -2,19 +2,18 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from shadowsync.cluster.staff import Member
-from shadowsync.cluster.trainer_part import TrainerPart, TrainerStatus
+from shadowsync.cluster.supervisor import Member
+from shadowsync.cluster.trainer import TrainerPart, TrainerStatus
 from shadowsync.errors import ShadowSyncError
 from shadowsync.metrics.wire import WireTotals
 from shadowsync.rpc.errors import GONE, Fault
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import later
-from shadowsync.session import added
 from shadowsync.training.kernels import Computing
 
 NOTHING_YET = TrainerStatus(0, False, False, None, {}, 0, {}, 0, (), None)
@@ -88,14 +87,21 @@ class Statuses:
     def ask(self, every_s: float) -> list[tuple[Member, TrainerStatus]]:
         """Asks whoever was not asked for so long; the answers that have come since the last call."""
         now, heard = time.monotonic(), []
-        for member, seen in list(self._seen.items()):
+
+        def hear(member: Member, seen: _Seen) -> None:
             if seen.asked is not None and seen.asked.done():
                 answered, seen.asked = seen.asked, None
-                with contextlib.suppress(*GONE):  # the staff finds out why
+                with contextlib.suppress(*GONE):  # the supervisor finds out why
                     heard.append((member, seen.hear(answered)))
+
+        for member, seen in list(self._seen.items()):
+            hear(member, seen)
             if seen.asked is None and member.living and now - seen.asked_at >= every_s:
                 seen.asked_at, seen.asked = now, later(member.connection, TrainerPart.status, seen.heard)
-                seen.asked.then(lambda _: self.wake())
+                if seen.asked.done():  # who is in this process has answered
+                    hear(member, seen)
+                else:
+                    seen.asked.then(lambda _: self.wake())
         return heard
 
     def syncs(self) -> int:
@@ -139,3 +145,8 @@ class Statuses:
 
 def _with(total: dict[str, dict[str, int]], status: TrainerStatus) -> dict[str, dict[str, int]]:
     return {name: added(counts, status.wire.get(name, {})) for name, counts in total.items()}
+
+
+def added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """The sums of two counts by name."""
+    return {kind: before.get(kind, 0) + now.get(kind, 0) for kind in {**before, **now}}

@@ -1,4 +1,4 @@
-"""The dense part of a trainer in a process of its own: a replica that is merged with others, or copies that follow."""
+"""The dense part of a trainer: a replica that is merged with others, or copies that follow the one that steps move."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -6,70 +6,72 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from shadowsync.aggregation.conductor_remote import ConductorRemote
-from shadowsync.aggregation.dense_shares import DenseShare, divide
-from shadowsync.aggregation.divided_steppers import DividedSteppers
-from shadowsync.aggregation.stepper_remote import StepperRemote
-from shadowsync.aggregation.update import GradientUpdate
-from shadowsync.assembly import TrainerKit, WorkerKit, hogwild_workers, make_replica, make_trainer
-from shadowsync.cluster.parts import dense_server
-from shadowsync.cluster.trainer_spec import TrainerSpec
-from shadowsync.compression.channel import Line, restore_all
-from shadowsync.data.feed import Feed
+from shadowsync.aggregation.coordinator import RemoteCoordinator
+from shadowsync.aggregation.dense_client import DenseClient, DenseShare, divide
+from shadowsync.aggregation.stepping import DenseStepper
+from shadowsync.aggregation.update import Authority, GradientUpdate
+from shadowsync.cluster.context import Addresses, Merging, Stepping, TrainerSpec
+from shadowsync.cluster.servers import dense_server
+from shadowsync.compression.channel import Channel, restore_all
+from shadowsync.compression.codec import Codec
+from shadowsync.data.reader import Feed
 from shadowsync.dense_state import TrainerImage, below, check_image, dense_tensors
-from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Connection
-from shadowsync.sync.averaging_remote import RemoteAveraging
-from shadowsync.sync.dense_remote import DenseRemote
-from shadowsync.sync.gloo import GlooOptions, GlooRing
-from shadowsync.sync.group import DenseServers, split_evenly
-from shadowsync.sync.main_memory import for_replica
+from shadowsync.sync.all_reduce import RemoteAveraging
+from shadowsync.sync.dense import DenseServers, split_evenly
+from shadowsync.sync.dense_wire import DenseRemote
+from shadowsync.sync.group import InProcessGroup, RemoteGroup, for_replica
 from shadowsync.sync.method import Group
-from shadowsync.sync.remote_group import RemoteGroup
-from shadowsync.sync.schedule import Synchronisation, Unsynchronised
+from shadowsync.sync.schedule import Synchronisation
 from shadowsync.training.gate import Gate
+from shadowsync.training.kernels import Computing
 from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import Replica
-from shadowsync.training.trainer import Trainer
-from shadowsync.training.worker import Hooks
+from shadowsync.training.worker import Driver, LocalUpdate, Trainer, TrainerContext, Update, Worker
 
 
 @dataclass(frozen=True)
-class TrainerMaterial:
-    """What a trainer's dense part is made of.
+class WorkerContext:
+    """What the workers of a trainer have in common.
 
     Attributes:
-        spec: of the trainer.
         module: with the initial values.
-        kit: what trainers have in common.
         host: address of this machine as the others see it.
         connect: to a role of a kind, by its index and address.
         line: of the dense part.
         counter: of bytes.
-        gate: of the trainer's threads.
+        gate: where threads stand still for a checkpoint.
         clients: of the embedding servers, one for each worker.
-        feed: the trainer's.
-        hooks: of a trainer.
     """
 
     spec: TrainerSpec
     module: nn.Module
-    kit: TrainerKit
+    computing: Computing
     host: str
     connect: Callable[[str, int, str], Connection]
-    line: Line
+    line: Channel
     counter: WireCounter
     gate: Gate
     clients: Sequence[EmbeddingClient]
     feed: Feed
-    hooks: Callable[[Trainer], Hooks]
+    stepping: Callable[[Trainer, Driver], TrainerContext]
 
-    def replicas(self) -> Callable[[], Replica]:
-        """Makes replicas with the initial values."""
-        spec, choices = self.spec, self.kit.choices
-        return lambda: make_replica(spec.config, choices, self.module, widths(spec.tables))
+    def replica(self) -> Replica:
+        """One more with the initial values."""
+        return self.spec.job.replica(self.module)
+
+    def trainer(self, driver: Driver, workers: Sequence[tuple[Replica, Update]]) -> Trainer:
+        """A trainer with these workers: whose parameters each computes with, and what becomes of its gradients."""
+        job, rank = self.spec.job, self.spec.rank
+        trainer = Trainer(rank, workers[0][0], driver, self.gate)
+        context, train = self.stepping(trainer, driver), job.config.train
+        for index, (replica, update) in enumerate(workers):
+            module = replica.worker_module(self.computing, train.clip_norm)
+            number = rank * train.workers + index
+            trainer.add(Worker(context, index, number, module, self.clients[index], update))
+        return trainer
 
 
 class TrainerDense(ABC):
@@ -105,21 +107,15 @@ class TrainerDense(ABC):
 class MergedReplica(TrainerDense):
     """A replica that all workers share, merged by a `SyncMethod`."""
 
-    def __init__(self, material: TrainerMaterial) -> None:
-        config, choices = material.spec.config, material.kit.choices
-        replica = material.replicas()()
-        self._synchronisation = Synchronisation(
-            choices.method,
-            replica.flat,
-            _group(material, replica),
-            config.train.workers,
-            material.gate,
-            choices.method.init(replica.flat),
-        )
-        driver = choices.schedule.drive(self._synchronisation)
-        trainer = Trainer(material.spec.rank, replica, driver, material.gate)
-        workers = hogwild_workers(material.kit, replica, material.clients, material.feed)
-        self.trainer = make_trainer(material.kit, trainer, driver, workers, material.feed, material.hooks(trainer))
+    def __init__(self, context: WorkerContext) -> None:
+        job, replica = context.spec.job, context.replica()
+        train, rows, method = job.config.train, job.config.embedding, job.choices.method
+        group = for_replica(replica.flat, _group(context, replica))
+        state, workers = method.init(replica.flat), train.workers
+        self._synchronisation = Synchronisation(method, replica.flat, group, workers, context.gate, state)
+        driver = job.choices.schedule.drive(self._synchronisation)
+        updates = [LocalUpdate(client, context.feed, train.lr, rows.lr) for client in context.clients]
+        self.trainer = context.trainer(driver, [(replica, update) for update in updates])
 
     @property
     def syncs(self) -> int:
@@ -142,43 +138,34 @@ class MergedReplica(TrainerDense):
 
 
 class GradientWorkers(TrainerDense):
-    """Workers that send gradients, each with a copy of its own of the dense part, which follows the servers'."""
+    """Workers that send gradients, each with a copy of its own of the dense part, which follows the one that steps."""
 
-    def __init__(self, material: TrainerMaterial) -> None:
-        spec, make_replica, driver = material.spec, material.replicas(), Unsynchronised()
-        replicas = [make_replica() for _ in material.clients]
-        self._conductor = ConductorRemote(material.connect("driver", 0, spec.addresses.driver), spec.generation)
+    def __init__(self, context: WorkerContext) -> None:
+        spec = context.spec
+        replicas = [context.replica() for _ in context.clients]
+        slots, length = replicas[0].slots, len(replicas[0].flat)
         # refuses a model that is too much for one server: what a job may do does not depend on how many there are
-        by_parameter(material.line.codec, replicas[0].slots, len(replicas[0].flat))
-        places = enumerate(spec.addresses.dense)
-        self._servers = [material.connect("dense", index, place.wire) for index, place in places]
-        self._parts = divide(replicas[0].slots, len(self._servers))
-        self._lines = [_line_of(material.line, part) for part in self._parts]
-        self._steppers: list[DividedSteppers] = []
-        pairs = zip(material.clients, replicas, strict=True)
-        workers = [self._worker(material, index, client, replica) for index, (client, replica) in enumerate(pairs)]
-        trainer = Trainer(spec.rank, workers[0].replica, driver, material.gate)
-        self.trainer = make_trainer(material.kit, trainer, driver, workers, material.feed, material.hooks(trainer))
-
-    def _worker(self, material: TrainerMaterial, index: int, client: EmbeddingClient, replica: Replica) -> WorkerKit:
-        spec = material.spec
-        ways = enumerate(zip(self._servers, self._lines, self._parts, strict=True))
-        remotes = [
-            StepperRemote(connection, line, part.length, index, spec.generation, spec.rank, part.own, server)
-            for server, (connection, line, part) in ways
-        ]
-        dense = DividedSteppers(self._parts, remotes, len(replica.flat))
-        self._steppers.append(dense)
-        update = GradientUpdate(
-            (spec.rank, index),
-            self._conductor,
-            dense,
-            client,
-            material.feed,
-            replica,
-            ahead=material.kit.settings().prefetch > 0,
-        )
-        return WorkerKit(client, replica, update)
+        by_parameter(context.line.codec, slots, length)
+        authority: Authority
+        servers: Sequence[Connection | DenseStepper]
+        if isinstance(spec.others, Addresses):
+            authority = RemoteCoordinator(context.connect("driver", 0, spec.others.driver), spec.generation)
+            servers = [context.connect("dense", index, place.wire) for index, place in enumerate(spec.others.dense)]
+        else:
+            near = spec.others.dense
+            assert isinstance(near, Stepping)
+            authority, servers = near.coordinator, [near.stepper]
+        parts = divide(slots, len(servers))
+        lines = [_line_of(context.line, part) for part in parts]
+        ahead = spec.job.prefetch > 0
+        self._dense: list[DenseClient] = []
+        workers: list[tuple[Replica, Update]] = []
+        for index, (replica, client) in enumerate(zip(replicas, context.clients, strict=True)):
+            worker = spec.rank, index
+            dense = DenseClient(worker, parts, servers, lines, length, spec.generation)
+            self._dense.append(dense)
+            workers.append((replica, GradientUpdate(worker, authority, dense, client, replica, ahead)))
+        self.trainer = context.trainer(Driver(), workers)
 
     @property
     def syncs(self) -> int:
@@ -186,43 +173,47 @@ class GradientWorkers(TrainerDense):
 
     def image(self) -> TrainerImage:
         """What its workers have not sent of their gradients."""
-        unsent = enumerate(stepper.unsent for stepper in self._steppers)
+        unsent = enumerate(dense.unsent for dense in self._dense)
         return TrainerImage({}, {f"{index}.{name}": t for index, tensors in unsent for name, t in tensors.items()})
 
     def restore(self, image: TrainerImage) -> None:
-        """The parameters are the servers': workers pull them before their first batch."""
-        restore_all((stepper, below(image.method, str(index))) for index, stepper in enumerate(self._steppers))
+        """The parameters are not here: workers pull them before their first batch."""
+        restore_all((dense, below(image.method, str(index))) for index, dense in enumerate(self._dense))
 
 
-def _line_of(line: Line, part: DenseShare) -> Line:
+def _line_of(line: Channel, part: DenseShare) -> Channel:
     """The way to the server of a part."""
     codec = by_parameter(line.codec, part.own, part.length)
     return line if codec is line.codec else replace(line, codec=codec)
 
 
-def _group(material: TrainerMaterial, replica: Replica) -> Group:
-    spec, length = material.spec, len(replica.flat)
-    codec = material.kit.choices.codecs["dense"]
-    if material.kit.choices.method.collective:
-        codec = by_parameter(codec, replica.slots, length)
-    options = GlooOptions(material.host)
+def averaged_codec(context_codec: Codec, collective: bool, replica: Replica) -> Codec:
+    """In which whole replicas are averaged."""
+    return by_parameter(context_codec, replica.slots, len(replica.flat)) if collective else context_codec
+
+
+def _group(context: WorkerContext, replica: Replica) -> Group:
+    spec, others = context.spec, context.spec.others
+    if not isinstance(others, Addresses):
+        assert isinstance(others.dense, Merging)
+        return InProcessGroup(spec.rank, others.dense.averaging, others.dense.center)
+    from shadowsync.sync.gloo import GlooOptions, GlooRing  # noqa: PLC0415 only processes of their own need it
+
+    options, choices, length = GlooOptions(context.host), spec.job.choices, len(replica.flat)
     averaging = RemoteAveraging(
         spec.rank,
-        material.connect("averaging", 0, spec.addresses.averaging),
+        context.connect("averaging", 0, others.averaging),
         lambda seat: GlooRing(seat, options),
-        codec,
-        material.counter,
+        averaged_codec(choices.codecs["dense"], choices.method.collective, replica),
+        context.counter,
     )
-    return for_replica(replica.flat, RemoteGroup(spec.rank, averaging, _servers(material, length), material.gate))
-
-
-def _servers(material: TrainerMaterial, length: int) -> DenseServers | DenseRemote:
-    """The central copy of so many parameters, in this machine's memory if it is there."""
-    spec, places = material.spec, material.spec.addresses.dense
-    spans = split_evenly(length, max(1, len(places)))[: len(places)]
-    shared = [place.memory for place in places if place.memory is not None]
-    if places and len(shared) == len(places):
+    spans = split_evenly(length, max(1, len(others.dense)))[: len(others.dense)]
+    shared = [place.memory for place in others.dense if place.memory is not None]
+    center: DenseServers | DenseRemote
+    if others.dense and len(shared) == len(others.dense):  # in this machine's memory
         servers = [dense_server(stop - start, path) for path, (start, stop) in zip(shared, spans, strict=True)]
-        return DenseServers(servers, Line("dense", material.kit.choices.codecs["dense"], material.counter))
-    connections = [material.connect("dense", index, place.wire) for index, place in enumerate(places)]
-    return DenseRemote(connections, spans, material.line, spec.generation)
+        center = DenseServers(servers, Channel("dense", choices.codecs["dense"], context.counter))
+    else:
+        connections = [context.connect("dense", index, place.wire) for index, place in enumerate(others.dense)]
+        center = DenseRemote(connections, spans, context.line, spec.generation)
+    return RemoteGroup(spec.rank, averaging, center, context.gate)

@@ -5,8 +5,8 @@ Pure: what was measured and the time are handed in, decisions come out.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
@@ -15,8 +15,7 @@ from torch import Tensor
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.int4 import Int4
-from shadowsync.compression.int8 import Int8
-from shadowsync.compression.low_bit import Block, Rounding, Seed
+from shadowsync.compression.int8 import NEAREST, ROUNDING, Block, Int8, Rounding, Seed
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.config import LONGEST_S
@@ -47,11 +46,11 @@ _Strongest = Literal["bf16", "int8", "int4", "threshold"]
 
 @dataclass(frozen=True)
 class Auto(Codec):
-    """Each trainer measures its link and its steps, and sends in the weakest codec of a ladder (`plain`, `bf16`,
+    """Each trainer measures its link and its steps, and sends in the weakest codec of those (`plain`, `bf16`,
     `int8`, `int4`, and where `strongest` says so `threshold`) with which the network is busy for less than `share` of
     the time that it computes. Where nothing can be measured it is `weakest`: in one process nothing is sent.
 
-    Messages say which codec of the ladder they are in, so that both ends need not agree on anything else; the codec of
+    Messages say which of these they are in, so that both ends need not agree on anything else; the codec of
     a pull's answer is the one that was asked for.
     """
 
@@ -92,22 +91,38 @@ class Auto(Codec):
                 f"weakest={self.weakest} has to come before strongest={self.strongest} among {', '.join(_ORDER)}"
             )
 
-    @property
-    def ladder(self) -> tuple[Codec, ...]:
-        return _ladder(self)
+    @functools.cached_property
+    def levels(self) -> tuple[Codec, ...]:
+        rounding, seed, block = self.rounding, self.seed, self.block
+        every: tuple[Codec, ...] = (
+            Plain(),
+            Bf16(),
+            Int8(rounding, seed, block),
+            Int4(rounding, seed, block),
+            Threshold(self.keep or _KEEP, values="int8", feedback=False, rounding=rounding, seed=seed, block=block),
+        )
+        return every[_ORDER.index(self.weakest) : _ORDER.index(self.strongest) + 1]
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.strongest == "bf16":
+            yield from ((option, "with strongest=bf16: set strongest=int8 or int4") for option in ROUNDING)
+        if self.rounding == "nearest":
+            yield "seed", NEAREST
+        if self.strongest != "threshold":
+            yield "keep", f"with strongest={self.strongest}: set strongest=threshold"
 
     @property
     def by_feature(self) -> bool:
-        return self.ladder[0].by_feature
+        return self.levels[0].by_feature
 
     def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:
-        return self.ladder[0].encode(tensor, state, groups)
+        return self.levels[0].encode(tensor, state, groups)
 
     def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-        return self.ladder[0].decode(frames, shape)
+        return self.levels[0].decode(frames, shape)
 
     def restored(self, tensors: Mapping[str, Tensor]) -> Any:
-        return self.ladder[0].restored(tensors)
+        return self.levels[0].restored(tensors)
 
     def resolved(self, key: str) -> Self:
         if not key.startswith("compression."):
@@ -118,19 +133,6 @@ class Auto(Codec):
                 f"not at all, when the codec changes; allowed: bf16, int8, int4, or {key}=threshold by itself"
             )
         return self
-
-
-@functools.cache
-def _ladder(auto: Auto) -> tuple[Codec, ...]:
-    rounding, seed, block = auto.rounding, auto.seed, auto.block
-    rungs: tuple[Codec, ...] = (
-        Plain(),
-        Bf16(),
-        Int8(rounding, seed, block),
-        Int4(rounding, seed, block),
-        Threshold(auto.keep or _KEEP, values="int8", feedback=False, rounding=rounding, seed=seed, block=block),
-    )
-    return rungs[_ORDER.index(auto.weakest) : _ORDER.index(auto.strongest) + 1]
 
 
 @dataclass(frozen=True)
@@ -178,67 +180,6 @@ class Measured:
         )
 
 
-@dataclass(frozen=True)
-class Change:
-    """Another codec from now on.
-
-    Attributes:
-        codec: its name.
-        why: a sentence without its end.
-    """
-
-    codec: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What a `Chooser` goes by.
-
-    Attributes:
-        names: of the codecs, weakest first.
-        sizes: bytes of one float in each.
-        share: as the option, resolved.
-        stay_s: as the option.
-        elastic: this traffic takes whatever the link has left, and no step waits for it (replicas merged in the
-            background). Its own load says nothing then: what is measured is the traffic that it gets in the way of,
-            and codecs change by one at a time.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[float, ...]
-    share: float
-    stay_s: float
-    elastic: bool = False
-
-
-@dataclass(frozen=True)
-class _State:
-    """Of a `Chooser`.
-
-    Attributes:
-        at: position of the codec in use.
-        since: when it began; None before anything was seen.
-        stretches: seen of it, of those that say something.
-        towards: 1 if the last of them called for a stronger codec, -1 for a weaker one, 0 for neither.
-        streak: how many of them in a row did.
-        before: the position and the load before a change to a stronger codec, until it is clear what that brought.
-        rest_s: least seconds until a weaker codec is tried.
-        futile_until: nothing stronger is tried before.
-        went_down: the last change was to a weaker codec.
-    """
-
-    at: int = 0
-    since: float | None = None
-    stretches: int = 0
-    towards: int = 0
-    streak: int = 0
-    before: tuple[int, float] | None = None
-    rest_s: float = 0.0
-    futile_until: float = -math.inf
-    went_down: bool = False
-
-
 class Chooser:
     """The rule for one kind of traffic of one trainer.
 
@@ -249,88 +190,104 @@ class Chooser:
     passed. Whoever had to come back from a weaker codec waits twice as long before the next try. And where a stronger
     codec does not bring what its bytes promised (delay or processors take the time), it goes back and lets that be for
     a while.
+
+    Args:
+        names: of the codecs, weakest first.
+        sizes: bytes of one float in each.
+        share: as the option, resolved.
+        stay_s: as the option.
+        elastic: this traffic takes whatever the link has left, and no step waits for it (replicas merged in the
+            background). Its own load says nothing then: what is measured is the traffic that it gets in the way of,
+            and codecs change by one at a time.
     """
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
-        self._state = _State(rest_s=rules.stay_s)
+    def __init__(
+        self, names: Sequence[str], sizes: Sequence[float], share: float, stay_s: float, elastic: bool = False
+    ) -> None:
+        self._names, self._sizes, self._share, self._stay_s, self._elastic = names, sizes, share, stay_s, elastic
+        self._rest_s = stay_s  # least seconds until a weaker codec is tried
+        self._futile_until = -math.inf  # nothing stronger is tried before
+        self._begin(0, None)
+
+    def _begin(self, at: int, now: float | None) -> None:
+        """The codec at that position is in use from now on."""
+        self._at, self._since = at, now
+        self._stretches = 0  # seen of it, of those that say something
+        self._towards = self._streak = 0  # which way the last of them called, and how many in a row did
+        self._before: tuple[int, float] | None = None  # position and load before, till it is clear what that brought
+        self._went_down = False
 
     @property
     def codec(self) -> str:
         """The name of the codec in use."""
-        return self._rules.names[self._state.at]
+        return self._names[self._at]
 
-    def judge(self, seen: Measured, now: float) -> Change | None:
-        """Takes a stretch of time that ended `now`, all of it with the codec in use; what is to change, if anything."""
-        if self._state.since is None:
-            self._state = replace(self._state, since=now)
+    def judge(self, seen: Measured, now: float) -> str | None:
+        """Takes a stretch of time that ended `now`, all of it with the codec in use.
+
+        Returns:
+            Why the codec is another one from now on, a sentence without its end; None if it is not.
+        """
+        if self._since is None:
+            self._since = now
         if not seen.says_something:
             return None
         target = self._target(seen)
-        state = self._state = _counted(self._state, (target > self._state.at) - (target < self._state.at))
-        stayed_s = now - (state.since or 0.0)
-        if state.stretches < STEADY or stayed_s < self._rules.stay_s:
+        towards = (target > self._at) - (target < self._at)
+        self._streak = self._streak + 1 if towards == self._towards else 1
+        self._towards = towards
+        self._stretches += 1
+        stayed_s = now - self._since
+        if self._stretches < STEADY or stayed_s < self._stay_s:
             return None
-        if (change := self._regret(seen, now)) is not None or state.streak < STEADY:
-            return change
-        if state.towards > 0 and now >= state.futile_until:
-            return self._stronger(target, seen, now)
-        return self._weaker(target, seen, now) if state.towards < 0 and stayed_s >= state.rest_s else None
+        if (why := self._regret(seen, now)) is not None or self._streak < STEADY:
+            return why
+        if towards > 0 and now >= self._futile_until:
+            if self._went_down:
+                self._rest_s = min(2 * self._rest_s, MOST_STAYS * self._stay_s)
+            before, self._futile_until = (self._at, seen.load), -math.inf
+            self._begin(target, now)
+            self._before = before
+            return f"{seen.words}, above share={self._share:g}, and workers wait"
+        if towards < 0 and stayed_s >= self._rest_s:
+            expected = self._expected(target, seen)
+            self._begin(target, now)
+            self._went_down = True
+            return f"{seen.words}, so that it is expected at {expected:.2g} of share={self._share:g}"
+        return None
 
     def _target(self, seen: Measured) -> int:
         """The position of the codec that the stretch calls for."""
-        rules, at = self._rules, self._state.at
-        last = len(rules.names) - 1
-        if seen.load > rules.share:
+        at, last = self._at, len(self._names) - 1
+        if seen.load > self._share:
             if not seen.waits:
                 return at
-            last = min(at + 1, last) if rules.elastic else last
-            return next((place for place in range(at + 1, last) if self._expected(place, seen) <= rules.share), last)
-        weaker = range(max(0, at - 1) if rules.elastic else 0, at)
-        return next((place for place in weaker if self._expected(place, seen) <= EVEN * rules.share), at)
+            last = min(at + 1, last) if self._elastic else last
+            return next((place for place in range(at + 1, last) if self._expected(place, seen) <= self._share), last)
+        weaker = range(max(0, at - 1) if self._elastic else 0, at)
+        return next((place for place in weaker if self._expected(place, seen) <= EVEN * self._share), at)
 
     def _expected(self, place: int, seen: Measured) -> float:
         """The load with another codec, at the speed that was measured."""
-        if self._rules.elastic:
+        if self._elastic:
             return seen.load
-        return seen.load * self._bytes(place, seen) / self._bytes(self._state.at, seen)
+        return seen.load * self._bytes(place, seen) / self._bytes(self._at, seen)
 
     def _bytes(self, place: int, seen: Measured) -> float:
-        sizes = self._rules.sizes
-        return seen.fixed_bytes + seen.float_bytes * sizes[place] / sizes[self._state.at]
+        return seen.fixed_bytes + seen.float_bytes * self._sizes[place] / self._sizes[self._at]
 
-    def _stronger(self, target: int, seen: Measured, now: float) -> Change:
-        state, rules = self._state, self._rules
-        rest_s = min(2 * state.rest_s, MOST_STAYS * rules.stay_s) if state.went_down else state.rest_s
-        self._state = _State(target, now, before=(state.at, seen.load), rest_s=rest_s)
-        return Change(self.codec, f"{seen.words}, above share={rules.share:g}, and workers wait")
-
-    def _weaker(self, target: int, seen: Measured, now: float) -> Change:
-        expected, rules = self._expected(target, seen), self._rules
-        before = self._state
-        self._state = _State(target, now, rest_s=before.rest_s, went_down=True, futile_until=before.futile_until)
-        return Change(self.codec, f"{seen.words}, so that it is expected at {expected:.2g} of share={rules.share:g}")
-
-    def _regret(self, seen: Measured, now: float) -> Change | None:
+    def _regret(self, seen: Measured, now: float) -> str | None:
         """Judges the last change to a stronger codec, once."""
-        state, rules = self._state, self._rules
-        if state.before is None or rules.elastic:
+        if self._before is None or self._elastic:
             return None
-        place, load = state.before
-        self._state = replace(state, before=None)
-        promised = 1 - self._bytes(state.at, seen) / self._bytes(place, seen)
+        (place, load), self._before = self._before, None
+        promised = 1 - self._bytes(self._at, seen) / self._bytes(place, seen)
         brought = 1 - seen.load / load
-        if seen.load <= rules.share or brought >= WORTH * promised:
+        if seen.load <= self._share or brought >= WORTH * promised:
             return None
-        self._state = _State(place, now, rest_s=state.rest_s, futile_until=now + FUTILE_STAYS * rules.stay_s)
-        stronger = rules.names[state.at]
-        return Change(
-            self.codec,
+        stronger, self._futile_until = self.codec, now + FUTILE_STAYS * self._stay_s
+        self._begin(place, now)
+        return (
             f"{stronger} sends {promised:.0%} fewer bytes and took {max(0.0, brought):.0%} off the time of the "
-            "network, so it is not bytes that take it",
+            "network, so it is not bytes that take it"
         )
-
-
-def _counted(state: _State, towards: int) -> _State:
-    streak = state.streak + 1 if towards == state.towards else 1
-    return replace(state, stretches=state.stretches + 1, towards=towards, streak=streak)

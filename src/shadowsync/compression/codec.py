@@ -2,16 +2,16 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shadowsync.errors import NonFiniteTensor
+from shadowsync.errors import DataError, NonFiniteTensor
 
 
 class NotFinite(ValueError):
@@ -40,11 +40,8 @@ PartOf = Callable[[int], str]
 
 @contextmanager
 def naming(tensor: str, part_of: PartOf | None = None) -> Iterator[None]:
-    """Gives the tensor that is encoded inside its name, where that fails.
-
-    Args:
-        tensor: its name.
-        part_of: names the part of it where the first bad element lies, unless the codec has done so.
+    """Gives the tensor that is encoded inside its name, where that fails; `part_of` says where its first bad element
+    lies, unless the codec has done so.
 
     Raises:
         NonFiniteTensor: in place of `NotFinite`.
@@ -99,12 +96,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What frames stand for.
-
-    Attributes:
-        tensor: float32; what did not cross is zero.
-        kept: positions of the elements that crossed, as `Encoded.kept`.
-    """
+    """What frames stand for: float32, zero where nothing crossed, and the positions that did, as `Encoded.kept`."""
 
     tensor: Tensor
     kept: Tensor | None = None
@@ -193,21 +185,28 @@ class Codec(ABC):
         return False
 
     @property
-    def ladder(self) -> "tuple[Codec, ...]":
+    def levels(self) -> "tuple[Codec, ...]":
         """The codecs that messages may be in, weakest first; but for `auto` it is the codec itself."""
         return (self,)
 
-    def rung(self, name: str) -> "Codec":
-        """The codec of the ladder with that name; the first one for an empty name.
+    def level(self, name: str) -> "Codec":
+        """The level of that name, as a message has it; the first one for an empty name.
 
         Raises:
-            ValueError: there is none.
+            DataError: there is none.
         """
-        for codec in self.ladder:
+        for codec in self.levels:
             if name in ("", codec.name):
                 return codec
-        allowed = ", ".join(codec.name for codec in self.ladder)
-        raise ValueError(f"codec {name[:20]!r} is not one that this job sends in; allowed: {allowed}")
+        allowed = ", ".join(codec.name for codec in self.levels)
+        raise DataError(
+            f"a message names what its receiver does not take: codec {name[:20]!r} is not one that this job sends in; "
+            f"allowed: {allowed}"
+        )
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Options that have no effect beside the others, and what makes it so, behind "has no effect"."""
+        yield from ()
 
     @property
     def everything(self) -> bool:
@@ -235,6 +234,39 @@ class Codec(ABC):
         if tensors:
             raise ValueError(f"{self.name} remembers nothing, but got {', '.join(sorted(tensors))}")
         return None
+
+
+def in_vain(
+    key: str, codec: Codec, given: Mapping[str, Any], found: Iterable[tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Those of the options found without effect that were given, each with a sentence; at its default one does no harm.
+
+    Args:
+        key: where the codec was chosen.
+        given: its options by name.
+        found: as `Codec.unused` has them.
+    """
+    defaults = {field.name: field.default for field in fields(codec)}  # type: ignore[arg-type]
+    for option, why in found:
+        if option in given and given[option] != defaults.get(option):
+            yield option, f"{key}.{option}={given[option]} has no effect {why}, or leave it out"
+
+
+@contextmanager
+def received(what: str, codec: Codec) -> Iterator[None]:
+    """Around the decoding of frames that came over the wire: a codec does not expect what it did not make.
+
+    Args:
+        what: the frames are of, for errors.
+        codec: that they should be of.
+
+    Raises:
+        DataError: in place of whatever the codec raises.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"the frames of {what} are none of codec {codec.name}") from error
 
 
 def nothing(shape: tuple[int, ...]) -> Tensor:

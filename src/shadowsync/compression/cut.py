@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from shadowsync.compression.codec import Codec, naming
-from shadowsync.compression.unused import check_used
+from shadowsync.compression.codec import Codec, in_vain, naming
 from shadowsync.errors import ConfigError, NonFiniteTensor
 from shadowsync.registry import build, choose, split_options
 
@@ -55,7 +55,8 @@ class CompressedCut(nn.Module):
         member = choose("codec", str(codec), "shadowsync.compression", Codec)
         (own,) = split_options("codec", options, {f"codec={codec}": member})
         self.codec = build(member, own, "codec").resolved("codec")
-        check_used("codec", self.codec, own)
+        for _, told in in_vain("codec", self.codec, own, self.codec.unused()):
+            raise ConfigError(told)
         self.groups, self.label = _widths(groups, self.codec), label
         self.forward_bytes = self.backward_bytes = self.raw_bytes = 0
         self.kept_share = 1.0
@@ -74,7 +75,7 @@ class CompressedCut(nn.Module):
         """
         return self._cross(activations) if self.training else activations
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # as torch.compiler.disable, which would load all of dynamo together with this file
     def _cross(self, activations: Tensor) -> Tensor:
         if not activations.is_floating_point():
             raise TypeError(f"{self.label} takes floating-point numbers, not {activations.dtype}")

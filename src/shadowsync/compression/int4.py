@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shadowsync.compression.low_bit import CHUNK, LowBit
+from shadowsync.compression.int8 import CHUNK, LowBit
 
 _ZERO = 8
 """What stands for 0 in 4 bits."""
@@ -22,7 +22,7 @@ class Int4(LowBit):
     """
 
     name: ClassVar[str] = "int4"
-    levels: ClassVar[int] = 7
+    steps: ClassVar[int] = 7
 
     def _packed(self, levels: Tensor) -> Tensor:
         even = levels if len(levels) % 2 == 0 else pad(levels, (0, 1))

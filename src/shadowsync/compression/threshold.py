@@ -1,7 +1,8 @@
 """Only large elements cross: dynamic communication thresholding (DCT)."""
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -13,11 +14,18 @@ from torch import Tensor
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec, CodecState, Decoded, Encoded, NotFinite, as_numbers, nothing
 from shadowsync.compression.int4 import Int4
-from shadowsync.compression.int8 import Int8
-from shadowsync.compression.low_bit import Block, Draws, LowBit, Rounding, Seed
+from shadowsync.compression.int8 import NEAREST, ROUNDING, Block, Draws, Int8, LowBit, Rounding, Seed
 from shadowsync.compression.plain import Plain
-from shadowsync.compression.positions import Positions, pack, unpack
-from shadowsync.compression.selection import LEAST, Bits, check_groups, exact_floors, reach
+from shadowsync.compression.positions import (
+    LEAST,
+    Bits,
+    Positions,
+    check_groups,
+    exact_floors,
+    pack,
+    reach,
+    unpack,
+)
 from shadowsync.errors import ConfigError
 
 SMALL = 256
@@ -175,14 +183,31 @@ class Threshold(Codec):
     def of_differences(self) -> Codec:
         return replace(self, feedback=False)
 
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.values in ("fp32", "bf16"):
+            why = f"with values={self.values}: set values=int8 or int4"
+            yield from ((option, why) for option in ROUNDING)
+        if self.rounding == "nearest":
+            yield "seed", NEAREST
+        if self.keep == 1:
+            why = "with keep=1, where everything crosses: set a smaller keep"
+            yield from ((option, why) for option in ("refresh", "band", "correction", "scope"))
+        if self.refresh == 1:
+            why = "with refresh=1, where every message has a threshold of its own: set a larger refresh"
+            yield from ((option, why) for option in ("band", "correction"))
+        if self.everything:
+            yield "feedback", "with keep=1 and values=fp32, where nothing is left: set a smaller keep"
+
     @property
     def by_feature(self) -> bool:
         return self.scope == "group"
 
-    @property
+    @functools.cached_property
     def value_codec(self) -> Codec:
         """How the elements that were selected cross."""
-        return _VALUE_CODECS[self.values](self)
+        if self.values in ("int8", "int4"):
+            return (Int8 if self.values == "int8" else Int4)(self.rounding, self.seed, self.block)
+        return Bf16() if self.values == "bf16" else Plain()
 
     def encode(self, tensor: Tensor, state: ThresholdState | None = None, groups: Sequence[int] = ()) -> Encoded:
         before, shape = state or ThresholdState(), tuple(tensor.shape)
@@ -194,10 +219,12 @@ class Threshold(Codec):
         sent = total if kept is None else torch.from_numpy(total.numpy().take(kept))
         if not bool(np.isfinite(sent.numpy()).all()):
             raise NotFinite(total.view(shape))
-        positions = None if kept is None else torch.from_numpy(kept)
-        whole = kept is None
-        values = self.value_codec.encode(sent.view(shape) if whole else sent, before.draws, groups if whole else ())
-        frames = () if not len(sent) else (_frame(kept, len(total)), *values.frames)
+        if kept is None:
+            positions, values = None, self.value_codec.encode(sent.view(shape), before.draws, groups)
+            frames = (torch.empty(0, dtype=torch.uint8), *values.frames)
+        else:
+            positions, values = torch.from_numpy(kept), self.value_codec.encode(sent, before.draws)
+            frames = (pack(kept, len(total)), *values.frames) if len(kept) else ()
         after = self._left(chosen, tensor, total, positions, values)
         refreshes, early = after.refreshes - before.refreshes, after.early - before.early
         return Encoded(frames, shape, after, positions, refreshes, early)
@@ -253,25 +280,24 @@ class Threshold(Codec):
         if self.keep == 1 or count < SMALL:
             return None, replace(before, age=before.age + 1)
         asked = max(self.asked, 1 / count)
-        due = self._due(before, groups)
+        other = before.keep != self.asked or before.floors is None or len(before.floors) != max(1, len(groups))
+        due = other or before.age >= self.refresh
         fresh = due or self._drifted(before, asked)
         floors = exact_floors(flat, self.asked, groups) if fresh else self._corrected(before, asked)
         kept = reach(flat, floors, groups)
-        if not fresh and self._bursts(len(kept), count, before, asked):
+        # so much more than was asked for would cross that it is no chance, nor magnitudes that are equal
+        bursts = before.reached <= asked * self.band and len(kept) > asked * count * self.band**2 + SETTLING
+        if not fresh and bursts:
             fresh, floors = True, exact_floors(flat, self.asked, groups)
             kept = reach(flat, floors, groups)
         share = len(kept) / count
         if fresh:
-            after = self._fresh(before, share, asked)
+            pause = min(max(1, 2 * before.pause), self.refresh) if share > asked * self.band else 0
+            after = replace(before, age=1, share=share, reached=share, pause=pause, keep=self.asked)
+            after = replace(after, refreshes=before.refreshes + 1, early=before.early + (not due))
         else:
             after = replace(before, age=before.age + 1, share=before.share + (share - before.share) / SETTLING)
-        early = before.early + (fresh and not due)
-        return None if len(kept) == count else kept, replace(after, floors=floors, early=early)
-
-    def _due(self, before: ThresholdState, groups: tuple[int, ...]) -> bool:
-        """Nothing was selected yet, or long ago, or for another share."""
-        other = before.keep != self.asked or before.floors is None or len(before.floors) != max(1, len(groups))
-        return other or before.age >= self.refresh
+        return None if len(kept) == count else kept, replace(after, floors=floors)
 
     def _drifted(self, before: ThresholdState, asked: float) -> bool:
         """The mean share has left its band, and a selection can be expected to bring it back."""
@@ -279,10 +305,6 @@ class Threshold(Codec):
             return before.age >= before.pause
         low = before.share * self.band < asked <= before.reached * self.band
         return before.age >= SETTLING and (low or before.share > asked * self.band)
-
-    def _bursts(self, kept: int, count: int, before: ThresholdState, asked: float) -> bool:
-        """So much more than was asked for would cross now that it is no chance, nor magnitudes that are equal."""
-        return before.reached <= asked * self.band and kept > asked * count * self.band**2 + SETTLING
 
     def _corrected(self, before: ThresholdState, asked: float) -> Bits:
         """The thresholds after what the last message said; they stay where magnitudes are equal."""
@@ -294,37 +316,20 @@ class Threshold(Codec):
             moved = (before.floors.view(np.float32) * np.float32(factor)).view(np.int32)
         return np.clip(moved, LEAST, _LARGEST)
 
-    def _fresh(self, before: ThresholdState, share: float, asked: float) -> ThresholdState:
-        """The state after a selection that lets `share` pass."""
-        tried = min(max(1, 2 * before.pause), self.refresh) if share > asked * self.band else 0
-        known = replace(before, age=1, share=share, reached=share, pause=tried, keep=self.asked)
-        return replace(known, refreshes=before.refreshes + 1)
-
     def _left(
         self, after: ThresholdState, given: Tensor, total: Tensor, kept: Tensor | None, values: Encoded
     ) -> ThresholdState:
         """The state with what `values` leave of the total."""
-        after = replace(after, draws=values.state)
         if self.feedback is False:
-            return replace(after, residual=None, spare=None)
+            return replace(after, residual=None, spare=None, draws=values.state)
         codec = self.value_codec
         if kept is None:
             rest = None if codec.exact else total - codec.decode(values.frames, values.shape).view(-1)
-            return replace(after, residual=rest, spare=after.residual)
-        rest = total
-        if total.data_ptr() == given.data_ptr():
-            rest = _memory(after, total).copy_(total)
-        sent = codec.decode(values.frames, values.shape)
-        rest[kept] = torch.zeros(()) if codec.exact else total[kept] - sent
-        return replace(after, residual=rest, spare=after.residual)
-
-
-_VALUE_CODECS: Mapping[str, Callable[[Threshold], Codec]] = {
-    "fp32": lambda _: Plain(),
-    "bf16": lambda _: Bf16(),
-    "int8": lambda options: Int8(options.rounding, options.seed, options.block),
-    "int4": lambda options: Int4(options.rounding, options.seed, options.block),
-}
+        else:
+            rest = _memory(after, total).copy_(total) if total.data_ptr() == given.data_ptr() else total
+            sent = codec.decode(values.frames, values.shape)
+            rest[kept] = torch.zeros(()) if codec.exact else total[kept] - sent
+        return replace(after, residual=rest, spare=after.residual, draws=values.state)
 
 
 def _number(tensor: Tensor, name: str) -> float:
@@ -342,10 +347,6 @@ def _row(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor
     if tensor.dim() != 1 or not len(tensor) or tensor.dtype != dtype:
         raise ValueError(f"{name} are {tensor.dtype} {list(tensor.shape)}, not a row of {dtype}")
     return tensor.clone()
-
-
-def _frame(kept: Positions | None, count: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8) if kept is None else pack(kept, count)
 
 
 def _memory(before: ThresholdState, like: Tensor) -> Tensor:

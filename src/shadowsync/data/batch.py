@@ -3,7 +3,7 @@
 `B` samples, `N` dense columns, `F` categorical features, `L` ids in all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,45 +42,31 @@ class Jagged:
     def select(self, features: Sequence[int]) -> "Jagged":
         """The bags of the given features, in the given order."""
         if self.offsets is None:
-            index = torch.tensor(features)
-            values = self.values.view(self.feature_count, self.samples).index_select(0, index).flatten()
-            weights = self.weights
-            if weights is not None:
-                weights = weights.view(self.feature_count, self.samples).index_select(0, index).flatten()
-            return Jagged(values, None, weights, len(features), self.samples)
+            return self._of_singles(lambda entries: entries[list(features)], len(features), self.samples)
         spans = [(f * self.samples, (f + 1) * self.samples) for f in features]
         return self._gather(spans, len(features), self.samples)
 
     def narrow(self, start: int, stop: int) -> "Jagged":
         """Samples `start … stop − 1` of every feature."""
-        count = stop - start
         if self.offsets is None:
-            values = self.values.view(self.feature_count, self.samples)[:, start:stop].flatten()
-            weights = self.weights
-            if weights is not None:
-                weights = weights.view(self.feature_count, self.samples)[:, start:stop].flatten()
-            return Jagged(values, None, weights, self.feature_count, count)
+            return self._of_singles(lambda entries: entries[:, start:stop], self.feature_count, stop - start)
         spans = [(f * self.samples + start, f * self.samples + stop) for f in range(self.feature_count)]
-        return self._gather(spans, self.feature_count, count)
+        return self._gather(spans, self.feature_count, stop - start)
 
     def take(self, index: Tensor) -> "Jagged":
         """The samples at `index` (int64 `[K]`) of every feature, in that order."""
         if self.offsets is None:
-            weights = None if self.weights is None else self._columns(self.weights, index)
-            return Jagged(self._columns(self.values, index), None, weights, self.feature_count, len(index))
+            numbers = index.numpy()  # three times as fast as torch's indexing
+            return self._of_singles(
+                lambda entries: torch.from_numpy(entries.numpy().take(numbers, axis=1)), self.feature_count, len(index)
+            )
         bags = (torch.arange(self.feature_count)[:, None] * self.samples + index).flatten()
         lengths = self.lengths()[bags]
-        offsets = torch.zeros(len(bags) + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=offsets[1:])
+        offsets = _offsets(lengths)
         shift = torch.repeat_interleave(self.offsets[bags] - offsets[:-1], lengths)
         where = torch.arange(int(offsets[-1])) + shift
         weights = self.weights[where] if self.weights is not None else None
         return Jagged(self.values[where], offsets, weights, self.feature_count, len(index))
-
-    def _columns(self, entries: Tensor, index: Tensor) -> Tensor:
-        """Of one entry per bag, those of the samples at `index`."""
-        table = entries.view(self.feature_count, self.samples).numpy()
-        return torch.from_numpy(table.take(index.numpy(), axis=1).ravel())  # three times as fast as torch's indexing
 
     @staticmethod
     def join(parts: Sequence["Jagged"]) -> "Jagged":
@@ -93,18 +79,21 @@ class Jagged:
             values = torch.cat([part.values.view(count, part.samples) for part in parts], dim=1)
             return Jagged(values.flatten(), None, None, count, samples)
         singles = [part.select([feature]) for feature in range(count) for part in parts]
-        offsets = torch.zeros(count * samples + 1, dtype=torch.int64)
-        torch.cumsum(torch.cat([single.lengths() for single in singles]), 0, out=offsets[1:])
+        values = torch.cat([single.values for single in singles])
         weights = [single.weights for single in singles if single.weights is not None]
-        return Jagged(
-            torch.cat([single.values for single in singles]),
-            offsets,
-            torch.cat(weights) if weights else None,
-            count,
-            samples,
-        )
+        offsets = _offsets(torch.cat([single.lengths() for single in singles]))
+        return Jagged(values, offsets, torch.cat(weights) if weights else None, count, samples)
+
+    def _of_singles(self, pick: Callable[[Tensor], Tensor], feature_count: int, samples: int) -> "Jagged":
+        """Of one entry per bag, `[F, B]`, those that are picked."""
+        values, weights = self.values, self.weights
+        values = pick(values.view(self.feature_count, self.samples)).flatten()
+        if weights is not None:
+            weights = pick(weights.view(self.feature_count, self.samples)).flatten()
+        return Jagged(values, None, weights, feature_count, samples)
 
     def _gather(self, spans: list[tuple[int, int]], feature_count: int, samples: int) -> "Jagged":
+        """The bags of the spans."""
         assert self.offsets is not None
         if not spans:
             return Jagged(self.values[:0], torch.zeros(1, dtype=torch.int64), None, 0, samples)
@@ -113,10 +102,15 @@ class Jagged:
         weights = None
         if self.weights is not None:
             weights = torch.cat([self.weights[first:last] for first, last in edges])
-        lengths = torch.cat([self.offsets[first : last + 1].diff() for first, last in spans])
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=offsets[1:])
+        offsets = _offsets(torch.cat([self.offsets[first : last + 1].diff() for first, last in spans]))
         return Jagged(values, offsets, weights, feature_count, samples)
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    """Where bags of these lengths begin and end, int64 `[bags + 1]`."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
 
 
 @dataclass(frozen=True)

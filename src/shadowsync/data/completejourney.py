@@ -23,13 +23,19 @@ import pyarrow
 from numpy.typing import NDArray
 from pydantic import Field
 
-from shadowsync.data.exposures import LETTERS, draw_exposures, read_market
 from shadowsync.data.files import PANIC
-from shadowsync.data.fingerprint import mark_of_options
-from shadowsync.data.history import Integers
 from shadowsync.data.parquet import OpenParquet, Parquet
-from shadowsync.data.promotion import Column, dense_columns, read_attributes, recent_categories
-from shadowsync.data.source import OpenSource, Source
+from shadowsync.data.promotion import (
+    LETTERS,
+    Column,
+    Integers,
+    dense_columns,
+    draw_exposures,
+    read_attributes,
+    read_market,
+    recent_categories,
+)
+from shadowsync.data.source import OpenSource, Source, mark_of_options
 from shadowsync.data.writer import ROW_GROUP
 from shadowsync.errors import DataError, MissingExtra, SaveError
 from shadowsync.registry import build
@@ -96,7 +102,7 @@ class CompleteJourney(Source):
         if split == "train" and self.rows is not None:
             opened.limit(self.rows)
         # By what it was made from: the bytes of what is prepared depend on who prepared it.
-        opened.known_as(mark_of_options(self, opened.rows, without=("cache",)))
+        opened.own_mark = mark_of_options(self, opened.rows, without=("cache",))
         return opened
 
     def _folder(self) -> Path:
@@ -171,8 +177,7 @@ def make_task(tables: Mapping[str, pl.DataFrame], options: CompleteJourney) -> T
     sizes |= {name: attribute.count for name, attribute in attributes.items()}
     sizes |= {"display": LETTERS, "mailer": LETTERS, "recent_categories": attributes["category"].count}
     training = rows.week < options.first_test_week
-    columns = dense_columns(market, attributes, rows)
-    dense = {name: _scaled(column, training) for name, column in columns.items()}
+    dense = {name: _scaled(column, training) for name, column in dense_columns(market, attributes, rows).items()}
     recent = recent_categories(market, attributes["category"], rows, options.recent)
     return Task(rows.week, rows.bought, dense, ids, recent, sizes)
 

@@ -4,7 +4,7 @@ A row is a label, 13 integers (empty: missing) and 26 hexadecimal categories (em
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.files import PANIC, File, resolve
-from shadowsync.data.fingerprint import PART, digest
+from shadowsync.data.files import PANIC, File, open_lines
 from shadowsync.data.hashing import mix, to_rows
-from shadowsync.data.lines import Lines, open_lines
-from shadowsync.data.rows import FileRows, Problem
+from shadowsync.data.rows import FileOptions, FileRows, Problem
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice, Source
 from shadowsync.errors import ConfigError, DataError
 
@@ -40,8 +38,8 @@ HashSize = Annotated[int, Field(ge=2, le=1 << 32)]
 
 
 @dataclass(frozen=True)
-class Criteo(Source):
-    """The Criteo logs, with categories hashed while they are read.
+class Criteo(FileOptions, Source):
+    """The Criteo logs, plain or .gz, with categories hashed while they are read.
 
     Dense column `iK` is `log(1 + max(x, 0))` of the K-th integer; a missing one counts as 0 (negative values occur in
     the logs and count as 0 too). Feature `cK` takes row 0 of its table for a missing category and otherwise the row
@@ -50,11 +48,6 @@ class Criteo(Source):
 
     name: ClassVar[str] = "criteo"
 
-    path: Annotated[
-        str | tuple[str, ...],
-        Field(description="training rows: a file, a glob or a list, plain or .gz, any URL of fsspec"),
-    ]
-    test_path: Annotated[str | tuple[str, ...] | None, Field(description="test rows, likewise; None: no test")] = None
     hash_size: Annotated[
         HashSize | tuple[HashSize, ...] | dict[str, HashSize],
         Field(description="rows per feature: one number, 26 of them, or by feature (c1 … c26); more collides less"),
@@ -62,27 +55,19 @@ class Criteo(Source):
 
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
         """Counts the rows of the files in one pass (see `lines`)."""
-        paths = self.path if split == "train" else self.test_path
-        if paths is None:
-            return None
-        sizes = self._sizes()
-        files = resolve("data.path" if split == "train" else "data.test_path", paths)
-        return OpenCriteo(files, sizes, on_bad_row)
-
-    def _sizes(self) -> tuple[int, ...]:
-        if isinstance(self.hash_size, int):
-            return (self.hash_size,) * len(CATEGORICAL)
-        if isinstance(self.hash_size, dict):
-            given: Iterable[str] = self.hash_size
-            if set(given) != set(CATEGORICAL):
-                wrong = sorted(set(given) ^ set(CATEGORICAL))
+        sizes = self.hash_size
+        if isinstance(sizes, int):
+            sizes = (sizes,) * len(CATEGORICAL)
+        elif isinstance(sizes, dict):
+            if wrong := sorted(set(sizes) ^ set(CATEGORICAL)):
                 raise ConfigError(
                     f"data.hash_size must name each of c1 … c26 once: {', '.join(wrong)} is missing or unknown"
                 )
-            return tuple(self.hash_size[name] for name in CATEGORICAL)
-        if len(self.hash_size) != len(CATEGORICAL):
-            raise ConfigError(f"data.hash_size holds {len(self.hash_size)} numbers; give one, or 26")
-        return self.hash_size
+            sizes = tuple(sizes[name] for name in CATEGORICAL)
+        elif len(sizes) != len(CATEGORICAL):
+            raise ConfigError(f"data.hash_size holds {len(sizes)} numbers; give one, or 26")
+        files = self.files(split)
+        return None if files is None else OpenCriteo(files, sizes, on_bad_row)
 
 
 class OpenCriteo(FileRows):
@@ -90,7 +75,10 @@ class OpenCriteo(FileRows):
 
     def __init__(self, files: Sequence[File], sizes: Sequence[int], on_bad_row: Literal["error", "skip"]) -> None:
         schema = Schema(DENSE, tuple(Feature(name, rows) for name, rows in zip(CATEGORICAL, sizes, strict=True)))
-        self._lines = [_open_lines(file) for file in files]
+        self._lines = [open_lines(file) for file in files]
+        for lines in self._lines:
+            if lines.count == 0:  # a .gz of nothing; a plain file of nothing was refused before
+                raise DataError(f"{lines.file.path}: has no rows")
         super().__init__(schema, files, [lines.count for lines in self._lines], on_bad_row)
         self.sequential = any(lines.sequential for lines in self._lines)
         self._sizes = np.array(sizes, dtype=np.uint64)
@@ -107,30 +95,12 @@ class OpenCriteo(FileRows):
             columns = parse(_joined(good), len(good))
             assert columns is not None, "problems() must find what parse() rejects"
         labels, dense, categories = columns
-        values = torch.from_numpy(self._hash(categories).ravel())
-        ids = Jagged(values, None, None, len(CATEGORICAL), len(labels))
-        return Batch(torch.from_numpy(labels), torch.from_numpy(dense), ids)
-
-    def digest(self, file: int) -> str:
-        """Of the first and the last bytes."""
-        size = self.files[file].size
-        return digest(size, [(0, min(PART, size)), (max(0, size - PART), size)], self.files[file].read)
-
-    def _hash(self, categories: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows in place of categories, column by column, as one column fits the processor's cache."""
-        for column, size in zip(categories, self._sizes, strict=True):
+        for column, size in zip(categories, self._sizes, strict=True):  # as one column fits the processor's cache
             missing = column < 0
-            to_rows(mix(column.view(np.uint64)), size)
+            to_rows(mix(column.view(np.uint64)), size)  # in place
             column[missing] = 0
-        return categories
-
-
-def _open_lines(file: File) -> Lines:
-    """Raises `DataError` for a .gz of nothing; a plain file of nothing was refused before."""
-    lines = open_lines(file)
-    if lines.count == 0:
-        raise DataError(f"{file.path}: has no rows")
-    return lines
+        ids = Jagged(torch.from_numpy(categories.ravel()), None, None, len(CATEGORICAL), len(labels))
+        return Batch(torch.from_numpy(labels), torch.from_numpy(dense), ids)
 
 
 Columns = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]
@@ -149,31 +119,22 @@ def parse(text: bytes, rows: int) -> Columns | None:
     if len(frame) != rows:
         return None
     labels = frame["label"].fill_null(-1).to_numpy()
-    categories = _categories(frame)
-    if categories is None or not np.isin(labels, (0, 1)).all():
+    numbers = frame.select(pl.col(CATEGORICAL).str.to_integer(base=16, strict=False).fill_null(-1))
+    categories = np.empty((len(CATEGORICAL), rows), dtype=np.int64)
+    for column, name in enumerate(CATEGORICAL):
+        categories[column] = numbers[name].to_numpy()
+    missing = sum(frame[name].null_count() for name in CATEGORICAL)
+    if np.count_nonzero(categories < 0) != missing or not np.isin(labels, (0, 1)).all():
         return None
-    return labels.astype(np.float32), _dense(frame), categories
+    integers = frame.select(pl.col(DENSE).fill_null(0).clip(lower_bound=0).cast(pl.Float32))
+    dense = np.empty((rows, len(DENSE)), dtype=np.float32)
+    for column, name in enumerate(DENSE):
+        np.log1p(integers[name].to_numpy(), out=dense[:, column])
+    return labels.astype(np.float32), dense, categories
 
 
 def _joined(rows: Sequence[str]) -> bytes:
     return "".join(row + "\n" for row in rows).encode()
-
-
-def _dense(frame: pl.DataFrame) -> NDArray[np.float32]:
-    integers = frame.select(pl.col(DENSE).fill_null(0).clip(lower_bound=0).cast(pl.Float32))
-    dense = np.empty((len(frame), len(DENSE)), dtype=np.float32)
-    for column, name in enumerate(DENSE):
-        np.log1p(integers[name].to_numpy(), out=dense[:, column])
-    return dense
-
-
-def _categories(frame: pl.DataFrame) -> NDArray[np.int64] | None:
-    numbers = frame.select(pl.col(CATEGORICAL).str.to_integer(base=16, strict=False).fill_null(-1))
-    categories = np.empty((len(CATEGORICAL), len(frame)), dtype=np.int64)
-    for column, name in enumerate(CATEGORICAL):
-        categories[column] = numbers[name].to_numpy()
-    missing = sum(frame[name].null_count() for name in CATEGORICAL)
-    return categories if np.count_nonzero(categories < 0) == missing else None
 
 
 def find_problems(rows: Sequence[str]) -> list[Problem]:

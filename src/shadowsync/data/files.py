@@ -1,7 +1,15 @@
-"""Files named by the user: paths, lists and globs on any file system that fsspec knows."""
+"""Files named by the user, by bytes or by lines: paths, lists and globs on any file system that fsspec knows.
+
+A text file, plain or compressed with gzip, is read by line without reading it whole into memory. Opening makes one pass
+that counts the lines. Every 256th line's position is kept (8 bytes each); a .gz also keeps the decompressor's state
+about every 32 MB, so that reading can start near any line instead of at the file's beginning.
+"""
 
 import glob
+import threading
 import time
+import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec.core
+import numpy as np
 import polars as pl
 
 from shadowsync.errors import DataError, ShadowSyncError
@@ -22,6 +31,11 @@ _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0)  # before a request is made again; to
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, ShadowSyncError)
 PANIC = pl.exceptions.PanicException
 """How polars ends on bytes that it did not expect; no `Exception`, so that who catches those lets it pass."""
+_STRIDE = 256
+_CHUNK = 4 << 20
+_GZIP_CHUNK = 1 << 18
+_RESTART = 32 << 20
+_GZIP_WBITS = 31
 _PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}  # those called otherwise than their module
 
 
@@ -68,44 +82,34 @@ class File:
         Raises:
             DataError: the file cannot be read, or is shorter now.
         """
-        data = self._local_range(start, stop) if self.local else self._remote_range(start, stop)
+        with reading(self.path):
+            if self.local:
+                with self.filesystem.open(self.key, "rb") as stream:
+                    stream.seek(start)
+                    data: bytes = stream.read(stop - start)
+            else:
+                data = patiently(lambda: self.filesystem.cat_file(self.key, start=start, end=stop))
+        if len(data) > stop - start:
+            raise DataError(f"{self.path}: the server does not give parts of a file; copy it to this machine first")
         if len(data) < stop - start:
             raise DataError(f"{self.path}: ends at byte {start + len(data)}, it was cut while it was being read")
         return data
 
-    def _local_range(self, start: int, stop: int) -> bytes:
-        with reading(self.path), self.filesystem.open(self.key, "rb") as stream:
-            stream.seek(start)
-            data: bytes = stream.read(stop - start)
-            return data
-
-    def _remote_range(self, start: int, stop: int) -> bytes:
-        with reading(self.path):
-            data: bytes = patiently(lambda: self.filesystem.cat_file(self.key, start=start, end=stop))
-        if len(data) > stop - start:
-            raise DataError(f"{self.path}: the server does not give parts of a file; copy it to this machine first")
-        return data
-
     def chunks(self, size: int, start: int = 0) -> Iterator[bytes]:
         """Everything from byte `start` on, `size` bytes at a time."""
-        return self._local_chunks(size, start) if self.local else self._remote_chunks(size, start)
-
-    def _local_chunks(self, size: int, start: int) -> Iterator[bytes]:
-        with reading(self.path), self.filesystem.open(self.key, "rb") as stream:
-            stream.seek(start)
-            while chunk := stream.read(size):
-                yield chunk
-
-    def _remote_chunks(self, size: int, start: int) -> Iterator[bytes]:
-        """Fetches the next block while the one before it is used."""
-        spans = [(begin, min(begin + _BLOCK, self.size)) for begin in range(start, self.size, _BLOCK)]
-        with ThreadPoolExecutor(1, "fetch") as pool:
-            ahead = [pool.submit(self.read, *span) for span in spans[:1]]
-            for span in [*spans[1:], None]:
-                block = ahead.pop().result() if ahead else b""
-                if span is not None:
-                    ahead.append(pool.submit(self.read, *span))
-                yield from (block[begin : begin + size] for begin in range(0, len(block), size))
+        if self.local:
+            with reading(self.path), self.filesystem.open(self.key, "rb") as stream:
+                stream.seek(start)
+                while chunk := stream.read(size):
+                    yield chunk
+            return
+        with ThreadPoolExecutor(1, "fetch") as pool:  # fetches the next block while the one before it is used
+            coming = None
+            for begin in (*range(start, self.size, _BLOCK), None):
+                block = b"" if coming is None else coming.result()
+                if begin is not None:
+                    coming = pool.submit(self.read, begin, min(begin + _BLOCK, self.size))
+                yield from (block[first : first + size] for first in range(0, len(block), size))
 
 
 def resolve(key: str, paths: str | Sequence[str], suffix: str | None = None) -> tuple[File, ...]:
@@ -237,3 +241,144 @@ def _reason(error: Exception) -> str:
     """The system's words for it, on one line; the name of its class where it has none."""
     text = getattr(error, "strerror", None) or str(error)
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__
+
+
+class Lines(ABC):
+    """The lines of a text file; `read` may be called from several threads.
+
+    Attributes:
+        count: how many lines; a last one without a line break counts.
+    """
+
+    sequential: bool
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+        lines, size, last = 0, 0, b"\n"
+        marks = [np.zeros(1, dtype=np.int64)]  # positions of every `_STRIDE`th line and of the end
+        for chunk in self._chunks():
+            breaks = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n"))
+            marks.append(breaks[-(lines + 1) % _STRIDE :: _STRIDE] + size + 1)
+            lines, size, last = lines + len(breaks), size + len(chunk), chunk[-1:] or last
+        starts = np.concatenate(marks)
+        self.count = lines + (last != b"\n")
+        self._marks = starts if starts[-1] == size else np.append(starts, size)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Lines `start … stop − 1`, with their line breaks.
+
+        Raises:
+            DataError: the file cannot be read any more.
+        """
+        first, last = start // _STRIDE, -(-stop // _STRIDE)
+        block = self._range(int(self._marks[first]), int(self._marks[min(last, len(self._marks) - 1)]))
+        before, wanted = start - first * _STRIDE, stop - start
+        if before == 0 and (stop % _STRIDE == 0 or stop == self.count):
+            return block
+        breaks = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n"))
+        begin = breaks[before - 1] + 1 if before else 0
+        end = breaks[before + wanted - 1] + 1 if before + wanted <= len(breaks) else len(block)
+        return block[begin:end]
+
+    @abstractmethod
+    def _chunks(self) -> Iterator[bytes]:
+        """The whole text, piece by piece."""
+
+    @abstractmethod
+    def _range(self, start: int, stop: int) -> bytes:
+        """Bytes `start … stop − 1` of the text."""
+
+
+class PlainLines(Lines):
+    """Lines of an uncompressed file."""
+
+    sequential = False
+
+    def _chunks(self) -> Iterator[bytes]:
+        return self.file.chunks(_CHUNK)
+
+    def _range(self, start: int, stop: int) -> bytes:
+        return self.file.read(start, stop)
+
+
+@dataclass(frozen=True)
+class _Restart:
+    """A point from which decompression can go on."""
+
+    text_byte: int
+    file_byte: int
+    decompressor: Any
+
+
+class GzipLines(Lines):
+    """Lines of a .gz, of one member or several; opening raises `DataError` if it is damaged or ends too early."""
+
+    sequential = True
+    _held: bytes
+    _held_from: int
+
+    def __init__(self, file: File) -> None:
+        self._restarts = [_Restart(0, 0, zlib.decompressobj(_GZIP_WBITS))]
+        self._lock = threading.Lock()
+        super().__init__(file)
+        self._rewind(self._restarts[0])
+
+    def _chunks(self) -> Iterator[bytes]:
+        lines, text_byte = 0, 0
+        try:
+            for chunk, file_byte, decompressor in self._decompress(self._restarts[0]):
+                yield chunk
+                lines += chunk.count(b"\n")
+                text_byte += len(chunk)
+                if text_byte - self._restarts[-1].text_byte >= _RESTART:
+                    self._restarts.append(_Restart(text_byte, file_byte, decompressor.copy()))
+        except (zlib.error, EOFError) as error:
+            what = "it was cut" if isinstance(error, EOFError) else f"it is damaged ({error})"
+            raise DataError(
+                f"{self.file.path}: the gzip stream ends in row {lines + 1}: {what}; fetch it anew"
+            ) from error
+
+    def _range(self, start: int, stop: int) -> bytes:
+        with self._lock:
+            nearest = max((r for r in self._restarts if r.text_byte <= start), key=lambda r: r.text_byte)
+            position = self._held_from + len(self._held)
+            if start < self._held_from or nearest.text_byte > position:
+                self._rewind(nearest)
+                position = nearest.text_byte
+            pieces = [self._held]
+            while position < stop:
+                try:
+                    chunk, _, _ = next(self._stream)
+                except (StopIteration, zlib.error, EOFError) as error:
+                    raise DataError(f"{self.file.path}: was changed while it was being read") from error
+                position += len(chunk)
+                pieces = [*pieces, chunk] if position > start else [chunk]
+            text = b"".join(pieces)
+            begin = position - len(text)
+            self._held = text[stop - begin :]  # for the next lines
+            self._held_from = stop
+            return text[start - begin : stop - begin]
+
+    def _rewind(self, restart: _Restart) -> None:
+        self._stream = self._decompress(restart)
+        self._held, self._held_from = b"", restart.text_byte
+
+    def _decompress(self, restart: _Restart) -> Iterator[tuple[bytes, int, Any]]:
+        """Text, and where in the file the decompressor then stands."""
+        decompressor, file_byte = restart.decompressor.copy(), restart.file_byte
+        for compressed in self.file.chunks(_GZIP_CHUNK, restart.file_byte):
+            file_byte += len(compressed)
+            text = decompressor.decompress(compressed)
+            while decompressor.eof and decompressor.unused_data.strip(b"\0"):
+                member = decompressor.unused_data
+                decompressor = zlib.decompressobj(_GZIP_WBITS)
+                text += decompressor.decompress(member)
+            yield text, file_byte, decompressor
+        if not decompressor.eof:
+            raise EOFError
+
+
+def open_lines(file: File) -> Lines:
+    """A file that begins like a .gz is read as one, whatever its name."""
+    compressed = file.read(0, min(2, file.size)) == b"\x1f\x8b"
+    return GzipLines(file) if compressed or file.path.endswith(".gz") else PlainLines(file)

@@ -1,22 +1,27 @@
-"""Turns columns of a data frame into a batch, and says which rows cannot be turned.
+"""Turns named columns of a data frame into a batch, and says which rows cannot be turned.
 
 `B` samples, `F` categorical features, `N` dense columns, `L` ids.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 import numpy as np
 import polars as pl
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.hashing import hash_strings, mix, to_rows
 from shadowsync.data.rows import Problem
+from shadowsync.data.source import Feature, Pooling, Schema
+from shadowsync.errors import ConfigError, DataError
+from shadowsync.registry import nearest
 
 Mask = NDArray[np.bool_]
-Finding = tuple[Mask, Callable[[int], Problem]]  # the rows that have a problem, and what to say of one
+Rows = Annotated[int, Field(ge=1, le=1 << 32)]
 
 _MOST = 1e38  # of a dense value; sums and products of larger ones are beyond float32
 
@@ -41,21 +46,161 @@ class Column:
     weights: str | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """Which named columns a batch is made of, and how: options of any source of tables."""
+
+    not_options: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("weight", "sample_weight", "sample_weights", "weight_column"),
+        "all rows count alike, a row has no weight of its own yet; data.weights={COLUMN: WEIGHTS} is for the ids of a "
+        "list column",
+    )
+
+    categorical: Annotated[tuple[str, ...], Field(description="categorical columns, in the model's order")]
+    label: Annotated[
+        str | None, Field(description="the column that holds 0 or 1; null: rows without labels, for predictions only")
+    ] = "label"
+    dense: Annotated[tuple[str, ...], Field(description="dense columns, in the model's order")] = ()
+    log_dense: Annotated[bool, Field(description="take log(1 + max(x, 0)) of the dense columns, for counts")] = False
+    rows: Annotated[
+        Rows | dict[str, Rows] | None,
+        Field(description="integers used as they are lie in [0, rows): one number, or by column"),
+    ] = None
+    hash_size: Annotated[
+        Rows | dict[str, Rows] | None,
+        Field(description="rows that values are hashed to: one number, or by column; more collides less"),
+    ] = None
+    weights: Annotated[dict[str, str], Field(description="for a list column, the list column of its ids' weights")] = (
+        field(default_factory=dict)
+    )
+    tables: Annotated[dict[str, str], Field(description="by column, the name of a table it shares with others")] = (
+        field(default_factory=dict)
+    )
+    pooling: Annotated[
+        dict[str, Pooling],
+        Field(description="how a list column's rows are pooled, sum by default; none keeps them apart, as a sequence"),
+    ] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in ("weights", "tables", "pooling", "rows", "hash_size"):
+            named = getattr(self, key)
+            for name in named if isinstance(named, dict) else ():
+                if name not in self.categorical:
+                    hint = nearest(name, self.categorical)
+                    raise ConfigError(f"data.{key} names {name!r}, which is not in data.categorical{hint}")
+        if not self.categorical:
+            raise ConfigError("data.categorical is empty: name at least one column of ids, as data.categorical=[user]")
+        weights = tuple(dict.fromkeys(self.weights.values()))
+        for key, names in (("dense", self.dense), ("categorical", self.categorical), ("weights", weights)):
+            if repeated := {name for name in names if names.count(name) > 1}:
+                raise ConfigError(f"data.{key} names {min(repeated)!r} twice: leave one out")
+            if self.label in names:
+                raise ConfigError(
+                    f"data.{key} names {self.label!r}, which is the label (data.label): leave it out, as a model "
+                    "cannot be given the answer"
+                )
+
+    def size(self, name: str) -> tuple[int, bool]:
+        """Rows of the feature's table, and whether its values are hashed to them."""
+        for hashed, sizes in ((True, self.hash_size), (False, self.rows)):
+            found = sizes.get(name) if isinstance(sizes, dict) else sizes
+            if found is not None:
+                if hashed and found == 1:
+                    raise ConfigError(
+                        f"data.hash_size of {name} is 1; it must be at least 2, as row 0 is for missing values"
+                    )
+                return found, hashed
+        raise ConfigError(
+            f"column {name!r} has no size: give data.hash_size=100000, or data.rows if it holds ids from 0 to rows − 1"
+        )
+
+    def names(self) -> list[str]:
+        """All columns that are read."""
+        label = () if self.label is None else (self.label,)
+        return list(dict.fromkeys((*label, *self.dense, *self.categorical, *self.weights.values())))
+
+    def layout(self, types: Mapping[str, pl.DataType], place: str) -> "Layout":
+        """The columns of a table with columns of these types.
+
+        Args:
+            types: by column.
+            place: of the table, for messages.
+
+        Raises:
+            ConfigError: a column has no size.
+            DataError: a column is missing, or of another type than it must be.
+        """
+
+        def need(condition: bool, key: str, name: str, allowed: str) -> None:
+            if not condition:
+                held = f"column {name!r} (data.{key}) holds {types[name]}"
+                raise DataError(f"{place}: {held}, it must hold {allowed}")
+
+        def number(kind: object) -> bool:
+            return isinstance(kind, pl.DataType) and (kind.is_numeric() or kind == pl.Boolean)
+
+        for key, names in (("label", () if self.label is None else (self.label,)), ("dense", self.dense)):
+            for name in names:
+                need(number(type_of(name, types, place, f"data.{key}")), key, name, "one number per row")
+        columns = []
+        for name in self.categorical:
+            kind, (rows, hashed) = type_of(name, types, place, "data.categorical"), self.size(name)
+            listed = isinstance(kind, pl.List)
+            value = kind.inner if isinstance(kind, pl.List) else kind
+            text = value in (pl.String, pl.Categorical, pl.Enum)
+            need(text or value.is_integer(), "categorical", name, "integers or strings, or lists of them")
+            need(hashed or not text, "categorical", name, "integers, unless data.hash_size is given")
+            weights = self.weights.get(name)
+            if weights is not None:
+                need(listed, "categorical", name, "lists, as data.weights gives their ids weights")
+                kind = type_of(weights, types, place, "data.weights")
+                need(isinstance(kind, pl.List) and number(kind.inner), "weights", weights, "lists of numbers")
+            columns.append(Column(name, rows, hashed, text, listed, weights))
+        return Layout(self, tuple(columns))
+
+
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a batch, in its order; `log_dense` asks for log(1 + max(x, 0)) of the dense ones."""
+    """The columns of a batch as a table holds them, the categorical ones in the batch's order."""
 
-    label: str | None
-    dense: tuple[str, ...]
+    options: TableOptions
     columns: tuple[Column, ...]
-    log_dense: bool
+
+    def schema(self) -> Schema:
+        """What a source of such tables yields."""
+        options = self.options
+        features = (
+            Feature(c.name, c.rows, options.tables.get(c.name), c.listed, options.pooling.get(c.name, "sum"))
+            for c in self.columns
+        )
+        return Schema(options.dense, tuple(features))
+
+
+def type_of(name: str, types: Mapping[str, pl.DataType], place: str, key: str) -> pl.DataType:
+    """Of a column that `key` names; raises `DataError` if the table at `place` has none such."""
+    if name not in types:
+        has = ", ".join(list(types)[:50])
+        hint = nearest(name, types)
+        if f"/{name}=" in place:
+            hint = ": it is in the name of a folder, and columns that folders are named after are not read yet"
+        raise DataError(f"{place}: there is no column {name!r} ({key}){hint}; the file has {has}")
+    return types[name]
 
 
 def batch_of(frame: pl.DataFrame, layout: Layout) -> Batch | None:
     """All rows as a batch; None if any of them has a problem."""
-    labels, dense = _labels(frame, layout), _dense(frame, layout)
-    if labels is None or dense is None:
+    labels = np.zeros(len(frame), dtype=np.float32)
+    if layout.options.label is not None:
+        labels = frame[layout.options.label].cast(pl.Float32).fill_null(-1).to_numpy().copy()
+        if not ((labels == 0) | (labels == 1)).all():
+            return None
+    dense = np.empty((len(frame), len(layout.options.dense)), dtype=np.float32)
+    for position, name in enumerate(layout.options.dense):
+        dense[:, position] = _numbers(frame[name])
+    if not (dense.max(initial=0) <= _MOST and dense.min(initial=0) >= -_MOST):  # not so either where one is no number
         return None
+    if layout.options.log_dense:
+        dense = np.log1p(np.maximum(dense, 0))
     listed = any(column.listed for column in layout.columns)
     ids = _bags(frame, layout) if listed else _singles(frame, layout)
     return None if ids is None else Batch(torch.from_numpy(labels), torch.from_numpy(dense), ids)
@@ -64,31 +209,44 @@ def batch_of(frame: pl.DataFrame, layout: Layout) -> Batch | None:
 def problems(frame: pl.DataFrame, layout: Layout) -> list[Problem]:
     """The first problem of each bad row, in the order of the rows."""
     first: dict[int, Problem] = {}
-    for bad, problem in _findings(frame, layout):
+
+    def note(bad: Mask, before: str, values: pl.Series | Mapping[int, int] | None, after: str, **more: str) -> None:
         for row in np.flatnonzero(bad).tolist():
             if row not in first:
-                first[row] = problem(row)
+                shown = "" if values is None else "missing" if values[row] is None else repr(values[row])
+                first[row] = Problem(row, f"{before}{shown}{after}", **more)
+
+    if layout.options.label is not None:
+        label = frame[layout.options.label]
+        numbers = label.cast(pl.Float32).fill_null(-1).to_numpy()
+        note((numbers != 0) & (numbers != 1), f"the label ({label.name}) is ", label, ", it must be 0 or 1")
+    for name in layout.options.dense:
+        allowed = f", it must be a finite number of at most {_MOST:.0e}"
+        note(~(np.abs(_numbers(frame[name])) <= _MOST), f"{name} is ", frame[name], allowed)
+    for column in layout.columns:
+        name, (flat, counts) = column.name, _flatten(frame[column.name], column.listed)
+        if not column.hashed:
+            rows, missing = np.repeat(np.arange(len(frame)), counts), flat.is_null().to_numpy()
+            hashed = f"hash the column with data.hash_size={{{name}: 100000}}"
+            remedy = f"{hashed}, which takes missing ones to row 0"
+            note(_rows_with(missing, rows, len(frame)), f"{name} has no id", None, "", remedy=remedy)
+            outside = ~missing & (flat.fill_null(0).to_numpy().astype(np.int64).view(np.uint64) >= column.rows)
+            found = zip(rows[outside][::-1].tolist(), flat.filter(pl.Series(outside)).to_list()[::-1], strict=True)
+            allowed = f", outside of 0 … {column.rows - 1} (data.rows)"
+            remedy = f"{hashed}, or raise data.rows above its highest id"
+            note(_rows_with(outside, rows, len(frame)), f"{name} has id ", dict(found), allowed, remedy=remedy)
+        if column.weights is not None:
+            flat, weight_counts = _flatten(frame[column.weights], listed=True)
+            note(weight_counts != counts, f"{column.weights} and {name} are of different length", None, "")
+            wrong = ~np.isfinite(flat.cast(pl.Float32).fill_null(np.nan).to_numpy())
+            bad = _rows_with(wrong, np.repeat(np.arange(len(frame)), weight_counts), len(frame))
+            note(bad, f"{column.weights} has a weight that is not a finite number", None, "")
     return [first[row] for row in sorted(first)]
 
 
-def _labels(frame: pl.DataFrame, layout: Layout) -> NDArray[np.float32] | None:
-    if layout.label is None:
-        return np.zeros(len(frame), dtype=np.float32)
-    labels = frame[layout.label].cast(pl.Float32).fill_null(-1).to_numpy()
-    return labels.copy() if ((labels == 0) | (labels == 1)).all() else None
-
-
-def _dense(frame: pl.DataFrame, layout: Layout) -> NDArray[np.float32] | None:
-    dense = np.empty((len(frame), len(layout.dense)), dtype=np.float32)
-    for position, name in enumerate(layout.dense):
-        dense[:, position] = _numbers(frame[name]).to_numpy()
-    if not (dense.max(initial=0) <= _MOST and dense.min(initial=0) >= -_MOST):  # not so either where one is no number
-        return None
-    return np.log1p(np.maximum(dense, 0)) if layout.log_dense else dense
-
-
-def _numbers(series: pl.Series) -> pl.Series:
-    return series.cast(pl.Float32).fill_null(0.0)
+def _numbers(series: pl.Series) -> NDArray[np.float32]:
+    numbers: NDArray[np.float32] = series.cast(pl.Float32).fill_null(0.0).to_numpy()
+    return numbers
 
 
 def _singles(frame: pl.DataFrame, layout: Layout) -> Jagged | None:
@@ -105,8 +263,13 @@ def _bags(frame: pl.DataFrame, layout: Layout) -> Jagged | None:
     values, lengths, weights = [], [], []
     for column in layout.columns:
         flat, counts = _flatten(frame[column.name], column.listed)
-        ids, weight = _ids(flat, column), _weights(frame, column, counts)
-        if ids is None or weight is None:
+        ids, weight = _ids(flat, column), np.ones(counts.sum(), dtype=np.float32)
+        if column.weights is not None:
+            flat, weight_counts = _flatten(frame[column.weights], listed=True)
+            weight = flat.cast(pl.Float32).fill_null(np.nan).to_numpy()
+            if not ((weight_counts == counts).all() and np.isfinite(weight).all()):
+                return None
+        if ids is None:
             return None
         values.append(ids)
         lengths.append(counts)
@@ -131,14 +294,6 @@ def _flatten(series: pl.Series, listed: bool) -> tuple[pl.Series, NDArray[np.int
     return series.filter(pl.Series(counts > 0)).explode(), counts
 
 
-def _weights(frame: pl.DataFrame, column: Column, counts: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    if column.weights is None:
-        return np.ones(counts.sum(), dtype=np.float32)
-    flat, weight_counts = _flatten(frame[column.weights], listed=True)
-    weights = flat.cast(pl.Float32).fill_null(np.nan).to_numpy()
-    return weights if (weight_counts == counts).all() and np.isfinite(weights).all() else None
-
-
 def _ids(values: pl.Series, column: Column) -> NDArray[np.int64] | None:
     missing = values.is_null().to_numpy() if values.null_count() else None
     if not column.hashed:
@@ -154,66 +309,7 @@ def _ids(values: pl.Series, column: Column) -> NDArray[np.int64] | None:
     return rows
 
 
-def _label_finding(label: pl.Series) -> Finding:
-    numbers = label.cast(pl.Float32).fill_null(-1).to_numpy()
-    wrong = (numbers != 0) & (numbers != 1)
-    return wrong, lambda row: Problem(row, f"the label ({label.name}) is {_show(label[row])}, it must be 0 or 1")
-
-
-def _findings(frame: pl.DataFrame, layout: Layout) -> Iterator[Finding]:
-    """One finding for each kind of problem, whether any row has it or not."""
-    if layout.label is not None:
-        yield _label_finding(frame[layout.label])
-    for name in layout.dense:
-        yield _dense_finding(frame[name])
-    for column in layout.columns:
-        if not column.hashed:
-            yield from _id_findings(frame, column)
-        if column.weights is not None:
-            yield from _weight_findings(frame, column, column.weights)
-
-
-def _dense_finding(series: pl.Series) -> Finding:
-    wrong = ~(np.abs(_numbers(series).to_numpy()) <= _MOST)
-    allowed = f"it must be a finite number of at most {_MOST:.0e}"
-    return wrong, lambda row: Problem(row, f"{series.name} is {_show(series[row])}, {allowed}")
-
-
-def _id_findings(frame: pl.DataFrame, column: Column) -> Iterator[Finding]:
-    flat, counts = _flatten(frame[column.name], column.listed)
-    rows = np.repeat(np.arange(len(frame)), counts)
-    missing = flat.is_null().to_numpy()
-    hashed = f"hash the column with data.hash_size={{{column.name}: 100000}}"
-    yield (
-        _rows_with(missing, rows, len(frame)),
-        lambda row: Problem(row, f"{column.name} has no id", f"{hashed}, which takes missing ones to row 0"),
-    )
-    outside = ~missing & (flat.fill_null(0).to_numpy().astype(np.int64).view(np.uint64) >= column.rows)
-    ids = dict(zip(rows[outside][::-1].tolist(), flat.filter(pl.Series(outside)).to_list()[::-1], strict=True))
-    allowed = f"outside of 0 … {column.rows - 1} (data.rows)"
-    yield (
-        _rows_with(outside, rows, len(frame)),
-        lambda row: Problem(
-            row, f"{column.name} has id {ids[row]}, {allowed}", f"{hashed}, or raise data.rows above its highest id"
-        ),
-    )
-
-
-def _weight_findings(frame: pl.DataFrame, column: Column, weights: str) -> Iterator[Finding]:
-    _, counts = _flatten(frame[column.name], listed=True)
-    flat, weight_counts = _flatten(frame[weights], listed=True)
-    yield weight_counts != counts, lambda row: Problem(row, f"{weights} and {column.name} are of different length")
-    wrong = ~np.isfinite(flat.cast(pl.Float32).fill_null(np.nan).to_numpy())
-    rows = np.repeat(np.arange(len(frame)), weight_counts)
-    text = f"{weights} has a weight that is not a finite number"
-    yield _rows_with(wrong, rows, len(frame)), lambda row: Problem(row, text)
-
-
 def _rows_with(flags: Mask, rows: NDArray[np.int64], count: int) -> Mask:
     found = np.zeros(count, dtype=np.bool_)
     found[rows[flags]] = True
     return found
-
-
-def _show(value: object) -> str:
-    return "missing" if value is None else repr(value)

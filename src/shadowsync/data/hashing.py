@@ -51,29 +51,18 @@ def to_rows(hashes: Words, rows: Words | np.uint64) -> NDArray[np.int64]:
 
 def hash_strings(strings: pl.Series) -> Words:
     """One word per string, from its UTF-8 bytes, eight at a time; a missing string counts as empty."""
-    text, edges = _utf8(strings)
+    array = strings.fill_null("").rechunk().to_arrow().cast(pa.large_binary())
+    _, offsets, data = array.buffers()
+    edges = np.frombuffer(offsets, dtype=np.int64)[array.offset : array.offset + len(array) + 1]
+    text = np.zeros(edges[-1] + 8, dtype=np.uint8)  # eight more, so that every byte begins a word
+    if data is not None:
+        text[: edges[-1]] = np.frombuffer(data, dtype=np.uint8, count=edges[-1])
+    every_word = np.ndarray((len(text) - 7,), dtype="<u8", buffer=text, strides=(1,))
     starts, lengths = edges[:-1], np.diff(edges)
     hashes = mix(lengths.astype(np.uint64))
     for position in range(0, int(lengths.max(initial=0)), 8):
         longer = np.flatnonzero(lengths > position)
-        words = _eight_bytes(text, starts[longer] + position, lengths[longer] - position)
+        unused_bits = (8 * (8 - np.minimum(lengths[longer] - position, 8))).astype(np.uint64)
+        words = (every_word[starts[longer] + position] << unused_bits) >> unused_bits
         hashes[longer] = mix(hashes[longer] ^ words)
     return hashes
-
-
-def _utf8(strings: pl.Series) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """All bytes, with eight more at the end, and the edges between the strings in them."""
-    array = strings.fill_null("").rechunk().to_arrow().cast(pa.large_binary())
-    _, offsets, data = array.buffers()
-    edges = np.frombuffer(offsets, dtype=np.int64)[array.offset : array.offset + len(array) + 1]
-    text = np.zeros(edges[-1] + 8, dtype=np.uint8)
-    if data is not None:
-        text[: edges[-1]] = np.frombuffer(data, dtype=np.uint8, count=edges[-1])
-    return text, edges
-
-
-def _eight_bytes(text: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:
-    """Little-endian words of up to eight bytes each, padded with zeros."""
-    every_word = np.ndarray((len(text) - 7,), dtype="<u8", buffer=text, strides=(1,))
-    unused_bits = (8 * (8 - np.minimum(lengths, 8))).astype(np.uint64)
-    return (every_word[starts] << unused_bits) >> unused_bits

@@ -6,14 +6,14 @@ of a slice stays meaningful for another trainer, another batch size and another 
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from shadowsync.errors import CheckpointError
+from shadowsync.errors import CheckpointError, DataError
 
 Span = tuple[int, int]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -86,13 +86,9 @@ class _Part:
     begun: int = 0
     settled: bool = True
 
-    def waiting(self) -> list[Span]:
-        """The rows that nobody has claimed."""
-        return _without(self.spans, (0, self.begun))
-
 
 class _Saved(msgspec.Struct, frozen=True):
-    """What `LeaseBook.state` gives."""
+    """What `LeaseBook.state` gives; of each part its epoch, its slice, its spans and whether it was opened."""
 
     slices: Count
     rows: Count
@@ -102,16 +98,7 @@ class _Saved(msgspec.Struct, frozen=True):
     trained: list[Count]
     skipped: list[Count]
 
-    def fits(self, slices: Sequence[int]) -> bool:
-        """Whether it is a position among slices of these rows."""
-        counted = len(self.trained) == len(self.skipped) > self.epoch and self.position <= len(slices)
-        return counted and all(
-            epoch <= self.epoch and part < len(slices) and all(start < stop <= slices[part] for start, stop in spans)
-            for epoch, part, spans, _ in self.parts
-        )
 
-
-@dataclass
 class LeaseBook:
     """Hands out the slices of each epoch; the next epoch's follow at once.
 
@@ -119,26 +106,25 @@ class LeaseBook:
     whether rows held by others may still come back. Whoever holds a lease claims its rows, front to back, right
     before training them; what is not claimed yet, somebody idle may take over.
 
-    Attributes:
+    Args:
         plan: what there is.
         first_number: of the leases; a book that goes on after a roll-back begins above those of the book before, so
             that no report from before is taken for one of now.
+
+    Attributes:
         epochs: what was trained in each that has begun.
+        trained: rows, all epochs.
     """
 
-    plan: Plan
-    first_number: int = 0
-    epochs: list[EpochCount] = field(default_factory=list)
-    _returned: deque[_Part] = field(default_factory=deque)
-    _held: dict[int, tuple[Lease, _Part]] = field(default_factory=dict)
-    _next_number: int = 0
-    _epoch: int = 0
-    _position: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, plan: Plan, first_number: int = 0) -> None:
+        self.plan = plan
         self.epochs = [EpochCount()]
-        self._order = self.plan.order(0)
-        self._next_number = self.first_number
+        self.trained = 0
+        self._returned: deque[_Part] = deque()
+        self._held: dict[int, tuple[Lease, _Part]] = {}
+        self._next_number = first_number
+        self._epoch = self._position = 0
+        self._order = plan.order(0)
 
     @property
     def finished(self) -> bool:
@@ -146,19 +132,25 @@ class LeaseBook:
         return not self._held and not self._returned and self._exhausted
 
     @property
-    def trained(self) -> int:
-        """Rows trained, all epochs."""
-        return sum(epoch.trained for epoch in self.epochs)
-
-    @property
-    def skipped(self) -> int:
-        """Bad rows left out, all epochs."""
-        return sum(epoch.skipped for epoch in self.epochs)
+    def _exhausted(self) -> bool:
+        """Every slice of every epoch was handed out at least once."""
+        left_over = self.plan.epochs - self._epoch
+        return left_over <= 0 or (left_over == 1 and self._position == len(self._order))
 
     def lease(self, trainer: int) -> Lease | None:
         """The next rows for a trainer: what came back first, then the next slice; None: see the class."""
-        part = self._returned.popleft() if self._returned else self._next_slice()
-        return None if part is None else self._hold(part, trainer)
+        if self._returned:
+            return self._hold(self._returned.popleft(), trainer)
+        if self._exhausted:
+            return None
+        if self._position == len(self._order):
+            self._epoch, self._position = self._epoch + 1, 0
+            if self._epoch == len(self.epochs):
+                self.epochs.append(EpochCount())
+            self._order = self.plan.order(self._epoch)
+        index = self._order[self._position]
+        self._position += 1
+        return self._hold(_Part(self._epoch, index, [(0, self.plan.slices[index])]), trainer)
 
     def opened(self, lease: Lease, rows: int) -> bool:
         """Says that the slice turned out to have `rows` good rows; the rest counts as skipped, once.
@@ -173,33 +165,8 @@ class LeaseBook:
         if not part.opened:
             part.opened = True
             self.epochs[part.epoch].skipped += self.plan.slices[part.slice] - rows
-            part.spans = _without(part.spans, (rows, self.plan.slices[part.slice]))
-        self._drop_if_empty(lease)
+            self._keep(lease, _without(part.spans, rows, self.plan.slices[part.slice]))
         return lease.number in self._held
-
-    def done(self, lease: Lease, start: int, stop: int) -> bool:
-        """Rows `start … stop − 1` of the lease's slice were trained.
-
-        Returns:
-            False if the lease is not held any more (its trainer was given up, so that others train these rows).
-        """
-        held = self._held.get(lease.number)
-        if held is None:
-            return False
-        part = held[1]
-        if not any(first <= start <= stop <= last for first, last in part.spans):
-            raise ValueError(f"rows {start} … {stop} are not among those to train: {part.spans}")
-        part.spans = _without(part.spans, (start, stop))
-        self.epochs[part.epoch].trained += stop - start
-        self._drop_if_empty(lease)
-        return True
-
-    def abandon(self, trainer: int) -> None:
-        """Puts back what the trainer holds and has not done."""
-        for lease, part in [held for held in self._held.values() if held[0].trainer == trainer]:
-            del self._held[lease.number]
-            part.begun, part.settled = 0, True
-            self._returned.append(part)
 
     def claim(self, lease: Lease, start: int, stop: int) -> int:
         """Says that the holder begins rows `start … stop − 1` of an opened lease now.
@@ -211,15 +178,41 @@ class LeaseBook:
         if held is None or start < held[1].begun:
             return start
         part = held[1]
-        granted = next((min(stop, last) for first, last in part.spans if first <= start < last), start)
-        if granted > start:
-            part.begun, part.settled = granted, True
-        return granted
+        for first, last in part.spans:
+            if first <= start < last:
+                part.begun, part.settled = min(stop, last), True
+                return part.begun
+        return start
 
-    def held(self, lease: Lease) -> Lease | None:
-        """The lease of that number as it was handed out; None if it is not held any more."""
-        found = self._held.get(lease.number)
-        return None if found is None else found[0]
+    def done(self, lease: Lease, start: int, stop: int) -> bool:
+        """Rows `start … stop − 1` of the lease's slice were trained.
+
+        Returns:
+            False if the lease is not held any more (its trainer was given up, so that others train these rows).
+
+        Raises:
+            DataError: they were not leased.
+        """
+        held = self._held.get(lease.number)
+        if held is None:
+            return False
+        part = held[1]
+        for first, last in part.spans:
+            if first <= start <= stop <= last:
+                break
+        else:
+            raise DataError(f"rows {start} … {stop} are not among those to train: {part.spans}")
+        self.epochs[part.epoch].trained += stop - start
+        self.trained += stop - start
+        self._keep(lease, _without(part.spans, start, stop))
+        return True
+
+    def abandon(self, trainer: int) -> None:
+        """Puts back what the trainer holds and has not done."""
+        for lease, part in [held for held in self._held.values() if held[0].trainer == trainer]:
+            del self._held[lease.number]
+            part.begun, part.settled = 0, True
+            self._returned.append(part)
 
     def take_over(self, trainer: int, grain: int) -> Lease | None:
         """Moves to `trainer` at least half of what waits in the fullest lease of the others, or all of it.
@@ -231,24 +224,41 @@ class LeaseBook:
         Returns:
             None if nothing waits anywhere.
         """
-        others = [(lease, part) for lease, part in self._held.values() if lease.trainer != trainer and part.settled]
-        fullest = max(others, key=lambda held: _count(held[1].waiting()), default=None)
-        if fullest is None or not (waiting := fullest[1].waiting()):
+        waiting: list[Span] = []
+        most, fullest = 0, None
+        for lease, part in self._held.values():
+            unclaimed = _without(part.spans, 0, part.begun)
+            count = sum(stop - start for start, stop in unclaimed)
+            if lease.trainer != trainer and part.settled and count > most:
+                most, fullest, waiting = count, (lease, part), unclaimed
+        if fullest is None:
             return None
         lease, part = fullest
         if not part.opened:
             del self._held[lease.number]
             part.settled = False
             return self._hold(part, trainer)
-        kept = -(-_count(waiting) // grain) // 2 * grain
-        return self._split(lease, part, _row_after(waiting, kept), trainer)
+        kept = -(-most // grain) // 2 * grain
+        for first, last in waiting:
+            if kept < last - first:
+                break
+            kept -= last - first
+        cut, end = first + kept, self.plan.slices[part.slice]
+        moved = _Part(part.epoch, part.slice, _without(part.spans, 0, cut), opened=True, settled=False)
+        self._keep(lease, _without(part.spans, cut, end))
+        return self._hold(moved, trainer)
 
-    def _split(self, lease: Lease, part: _Part, start: int, trainer: int) -> Lease:
-        """Moves the rows of an opened lease from `start` on to another trainer, as a new lease."""
-        moved = _without(part.spans, (0, start))
-        part.spans = _without(part.spans, (start, self.plan.slices[part.slice]))
-        self._drop_if_empty(lease)
-        return self._hold(_Part(part.epoch, part.slice, moved, opened=True, settled=False), trainer)
+    def _hold(self, part: _Part, trainer: int) -> Lease:
+        lease = Lease(self._next_number, trainer, part.epoch, part.slice, tuple(part.spans))
+        self._next_number += 1
+        self._held[lease.number] = (lease, part)
+        return lease
+
+    def _keep(self, lease: Lease, spans: list[Span]) -> None:
+        """These are left of a lease, which ends without any."""
+        self._held[lease.number][1].spans = spans
+        if not spans:
+            del self._held[lease.number]
 
     def state(self) -> dict[str, Any]:
         """The position as plain JSON values; rows that are held and not done count as not trained."""
@@ -273,69 +283,31 @@ class LeaseBook:
             saved = msgspec.convert(state, _Saved)
         except msgspec.ValidationError as error:
             raise CheckpointError(f"the checkpoint's position in the data is not that of a job: {error}") from error
-        if saved.slices != len(self.plan.slices) or saved.rows != sum(self.plan.slices):
-            had, have = saved.rows, sum(self.plan.slices)
+        slices = self.plan.slices
+        if saved.slices != len(slices) or saved.rows != sum(slices):
             raise CheckpointError(
-                f"the checkpoint was made on data of {had} rows, this data has {have}: give the same data"
+                f"the checkpoint was made on data of {saved.rows} rows, this data has {sum(slices)}: give the same data"
             )
-        if not saved.fits(self.plan.slices):
+        counted = len(saved.trained) == len(saved.skipped) > saved.epoch and saved.position <= len(slices)
+        if not counted or not all(
+            epoch <= saved.epoch and part < len(slices) and all(start < stop <= slices[part] for start, stop in spans)
+            for epoch, part, spans, _ in saved.parts
+        ):
             raise CheckpointError("the checkpoint's position in the data contradicts itself")
         self._epoch, self._position = saved.epoch, saved.position
         self.epochs = [EpochCount(*pair) for pair in zip(saved.trained, saved.skipped, strict=True)]
-        parts = [_Part(epoch, part, spans, opened) for epoch, part, spans, opened in saved.parts]
-        self._returned = deque(sorted(parts, key=lambda part: part.epoch))
+        self.trained = sum(saved.trained)
+        self._returned = deque(sorted((_Part(*part) for part in saved.parts), key=lambda part: part.epoch))
         self._held = {}
         self._order = self.plan.order(self._epoch)
 
-    @property
-    def _exhausted(self) -> bool:
-        """Every slice of every epoch was handed out at least once."""
-        left_over = self.plan.epochs - self._epoch
-        return left_over <= 0 or (left_over == 1 and self._position == len(self._order))
 
-    def _next_slice(self) -> _Part | None:
-        if self._exhausted:
-            return None
-        if self._position == len(self._order):
-            self._epoch, self._position = self._epoch + 1, 0
-            if self._epoch == len(self.epochs):
-                self.epochs.append(EpochCount())
-            self._order = self.plan.order(self._epoch)
-        index = self._order[self._position]
-        self._position += 1
-        return _Part(self._epoch, index, [(0, self.plan.slices[index])])
-
-    def _hold(self, part: _Part, trainer: int) -> Lease:
-        lease = Lease(self._next_number, trainer, part.epoch, part.slice, tuple(part.spans))
-        self._next_number += 1
-        self._held[lease.number] = (lease, part)
-        return lease
-
-    def _drop_if_empty(self, lease: Lease) -> None:
-        if not self._held[lease.number][1].spans:
-            del self._held[lease.number]
-
-
-def _without(spans: Sequence[Span], gone: Span) -> list[Span]:
-    """The spans less the rows `gone[0] … gone[1] − 1`."""
-
-    def pieces() -> Iterator[Span]:
-        for start, stop in spans:
-            yield start, min(stop, gone[0])
-            yield max(start, gone[1]), stop
-
-    return [(start, stop) for start, stop in pieces() if start < stop]
-
-
-def _count(spans: Sequence[Span]) -> int:
-    """Rows in the spans."""
-    return sum(stop - start for start, stop in spans)
-
-
-def _row_after(spans: Sequence[Span], count: int) -> int:
-    """The row that comes after the first `count` rows of the spans."""
+def _without(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
+    """The spans less the rows `begin … end − 1`."""
+    left = []
     for start, stop in spans:
-        if count < stop - start:
-            return start + count
-        count -= stop - start
-    return spans[-1][1]
+        if start < begin:
+            left.append((start, min(stop, begin)))
+        if stop > end:
+            left.append((max(start, end), stop))
+    return left

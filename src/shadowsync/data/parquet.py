@@ -1,33 +1,43 @@
 """Any parquet table whose columns the configuration names.
 
-`B` samples, `F` categorical features, `N` dense columns, `L` ids.
+Of a remote file only what is read is fetched, and that only once, into a sparse file here: as long as the remote one,
+with holes where nothing was fetched. So whatever reads local parquet files reads it too, at the same speed. What is
+fetched are the column chunks of the wanted columns, row group by row group, when a row of the group is first asked for.
+Later passes over the data fetch nothing.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import polars as pl
 import pyarrow.parquet
-from pydantic import Field
 
 from shadowsync.data.batch import Batch
-from shadowsync.data.files import PANIC, File, reading, resolve
-from shadowsync.data.fingerprint import PART, digest
-from shadowsync.data.frame import Column, Layout, batch_of, problems
-from shadowsync.data.mirror import Mirror, column_span
-from shadowsync.data.rows import FileRows
-from shadowsync.data.source import Feature, OpenSource, Pooling, Schema, Slice, Source
-from shadowsync.errors import ConfigError, DataError
-from shadowsync.registry import nearest
+from shadowsync.data.files import PANIC, File, reading
+from shadowsync.data.frame import TableOptions, batch_of, problems, type_of
+from shadowsync.data.rows import FileOptions, FileRows
+from shadowsync.data.source import PART, OpenSource, Slice, Source, digest
+from shadowsync.errors import DataError, SaveError
+
+_TAIL = 1 << 20  # bytes fetched with the footer: most footers fit, and small files as a whole
+_BLOCK = 32 << 20  # bytes of one request
+_GAP = 1 << 20  # a hole that is cheaper to fetch than to make another request for
+_MAGIC = b"PAR1"
 
 pq: Any = pyarrow.parquet  # has no types
 
-Rows = Annotated[int, Field(ge=1, le=1 << 32)]
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Parquet(Source):
+class Parquet(TableOptions, FileOptions, Source):
     """Parquet files with a label, dense and categorical columns.
 
     A categorical column holds integers or strings, or lists of either (multi-hot, empty lists allowed). With
@@ -36,115 +46,36 @@ class Parquet(Source):
     """
 
     name: ClassVar[str] = "parquet"
-    not_options: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("weight", "sample_weight", "sample_weights", "weight_column"),
-        "all rows count alike, a row has no weight of its own yet; data.weights={COLUMN: WEIGHTS} is for the ids of a "
-        "list column",
-    )
-
-    path: Annotated[
-        str | tuple[str, ...], Field(description="training rows: a file, a glob or a list, any URL of fsspec")
-    ]
-    categorical: Annotated[tuple[str, ...], Field(description="categorical columns, in the model's order")]
-    test_path: Annotated[str | tuple[str, ...] | None, Field(description="test rows, likewise; None: no test")] = None
-    label: Annotated[
-        str | None, Field(description="the column that holds 0 or 1; null: rows without labels, for predictions only")
-    ] = "label"
-    dense: Annotated[tuple[str, ...], Field(description="dense columns, in the model's order")] = ()
-    log_dense: Annotated[bool, Field(description="take log(1 + max(x, 0)) of the dense columns, for counts")] = False
-    rows: Annotated[
-        Rows | dict[str, Rows] | None,
-        Field(description="integers used as they are lie in [0, rows): one number, or by column"),
-    ] = None
-    hash_size: Annotated[
-        Rows | dict[str, Rows] | None,
-        Field(description="rows that values are hashed to: one number, or by column; more collides less"),
-    ] = None
-    weights: Annotated[dict[str, str], Field(description="for a list column, the list column of its ids' weights")] = (
-        field(default_factory=dict)
-    )
-    tables: Annotated[dict[str, str], Field(description="by column, the name of a table it shares with others")] = (
-        field(default_factory=dict)
-    )
-    pooling: Annotated[
-        dict[str, Pooling],
-        Field(description="how a list column's rows are pooled, sum by default; none keeps them apart, as a sequence"),
-    ] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for key in ("weights", "tables", "pooling"):
-            self._check_names(key, getattr(self, key))
-        for key in ("rows", "hash_size"):
-            sizes = getattr(self, key)
-            self._check_names(key, sizes if isinstance(sizes, dict) else {})
-        if not self.categorical:
-            raise ConfigError("data.categorical is empty: name at least one column of ids, as data.categorical=[user]")
-        for key, names in (("dense", self.dense), ("categorical", self.categorical)):
-            self._check_inputs(key, names)
-        self._check_inputs("weights", tuple(dict.fromkeys(self.weights.values())))
-
-    @property
-    def label_columns(self) -> tuple[str, ...]:
-        """The label's column, if there is one."""
-        return () if self.label is None else (self.label,)
-
-    def _check_inputs(self, key: str, names: Sequence[str]) -> None:
-        if repeated := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"data.{key} names {min(repeated)!r} twice: leave one out")
-        if self.label in names:
-            raise ConfigError(
-                f"data.{key} names {self.label!r}, which is the label (data.label): leave it out, as a model cannot be "
-                "given the answer"
-            )
-
-    def _check_names(self, key: str, named: Mapping[str, object]) -> None:
-        for name in named:
-            if name not in self.categorical:
-                hint = nearest(name, self.categorical)
-                raise ConfigError(f"data.{key} names {name!r}, which is not in data.categorical{hint}")
 
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
         """Checks the files' columns and types."""
-        paths = self.path if split == "train" else self.test_path
-        if paths is None:
-            return None
-        files = resolve("data.path" if split == "train" else "data.test_path", paths, ".parquet")
-        return OpenParquet(self, files, on_bad_row)
-
-    def size(self, name: str) -> tuple[int, bool]:
-        """Rows of the feature's table, and whether its values are hashed to them."""
-        for hashed, sizes in ((True, self.hash_size), (False, self.rows)):
-            found = sizes.get(name) if isinstance(sizes, dict) else sizes
-            if found is not None:
-                if hashed and found == 1:
-                    raise ConfigError(
-                        f"data.hash_size of {name} is 1; it must be at least 2, as row 0 is for missing values"
-                    )
-                return found, hashed
-        raise ConfigError(
-            f"column {name!r} has no size: give data.hash_size=100000, or data.rows if it holds ids from 0 to rows − 1"
-        )
+        files = self.files(split, ".parquet")
+        return None if files is None else OpenParquet(self, files, on_bad_row)
 
 
 class OpenParquet(FileRows):
     """Parquet files whose columns have been checked."""
 
     def __init__(self, options: Parquet, files: Sequence[File], on_bad_row: Literal["error", "skip"]) -> None:
-        wanted = [*options.label_columns, *options.dense, *options.categorical, *options.weights.values()]
-        self._mirrors = [None if file.local else Mirror(file, wanted) for file in files]
-        paths = [file.key if m is None else m.path for file, m in zip(files, self._mirrors, strict=True)]
-        self._paths, self._label = paths, options.label
-        opened = [_Checked(options, file, path) for file, path in zip(files, paths, strict=True)]
-        self._layout = opened[0].layout()
-        for other in opened[1:]:
-            other.check_like(opened[0])
+        self._opened = [_Opened(file, options.names()) for file in files]
+        first = self._opened[0]
+        self._layout = options.layout(first.types, first.file.path)
+        for other in self._opened[1:]:
+            layout = options.layout(other.types, other.file.path)
+            for here, there in zip(layout.columns, self._layout.columns, strict=True):
+                if here != there:  # its ids would differ
+                    raise DataError(
+                        f"{other.file.path}: column {here.name!r} holds {other.types[here.name]}, in {first.file.path} "
+                        f"it holds {first.types[here.name]}: write all files with the same types"
+                    )
         self.labelled = options.label is not None
-        self._frames = [pl.scan_parquet(path, glob=False).select(list(dict.fromkeys(wanted))) for path in paths]
-        super().__init__(_schema(options, self._layout), files, [file.rows() for file in opened], on_bad_row)
+        rows = [opened.rows() for opened in self._opened]
+        super().__init__(self._layout.schema(), files, rows, on_bad_row)
 
     def read(self, part: Slice) -> Batch:
         """Decodes the pages that hold the slice; rows are looked at one by one only if something is wrong."""
-        frame = self._frame(part)
+        self.check_unchanged(part)
+        frame = self._opened[part.file].take(part.start, part.rows)
         batch = batch_of(frame, self._layout)
         if batch is None:
             keep = self.reject(part, problems(frame, self._layout))
@@ -152,28 +83,19 @@ class OpenParquet(FileRows):
             assert batch is not None, "problems() must find what batch_of() rejects"
         return batch
 
-    def _frame(self, part: Slice) -> pl.DataFrame:
-        path, mirror = self.files[part.file].path, self._mirrors[part.file]
-        self.check_unchanged(part)
-        if mirror is not None:
-            mirror.fetch(part.start, part.rows)
-        with reading(path):
-            try:
-                return self._frames[part.file].slice(part.start, part.rows).collect()
-            except (pl.exceptions.PolarsError, PANIC) as error:
-                raise DataError(
-                    f"{path}: row {part.start + 1} and those after cannot be decoded: {_line(error)}"
-                ) from error
-
     def dense_bounds(self) -> Mapping[str, float]:
         """As the footers tell; nothing where logarithms are taken, or where a file holds no bounds."""
         largest: dict[str, float] = {}
-        if self._layout.log_dense:
-            return largest
-        for file, path in zip(self.files, self._paths, strict=True):
-            with reading(file.path):
-                for name, bound in _bounds(pq.read_metadata(path), self._layout.dense):
-                    largest[name] = max(bound, largest.get(name, 0.0))
+        for opened in () if self._layout.options.log_dense else self._opened:
+            with reading(opened.file.path):
+                metadata = pq.read_metadata(opened.path)
+                groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+                names = enumerate(groups[0].column(number).path_in_schema for number in range(metadata.num_columns))
+                for number, name in [pair for pair in names if pair[1] in self._layout.options.dense]:
+                    for chunk in (group.column(number) for group in groups):
+                        if chunk.is_stats_set and chunk.statistics.has_min_max:
+                            bounds = abs(float(chunk.statistics.min)), abs(float(chunk.statistics.max))
+                            largest[name] = max(*bounds, largest.get(name, 0.0))
         return largest
 
     def digest(self, file: int) -> str:
@@ -181,88 +103,21 @@ class OpenParquet(FileRows):
 
         Not of the file's other bytes, unless it is small.
         """
-        size, path, mirror = self.files[file].size, self._paths[file], self._mirrors[file]
-        with reading(self.files[file].path):
-            metadata = pq.read_metadata(path)
+        opened, size = self._opened[file], self._opened[file].file.size
+        with reading(opened.file.path):
+            metadata = pq.read_metadata(opened.path)
             spans = [(size - 8 - metadata.serialized_size, size)]
-            labels = None if self._label is None else column_span(metadata, self._label)
-        if labels is not None:
-            spans.append((labels[0], min(labels[1], labels[0] + PART)))
-        return digest(size, spans, self.files[file].read if mirror is None else mirror.read)
+            label = self._layout.options.label
+            labels = [] if label is None else _spans(metadata.row_group(0), (label,))
+        if labels:
+            spans.append((labels[0][0], min(labels[0][1], labels[0][0] + PART)))
+        return digest(size, spans, opened.file.read if opened.mirror is None else opened.mirror.read)
 
     def close(self) -> None:
         """Removes what was fetched of remote files."""
-        for mirror in self._mirrors:
-            if mirror is not None:
-                mirror.close()
-
-
-class _Checked:
-    """A parquet file held against the options.
-
-    Raises:
-        DataError: it is not a parquet file; `layout` and `rows` find the rest.
-    """
-
-    def __init__(self, options: Parquet, file: File, path: str) -> None:
-        self.options, self.file, self.path = options, file, path
-        with reading(file.path):
-            try:
-                self.types = _schema_of(path)
-            except (pl.exceptions.PolarsError, PANIC) as error:
-                raise DataError(f"{file.path}: is not a parquet file, or was cut: {_line(error)}") from error
-
-    def rows(self) -> int:
-        with reading(self.file.path):
-            count = int(pl.scan_parquet(self.path, glob=False).select(pl.len()).collect().item())
-        if count == 0:
-            raise DataError(f"{self.file.path}: has no rows")
-        return count
-
-    def layout(self) -> Layout:
-        options = self.options
-        for key, names in (("label", options.label_columns), ("dense", options.dense)):
-            for name in names:
-                self._need(_is_number(self._type(key, name)), key, name, "one number per row")
-        columns = tuple(self._column(name) for name in options.categorical)
-        return Layout(options.label, options.dense, columns, options.log_dense)
-
-    def check_like(self, first: "_Checked") -> None:
-        """Raises `DataError` if a column is of another type than in the first file, so that its ids would differ."""
-        for here, there in zip(self.layout().columns, first.layout().columns, strict=True):
-            if here != there:
-                raise DataError(
-                    f"{self.file.path}: column {here.name!r} holds {self.types[here.name]}, in {first.file.path} it "
-                    f"holds {first.types[here.name]}: write all files with the same types"
-                )
-
-    def _column(self, name: str) -> Column:
-        kind, (rows, hashed) = self._type("categorical", name), self.options.size(name)
-        listed = isinstance(kind, pl.List)
-        value = kind.inner if isinstance(kind, pl.List) else kind
-        text = value in (pl.String, pl.Categorical, pl.Enum)
-        self._need(text or value.is_integer(), "categorical", name, "integers or strings, or lists of them")
-        self._need(hashed or not text, "categorical", name, "integers, unless data.hash_size is given")
-        weights = self.options.weights.get(name)
-        if weights is not None:
-            self._need(listed, "categorical", name, "lists, as data.weights gives their ids weights")
-            kind = self._type("weights", weights)
-            self._need(isinstance(kind, pl.List) and _is_number(kind.inner), "weights", weights, "lists of numbers")
-        return Column(name, rows, hashed, text, listed, weights)
-
-    def _type(self, key: str, name: str) -> pl.DataType:
-        if name not in self.types:
-            has = ", ".join(list(self.types)[:50])
-            hint = nearest(name, self.types)
-            if f"/{name}=" in self.file.path:
-                hint = ": it is in the name of a folder, and columns that folders are named after are not read yet"
-            raise DataError(f"{self.file.path}: there is no column {name!r} (data.{key}){hint}; the file has {has}")
-        return self.types[name]
-
-    def _need(self, condition: bool, key: str, name: str, allowed: str) -> None:
-        if not condition:
-            held = self.types[name]
-            raise DataError(f"{self.file.path}: column {name!r} (data.{key}) holds {held}, it must hold {allowed}")
+        for opened in self._opened:
+            if opened.mirror is not None:
+                opened.mirror.close()
 
 
 class Columns:
@@ -276,77 +131,206 @@ class Columns:
     """
 
     def __init__(self, files: Sequence[File], names: Sequence[str], file_rows: Sequence[int]) -> None:
-        self._files, self._names, self._file_rows = files, list(names), file_rows
-        self._file = self._row = 0
-        self._mirrors = [None if file.local else Mirror(file, names) for file in files]
-        self._paths = [file.key if m is None else m.path for file, m in zip(files, self._mirrors, strict=True)]
-        found = [self._types(file.path, path) for file, path in zip(files, self._paths, strict=True)]
-        self.types = found[0]
-        for file, types in zip(files, found, strict=True):
-            for name, kind in types.items():
-                if kind != self.types[name]:
+        self._file_rows, self._file, self._row = file_rows, 0, 0
+        self._opened = [_Opened(file, names) for file in files]
+        self.types = {name: type_of(name, self._opened[0].types, files[0].path, "--keep") for name in names}
+        for opened in self._opened:
+            for name in names:
+                if (kind := type_of(name, opened.types, opened.file.path, "--keep")) != self.types[name]:
                     first = f"{self.types[name]} in {files[0].path}"
-                    raise DataError(f"{file.path}: column {name!r} (--keep) holds {kind}, but {first}")
-
-    def _types(self, shown: str, path: str) -> dict[str, pl.DataType]:
-        with reading(shown):
-            types = _schema_of(path)
-        for name in self._names:
-            if name not in types:
-                has = ", ".join(list(types)[:50])
-                raise DataError(
-                    f"{shown}: there is no column {name!r} (--keep){nearest(name, types)}; the file has {has}"
-                )
-        return {name: types[name] for name in self._names}
+                    raise DataError(f"{opened.file.path}: column {name!r} (--keep) holds {kind}, but {first}")
 
     def take(self, rows: int) -> pl.DataFrame:
         """Of the next rows, which lie in one file."""
         if self._row == self._file_rows[self._file]:
             self._file, self._row = self._file + 1, 0
-        mirror, start = self._mirrors[self._file], self._row
-        if mirror is not None:
-            mirror.fetch(start, rows)
-        self._row += rows
-        with reading(self._files[self._file].path):
-            frame = pl.scan_parquet(self._paths[self._file], glob=False).select(self._names)
-            return frame.slice(start, rows).collect()
+        start, self._row = self._row, self._row + rows
+        return self._opened[self._file].take(start, rows)
 
 
-def _schema_of(path: str) -> Mapping[str, pl.DataType]:
-    """By column; a path that looks like a pattern is a name, as it was resolved before."""
-    return pl.scan_parquet(path, glob=False).collect_schema()
+class _Opened:
+    """A parquet file of which some columns are to be read, here or through a mirror.
 
+    Raises:
+        DataError: it is not a parquet file.
+    """
 
-def _bounds(metadata: Any, columns: Collection[str]) -> Iterator[tuple[str, float]]:
-    """The largest |x| of each row group's columns, as far as it is written down."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    wanted = [n for n in range(metadata.num_columns) if groups[0].column(n).path_in_schema in columns]
-    for chunk in (group.column(number) for group in groups for number in wanted):
-        if chunk.is_stats_set and chunk.statistics.has_min_max:
-            yield chunk.path_in_schema, max(abs(float(chunk.statistics.min)), abs(float(chunk.statistics.max)))
+    def __init__(self, file: File, columns: Sequence[str]) -> None:
+        self.file = file
+        self.mirror = None if file.local else Mirror(file, columns)
+        self.path = file.key if self.mirror is None else self.mirror.path
+        # a path that looks like a pattern is a name, as it was resolved before
+        self._scan = pl.scan_parquet(self.path, glob=False)
+        self._columns = self._scan.select(list(dict.fromkeys(columns)))
+        with reading(file.path):
+            try:
+                self.types: Mapping[str, pl.DataType] = self._scan.collect_schema()
+            except (pl.exceptions.PolarsError, PANIC) as error:
+                raise DataError(f"{file.path}: is not a parquet file, or was cut: {_line(error)}") from error
 
+    def rows(self) -> int:
+        with reading(self.file.path):
+            count = int(self._scan.select(pl.len()).collect().item())
+        if count == 0:
+            raise DataError(f"{self.file.path}: has no rows")
+        return count
 
-def _is_number(kind: object) -> bool:
-    return isinstance(kind, pl.DataType) and (kind.is_numeric() or kind == pl.Boolean)
-
-
-def _schema(options: Parquet, layout: Layout) -> Schema:
-    return Schema(
-        options.dense,
-        tuple(
-            Feature(
-                column.name,
-                column.rows,
-                options.tables.get(column.name),
-                column.listed,
-                options.pooling.get(column.name, "sum"),
-            )
-            for column in layout.columns
-        ),
-    )
+    def take(self, start: int, rows: int) -> pl.DataFrame:
+        if self.mirror is not None:
+            self.mirror.fetch(start, rows)
+        with reading(self.file.path):
+            try:
+                return self._columns.slice(start, rows).collect()
+            except (pl.exceptions.PolarsError, PANIC) as error:
+                raise DataError(
+                    f"{self.file.path}: row {start + 1} and those after cannot be decoded: {_line(error)}"
+                ) from error
 
 
 def _line(error: BaseException) -> str:
     if isinstance(error, PANIC):
         return "it is damaged, or was changed while it was being read"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+@dataclass
+class _Group:
+    """A row group: its rows, and the bytes that hold the wanted columns."""
+
+    first_row: int
+    stop_row: int
+    spans: Sequence[Span]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    fetched: bool = False
+
+
+class Mirror:
+    """The local stand-in of a remote parquet file; may be used from several threads.
+
+    The copy lies in the system's folder for temporary files (`TMPDIR` moves it) and vanishes with the mirror, on Linux
+    even if the process is killed.
+
+    Attributes:
+        path: where to read it; the footer is there from the start, rows once they were fetched.
+    """
+
+    def __init__(self, file: File, columns: Collection[str]) -> None:
+        """`columns` are those that will be read.
+
+        Raises:
+            DataError: the remote file cannot be read.
+            SaveError: there is no room for the copy.
+        """
+        self._file = file
+        self._columns = frozenset(columns)
+        self._lock = threading.Lock()
+        self._groups: list[_Group] | None = None
+        self._open()
+        with _writing(file):
+            os.ftruncate(self._handle, file.size)
+        # where what was fetched begins; a file that is none of parquet is left for its reader to refuse
+        self._tail = max(0, file.size - _TAIL)
+        tail = self._copy(self._tail, file.size)
+        footer = file.size - 8 - int.from_bytes(tail[-8:-4], "little")
+        if tail[-4:] == _MAGIC and 0 <= footer < self._tail:
+            self._copy(footer, self._tail)
+            self._tail = footer
+
+    def _open(self) -> None:
+        """Makes the empty copy, which goes at the latest with the mirror."""
+        folder = tempfile.gettempdir()
+        try:
+            self._handle, name = tempfile.mkstemp(prefix="shadowsync-", suffix=".parquet", dir=folder)
+        except OSError as error:
+            raise SaveError(f"{folder}: a temporary file cannot be made there: {error.strerror or error}") from error
+        nameless = Path(f"/proc/self/fd/{self._handle}")
+        self.close: Callable[[], object]
+        if nameless.exists():
+            Path(name).unlink()
+            self.path, self.close = str(nameless), weakref.finalize(self, os.close, self._handle)
+        else:
+            self.path, self.close = name, weakref.finalize(self, _remove, self._handle, name)
+
+    def fetch(self, start: int, rows: int) -> None:
+        """Makes sure that rows `start … start + rows − 1` are there.
+
+        Raises:
+            DataError: the remote file cannot be read.
+            SaveError: there is no room for the copy.
+        """
+        with self._lock:
+            if self._groups is None:
+                self._groups = self._row_groups()
+        for group in self._groups:
+            if group.first_row < start + rows and start < group.stop_row:
+                with group.lock:
+                    if not group.fetched:
+                        for begin, end in group.spans:
+                            for part in range(begin, min(end, self._tail), _BLOCK):
+                                self._copy(part, min(part + _BLOCK, end, self._tail))
+                        group.fetched = True
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes `start … stop − 1`, which are fetched unless they lie in what was fetched with the footer.
+
+        Raises:
+            DataError: the remote file cannot be read.
+        """
+        return self._file.read(start, stop) if start < self._tail else os.pread(self._handle, stop - start, start)
+
+    def _row_groups(self) -> list[_Group]:
+        """In the order of the rows."""
+        metadata, groups, first_row = pq.read_metadata(self.path), [], 0
+        for group in (metadata.row_group(number) for number in range(metadata.num_row_groups)):
+            spans = _joined(_spans(group, self._columns))
+            groups.append(_Group(first_row, first_row + group.num_rows, spans))
+            first_row += group.num_rows
+        return groups
+
+    def _copy(self, begin: int, end: int) -> bytes:
+        data = self._file.read(begin, end)
+        with _writing(self._file):
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._handle, memoryview(data)[written:], begin + written)
+        return data
+
+
+def _spans(group: Any, columns: Collection[str]) -> list[Span]:
+    """The bytes of a row group that hold those columns; `tags.list.element` belongs to `tags`, `a.b` to `a.b`."""
+    spans = []
+    for chunk in (group.column(number) for number in range(group.num_columns)):
+        path = chunk.path_in_schema
+        if any(path == name or path.startswith(f"{name}.") for name in columns):
+            starts = [chunk.data_page_offset, chunk.dictionary_page_offset]
+            begin = min(start for start in starts if start is not None)
+            spans.append((begin, begin + chunk.total_compressed_size))
+    return spans
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Ascending spans; those with little between them are one."""
+    joined: list[Span] = []
+    for begin, end in sorted(spans):
+        if joined and begin - joined[-1][1] <= _GAP:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _remove(handle: int, name: str) -> None:
+    os.close(handle)
+    Path(name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(file: File) -> Iterator[None]:
+    """Turns the refusal of this machine to hold the copy into a `SaveError`."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(
+            f"{tempfile.gettempdir()}: has no room for what is read of {file.path}: {error.strerror or error}; "
+            "point TMPDIR to a larger disk"
+        ) from error

@@ -1,25 +1,269 @@
-"""Feeds the trainers of one process: one desk, a pool of threads that parse, and a feed for each trainer."""
+"""Feeds trainers with batches: leases are parsed by a pool of threads, here or elsewhere, and claimed one by one.
 
+`B` samples of a batch.
+"""
+
+import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+import torch
 
 from shadowsync.data.batch import Batch
-from shadowsync.data.checks import check_ids
-from shadowsync.data.desk import Desk
-from shadowsync.data.feed import Feed, LeasedBatch
+from shadowsync.data.lease_service import Leases, LeaseService, LeaseStatus
 from shadowsync.data.leases import EpochCount, Lease, LeaseBook, Plan
-from shadowsync.data.parsing import Parsed, Parser, ReaderOptions
-from shadowsync.data.source import OpenSource
-from shadowsync.errors import CheckpointError
+from shadowsync.data.source import OpenSource, Slice, check_ids
+from shadowsync.errors import CheckpointError, ConfigError, DataError, RunError
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.errors import CallTimeout
+from shadowsync.rpc.served import later, served
 
-__all__ = ["Feed", "LeasedBatch", "Position", "Reader", "ReaderOptions", "batches"]
-
+_MOST_SLICES = 10_000_000
 _EVALUATION_ROWS = 32_768
+PARSE_S = 900.0
+"""Deadline of a lease: a reader waits for nobody but its file system."""
+
+
+@dataclass(frozen=True)
+class ReaderOptions:
+    """How a source is read.
+
+    Attributes:
+        batch_size: `B`; the last batch of a slice may be shorter.
+        slice_rows: rows leased at once, best a multiple of `batch_size`.
+        epochs: passes over the data.
+        shuffle: permute slices (unless the source is sequential), and rows inside a slice, anew in every epoch.
+        seed: of these permutations.
+        readers: threads that parse.
+        prefetch: slices parsed ahead for each trainer, besides the one it is at.
+    """
+
+    batch_size: int
+    slice_rows: int = 8192
+    epochs: int = 1
+    shuffle: bool = True
+    seed: int = 0
+    readers: int = 1
+    prefetch: int = 2
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A lease that was parsed.
+
+    Attributes:
+        rows: good rows of the whole slice.
+        batches: rows `start … stop − 1` of the permuted slice, and their samples.
+    """
+
+    rows: int
+    batches: tuple[tuple[int, int, Batch], ...]
+
+
+class Parser:
+    """Parses leases of one source (the reader's role): reads, checks, permutes and cuts.
+
+    It keeps nothing from one lease to the next, so whoever takes a dead reader's place can be asked the same again.
+
+    Attributes:
+        slices: of the source; `lease.slice` is a position among them.
+
+    Raises:
+        ConfigError: the slices are far too many.
+    """
+
+    def __init__(self, source: OpenSource, options: ReaderOptions) -> None:
+        if source.rows > _MOST_SLICES * options.slice_rows:
+            raise ConfigError(
+                f"data.slice_rows={options.slice_rows} cuts {source.rows:,} rows into more slices than can be kept "
+                f"track of: set data.slice_rows={-(-source.rows // _MOST_SLICES)} or more"
+            )
+        self.source, self.options = source, options
+        self.slices = source.slices(options.slice_rows)
+
+    @served(once=False, timeout_s=PARSE_S)
+    def parse(self, lease: Lease) -> Parsed:
+        """The lease's rows, whose order depends on seed, epoch and slice only.
+
+        Raises:
+            DataError: a row cannot be used, or the lease is not one of this data; and whatever else reading the source
+                raises.
+        """
+        known = 0 <= lease.slice < len(self.slices) and lease.epoch >= 0
+        rows = self.slices[lease.slice].rows if known else 0
+        if not known or not all(0 <= start < stop <= rows for start, stop in lease.spans):
+            raise DataError(f"a lease of slice {lease.slice} with rows {list(lease.spans)[:4]} does not fit this data")
+        whole = _read(self.source, self.slices, lease.slice)
+        order, size = None, self.options.batch_size
+        if self.options.shuffle:
+            generator = np.random.default_rng((self.options.seed, lease.epoch, lease.slice))
+            order = torch.from_numpy(generator.permutation(len(whole)))
+        batches = []
+        for first, last in lease.spans:
+            end = min(last, len(whole))
+            for start in range(first, end, size):
+                stop = min(start + size, end)
+                batch = whole.narrow(start, stop) if order is None else whole.take(order[start:stop])
+                batches.append((start, stop, batch))
+        return Parsed(len(whole), tuple(batches))
+
+    def close(self) -> None:
+        """Lets go of open files."""
+        self.source.close()
+
+
+def parse_elsewhere(connection: Connection, lease: Lease) -> Future[Parsed]:
+    """As `Parser.parse`, by the reader at the other end; its errors are in the future."""
+    asked, parsed = later(connection, Parser.parse, lease), Future[Parsed]()
+
+    def pass_on(_: BaseException | None) -> None:
+        try:
+            parsed.set_result(asked.result())
+        except CallTimeout:  # it is not the trainer that is to be replaced, as after the loss of a peer
+            parsed.set_exception(
+                RunError(f"no reader has read its rows within {PARSE_S:g} s: does the file system of data.path answer?")
+            )
+        except BaseException as error:  # whoever waits is to hear of it, not the thread that serves the connection
+            parsed.set_exception(error)
+
+    asked.then(pass_on)
+    return parsed
+
+
+@dataclass(frozen=True)
+class LeasedBatch:
+    """A batch with what is needed to report it done: rows `start … stop − 1` of the lease's permuted slice.
+
+    Attributes:
+        number: its place in the order in which batches are begun, over all trainers, from 0.
+    """
+
+    batch: Batch
+    lease: Lease
+    start: int
+    stop: int
+    number: int
+
+
+@dataclass
+class _Block:
+    """A leased slice; `batches` is None until it is parsed and opened."""
+
+    lease: Lease
+    parsing: Future[Parsed]
+    batches: deque[tuple[int, int, Batch]] | None = None
+
+
+class Feed:
+    """What a trainer trains; all its workers share it.
+
+    It leases slices, has them parsed ahead, and claims each batch right before it goes out.
+
+    Args:
+        trainer: its rank.
+        leases: says who trains what.
+        parse: starts to parse a lease.
+        prefetch: slices parsed ahead, besides the one the trainer is at.
+    """
+
+    def __init__(self, trainer: int, leases: Leases, parse: Callable[[Lease], Future[Parsed]], prefetch: int) -> None:
+        self.trainer, self.leases, self.closed = trainer, leases, False
+        self._parse, self._prefetch = parse, prefetch
+        self._blocks: deque[_Block] = deque()
+        self._lock = threading.Lock()
+        self._status = LeaseStatus(0, False, 0)
+        self._nothing_at = -1
+
+    def next(self, wait: bool = True) -> LeasedBatch | None:
+        """The trainer's next batch.
+
+        Args:
+            wait: when everything has been leased but others still hold rows, wait until they are done with them or
+                give them back. A worker that still holds batches itself must not wait, or it may wait for itself:
+                it calls with False, finishes them when it gets None, and then calls with True.
+
+        Returns:
+            None: there is no more work for this trainer; with `wait=False`, there is none now.
+
+        Raises:
+            Exception: whatever reading the source raised, unchanged.
+        """
+        while not self.closed:
+            with self._lock:
+                leased, status = self._take(), self._status
+                parsing = self._blocks[0].parsing if self._blocks else None
+            if leased is not None or (parsing is None and (not wait or status.finished)):
+                return leased
+            if parsing is None:
+                self.leases.wait(status.version)
+            else:
+                # `concurrent.futures.wait` would wait for ever for one that the end of its pool cancelled
+                with contextlib.suppress(CancelledError):
+                    parsing.exception()
+        return None
+
+    def done(self, leased: LeasedBatch) -> bool:
+        """Says that a batch was trained; False if the trainer had been given up, so that others train its rows."""
+        return self.leases.done(leased.lease, leased.start, leased.stop)
+
+    def close(self) -> None:
+        """Puts back what the trainer holds and has not done; `next` gives None from now on."""
+        if not self.closed:
+            self.closed = True
+            self.leases.abandon(self.trainer)
+
+    @property
+    def depth(self) -> int:
+        """Batches parsed and not begun."""
+        return sum(len(block.batches or ()) for block in tuple(self._blocks))
+
+    def _take(self) -> LeasedBatch | None:
+        """The next batch that is parsed, or what of it is still this trainer's."""
+        self._fill()
+        while self._blocks and not self.closed:
+            block = self._blocks[0]
+            if block.batches is None and not self._open_parsed():
+                return None
+            while block.batches:
+                start, stop, batch = block.batches.popleft()
+                self._status, claim = self.leases.claim(block.lease, start, stop)
+                if claim is not None:
+                    whole = batch if claim.stop == stop else batch.narrow(0, claim.stop - start)
+                    return LeasedBatch(whole, block.lease, start, claim.stop, claim.number)
+            self._blocks.popleft()
+            self._fill()
+        return None
+
+    def _fill(self) -> None:
+        """Leases ahead; what was not to be had at this version is not asked for again while there is a queue."""
+        while len(self._blocks) <= self._prefetch and not self.closed:
+            if self._blocks and self._nothing_at == self._status.version:
+                return
+            self._status, lease = self.leases.lease(self.trainer, idle=not self._blocks)
+            if lease is None:
+                self._nothing_at = self._status.version
+                return
+            self._blocks.append(_Block(lease, self._parse(lease)))
+
+    def _open_parsed(self) -> bool:
+        """Opens every block that has been parsed; whether the first one is among them."""
+        for block in self._blocks:
+            if block.parsing.cancelled():
+                self.closed = True  # nobody parses any more
+                return False
+            if block.batches is None and block.parsing.done():
+                if self.closed:
+                    return False  # what went wrong with it may be that nobody wants it any more
+                parsed = block.parsing.result()
+                self._status, held = self.leases.opened(block.lease, parsed.rows)
+                block.batches = deque(parsed.batches if held else ())
+        return self._blocks[0].batches is not None
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -42,10 +286,6 @@ class Position(msgspec.Struct, frozen=True):
         except msgspec.ValidationError as error:
             raise CheckpointError(f"the checkpoint's position in the data is not that of a job: {error}") from error
 
-    def options(self, options: ReaderOptions) -> ReaderOptions:
-        """The options with what decides the order of the data."""
-        return replace(options, slice_rows=self.slice_rows, shuffle=self.shuffle, seed=self.seed)
-
 
 class Reader:
     """Hands out the rows of a source, each exactly once per epoch, to any number of trainers.
@@ -55,7 +295,7 @@ class Reader:
 
     Attributes:
         slices: of the source; `lease.slice` is a position among them.
-        desk: says who trains what.
+        leases: says who trains what.
     """
 
     def __init__(
@@ -77,16 +317,18 @@ class Reader:
             CheckpointError: the state is of other data, or not one that `state()` gives.
         """
         position = None if state is None else Position.of(state)
-        options = options if position is None else position.options(options)
+        if position is not None:
+            options = replace(options, slice_rows=position.slice_rows, shuffle=position.shuffle, seed=position.seed)
         self.source, self.options = source, options
         self._parser = Parser(source, options)
         self.slices = self._parser.slices
         shuffle_slices = options.shuffle and not source.sequential
-        plan = Plan([part.rows for part in self.slices], options.epochs, shuffle_slices, options.seed)
-        book = LeaseBook(plan, first_number)
+        book = LeaseBook(
+            Plan([part.rows for part in self.slices], options.epochs, shuffle_slices, options.seed), first_number
+        )
         if position is not None:
             book.restore(position.book)
-        self.desk = Desk(book, options.batch_size)
+        self.leases = LeaseService(book, options.batch_size)
         self._feeds: dict[int, Feed] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -97,41 +339,30 @@ class Reader:
         with self._lock:
             feed = self._feeds.get(trainer)
             if feed is None or feed.closed:
-                feed = Feed(trainer, self.desk, self._parse, self.options.prefetch, closed=self._closed)
-                self._feeds[trainer] = feed
+                feed = self._feeds[trainer] = Feed(trainer, self.leases, self._parse, self.options.prefetch)
+                feed.closed = self._closed
             return feed
-
-    def abandon(self, trainer: int) -> None:
-        """Puts back what a dead trainer holds and has not done; its feed is closed."""
-        feed = self._feeds.get(trainer)
-        if feed is not None:
-            feed.close()
-
-    def waiting(self, trainer: int) -> int:
-        """Batches that are parsed for the trainer and not begun."""
-        feed = self._feeds.get(trainer)
-        return 0 if feed is None else feed.depth
 
     def state(self) -> dict[str, Any]:
         """The position as plain JSON values; batches that were handed out and not done count as not trained."""
         options = self.options
-        position = Position(options.slice_rows, options.shuffle, options.seed, dict(self.desk.state()))
+        position = Position(options.slice_rows, options.shuffle, options.seed, dict(self.leases.state()))
         builtins: dict[str, Any] = msgspec.to_builtins(position)
         return builtins
 
     @property
     def finished(self) -> bool:
         """Every row of every epoch was trained or skipped."""
-        return self.desk.finished
+        return self.leases.finished
 
     @property
     def trained(self) -> int:
         """Rows trained so far, all epochs."""
-        return self.desk.trained
+        return self.leases.trained
 
     def epochs(self) -> Sequence[EpochCount]:
         """Rows trained and skipped in each epoch so far."""
-        return self.desk.epochs()
+        return self.leases.epochs()
 
     def close(self) -> None:
         """Ends the threads; every `next` gives None from now on."""
@@ -139,7 +370,7 @@ class Reader:
             self._closed = True
             for feed in self._feeds.values():
                 feed.closed = True
-        self.desk.wake()
+        self.leases.wake()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _parse(self, lease: Lease) -> Future[Parsed]:
@@ -157,18 +388,19 @@ def batches(source: OpenSource, batch_size: int) -> Iterator[Batch]:
     Raises:
         DataError: a row cannot be used.
     """
-
-    def read(index: int) -> Batch:
-        batch = source.read(parts[index])
-        check_ids(batch, source, parts[index])
-        return batch
-
-    parts = source.slices(max(batch_size, _EVALUATION_ROWS // batch_size * batch_size))
+    slices = source.slices(max(batch_size, _EVALUATION_ROWS // batch_size * batch_size))
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
-        coming = pool.submit(read, 0)
-        for index in range(len(parts)):
+        coming = pool.submit(_read, source, slices, 0)
+        for index in range(len(slices)):
             whole = coming.result()
-            if index + 1 < len(parts):
-                coming = pool.submit(read, index + 1)
+            if index + 1 < len(slices):
+                coming = pool.submit(_read, source, slices, index + 1)
             for start in range(0, len(whole), batch_size):
                 yield whole.narrow(start, min(start + batch_size, len(whole)))
+
+
+def _read(source: OpenSource, slices: Sequence[Slice], index: int) -> Batch:
+    """A slice whose ids are known to lie in their tables."""
+    batch = source.read(slices[index])
+    check_ids(batch, source, slices[index])
+    return batch

@@ -1,18 +1,19 @@
-"""What sources of files have in common: slices that do not cross files, places for messages, bad rows."""
+"""What sources of files have in common: slices that do not cross files, places for messages, bad rows, marks."""
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from shadowsync.data.batch import Batch
-from shadowsync.data.files import File
-from shadowsync.data.fingerprint import Mark
-from shadowsync.data.source import BadRows, OpenSource, Schema, Slice
+from shadowsync.data.files import File, resolve
+from shadowsync.data.source import PART, BadRows, Mark, OpenSource, Schema, Slice, digest
 from shadowsync.errors import DataError
+
+_LOOKED_AT = 1000  # rows
+_LARGE = 1e4  # of a dense number
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,31 @@ class Problem:
     remedy: str = "mend it, or leave such rows out with data.on_bad_row=skip"
 
 
-_REMEDY_WHEN_TRAINED = "mend it, or take such rows out of the file, as the model is trained already"
+@dataclass(frozen=True)
+class FileOptions:
+    """Where the rows of a source of files are."""
+
+    path: Annotated[
+        str | tuple[str, ...], Field(description="training rows: a file, a glob or a list, any URL of fsspec")
+    ]
+    test_path: Annotated[str | tuple[str, ...] | None, Field(description="test rows, likewise; None: no test")] = None
+
+    def files(self, split: Literal["train", "test"], suffix: str | None = None) -> tuple[File, ...] | None:
+        """As `resolve`; None if there are no test rows."""
+        key, paths = ("data.path", self.path) if split == "train" else ("data.test_path", self.test_path)
+        return None if paths is None else resolve(key, paths, suffix)
 
 
 class FileRows(OpenSource):
     """An opened source whose rows lie in files.
 
     Attributes:
+        own_mark: stands for the marks of the files, where there is one.
         for_trained: the rows are for a model that is trained, so that options of the data cannot be changed any more.
     """
 
     for_trained: bool = False
+    own_mark: Mark | None = None
 
     def __init__(
         self, schema: Schema, files: Sequence[File], file_rows: Sequence[int], on_bad_row: Literal["error", "skip"]
@@ -47,7 +62,6 @@ class FileRows(OpenSource):
         self.on_bad_row = on_bad_row
         self._dropped: dict[tuple[int, int], set[int]] = {}
         self._marks = [self._mark(number) if file.local else None for number, file in enumerate(self.files)]
-        self._own_mark: Mark | None = None
         self._stamps = [file.stamp() for file in self.files]
 
     def limit(self, rows: int) -> None:
@@ -55,14 +69,6 @@ class FileRows(OpenSource):
         before = np.cumsum([0, *self.file_rows[:-1]])
         self.file_rows = tuple(int(max(min(n, rows - b), 0)) for n, b in zip(self.file_rows, before, strict=True))
         self.rows = sum(self.file_rows)
-
-    def first(self, rows: int) -> Batch:
-        """Good rows of the first `rows` rows of the first file.
-
-        Raises:
-            DataError: as `read`.
-        """
-        return self.read(Slice(0, 0, 0, min(rows, self.file_rows[0])))
 
     def slices(self, rows_per_slice: int) -> Sequence[Slice]:
         """Slices of `rows_per_slice` rows, the last one of each file shorter."""
@@ -83,18 +89,15 @@ class FileRows(OpenSource):
         """The largest |x| of dense columns, of those of which the files tell it without being read through."""
         return {}
 
-    @abstractmethod
     def digest(self, file: int) -> str:
-        """Of those bytes of a file that tell it from others."""
-
-    def known_as(self, mark: Mark) -> None:
-        """Replaces the marks of the files."""
-        self._own_mark = mark
+        """Of those bytes of a file that tell it from others: the first and the last, where a format knows no better."""
+        size = self.files[file].size
+        return digest(size, [(0, min(PART, size)), (max(0, size - PART), size)], self.files[file].read)
 
     def marks(self) -> tuple[Mark, ...]:
         """One for each file; those of files elsewhere cost a request or two each, once."""
-        if self._own_mark is not None:
-            return (self._own_mark,)
+        if self.own_mark is not None:
+            return (self.own_mark,)
         self._marks = [mark or self._mark(number) for number, mark in enumerate(self._marks)]
         return tuple(mark for mark in self._marks if mark is not None)
 
@@ -118,9 +121,47 @@ class FileRows(OpenSource):
         """Raises for the first problem, or counts all of them and returns which rows of the slice to keep."""
         texts = [f"{self.files[part.file].path}, row {part.start + p.row + 1}: {p.text}" for p in problems]
         if self.on_bad_row == "error":
-            raise DataError(f"{texts[0]}; {_REMEDY_WHEN_TRAINED if self.for_trained else problems[0].remedy}")
+            trained = "mend it, or take such rows out of the file, as the model is trained already"
+            raise DataError(f"{texts[0]}; {trained if self.for_trained else problems[0].remedy}")
         self.bad_rows.add(texts)
         keep = np.ones(part.rows, dtype=np.bool_)
         keep[[problem.row for problem in problems]] = False
         self._dropped[part.file, part.start] = {problem.row for problem in problems}
         return keep
+
+
+def large_columns(source: OpenSource) -> str | None:
+    """A sentence on dense columns whose numbers are far too large to train on, as the first rows of a file show them.
+
+    Raises:
+        DataError: one of these rows cannot be used.
+    """
+    if not isinstance(source, FileRows) or not source.schema.dense or not source.rows:
+        return None
+    dense = source.read(Slice(0, 0, 0, min(_LOOKED_AT, source.file_rows[0]))).dense
+    most = dense.abs().amax(0).tolist() if len(dense) else [0.0] * len(source.schema.dense)
+    found = [f"{name} ({value:.3g})" for name, value in zip(source.schema.dense, most, strict=True) if value > _LARGE]
+    if not found:
+        return None
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    remedy = (
+        "scale them as the rows that the model was trained on"
+        if source.for_trained
+        else "list ids in data.categorical with data.hash_size, take counts with data.log_dense=true, and scale the "
+        "rest to about −1 … 1"
+    )
+    return (
+        f"dense columns with numbers beyond ±{_LARGE:,.0f}, which drown the others: {', '.join(found[:3])}{more}; "
+        f"{remedy}"
+    )
+
+
+def largest_column(source: OpenSource) -> str | None:
+    """`|price| is up to 1e+30`: the dense column with the largest number, where it is large and the files tell it.
+
+    Raises:
+        DataError: a file is gone, or was damaged.
+    """
+    bounds = source.dense_bounds() if isinstance(source, FileRows) else {}
+    name = max(bounds, key=bounds.__getitem__, default=None)
+    return None if name is None or bounds[name] <= _LARGE else f"|{name}| is up to {bounds[name]:.3g}"

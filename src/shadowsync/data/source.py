@@ -1,13 +1,22 @@
-"""The seam between a data format and the reader."""
+"""The seam between a data format and the reader, and by what data is known again."""
 
+import dataclasses
+import hashlib
+import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
 
 from shadowsync.data.batch import Batch
-from shadowsync.data.fingerprint import Mark
+from shadowsync.errors import DataError
+
+PART = 1 << 16  # bytes read at a place of a file that is looked at to know it again
+_WHOLE = 1 << 20  # bytes of a file that is read as a whole for that
 
 Pooling = Literal["sum", "mean", "none"]
 """How the vectors of one sample's ids become one; `none` keeps them apart, as a sequence in the order of the ids."""
@@ -18,7 +27,7 @@ class Feature:
     """A categorical feature of a source.
 
     Attributes:
-        name: the feature's name; a model receives its pooled vector, or its sequence of vectors, under this name.
+        name: under which a model receives its pooled vector, or its sequence of vectors.
         rows: ids lie in `[0, rows)`.
         table: the embedding table that holds its rows; None for one of its own, called like the feature.
         multi_hot: a sample may have any number of ids, zero included.
@@ -71,6 +80,20 @@ class BadRows:
             self.count += len(messages)
             fresh = [message for message in messages[:5] if message not in self.examples]
             self.examples += fresh[: 5 - len(self.examples)]
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """A file of the data, wherever it lies; or all rows of a source that makes them itself.
+
+    Attributes:
+        name: of the file without its folder, or of the source.
+        size: bytes, or rows.
+        digest: of some of the file's bytes, or of what the rows are made from.
+    """
+
+    name: str
+    size: int
+    digest: str
 
 
 class OpenSource(ABC):
@@ -134,3 +157,49 @@ class Source(ABC):
             DataError: a file is missing, empty or of the wrong schema.
             MissingExtra: the source needs a package that is not installed.
         """
+
+
+def check_ids(batch: Batch, source: OpenSource, part: Slice) -> None:
+    """Raises `DataError` unless every id lies in its feature's `[0, rows)`."""
+    values = batch.ids.values.numpy().view(np.uint64)  # a negative id becomes a huge one
+    offsets = None if batch.ids.offsets is None else batch.ids.offsets.numpy()
+    samples = len(batch)
+    for position, feature in enumerate(source.schema.features):
+        bags = np.array([position, position + 1]) * samples
+        start, stop = bags if offsets is None else offsets[bags]
+        ids = values[start:stop]
+        if ids.max(initial=0) < feature.rows:
+            continue
+        where = int(np.argmax(ids >= feature.rows))
+        sample = where if offsets is None else int(np.searchsorted(offsets, start + where, side="right")) - 1 - bags[0]
+        raise DataError(
+            f"{source.place(part, int(sample))}: feature {feature.name} has id {ids.view(np.int64)[where]}, "
+            f"outside of 0 … {feature.rows - 1}; raise the feature's rows, or hash it with data.hash_size"
+        )
+
+
+def digest(size: int, spans: Iterable[tuple[int, int]], read: Callable[[int, int], bytes]) -> str:
+    """Of the bytes in `spans` of a file of `size` bytes; of all bytes where the file is small."""
+    found = hashlib.sha256()
+    for start, stop in [(0, size)] if size <= _WHOLE else spans:
+        found.update(read(start, stop))
+    return found.hexdigest()[:16]
+
+
+def mark_of_options(source: Any, rows: int, without: Collection[str] = ()) -> Mark:
+    """Of rows that a source's options decide; those at their defaults do not count, so that there may be new ones.
+
+    Args:
+        source: the dataclass with the options.
+        rows: how many.
+        without: options that do not matter to the training rows.
+    """
+    options = [(option, getattr(source, option.name)) for option in dataclasses.fields(source)]
+    given = {option.name: value for option, value in options if option.name not in without and value != option.default}
+    told = json.dumps(given, sort_keys=True, default=str)
+    return Mark(f"data.name={source.name}", rows, hashlib.sha256(told.encode()).hexdigest()[:16])
+
+
+def summary(marks: Sequence[Mark]) -> str:
+    """One short word for all of them, by which a user may name this very data."""
+    return hashlib.sha256(msgspec.json.encode(marks)).hexdigest()[:12]

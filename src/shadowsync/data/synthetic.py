@@ -1,11 +1,11 @@
 """Endless click data of Criteo's shape whose best reachable AUC is known.
 
-`B` samples, `N` dense columns, `F` features, `L` ids.
+`B` samples, `N` dense columns, `F` features.
 """
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, overload
 
@@ -15,14 +15,19 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.fingerprint import Mark, mark_of_options
-from shadowsync.data.source import BadRows, Feature, OpenSource, Schema, Slice, Source
-from shadowsync.data.teacher import Floats, Integers, Teacher, TeacherOptions, auc, latents, make_teacher, sigmoid
+from shadowsync.data.hashing import mix
+from shadowsync.data.source import BadRows, Feature, Mark, OpenSource, Schema, Slice, Source, mark_of_options
 from shadowsync.errors import ConfigError
+
+Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
 
 _BLOCK = 4096  # rows made at once from one seed; slices may cut them anywhere
 _CALIBRATION_BLOCKS = 16
 _JUDGED_ROWS = 1 << 20
+_HIDDEN = 32  # units of the teacher's layers
+_SHARED = 4  # features whose latents the teacher's network sees beside the dense columns
+_GAIN = 1.6  # of the network's layers: more makes a function that is harder to learn
 
 TableRows = Annotated[int, Field(ge=1, le=1 << 31)]
 
@@ -32,7 +37,7 @@ class Synthetic(Source):
     """Rows made from (seed, position), so that any slice of any of them can be made at any time, on any machine.
 
     Dense columns are standard normal. The id of rank r (from 0) has probability about (r + 1)^−zipf, rounded down from
-    a bounded Pareto distribution; ranks are scattered over the rows of the table. A planted teacher (see `teacher`)
+    a bounded Pareto distribution; ranks are scattered over the rows of the table. A planted `Teacher`
     gives each row a probability, from which its label is drawn.
     """
 
@@ -110,15 +115,23 @@ class OpenSynthetic(OpenSource):
         self.bad_rows = BadRows()
         self._options, self._sizes, self._stream = options, sizes, int(split == "test")
         self._zipf = [_Zipf.of(size, options.zipf) for size in sizes]
-        self._teacher = self._calibrated()
+        sample = [self._inputs(np.random.default_rng((options.seed, 0, k))) for k in range(_CALIBRATION_BLOCKS)]
+        self._teacher = Teacher(
+            np.concatenate([dense for dense, _, _ in sample]),
+            np.concatenate([hidden for _, _, hidden in sample], axis=1),
+            options.dense_share,
+            options.scale,
+            options.base_rate,
+            options.seed,
+        )
         self._made = functools.lru_cache(maxsize=options.repeat_blocks or 2)(self._make)
 
     @functools.cached_property
     def best_auc(self) -> float | None:  # type: ignore[override]
         """The AUC of the true probabilities on these rows (the first million of them)."""
         made = [self._made(block) for block in range(-(-min(self.rows, _JUDGED_ROWS) // _BLOCK))]
-        labels = np.concatenate([block.batch.labels.numpy() for block in made])[: self.rows]
-        return auc(labels, np.concatenate([block.probabilities for block in made])[: self.rows])
+        labels = np.concatenate([batch.labels.numpy() for batch, _ in made])[: self.rows]
+        return auc(labels, np.concatenate([probabilities for _, probabilities in made])[: self.rows])
 
     def slices(self, rows_per_slice: int) -> Sequence[Slice]:
         """Slices of `rows_per_slice` rows, the last one shorter."""
@@ -130,42 +143,30 @@ class OpenSynthetic(OpenSource):
 
     def read(self, part: Slice) -> Batch:
         """Makes the blocks that the slice lies in."""
-        return Batch.join([made.batch.narrow(first, last) for made, first, last in self._pieces(part)])
+        pieces, stop = [], part.start + part.rows
+        for block in range(part.start // _BLOCK, -(-stop // _BLOCK)):
+            first = block * _BLOCK
+            batch, _ = self._made(block % self._options.repeat_blocks if self._options.repeat_blocks else block)
+            pieces.append(batch.narrow(max(part.start - first, 0), min(stop - first, _BLOCK)))
+        return Batch.join(pieces)
 
     def place(self, part: Slice, row: int) -> str:
         """`synthetic rows, row N`, from 1."""
         return f"synthetic data, row {part.start + row + 1}"
 
-    def _pieces(self, part: Slice) -> Iterator[tuple["_Block", int, int]]:
-        stop = part.start + part.rows
-        for block in range(part.start // _BLOCK, -(-stop // _BLOCK)):
-            first = block * _BLOCK
-            kept = block % self._options.repeat_blocks if self._options.repeat_blocks else block
-            yield self._made(kept), max(part.start - first, 0), min(stop - first, _BLOCK)
-
-    def _calibrated(self) -> Teacher:
-        options = self._options
-        inputs = [self._inputs(np.random.default_rng((options.seed, 0, k))) for k in range(_CALIBRATION_BLOCKS)]
-        dense = np.concatenate([block.dense for block in inputs])
-        hidden = np.concatenate([block.hidden for block in inputs], axis=1)
-        wanted = TeacherOptions(options.dense_share, options.scale, options.base_rate, options.seed)
-        return make_teacher(wanted, dense, hidden)
-
-    def _make(self, block: int) -> "_Block":
+    def _make(self, block: int) -> tuple[Batch, Floats]:
+        """The rows of a block, and the probabilities from which their labels are drawn."""
         generator = np.random.default_rng((self._options.seed, 2 + self._stream, block))
-        inputs = self._inputs(generator)
-        probabilities = sigmoid(self._teacher.logits(inputs.dense, inputs.hidden))
+        dense, ids, hidden = self._inputs(generator)
+        probabilities = sigmoid(self._teacher.logits(dense, hidden))
         labels = generator.random(_BLOCK, dtype=np.float32) < probabilities
-        batch = Batch(torch.from_numpy(labels.astype(np.float32)), torch.from_numpy(inputs.dense), inputs.ids)
-        return _Block(batch, probabilities)
+        return Batch(torch.from_numpy(labels.astype(np.float32)), torch.from_numpy(dense), ids), probabilities
 
-    def _inputs(self, generator: np.random.Generator) -> "_Inputs":
+    def _inputs(self, generator: np.random.Generator) -> tuple[Floats, Jagged, Floats]:
+        """What the teacher sees: dense `[B, N]`, ids, and their latents `[F, B]`, pooled over a sample's ids."""
         dense = generator.standard_normal((_BLOCK, self._options.dense), dtype=np.float32)
-        if self._options.multi_hot > 1:
-            ids, hidden = self._bags(generator)
-        else:
-            ids, hidden = self._singles(generator)
-        return _Inputs(dense, ids, hidden)
+        ids, hidden = self._bags(generator) if self._options.multi_hot > 1 else self._singles(generator)
+        return dense, ids, hidden
 
     def _singles(self, generator: np.random.Generator) -> tuple[Jagged, Floats]:
         values = np.empty((len(self._sizes), _BLOCK), dtype=np.int64)
@@ -211,21 +212,6 @@ class _Slices(Sequence[Slice]):
 
 
 @dataclass(frozen=True)
-class _Inputs:
-    """What the teacher sees: dense `[B, N]`, ids, and their latents `[F, B]`, pooled over a sample's ids."""
-
-    dense: Floats
-    ids: Jagged
-    hidden: Floats
-
-
-@dataclass(frozen=True)
-class _Block:
-    batch: Batch
-    probabilities: Floats
-
-
-@dataclass(frozen=True)
 class _Zipf:
     """Ids of one feature by the inverse of their distribution function.
 
@@ -254,3 +240,76 @@ class _Zipf:
         rank = np.minimum(ends.astype(np.int64) - 1, self.rows - 1)
         scattered: Integers = rank * self.step % self.rows
         return scattered
+
+
+class Teacher:
+    """`logit = bias + scale · (√share · network + √(1 − share) · ids)`, both parts of mean 0 and variance 1.
+
+    `network`, of two tanh layers, sees the dense columns and the latents of the first few features; `ids` is a sum over
+    all features of the latents with weights that fall from feature to feature.
+
+    Args:
+        dense, hidden: a sample on which moments and mean label are to be right, as in `logits`.
+        dense_share, scale, base_rate, seed: see the options of `Synthetic`.
+    """
+
+    def __init__(
+        self, dense: Floats, hidden: Floats, dense_share: float, scale: float, base_rate: float, seed: int
+    ) -> None:
+        generator, features = np.random.default_rng((seed, 1)), len(hidden)
+        inputs = dense.shape[1] + min(features, _SHARED)
+        shapes = ((inputs, _HIDDEN), (_HIDDEN, _HIDDEN), (_HIDDEN, 1))
+        layers = [generator.normal(0, _GAIN / max(rows, 1) ** 0.5, (rows, columns)) for rows, columns in shapes]
+        self._layers = [layer.astype(np.float32) for layer in layers]  # units are neither dead nor linear
+        self._unit_bias = generator.normal(0, 0.5, _HIDDEN).astype(np.float32)
+        signs = generator.choice((-1.0, 1.0), features)
+        self._weights = (signs * (1 + np.arange(features)) ** -0.5).astype(np.float32)
+        self._moments = [(float(part.mean()), float(part.std()) or 1.0) for part in self._parts(dense, hidden)]
+        self._shares = np.float32(dense_share**0.5), np.float32((1 - dense_share) ** 0.5)
+        self._scale, self._bias = scale, 0.0
+        unbiased = self.logits(dense, hidden)
+        low, high = -50.0, 50.0
+        for _ in range(50):  # bisection of the shift that makes the mean probability `base_rate`
+            middle = (low + high) / 2
+            too_high = float(sigmoid(unbiased + np.float32(middle)).mean()) > base_rate
+            low, high = (low, middle) if too_high else (middle, high)
+        self._bias = (low + high) / 2
+
+    def logits(self, dense: Floats, hidden: Floats) -> Floats:
+        """Logits `[B]` of dense columns `[B, N]` and latents `[F, B]` (pooled over a sample's ids)."""
+        network, ids = (
+            (part - np.float32(mean)) / np.float32(deviation) * share
+            for part, (mean, deviation), share in zip(
+                self._parts(dense, hidden), self._moments, self._shares, strict=True
+            )
+        )
+        return np.float32(self._bias) + np.float32(self._scale) * (network + ids)
+
+    def _parts(self, dense: Floats, hidden: Floats) -> tuple[Floats, Floats]:
+        first, second, last = self._layers
+        units = np.tanh(np.concatenate([dense, hidden[:_SHARED].T], axis=1) @ first + self._unit_bias)
+        return (np.tanh(units @ second) @ last)[:, 0], self._weights @ hidden
+
+
+def latents(ids: Integers, feature: int, seed: int) -> Floats:
+    """A number for each id of a feature, uniform with mean 0 and variance 1, from a hash: no table is kept."""
+    words = mix(ids.astype(np.uint64) + (np.uint64(feature) << np.uint64(40)) + (np.uint64(seed) << np.uint64(48)))
+    unit = (words >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+    return (unit - np.float32(0.5)) * np.float32(12**0.5)
+
+
+def sigmoid(logits: Floats) -> Floats:
+    """Probabilities of logits."""
+    probabilities: Floats = np.reciprocal(np.float32(1) + np.exp(-logits))
+    return probabilities
+
+
+def auc(labels: Floats, scores: Floats) -> float | None:
+    """Area under the ROC curve, ties counted half; None unless both labels occur."""
+    positives = float(labels.sum())
+    negatives = len(labels) - positives
+    if positives == 0 or negatives == 0:
+        return None
+    _, rank, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    middle = np.cumsum(counts) - (counts - 1) / 2
+    return float((middle[rank][labels == 1].sum() - positives * (positives + 1) / 2) / (positives * negatives))

@@ -1,9 +1,10 @@
 """Writes rows: those of any source as a parquet file that the `parquet` source reads, and tables of other columns."""
 
 import contextlib
+import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,9 @@ import numpy as np
 import polars as pl
 import pyarrow
 import pyarrow.parquet
-from numpy.typing import NDArray
-from torch import Tensor
 
 from shadowsync.data.batch import Batch
-from shadowsync.data.source import Feature, OpenSource, Schema
+from shadowsync.data.source import OpenSource, Schema
 from shadowsync.errors import ConfigError, SaveError
 
 pa: Any = pyarrow  # has no types
@@ -55,21 +54,18 @@ def yaml_lines(schema: Schema, path: Path, weighted: bool) -> str:
     """The `data` section of a configuration that reads a file written by `write_parquet`."""
     features = schema.features
     multi_hot = [feature for feature in features if feature.multi_hot]
-    lines = [
-        "data:",
-        "  name: parquet",
-        f"  path: {_quote(str(path))}",
-        f"  dense: [{', '.join(map(_quote, schema.dense))}]",
-        f"  categorical: [{', '.join(_quote(feature.name) for feature in features)}]",
-        f"  rows: {_mapping({feature.name: str(feature.rows) for feature in features})}",
-    ]
-    tables = {feature.name: _quote(feature.table) for feature in features if feature.table is not None}
-    weights = {feature.name: _quote(_weights_name(feature)) for feature in multi_hot if weighted}
-    pooling = {feature.name: feature.pooling for feature in multi_hot if feature.pooling != "sum"}
-    for key, named in (("tables", tables), ("weights", weights), ("pooling", pooling)):
-        if named:
-            lines.append(f"  {key}: {_mapping(named)}")
-    return "\n".join(lines) + "\n"
+    section: dict[str, Any] = {
+        "path": str(path),
+        "dense": schema.dense,
+        "categorical": [feature.name for feature in features],
+        "rows": {feature.name: feature.rows for feature in features},
+        "tables": {feature.name: feature.table for feature in features if feature.table is not None},
+        "weights": {feature.name: f"{feature.name}_weights" for feature in multi_hot if weighted},
+        "pooling": {feature.name: feature.pooling for feature in multi_hot if feature.pooling != "sum"},
+    }
+    # JSON is YAML, whatever a column is called: `on`, `no` and `1e3` are strings in it
+    given = [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in section.items() if value]
+    return "\n".join(["data:", "  name: parquet", *given]) + "\n"
 
 
 @contextmanager
@@ -115,7 +111,11 @@ def is_csv(path: Path) -> bool:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place at the end, or vanishes if anything is raised."""
-    handle, name = _temporary(path)
+    with writing(path):
+        if path.exists() and not path.is_file():
+            raise SaveError(f"{path}: cannot be written: it is a folder or a device, which no file may replace")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
         yield Path(name)
@@ -123,16 +123,7 @@ def replacing(path: Path) -> Iterator[Path]:
             Path(name).chmod(0o644)
             Path(name).replace(path)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            Path(name).unlink()
-
-
-def _temporary(path: Path) -> tuple[int, str]:
-    with writing(path):
-        if path.exists() and not path.is_file():
-            raise SaveError(f"{path}: cannot be written: it is a folder or a device, which no file may replace")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        Path(name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -157,22 +148,6 @@ def _columns(batch: Batch, schema: Schema) -> dict[str, Any]:
         offsets = ids.bag_offsets().numpy().astype(np.int32)
         columns[feature.name] = pa.ListArray.from_arrays(offsets, values)
         if ids.weights is not None:
-            columns[_weights_name(feature)] = pa.ListArray.from_arrays(offsets, _numpy(ids.weights))
+            weights: Any = ids.weights.numpy()
+            columns[f"{feature.name}_weights"] = pa.ListArray.from_arrays(offsets, weights)
     return columns
-
-
-def _numpy(tensor: Tensor) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = tensor.numpy()
-    return array
-
-
-def _weights_name(feature: Feature) -> str:
-    return f"{feature.name}_weights"
-
-
-def _mapping(named: Mapping[str, str]) -> str:
-    return "{" + ", ".join(f"{_quote(key)}: {value}" for key, value in named.items()) + "}"
-
-
-def _quote(text: str) -> str:
-    return text if text.replace("_", "").isalnum() and not text[0].isdigit() else '"' + text.replace('"', '\\"') + '"'

@@ -14,12 +14,11 @@ from shadowsync.data.batch import Jagged
 from shadowsync.embedding.catalog import check_tables
 from shadowsync.embedding.gathering import Gathered
 from shadowsync.embedding.requests import check_shape
-from shadowsync.embedding.routing import Fan, Route, Router
+from shadowsync.embedding.routing import NEVER, Fan, Route, Router, UniqueChoice, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
 from shadowsync.embedding.table import Shard, Table, group_by_table
-from shadowsync.embedding.unique_rows import NEVER, UniqueChoice, UniqueRows
 from shadowsync.errors import ConfigError, DataError
-from shadowsync.models.sequences import JaggedVectors, VectorGradients
+from shadowsync.models.vectors import JaggedVectors, VectorGradients
 from shadowsync.rpc.pending import DONE, Done, Pending, all_of
 
 

@@ -10,8 +10,7 @@ pull 0.34 ms, push with row-wise Adagrad 0.57 ms.
 
 import importlib
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -21,12 +20,11 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.memory import ShardMemory
-from shadowsync.embedding.numbering import Width
-from shadowsync.embedding.optimizers import SGD, RowRule, RowwiseAdagrad, rule_class
-from shadowsync.embedding.rowwise import RowwiseTables
-from shadowsync.embedding.storage import RowOptimizer, Storage
-from shadowsync.embedding.table import Shard
-from shadowsync.errors import ConfigError, MissingExtra
+from shadowsync.embedding.optimizers import SGD, RowwiseAdagrad
+from shadowsync.embedding.storage import RowOptimizer
+from shadowsync.embedding.table import Shard, Width
+from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.errors import ConfigError, MissingExtra, UserError
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
 
@@ -66,8 +64,8 @@ class Request:
     width: int
 
 
-class FbgemmStorage(Storage):
-    """Forward, and fused backward with the optimizer, by FBGEMM; Adam, which it has no CPU operator for, by `rowwise`.
+class FbgemmStorage(TorchStorage):
+    """Forward, and fused backward with the optimizer, by FBGEMM; Adam, which it has no CPU operator for, as in torch.
 
     Raises:
         MissingExtra: FBGEMM is not installed.
@@ -85,17 +83,23 @@ class FbgemmStorage(Storage):
         allocate: Allocate = zeros,
     ) -> None:
         self._operators = load_operators()
-        rule = rule_class(optimizer.name)
-        self._memory = ShardMemory(shards, rule, seed, allocate)
+        super().__init__(shards, features, optimizer, seed, allocate)
         self._features = tuple(features)
-        self._tables = RowwiseTables(self._memory, features, rule(optimizer))
-        self._step = _FUSED[rule](self._operators, self._memory, optimizer) if rule in _FUSED else None
+        self._fused = isinstance(self._rule, (RowwiseAdagrad, SGD))
         self._requests: dict[tuple[int, ...], Request] = {}
         self._blocks = [plan_block(self._memory, width) for width in self._memory.numbers.widths]
 
+    @classmethod
+    def loads(cls) -> bool:
+        try:
+            load_operators()
+        except UserError:
+            return False
+        return True
+
     def pull(self, ids: Jagged, features: Sequence[int]) -> Tensor:
         if not features or not ids.samples:
-            return torch.zeros(ids.samples, self._tables.width(features))
+            return torch.zeros(ids.samples, self._width(features))
         request = self._request(tuple(features))
         ids = ids if request.order is None else ids.select(request.order)
         pooled: Tensor = self._operators.split_embedding_codegen_forward_cpu(
@@ -115,27 +119,21 @@ class FbgemmStorage(Storage):
     def push(self, ids: Jagged, features: Sequence[int], gradient: Tensor, lr: float) -> None:
         if not features or not ids.samples:
             return
-        if self._step is None:
-            self._tables.push(ids, features, gradient, lr)
+        if not self._fused:
+            super().push(ids, features, gradient, lr)
             return
         request = self._request(tuple(features))
         if request.order is not None and request.columns is not None:
             ids, gradient = ids.select(request.order), gradient.index_select(1, request.columns)
-        self._step.apply(request, ids, gradient.contiguous(), lr)
-
-    def read_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return self._tables.read_rows(rows)
+        self._apply(request, ids, gradient.contiguous(), lr)
 
     def step_rows(self, rows: Tensor, gradients: Sequence[Tensor], shards: Sequence[int], lr: float) -> None:
-        if self._step is None:
-            self._tables.step_rows(rows, gradients, shards, lr)
+        if not self._fused:
+            super().step_rows(rows, gradients, shards, lr)
             return
         for request, found, gradient in zip(self._blocks, self._memory.numbers.split(rows), gradients, strict=True):
             if len(found):
-                self._step.apply(request, Jagged(found, None, None, 1, len(found)), gradient.contiguous(), lr)
-
-    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return self._memory.state()
+                self._apply(request, Jagged(found, None, None, 1, len(found)), gradient.contiguous(), lr)
 
     def _request(self, features: tuple[int, ...]) -> Request:
         request = self._requests.get(features)
@@ -143,24 +141,11 @@ class FbgemmStorage(Storage):
             request = self._requests[features] = plan(self._memory, [self._features[f] for f in features])
         return request
 
-
-class _FusedStep(ABC):
-    """Backward and optimizer in one operator."""
-
-    def __init__(self, operators: Any, memory: ShardMemory, optimizer: RowOptimizer) -> None:
-        self.operators = operators
-        self.memory = memory
-        self.optimizer = optimizer
-
-    @abstractmethod
-    def apply(self, request: Request, ids: Jagged, gradient: Tensor, lr: float) -> None:
-        """Steps every row in `ids`."""
-
-    def _common(self, request: Request, ids: Jagged, gradient: Tensor) -> tuple[Any, ...]:
-        """The arguments that the operators share, up to `stochastic_rounding`."""
-        return (
+    def _apply(self, request: Request, ids: Jagged, gradient: Tensor, lr: float) -> None:
+        """Backward and optimizer in one operator: steps every row in `ids`."""
+        common = (
             gradient,
-            self.memory.flat["weight"],
+            self._memory.flat["weight"],
             request.placements,
             request.weights_offsets,
             request.d_offsets,
@@ -171,28 +156,21 @@ class _FusedStep(ABC):
             ids.bag_offsets(),
             SUM,
             ids.weights,
-            False,
+            False,  # stochastic rounding
         )
-
-
-class _FusedRowwiseAdagrad(_FusedStep):
-    def apply(self, request: Request, ids: Jagged, gradient: Tensor, lr: float) -> None:
-        self.operators.split_embedding_backward_codegen_rowwise_adagrad_cpu(
-            *self._common(request, ids, gradient),
-            self.memory.flat["momentum"],
+        if isinstance(self._rule, SGD):
+            self._operators.split_embedding_backward_codegen_sgd_cpu(*common, torch.tensor(lr))
+            return
+        self._operators.split_embedding_backward_codegen_rowwise_adagrad_cpu(
+            *common,
+            self._memory.flat["momentum"],
             request.placements,
             request.rows_offsets,
             torch.tensor(lr),
-            self.optimizer.eps,
+            self._rule.settings.eps,
         )
 
 
-class _FusedSGD(_FusedStep):
-    def apply(self, request: Request, ids: Jagged, gradient: Tensor, lr: float) -> None:
-        self.operators.split_embedding_backward_codegen_sgd_cpu(*self._common(request, ids, gradient), torch.tensor(lr))
-
-
-_FUSED: dict[type[RowRule], type[_FusedStep]] = {RowwiseAdagrad: _FusedRowwiseAdagrad, SGD: _FusedSGD}
 _OPERATORS = (
     "split_embedding_codegen_forward_cpu",
     "split_embedding_backward_codegen_rowwise_adagrad_cpu",
@@ -233,9 +211,11 @@ def plan(memory: ShardMemory, shards: Sequence[int]) -> Request:
     dims = [memory.shards[shard].table.dim for shard in ordered]
     order, columns = None, None
     if together != list(range(len(shards))):
-        order = tuple(together)
-        columns = _columns([memory.shards[shard].table.dim for shard in shards], together)
-    before = _rows_before(memory, ordered)
+        order, starts = tuple(together), [0, *accumulate(memory.shards[shard].table.dim for shard in shards)]
+        columns = torch.tensor([column for p in together for column in range(starts[p], starts[p + 1])])
+    rows_of = {shard: memory.shards[shard].rows for shard in ordered}
+    first = dict(zip(rows_of, accumulate(rows_of.values(), initial=0), strict=False))
+    before = [*(first[shard] for shard in ordered), sum(rows_of.values())]
     return Request(
         order=order,
         columns=columns,
@@ -267,18 +247,3 @@ def plan_block(memory: ShardMemory, width: Width) -> Request:
         row_bits=int(math.log2(rows) + 1),
         width=width.dim,
     )
-
-
-def _rows_before(memory: ShardMemory, ordered: Sequence[int]) -> list[int]:
-    starts: dict[int, int] = {}
-    total = 0
-    for shard in ordered:
-        if shard not in starts:
-            starts[shard] = total
-            total += memory.shards[shard].rows
-    return [*(starts[shard] for shard in ordered), total]
-
-
-def _columns(dims: Sequence[int], order: Sequence[int]) -> Tensor:
-    starts = [0, *accumulate(dims)]
-    return torch.tensor([column for position in order for column in range(starts[position], starts[position + 1])])

@@ -8,8 +8,7 @@ so that no vector is pooled in parts.
 `B` samples, `G` features of a group whose tables are `D` wide, `L` ids, `K` distinct rows.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -20,109 +19,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.distinct import Distinct, find_distinct, sum_bags
-from shadowsync.embedding.requests import Bounds, check_range, spread
-from shadowsync.embedding.selection import Selection
+from shadowsync.embedding.distinct import Distinct, bags_of, by_sample, find_distinct, sum_bags
+from shadowsync.embedding.requests import Bounds, Selection, Selector, check_range, spread
 from shadowsync.embedding.server import RowLookup
-from shadowsync.embedding.slot_groups import bags_of, by_sample
-from shadowsync.models.sequences import JaggedVectors, VectorGradients
+from shadowsync.embedding.table import RowNumbers, Shard, Slot, Table
+from shadowsync.models.vectors import JaggedVectors, VectorGradients
 
 
-@dataclass(frozen=True)
-class Run:
-    """Keys of one group, up to the next run's, that are consecutive numbers of one server.
-
-    Attributes:
-        server: its position.
-        first: the first key.
-        number: the first key's number.
-    """
+class Run(NamedTuple):
+    """Keys of one group, from `first` up to the next run's, that are consecutive numbers of one server from `number`
+    on."""
 
     server: int
     first: int
     number: int
 
 
-@dataclass(frozen=True, eq=False)
-class Members(ABC):
-    """Features of a group that leave it in one form.
-
-    Attributes:
-        names: the features, in the order of their columns.
-        selection: the same features.
-        dim: the width.
-        starts: the key of each feature's row 0, int64 `[G]`.
-        bounds: which ids there are.
-    """
-
-    names: tuple[str, ...]
-    selection: Selection
-    dim: int
-    starts: Tensor
-    bounds: Bounds
-
-    def find(self, ids: Jagged) -> "Occurrences":
-        """The keys that occur among the ids of all features.
-
-        Raises:
-            DataError: an id is not a row of its table.
-        """
-        chosen = self.selection.ids(ids)
-        check_range(chosen, self.bounds)
-        return Occurrences(chosen, chosen.values + spread(self.starts, chosen), chosen.weights)
-
-    @abstractmethod
-    def brought(self, gradient: VectorGradients, found: "Occurrences") -> "Brought":
-        """What each occurrence brings to its row, from the gradient of the client's output."""
-
-
-class PooledMembers(Members):
-    """Features whose rows are added up for each sample."""
-
-    def find(self, ids: Jagged) -> "Occurrences":
-        found = super().find(ids)
-        if found.ids.offsets is not None:
-            return found
-        weights = None if found.weights is None else by_sample(found.weights, found.ids)
-        return Occurrences(found.ids, by_sample(found.keys, found.ids), weights)
-
-    def pool(self, rows: Tensor, inverse: Tensor, found: "Occurrences") -> Tensor:
-        """Pooled vectors, float32 `[B, G * D]`, from the distinct rows `[K, D]` and that of each occurrence `[L]`."""
-        ids = found.ids
-        if ids.offsets is None:
-            vectors = rows.index_select(0, inverse)
-            if found.weights is not None:
-                vectors *= found.weights[:, None]
-            return vectors.view(ids.samples, len(self.names) * self.dim)
-        bags = sum_bags(rows, inverse, ids.offsets, found.weights)
-        return bags.view(len(self.names), ids.samples, self.dim).transpose(0, 1).flatten(1)
-
-    def brought(self, gradient: VectorGradients, found: "Occurrences") -> "Brought":
-        mine = self.selection.gradient(gradient.pooled).reshape(-1, self.dim)
-        return Brought(mine, None if found.ids.offsets is None else bags_of(found.ids), found.weights)
-
-
-class SequenceMembers(Members):
-    """Features whose rows stay apart."""
-
-    def vectors(self, rows: Tensor, inverse: Tensor, found: "Occurrences") -> dict[str, JaggedVectors]:
-        """The sequences of each feature, from the distinct rows `[K, D]` and that of each occurrence `[L]`."""
-        values, offsets, samples = rows.index_select(0, inverse), found.ids.bag_offsets(), found.ids.samples
-        if found.weights is not None:
-            values *= found.weights[:, None]
-        edges = offsets[torch.arange(len(self.names) + 1) * samples].tolist()
-        cut = {name: slice(*edge) for name, edge in zip(self.names, pairwise(edges), strict=True)}
-        return {
-            name: JaggedVectors(name, values[part], offsets[at * samples : (at + 1) * samples + 1] - part.start)
-            for at, (name, part) in enumerate(cut.items())
-        }
-
-    def brought(self, gradient: VectorGradients, found: "Occurrences") -> "Brought":
-        return Brought(torch.cat([gradient.sequences[name] for name in self.names]), None, found.weights)
-
-
-@dataclass(frozen=True)
-class Occurrences:
+class Occurrences(NamedTuple):
     """The ids of some members in one batch.
 
     Attributes:
@@ -136,12 +49,85 @@ class Occurrences:
     weights: Tensor | None
 
 
-class Brought(NamedTuple):
-    """Gradients that occurrences bring to their rows, as `Distinct.sum` takes them: `vectors[which] * weights`."""
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Features of a group that leave it in one form: pooled, or each with its rows apart.
 
-    vectors: Tensor
-    which: Tensor | None
-    weights: Tensor | None
+    Attributes:
+        names: the features, in the order of their columns.
+        selection: the same features.
+        dim: the width.
+        starts: the key of each feature's row 0, int64 `[G]`.
+        bounds: which ids there are.
+        apart: their rows are sequences.
+    """
+
+    names: tuple[str, ...]
+    selection: Selection
+    dim: int
+    starts: Tensor
+    bounds: Bounds
+    apart: bool
+
+    def find(self, ids: Jagged) -> Occurrences:
+        """The keys that occur among the ids of all features.
+
+        Raises:
+            DataError: an id is not a row of its table.
+        """
+        chosen = self.selection.ids(ids)
+        check_range(chosen, self.bounds)
+        keys, weights = chosen.values + spread(self.starts, chosen), chosen.weights
+        if not self.apart and chosen.offsets is None:
+            keys, weights = by_sample(keys, chosen), None if weights is None else by_sample(weights, chosen)
+        return Occurrences(chosen, keys, weights)
+
+    def pool(self, rows: Tensor, inverse: Tensor, found: Occurrences) -> Tensor:
+        """Pooled vectors, float32 `[B, G * D]`, from the distinct rows `[K, D]` and that of each occurrence `[L]`."""
+        ids = found.ids
+        if ids.offsets is None:
+            vectors = rows.index_select(0, inverse)
+            if found.weights is not None:
+                vectors *= found.weights[:, None]
+            return vectors.view(ids.samples, len(self.names) * self.dim)
+        bags = sum_bags(rows, inverse, ids.offsets, found.weights)
+        return bags.view(len(self.names), ids.samples, self.dim).transpose(0, 1).flatten(1)
+
+    def vectors(self, rows: Tensor, inverse: Tensor, found: Occurrences) -> dict[str, JaggedVectors]:
+        """The sequences of each feature, from the distinct rows `[K, D]` and that of each occurrence `[L]`."""
+        values, offsets, samples = rows.index_select(0, inverse), found.ids.bag_offsets(), found.ids.samples
+        if found.weights is not None:
+            values *= found.weights[:, None]
+        edges = offsets[torch.arange(len(self.names) + 1) * samples].tolist()
+        cut = {name: slice(*edge) for name, edge in zip(self.names, pairwise(edges), strict=True)}
+        return {
+            name: JaggedVectors(name, values[part], offsets[at * samples : (at + 1) * samples + 1] - part.start)
+            for at, (name, part) in enumerate(cut.items())
+        }
+
+    def brought(self, gradient: VectorGradients, found: Occurrences) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What each occurrence brings to its row, from the gradient of the client's output: the arguments of
+        `Distinct.sum`."""
+        if self.apart:
+            return torch.cat([gradient.sequences[name] for name in self.names]), None, found.weights
+        mine = self.selection.gradient(gradient.pooled).reshape(-1, self.dim)
+        return mine, None if found.ids.offsets is None else bags_of(found.ids), found.weights
+
+
+class Found(NamedTuple):
+    """The distinct rows of a group in one batch.
+
+    Attributes:
+        occurrences: of the group's members.
+        distinct: their keys.
+        cut: run r's keys are `distinct.keys[cut[r]:cut[r + 1]]`.
+        counts: distinct rows of each run.
+    """
+
+    occurrences: list[Occurrences]
+    distinct: Distinct
+    cut: list[int]
+    counts: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,95 +135,51 @@ class Group:
     """Features whose tables have one width.
 
     Attributes:
-        pooled: those that are pooled; None if there are none.
-        sequences: the others; None if there are none.
+        members: those that are pooled, and those that are not, if there are any.
         dim: the width.
         rows: how many keys there are.
         runs: all keys, ascending.
         edges: the first key of each run.
     """
 
-    pooled: PooledMembers | None
-    sequences: SequenceMembers | None
+    members: tuple[Members, ...]
     dim: int
     rows: int
     runs: tuple[Run, ...]
     edges: NDArray[np.int64]
 
     @property
-    def members(self) -> tuple[Members, ...]:
-        """Those that there are, in the order of their occurrences."""
-        return tuple(members for members in (self.pooled, self.sequences) if members is not None)
+    def pooled(self) -> tuple[str, ...]:
+        """The features that are pooled."""
+        return () if self.members[0].apart else self.members[0].names
 
-    def find(self, ids: Jagged) -> "Found":
+    def find(self, ids: Jagged) -> Found:
         """The group's distinct rows among the ids of all features.
 
         Raises:
             DataError: an id is not a row of its table.
         """
-        occurrences = tuple(members.find(ids) for members in self.members)
+        occurrences = [members.find(ids) for members in self.members]
         distinct = find_distinct(_joined([found.keys for found in occurrences]).numpy(), self.rows)
         cut = [*np.searchsorted(distinct.keys, self.edges).tolist(), len(distinct.keys)]
-        return Found(occurrences, distinct, cut)
+        return Found(occurrences, distinct, cut, [stop - start for start, stop in pairwise(cut)])
 
-    def pool(self, rows: Tensor, found: "Found") -> Tensor | None:
-        """Pooled vectors, float32 `[B, G * D]`, from the distinct rows `[K, D]`; None if no feature is pooled."""
-        return None if self.pooled is None else self.pooled.pool(rows, found.inverses()[0], found.occurrences[0])
-
-    def vectors(self, rows: Tensor, found: "Found") -> dict[str, JaggedVectors]:
-        """The sequences, by feature."""
-        if self.sequences is None:
-            return {}
-        return self.sequences.vectors(rows, found.inverses()[-1], found.occurrences[-1])
-
-    def sum(self, gradient: VectorGradients, found: "Found") -> Tensor:
+    def sum(self, gradient: VectorGradients, found: Found) -> Tensor:
         """Each distinct row's gradient, float32 `[K, D]`, from that of the client's output."""
         pairs = zip(self.members, found.occurrences, strict=True)
         brought = [members.brought(gradient, occurrences) for members, occurrences in pairs]
-        return found.distinct.sum(*(brought[0] if len(brought) == 1 else _together(brought)))
-
-
-def _together(brought: Sequence[Brought]) -> Brought:
-    starts = accumulate((len(part.vectors) for part in brought), initial=0)
-    which = [
-        start + (torch.arange(len(part.vectors)) if part.which is None else part.which)
-        for start, part in zip(starts, brought, strict=False)
-    ]
-    weights = None
-    if any(part.weights is not None for part in brought):
-        pairs = zip(brought, which, strict=True)
-        weights = torch.cat([torch.ones(len(i)) if part.weights is None else part.weights for part, i in pairs])
-    return Brought(torch.cat([part.vectors for part in brought]), torch.cat(which), weights)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The distinct rows of a group in one batch.
-
-    Attributes:
-        occurrences: of the group's members.
-        distinct: their keys.
-        cut: run r's keys are `distinct.keys[cut[r]:cut[r + 1]]`.
-    """
-
-    occurrences: tuple[Occurrences, ...]
-    distinct: Distinct
-    cut: list[int]
-
-    def counts(self) -> list[int]:
-        """Distinct rows of each run."""
-        return [stop - start for start, stop in pairwise(self.cut)]
-
-    def inverses(self) -> tuple[Tensor, ...]:
-        """Of each member's occurrences the position among the distinct rows, int64 `[L]`."""
-        return self.distinct.inverse.split_with_sizes([len(found.keys) for found in self.occurrences])
-
-
-class Place(NamedTuple):
-    """A run by the positions of its group and of itself there."""
-
-    group: int
-    run: int
+        if len(brought) == 1:
+            return found.distinct.sum(*brought[0])
+        starts = accumulate((len(vectors) for vectors, _, _ in brought), initial=0)
+        which = [
+            start + (torch.arange(len(vectors)) if index is None else index)
+            for start, (vectors, index, _) in zip(starts, brought, strict=False)
+        ]
+        weights = None
+        if any(own is not None for _, _, own in brought):
+            pairs_of = zip(brought, which, strict=True)
+            weights = torch.cat([torch.ones(len(index)) if own is None else own for (_, _, own), index in pairs_of])
+        return found.distinct.sum(torch.cat([vectors for vectors, _, _ in brought]), torch.cat(which), weights)
 
 
 @dataclass(frozen=True)
@@ -248,13 +190,13 @@ class Asked:
         server: its position.
         shards: positions of the shards.
         dims: the server's widths.
-        places: for each width the runs in the order of their numbers.
+        places: for each width the runs in the order of their numbers, by the positions of their group and there.
     """
 
     server: int
     shards: tuple[int, ...]
     dims: tuple[int, ...]
-    places: tuple[tuple[Place, ...], ...]
+    places: tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -275,15 +217,15 @@ class Gathering:
             DataError: an id is not a row of its table.
         """
         found = [group.find(ids) for group in self.groups]
-        return Gathered(self, found, [self._lookup(asked, found, number()) for asked in self.asked])
-
-    def _lookup(self, asked: Asked, found: Sequence[Found], number: int) -> RowLookup:
-        numbers = [np.empty(0, np.int64)]
-        for place in (place for places in asked.places for place in places):
-            run, mine = self.groups[place.group].runs[place.run], found[place.group]
-            keys = mine.distinct.keys[mine.cut[place.run] : mine.cut[place.run + 1]]
-            numbers.append(keys + (run.number - run.first))
-        return RowLookup(asked.shards, torch.from_numpy(np.concatenate(numbers)), number)
+        lookups = []
+        for asked in self.asked:
+            numbers = [np.empty(0, np.int64)]
+            for group, position in (place for places in asked.places for place in places):
+                run, mine = self.groups[group].runs[position], found[group]
+                keys = mine.distinct.keys[mine.cut[position] : mine.cut[position + 1]]
+                numbers.append(keys + (run.number - run.first))
+            lookups.append(RowLookup(asked.shards, torch.from_numpy(np.concatenate(numbers)), number()))
+        return Gathered(self, found, lookups)
 
 
 @dataclass(frozen=True)
@@ -306,35 +248,93 @@ class Gathered:
         Returns:
             for each group that has any, pooled vectors `[B, G * D]`; and all sequences, by feature.
         """
-        pieces: dict[Place, Tensor] = {}
-        counts = [found.counts() for found in self.found]
+        pieces: dict[tuple[int, int], Tensor] = {}
         for asked, answer in zip(self.plan.asked, answers, strict=True):
             for places, rows in zip(asked.places, answer, strict=True):
-                sizes = [counts[place.group][place.run] for place in places]
+                sizes = [self.found[group].counts[run] for group, run in places]
                 pieces |= zip(places, rows.split_with_sizes(sizes), strict=True)
         pooled: list[Tensor] = []
         sequences: dict[str, JaggedVectors] = {}
         for index, (group, found) in enumerate(zip(self.plan.groups, self.found, strict=True)):
-            rows = _rows([pieces[Place(index, run)] for run in range(len(group.runs))], group.dim)
-            vectors = group.pool(rows, found)
-            pooled += [] if vectors is None else [vectors]
-            sequences |= group.vectors(rows, found)
+            rows = _joined([pieces[index, run] for run in range(len(group.runs))])
+            inverses = found.distinct.inverse.split_with_sizes([len(each.keys) for each in found.occurrences])
+            for members, inverse, occurrences in zip(group.members, inverses, found.occurrences, strict=True):
+                if members.apart:
+                    sequences |= members.vectors(rows, inverse, occurrences)
+                else:
+                    pooled.append(members.pool(rows, inverse, occurrences))
         return pooled, sequences
 
     def sums(self, gradient: VectorGradients) -> list[tuple[Tensor, ...]]:
         """For each of `plan.asked` the rows' gradients by width, from that of the client's output."""
-        pieces: Mapping[int, Sequence[Tensor]] = {
-            index: group.sum(gradient, found).split_with_sizes(found.counts())
-            for index, (group, found) in enumerate(zip(self.plan.groups, self.found, strict=True))
-        }
+        pieces: list[Sequence[Tensor]] = [
+            group.sum(gradient, found).split_with_sizes(found.counts)
+            for group, found in zip(self.plan.groups, self.found, strict=True)
+        ]
         return [
-            tuple(_rows([pieces[place.group][place.run] for place in places], dim) for places, dim in by_width)
-            for by_width in (zip(asked.places, asked.dims, strict=True) for asked in self.plan.asked)
+            tuple(
+                _joined([pieces[group][run] for group, run in places]) if places else torch.zeros(0, dim)
+                for places, dim in zip(asked.places, asked.dims, strict=True)
+            )
+            for asked in self.plan.asked
         ]
 
 
-def _rows(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return _joined(parts) if parts else torch.zeros(0, dim)
+def plan_gathering(
+    tables: Sequence[Table], chosen: Set[str], selector: Selector, servers: Sequence[Sequence[Shard]]
+) -> Gathering:
+    """The plan for the tables named in `chosen`, placed on these servers, which hold each row once."""
+    numbers = [RowNumbers(shards) for shards in servers]
+    pieces: dict[str, list[tuple[int, int, Shard]]] = {}  # of each table, by row: server, first number there, shard
+    for server, shards in enumerate(servers):
+        for start, shard in zip(numbers[server].starts, shards, strict=True):
+            pieces.setdefault(shard.table.name, []).append((server, start, shard))
+    for found in pieces.values():
+        found.sort(key=lambda piece: piece[2].start)
+    # a mean needs weights, which slow a sum down
+    kinds: dict[tuple[int, bool], list[Table]] = {}
+    for table in tables:
+        if table.name in chosen:
+            kinds.setdefault((table.dim, "mean" in table.poolings.values()), []).append(table)
+    groups = tuple(_group(members, selector, pieces) for members in kinds.values())
+    asked = []
+    for server, shards in enumerate(servers):
+        if mine := tuple(index for index, shard in enumerate(shards) if shard.table.name in chosen):
+            dims = tuple(width.dim for width in numbers[server].widths)
+            places = [
+                sorted(
+                    (run.number, (index, position))
+                    for index, group in enumerate(groups)
+                    for position, run in enumerate(group.runs)
+                    if group.dim == dim and run.server == server
+                )
+                for dim in dims
+            ]
+            asked.append(Asked(server, mine, dims, tuple(tuple(place for _, place in own) for own in places)))
+    return Gathering(groups, tuple(asked))
+
+
+def _group(tables: Sequence[Table], selector: Selector, pieces: Mapping[str, list[tuple[int, int, Shard]]]) -> Group:
+    # tables that lie side by side on a server get adjacent keys, so that there are few runs
+    ordered = sorted(tables, key=lambda table: pieces[table.name][0][:2])
+    starts = accumulate((table.rows for table in ordered), initial=0)
+    start_of = dict(zip([table.name for table in ordered], starts, strict=False))
+    runs: list[Run] = []
+    key = 0
+    for server, number, shard in (piece for table in ordered for piece in pieces[table.name]):
+        if not runs or (runs[-1].server, runs[-1].number - runs[-1].first) != (server, number - key):
+            runs.append(Run(server, key, number))
+        key += shard.rows
+    members = []
+    for apart in (False, True):
+        chosen = [(table, name) for table in tables for name in table.features if (name in table.sequences) == apart]
+        if chosen:
+            names, dim = tuple(name for _, name in chosen), chosen[0][0].dim
+            first = torch.tensor([start_of[table.name] for table, _ in chosen])
+            bounds = Bounds.of([Slot(Shard(table, 0, table.rows), name) for table, name in chosen])
+            members.append(Members(names, selector.select(names), dim, first, bounds, apart))
+    edges = np.array([run.first for run in runs])
+    return Group(tuple(members), tables[0].dim, sum(table.rows for table in tables), tuple(runs), edges)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

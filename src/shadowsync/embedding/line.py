@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shadowsync.compression.channel import Line, Stream
+from shadowsync.compression.channel import Channel, Stream
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.row_numbers import id_type, pack_rows, raw_bytes
+from shadowsync.embedding.requests import id_type, pack_rows, raw_bytes
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
-from shadowsync.embedding.table import Shard, slots_of
-from shadowsync.embedding.words import of_features, of_rows
+from shadowsync.embedding.table import Shard, of_features, of_rows, slots_of
 from shadowsync.rpc.kept import USUAL, Kept, KeptLimits, Mask
 from shadowsync.rpc.pending import DONE, Done, Pending
 
@@ -51,8 +50,8 @@ class EmbeddingLine:
 
     server: EmbeddingServer
     position: int
-    pulls: Line
-    pushes: Line
+    pulls: Channel
+    pushes: Channel
     limits: KeptLimits = USUAL
     _kept: Kept[int, Mask] = field(init=False, repr=False, compare=False)
 
@@ -101,6 +100,8 @@ class EmbeddingLine:
 
     def _cross(self, lookup: Lookup | RowLookup, tensors: Sequence[tuple[About, Tensor]]) -> tuple[Tensor, ...]:
         """What arrives of an answer."""
+        if self.pulls.codec.exact:
+            return self.pulls.plain(tensor for _, tensor in tensors)
         streams = [(self._stream(self.pulls, about, "vectors", "from"), tensor) for about, tensor in tensors]
         groups = slot_widths(self.server.shards, lookup) if self.pulls.codec.by_feature else ()
         decoded = [stream.cross(tensor, groups) for stream, tensor in streams]
@@ -112,6 +113,8 @@ class EmbeddingLine:
 
     def _back(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[About, Tensor]]) -> tuple[Tensor, ...]:
         """What arrives of gradients."""
+        if self.pushes.codec.exact and not self.pulls.codec.sparse:
+            return self.pushes.plain(gradient for _, gradient in gradients)
         mask = self._kept.take(lookup.number) if self.pulls.codec.sparse else None
         if mask is not None:
             pairs = zip(gradients, mask.kept, strict=True)
@@ -123,12 +126,12 @@ class EmbeddingLine:
         streams = [(self._stream(self.pushes, about, "gradients", "for"), gradient) for about, gradient in gradients]
         return tuple(stream.cross(gradient, groups).tensor for stream, gradient in streams)
 
-    def _stream(self, line: Line, about: About, what: str, way: str, masked: bool = False) -> Stream:
+    def _stream(self, line: Channel, about: About, what: str, way: str, masked: bool = False) -> Stream:
         return embedding_stream(line, self.server.shards, self.position, (about, what, way), masked)
 
 
 def embedding_stream(
-    line: Line, shards: Sequence[Shard], position: int, about: tuple[About, str, str], masked: bool = False
+    line: Channel, shards: Sequence[Shard], position: int, about: tuple[About, str, str], masked: bool = False
 ) -> Stream:
     """The stream of one route to one embedding server or back, named by its features or tables.
 

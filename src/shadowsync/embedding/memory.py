@@ -3,21 +3,59 @@
 FBGEMM wants one flat tensor for all tables; the torch storage wants all tables of one width as one matrix. Putting
 shards of equal width side by side serves both without a copy.
 
-`R` rows of all shards of one width `D`, `S` shards.
+`R` rows of all shards of one width `D`, `S` shards, `L` ids, `K` distinct rows.
 """
 
+import hashlib
+import math
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shadowsync.embedding.initial import fill
-from shadowsync.embedding.numbering import RowNumbers, starts_of
 from shadowsync.embedding.optimizers import Extent, RowRule
-from shadowsync.embedding.table import Shard
+from shadowsync.embedding.table import RowNumbers, Shard, starts_of
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
+
+ROWS_PER_BLOCK = 4096
+
+
+def fill(shards: list[tuple[Shard, Tensor]], seed: int) -> None:
+    """Writes the initial rows, uniform in ±1/sqrt(rows of the whole table), into each shard's weight `[rows, D]`.
+
+    They are a function of the seed, the table and the row, never of how tables are cut or placed: drawn in blocks of
+    fixed size, each from a generator of its own, so that any run of rows can be made alone and by several threads.
+    """
+    blocks = [
+        (shard, weight, number)
+        for shard, weight in shards
+        for number in range(shard.start // ROWS_PER_BLOCK, -(-shard.stop // ROWS_PER_BLOCK))
+    ]
+
+    def draw(block: tuple[Shard, Tensor, int]) -> None:
+        shard, weight, number = block
+        table, base = shard.table, number * ROWS_PER_BLOCK
+        start, stop = max(shard.start, base), min(shard.stop, base + ROWS_PER_BLOCK)
+        out: NDArray[np.float32] = weight.numpy()[start - shard.start : stop - shard.start]
+        name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
+        generator = np.random.Generator(np.random.SFC64([seed, name, number]))
+        if start == base:
+            generator.random(out=out, dtype=np.float32)
+        else:
+            out[:] = generator.random((stop - base, table.dim), dtype=np.float32)[start - base :]
+        bound = 1 / math.sqrt(table.rows)
+        np.multiply(out, np.float32(2 * bound), out=out)
+        np.subtract(out, np.float32(bound), out=out)
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
+        for _ in threads.map(draw, blocks):
+            pass
 
 
 def parts_of(shards: Sequence[Shard], rule: type[RowRule]) -> list[tuple[int, torch.dtype]]:
@@ -75,21 +113,16 @@ class ShardMemory:
     @cached_property
     def blocks(self) -> dict[int, dict[str, Tensor]]:
         """For each width, the tensors of all its shards together: `[R, D]` per element, `[R]` per row."""
-        return {dim: self._block(dim) for dim in {shard.table.dim for shard in self.shards}}
-
-    def _block(self, dim: int) -> dict[str, Tensor]:
-        width = self.numbers.width(dim)
-        first, rows = self.numbers.members(dim)[0], width.stop - width.start
-        spans = {
-            Extent.ELEMENT: (self.weight_start[first], rows * dim, (rows, dim)),
-            Extent.ROW: (width.start, rows, (rows,)),
-        }
-        block = {}
-        for name, extent in self._extents.items():
-            if extent in spans:
-                start, count, shape = spans[extent]
-                block[name] = self.flat[name][start : start + count].view(shape)
-        return block
+        found: dict[int, dict[str, Tensor]] = {}
+        for width in self.numbers.widths:
+            dim, rows = width.dim, width.stop - width.start
+            start, block = self.weight_start[self.numbers.members(dim)[0]], found.setdefault(dim, {})
+            for name, extent in self._extents.items():
+                if extent is Extent.ELEMENT:
+                    block[name] = self.flat[name][start : start + rows * dim].view(rows, dim)
+                elif extent is Extent.ROW:
+                    block[name] = self.flat[name][width.start : width.stop]
+        return found
 
     def start_in_block(self, index: int) -> int:
         """The position of shard `index`'s first row in the block of its width."""

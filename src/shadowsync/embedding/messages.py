@@ -13,9 +13,8 @@ from torch import Tensor
 from shadowsync.compression.codec import Codec, Decoded, Encoded
 from shadowsync.compression.positions import pack as pack_positions
 from shadowsync.compression.positions import unpack as unpack_positions
-from shadowsync.compression.rungs import rung
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.row_numbers import as_int64
+from shadowsync.embedding.requests import as_int64
 from shadowsync.embedding.server import Lookup
 from shadowsync.errors import DataError
 from shadowsync.rpc.service import Meta
@@ -208,7 +207,7 @@ def unpack_coded(
     Raises:
         DataError: the frames are not those of such tensors, or in a codec that is not sent here.
     """
-    codec = rung(codec, coded.codec)
+    codec = codec.level(coded.codec)
     if len(coded.shapes) != len(coded.frames) or min(coded.frames, default=0) < 0 or sum(coded.frames) != len(frames):
         raise DataError(f"{len(frames)} frames do not make {len(coded.shapes)} tensors of {sum(coded.frames)}")
     cut = [frames[a:b] for a, b in pairwise(accumulate(coded.frames, initial=0))]

@@ -4,15 +4,23 @@ Items are tables, or row parts of huge ones; each goes, the costliest first, to 
 that has room for it (longest processing time first: Graham 1969). Pure and deterministic.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
+import torch
+
+from shadowsync.data.batch import Jagged
 from shadowsync.embedding.optimizers import RowRule
+from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError
 
 WORTH_CUTTING_BYTES = 64 << 20
+SURROGATE_ROWS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,7 @@ class Servers:
     split_rows: int | None = None
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """What is packed: a shard with its cost (any unit) and its bytes."""
 
     shard: Shard
@@ -50,7 +57,7 @@ def place(
 
     Args:
         tables: all tables; every row of theirs is in exactly one shard of the result.
-        costs: each table's cost by name, in any unit (see `profile.measure_costs`); a part of a table costs its share
+        costs: each table's cost by name, in any unit (see `measure_costs`); a part of a table costs its share
             of the rows.
         rule: the optimizer, whose state takes memory beside the rows.
         servers: the bins.
@@ -64,8 +71,14 @@ def place(
     # cost first packs best; where that leaves no room for a big table, big tables first packs tightest
     packed = _pack(by_cost, servers) or _pack(by_bytes, servers)
     if packed is None:
-        raise ConfigError(_does_not_fit(items, servers))
-    return tuple(_in_order(found) for found in packed)
+        needed, largest = sum(item.bytes for item in items), max(items, key=lambda item: item.bytes)
+        raise ConfigError(
+            f"the embedding tables need {needed:,} bytes (the largest piece, {largest.shard.key}, {largest.bytes:,}) "
+            f"and do not fit {servers.count} servers of {servers.capacity_bytes or 0:,} bytes each: raise "
+            "embedding.servers, or set embedding.split_rows lower"
+        )
+    ordered = (sorted(found, key=lambda item: (item.position, item.shard.start)) for found in packed)
+    return tuple(tuple(item.shard for item in found) for found in ordered)
 
 
 def row_wise(tables: Sequence[Table], rule: type[RowRule], servers: Servers) -> tuple[tuple[Shard, ...], ...]:
@@ -96,22 +109,17 @@ def cut(tables: Sequence[Table], costs: Mapping[str, float], rule: type[RowRule]
     items = []
     for position, table in enumerate(tables):
         row_bytes = rule.row_bytes(table.dim)
-        parts = -(-table.rows // min(table.rows, _most_rows(table, row_bytes, share, servers)))
+        limit = max(share, WORTH_CUTTING_BYTES) if servers.count > 1 else table.rows * row_bytes
+        if servers.split_rows is not None:
+            limit = servers.split_rows * row_bytes
+        if servers.capacity_bytes is not None:
+            limit = min(limit, servers.capacity_bytes)
+        parts = -(-table.rows // min(table.rows, max(1, int(limit // row_bytes))))
         edges = [table.rows * part // parts for part in range(parts + 1)]
         for start, stop in pairwise(edges):
             cost = costs[table.name] * (stop - start) / table.rows
             items.append(Item(Shard(table, start, stop), position, cost, (stop - start) * row_bytes))
     return items
-
-
-def _most_rows(table: Table, row_bytes: int, share: float, servers: Servers) -> int:
-    """The most rows of a table that stay together."""
-    limit = max(share, WORTH_CUTTING_BYTES) if servers.count > 1 else table.rows * row_bytes
-    if servers.split_rows is not None:
-        limit = servers.split_rows * row_bytes
-    if servers.capacity_bytes is not None:
-        limit = min(limit, servers.capacity_bytes)
-    return max(1, int(limit // row_bytes))
 
 
 def _pack(items: Sequence[Item], servers: Servers) -> list[list[Item]] | None:
@@ -130,14 +138,54 @@ def _pack(items: Sequence[Item], servers: Servers) -> list[list[Item]] | None:
     return packed
 
 
-def _in_order(items: Sequence[Item]) -> tuple[Shard, ...]:
-    return tuple(item.shard for item in sorted(items, key=lambda item: (item.position, item.shard.start)))
+@dataclass(frozen=True)
+class Probe:
+    """How costs are measured.
+
+    Attributes:
+        storage: what holds the rows.
+        optimizer: what the push applies.
+        repeats: measurements of each batch; more costs time and evens out disturbances.
+        clock: seconds now.
+    """
+
+    storage: type[Storage]
+    optimizer: RowOptimizer
+    repeats: int = 3
+    clock: Callable[[], float] = time.perf_counter
 
 
-def _does_not_fit(items: Sequence[Item], servers: Servers) -> str:
-    needed, largest = sum(item.bytes for item in items), max(items, key=lambda item: item.bytes)
-    return (
-        f"the embedding tables need {needed:,} bytes (the largest piece, {largest.shard.key}, {largest.bytes:,}) and "
-        f"do not fit {servers.count} servers of {servers.capacity_bytes or 0:,} bytes each: raise embedding.servers, "
-        "or set embedding.split_rows lower"
-    )
+def measure_costs(
+    tables: Sequence[Table], features: Sequence[str], batches: Sequence[Jagged], probe: Probe
+) -> dict[str, float]:
+    """Seconds that one pull and one push of each table take, by the table's name: the median over batches and repeats.
+
+    A surrogate of at most 32,768 rows stands for the table, with ids folded into it: this keeps how many ids there are
+    and how often the frequent ones repeat, costs a few MB, and leaves out only misses of the processor's caches on
+    tables larger than that.
+
+    Args:
+        tables: what is to be placed.
+        features: names of the features of `batches`, in their order.
+        batches: a few real batches, not empty.
+        probe: how to measure.
+    """
+    costs = {}
+    for table in tables:
+        positions = [features.index(feature) for feature in table.features]
+        rows = min(table.rows, SURROGATE_ROWS)
+        surrogate = Shard(replace(table, rows=rows), 0, rows)
+        storage = probe.storage([surrogate], [0] * len(positions), probe.optimizer, 0)
+        seconds = []
+        for batch in batches:
+            ids = batch.select(positions)
+            folded, wanted = replace(ids, values=ids.values % rows), range(ids.feature_count)
+            gradient = torch.ones_like(storage.pull(folded, wanted))
+            storage.push(folded, wanted, gradient, 0.0)  # the first look-up plans and warms up
+            for _ in range(probe.repeats):
+                start = probe.clock()
+                storage.pull(folded, wanted)
+                storage.push(folded, wanted, gradient, 0.0)
+                seconds.append(probe.clock() - start)
+        costs[table.name] = statistics.median(seconds)
+    return costs

@@ -8,9 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from shadowsync.compression.channel import Line, Stream
-from shadowsync.compression.rungs import rung
-from shadowsync.embedding.holding import RowStep
+from shadowsync.compression.channel import Channel, Stream
 from shadowsync.embedding.line import About, RowRoute, embedding_stream, slot_widths
 from shadowsync.embedding.messages import (
     Coded,
@@ -28,12 +26,10 @@ from shadowsync.embedding.messages import (
     pack_masks,
     unpack_coded,
 )
-from shadowsync.embedding.numbering import RowNumbers
-from shadowsync.embedding.requests import Bounds, bounds_of, check_range
-from shadowsync.embedding.row_numbers import id_type, pack_rows, raw_bytes
-from shadowsync.embedding.server import Lookup, RowLookup
+from shadowsync.embedding.requests import Bounds, bounds_of, check_range, id_type, pack_rows, raw_bytes
+from shadowsync.embedding.server import Lookup, RowLookup, RowStep
 from shadowsync.embedding.step_messages import held_bytes
-from shadowsync.embedding.table import Shard, slots_of
+from shadowsync.embedding.table import RowNumbers, Shard, slots_of
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.connection import Answer, Connection
 from shadowsync.rpc.fetched import Fetched, nothing
@@ -113,7 +109,7 @@ class EmbeddingRemote:
         pushes: the way of their gradients.
     """
 
-    def __init__(self, remote: Remote, pulls: Line, pushes: Line) -> None:
+    def __init__(self, remote: Remote, pulls: Channel, pushes: Channel) -> None:
         self.shards = remote.shards
         self._remote = remote
         self._pulls = pulls
@@ -186,7 +182,7 @@ class EmbeddingRemote:
             meta = PushAsked(self._remote.stream, lookup.number, lr, sent.coded, ids, self._remote.generation, held)
             return sent.message("push", meta, tensors, _bytes(tensors or ()))
 
-        return _Delivery(self._call, message, self._pushes)
+        return _Delivery(self._call if held is not None else self._call_along, message, self._pushes)
 
     def _step(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float, held: int | None) -> Pending[None]:
         sent = self._encode(lookup, [(RowRoute(width), gradient) for width, gradient in enumerate(gradients)])
@@ -197,7 +193,7 @@ class EmbeddingRemote:
             meta = StepAsked(self._remote.stream, lookup.number, lr, sent.coded, shards, self._remote.generation, held)
             return sent.message("step", meta, tensors, raw_bytes(lookup.rows, self._numbers.total))
 
-        return _Delivery(self._call, message, self._pushes)
+        return _Delivery(self._call if held is not None else self._call_along, message, self._pushes)
 
     def _check(self, lookup: Lookup) -> Bounds:
         """Before ids are narrowed to 32 bits, where one that is too large could become another row's."""
@@ -210,6 +206,10 @@ class EmbeddingRemote:
 
     def _call(self, message: _Message) -> Future[Answer]:
         return self._remote.connection.call(message.method, message.meta, message.tensors, self._remote.timeout_s)
+
+    def _call_along(self, message: _Message) -> Future[Answer]:
+        """A push that nobody waits for travels with the next pull."""
+        return self._remote.connection.call_along(message.method, message.meta, message.tensors, self._remote.timeout_s)
 
     def _encode(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[About, Tensor]]) -> _Sent:
         """In the codec of pushes now; under the mask of their pull, if it came under one, whatever pulls are in now."""
@@ -228,13 +228,13 @@ class EmbeddingRemote:
         coded, frames = pack_coded(encoded, line.codec.name, mask.number)
         return _Sent(coded, frames, lambda: pack_masks(mask.kept, coded.shapes))
 
-    def _stream(self, line: Line, about: About, masked: bool = False) -> Stream:
+    def _stream(self, line: Channel, about: About, masked: bool = False) -> Stream:
         return embedding_stream(line, self.shards, self._remote.position, (about, "gradients", "for"), masked)
 
     def _decode(self, number: int, shapes: Shapes, answer: Answer) -> tuple[Tensor, ...]:
         coded = answer.read(Coded)
         check_shapes(coded, shapes, "vectors")
-        codec = rung(self._pulls.codec, coded.codec)
+        codec = self._pulls.codec.level(coded.codec)
         decoded = unpack_coded(coded, answer.tensors, codec)
         tensors = tuple(found.tensor for found in decoded)
         self._pulls.count(_bytes(answer.tensors), _bytes(tensors))
@@ -255,7 +255,7 @@ class _Delivery(Promise[None]):
     """A push until it is applied: sent once with the number of its look-up and, if that is unknown, with its ids."""
 
     def __init__(
-        self, call: Callable[[_Message], Future[Answer]], message: Callable[[bool], _Message], line: Line
+        self, call: Callable[[_Message], Future[Answer]], message: Callable[[bool], _Message], line: Channel
     ) -> None:
         super().__init__()
         self._request = call

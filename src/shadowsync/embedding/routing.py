@@ -1,20 +1,115 @@
-"""Which features go to which server, and how the answers become one tensor in the order of the tables.
+"""Which features go to which server, pooled or as distinct rows, and how the answers become one tensor.
 
 `B` samples, `F` features of one route.
 """
 
-from collections.abc import Sequence, Set
+import itertools
+import math
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.gathering import Gathering
-from shadowsync.embedding.gathering_plan import plan_gathering
-from shadowsync.embedding.requests import spread
-from shadowsync.embedding.selection import Columns, Selection, Selector
-from shadowsync.embedding.table import Shard, Slot, Table, group_by_table, slots_of
+from shadowsync.embedding.gathering import Gathering, plan_gathering
+from shadowsync.embedding.requests import Columns, Selection, Selector, spread
+from shadowsync.embedding.table import Shard, Table, group_by_table, slots_of
+
+ID_BYTES = 4
+REQUEST_BYTES = 1 << 14
+"""What one more request to a server costs besides its contents: some 0.1 ms, in which 1 Gbit/s carries this much."""
+WORTH = 0.9
+"""Finding duplicates takes processor time, so that it has to save a tenth of the traffic."""
+
+
+@dataclass(frozen=True)
+class UniqueRows:
+    """When duplicates are removed before rows and gradients cross.
+
+    Attributes:
+        mode: `always` and `never` for all tables; `auto` wherever that is less traffic.
+        float_bytes: what one float takes there and back together, as the codecs of pulls and pushes encode it.
+        every: pulls between two estimates of `auto`.
+    """
+
+    mode: Literal["auto", "always", "never"] = "never"
+    float_bytes: float = 8.0
+    every: int = 500
+
+
+NEVER = UniqueRows()
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one table in one batch, both ways."""
+
+    pooled: float
+    unique: float
+
+
+class UniqueChoice:
+    """Chooses tables, from the traffic of a batch now and then; the choice holds until the next estimate."""
+
+    def __init__(
+        self, settings: UniqueRows, tables: Sequence[Table], features: Sequence[str], servers: Sequence[Sequence[Shard]]
+    ) -> None:
+        self._settings = settings
+        self._positions = {feature: index for index, feature in enumerate(features)}
+        held = group_by_table(shard for shards in servers for shard in shards)
+        self._parts = {name: len(shards) for name, shards in held.items()}
+        self._servers = len(servers)
+        self._pulls = itertools.count()
+        self._pooled = tuple(table for table in tables if not table.sequences)
+        self._forced = frozenset(table.name for table in tables if table.sequences or settings.mode == "always")
+        self._chosen = self._forced
+
+    def tables(self, ids: Jagged) -> frozenset[str]:
+        """Names of the tables whose distinct rows are asked for in this pull: always those of which a feature is a
+        sequence, so that rows which it shares with others cross once and take one step.
+
+        Args:
+            ids: of all features; checked for shape, not for range.
+        """
+        if self._settings.mode == "auto" and next(self._pulls) % self._settings.every == 0 and ids.samples:
+            found = choose({table.name: self._traffic(table, ids) for table in self._pooled}, self._servers)
+            self._chosen = self._forced | found
+        return self._chosen
+
+    def _traffic(self, table: Table, ids: Jagged) -> Traffic:
+        mine = ids.select([self._positions[feature] for feature in table.features])
+        vector = table.dim * self._settings.float_bytes
+        weighted = mine.weights is not None or (mine.offsets is not None and "mean" in table.poolings.values())
+        per_bag = vector + (0 if mine.offsets is None else ID_BYTES)
+        per_id = ID_BYTES * (1 + weighted)
+        pooled = len(mine.values) * per_id + self._parts[table.name] * mine.samples * len(table.features) * per_bag
+        distinct = len(np.unique(mine.values.numpy()))
+        return Traffic(pooled, distinct * vector + number_bytes(distinct, table.rows))
+
+
+def number_bytes(count: int, rows: int) -> float:
+    """About what the numbers of so many distinct of all rows take: as gaps `log2(e rows / count)` bits each, which is
+    the entropy of rows that are drawn independently. Tables of unlike density on one server take more."""
+    return count * min(ID_BYTES, math.log2(math.e * rows / count) / 8) if count else 0.0
+
+
+def choose(traffic: Mapping[str, Traffic], servers: int) -> frozenset[str]:
+    """The tables that should cross as distinct rows.
+
+    Those that get smaller, if all in all that is worth the search; the others come along unless what pooling them
+    saves pays for requests of their own.
+    """
+    smaller = frozenset(name for name, found in traffic.items() if found.unique <= found.pooled)
+    others = [found for name, found in traffic.items() if name not in smaller]
+    apart = sum(found.pooled for found in others) + servers * REQUEST_BYTES
+    chosen = smaller if others and apart < sum(found.unique for found in others) else frozenset(traffic)
+    crossing = sum(found.unique if name in chosen else found.pooled for name, found in traffic.items())
+    crossing += servers * REQUEST_BYTES if chosen != frozenset(traffic) else 0
+    return chosen if smaller and crossing <= WORTH * sum(f.pooled for f in traffic.values()) else frozenset()
+
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -32,8 +127,7 @@ class Parts:
     shift: Tensor
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A run of columns of one answer that stay side by side in the output.
 
     Attributes:
@@ -129,65 +223,44 @@ class Router:
             apart: features pooled by mean go in look-ups of their own: they carry weights, which slow a look-up down.
             unique: names of the tables whose distinct rows are asked for, to be pooled here.
         """
-        fan = self._fans.get((apart, unique))
-        if fan is None:
+        if (fan := self._fans.get((apart, unique))) is None:
             fan = self._fans[apart, unique] = self._make_fan(apart, unique)
         return fan
 
     def _make_fan(self, apart: bool, unique: Set[str]) -> Fan:
         pooled = self._selector.features_of(self._tables, {table.name for table in self._tables} - unique)
         means = self._selector.means
-        asked = [
-            (server, [slot for slot, found in enumerate(slots) if found.feature in group])
-            for group in ([pooled - means, pooled & means] if apart else [pooled])
-            for server, slots in enumerate(self._slots)
-        ]
-        asked = [(server, slots) for server, slots in asked if slots]
-        routes = tuple(self._route(server, slots) for server, slots in asked)
+        routes, sections = [], []
+        for chosen in [pooled - means, pooled & means] if apart else [pooled]:
+            for server, held in enumerate(self._slots):
+                slots = [(number, slot) for number, slot in enumerate(held) if slot.feature in chosen]
+                if slots:
+                    selection = self._selector.select([slot.feature for _, slot in slots])
+                    parts = _parts([slot.shard for _, slot in slots])
+                    routes.append(Route(server, tuple(number for number, _ in slots), selection, parts))
+                    sections.append(self._sections([(self._part[slot.shard], slot.feature) for _, slot in slots]))
         gathering = plan_gathering(self._tables, unique, self._selector, self._servers) if unique else None
-        sections = [self._sections([self._slots[server][slot] for slot in slots]) for server, slots in asked]
-        groups = gathering.groups if gathering else ()
-        sections += [self._spans(group.pooled.names) for group in groups if group.pooled is not None]
-        return _fan(routes, gathering, sections, self.columns.width)
+        groups = [group.pooled for group in gathering.groups if group.pooled] if gathering else []
+        sections += [self._sections([(0, feature) for feature in features]) for features in groups]
+        numbered = sorted(enumerate(section for found in sections for section in found), key=lambda pair: pair[1])
+        return Fan(
+            tuple(routes),
+            gathering,
+            tuple(tuple(section.stop - section.start for section in found) for found in sections),
+            tuple(index for index, section in numbered if section.layer == 0),
+            tuple((index, slice(section.start, section.stop)) for index, section in numbered if section.layer),
+            sections == [[Section(0, 0, self.columns.width)]],
+        )
 
-    def _route(self, server: int, slots: Sequence[int]) -> Route:
-        chosen = [self._slots[server][slot] for slot in slots]
-        selection = self._selector.select([slot.feature for slot in chosen])
-        return Route(server, tuple(slots), selection, _parts([slot.shard for slot in chosen]))
-
-    def _sections(self, slots: Sequence[Slot]) -> list[Section]:
-        spans = [(self._part[slot.shard], self.columns.span[slot.feature]) for slot in slots]
-        return _joined([Section(layer, span.start, span.stop) for layer, span in spans])
-
-    def _spans(self, features: Sequence[str]) -> list[Section]:
-        spans = [self.columns.span[feature] for feature in features]
-        return _joined([Section(0, span.start, span.stop) for span in spans])
-
-
-def _joined(sections: Sequence[Section]) -> list[Section]:
-    found: list[Section] = []
-    for section in sections:
-        if found and (found[-1].layer, found[-1].stop) == (section.layer, section.start):
-            found[-1] = Section(section.layer, found[-1].start, section.stop)
-        else:
-            found.append(section)
-    return found
-
-
-def _fan(
-    routes: tuple[Route, ...], gathering: Gathering | None, sections: Sequence[Sequence[Section]], width: int
-) -> Fan:
-    numbered = sorted(
-        enumerate(s for found in sections for s in found), key=lambda pair: (pair[1].layer, pair[1].start)
-    )
-    return Fan(
-        routes,
-        gathering,
-        tuple(tuple(section.stop - section.start for section in found) for found in sections),
-        tuple(index for index, section in numbered if section.layer == 0),
-        tuple((index, slice(section.start, section.stop)) for index, section in numbered if section.layer),
-        [list(found) for found in sections] == [[Section(0, 0, width)]],
-    )
+    def _sections(self, features: Sequence[tuple[int, str]]) -> list[Section]:
+        """The runs of columns of one answer, given the layer and the name of each of its features."""
+        found: list[Section] = []
+        for layer, feature in features:
+            start, stop = self.columns.span[feature].start, self.columns.span[feature].stop
+            if found and (found[-1].layer, found[-1].stop) == (layer, start):
+                start = found.pop().start
+            found.append(Section(layer, start, stop))
+        return found
 
 
 def _parts(shards: Sequence[Shard]) -> Parts | None:

@@ -1,21 +1,26 @@
-"""What a served embedding server answers to those who save its rows beside training, or read and overwrite them."""
+"""Rows in and out of an embedding server behind a wire, for checkpoints and for saves beside training."""
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from shadowsync.embedding.row_numbers import as_int64, id_type
+from shadowsync.embedding.requests import as_int64, id_type
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Rows, Shard
-from shadowsync.errors import DataError
+from shadowsync.embedding.table import Rows, RowSet, Shard
+from shadowsync.errors import DataError, ShadowSyncError
+from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.served import served
+from shadowsync.rpc.pending import Pending, all_of
+from shadowsync.rpc.served import ask, later, served
 
 MOST_ROWS = 1 << 20
 """Numbers in one message."""
@@ -25,36 +30,11 @@ COPY_S = 20.0
 """Deadline of each call of a save: rather no checkpoint than one for which all wait so long."""
 
 
-@dataclass(frozen=True)
-class _Pick:
-    """What was picked last, for those who ask for the rest of it."""
+CHUNK_BYTES = 16 << 20
+UNDER_WAY = 2
+"""Chunks asked for or given at once: one crosses while the next is copied."""
 
-    save: int
-    shard: int
-    numbers: Tensor | None
-
-
-class _ProcessorTime:
-    """What calls have taken of the processor since the last `begin`."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        """Counts anew."""
-        with self._lock:
-            self.seconds = 0.0
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """The block is counted."""
-        began = time.thread_time()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.seconds += time.thread_time() - began
+T = TypeVar("T")
 
 
 class SaveMethods:
@@ -69,8 +49,19 @@ class SaveMethods:
 
     def __init__(self, server: EmbeddingServer) -> None:
         self._server = server
-        self._pick_kept: _Pick | None = None
-        self._used = _ProcessorTime()
+        self._picked: tuple[int, int, Tensor | None] | None = None  # save, shard, and what was picked last
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """What the block takes of the processor is the save's."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._seconds += time.thread_time() - began
 
     @served(once=False)
     def shards(self) -> tuple[Shard, ...]:
@@ -96,7 +87,7 @@ class SaveMethods:
             DataError: the shard has no such rows, or they are too many for one message.
             PeerLost: that save is not under way any more: another server has taken the place.
         """
-        with self._used.counted():
+        with self._counted():
             if save is not None:
                 self._check(save, "copied")
             self._part(shard, start, stop)
@@ -110,10 +101,11 @@ class SaveMethods:
             DataError: the shard has no such rows, or they have other tensors.
         """
         own = self._part(shard, start, stop)
-        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        if shapes != {name: (tensor.dtype, tensor.shape) for name, tensor in own.items()}:
+        forms = [{name: (tensor.dtype, tensor.shape) for name, tensor in each.items()} for each in (tensors, own)]
+        if forms[0] != forms[1]:
+            given, there = (", ".join(f"{name} {list(form)}" for name, (_, form) in each.items()) for each in forms)
             raise DataError(
-                f"{_described(tensors)} do not fit rows {start} to {stop - 1} of a shard that has {_described(own)}"
+                f"{given or 'no tensors'} do not fit rows {start} to {stop - 1} of a shard that has {there}"
             )
         self._server.load([Rows(self._server.shards[shard].table, start, tensors)], partial=True)
 
@@ -125,8 +117,9 @@ class SaveMethods:
             its number, whether the server wants to hear what was written of the rows, and a copy of no rows of each
             shard, which tells their forms.
         """
-        self._pick_kept = None
-        self._used.begin()
+        self._picked = None
+        with self._lock:
+            self._seconds = 0.0
         save, none = self._server.begin_save(), torch.zeros(0, dtype=torch.int64)
         forms = tuple(self._server.copy_rows(shard, none) for shard in range(len(self._server.shards)))
         return save, self._server.compares, forms
@@ -135,7 +128,7 @@ class SaveMethods:
     def save_cost(self, save: int) -> float:
         """Seconds of the processor that the save's calls have taken so far, over the machine's cores; without what
         crossing the wire takes. 0 if the save is not under way any more."""
-        return self._used.seconds / (os.cpu_count() or 1) if self._server.is_under_way(save) else 0.0
+        return self._seconds / (os.cpu_count() or 1) if self._server.is_under_way(save) else 0.0
 
     @served(timeout_s=COPY_S)
     def pick(self, save: int, shard: int, end_of_round: bool, first: int) -> tuple[Tensor, int] | None:
@@ -154,25 +147,24 @@ class SaveMethods:
             DataError: there is no such shard, or no such choice.
             PeerLost: as `rows`.
         """
-        with self._used.counted():
+        with self._counted():
             self._check(save, "chosen")
             if first == 0:
-                self._pick_kept = _Pick(save, shard, self._server.pick(shard, end_of_round))
-            kept = self._pick_kept
-            if kept is None or (kept.save, kept.shard) != (save, shard):
+                self._picked = save, shard, self._server.pick(shard, end_of_round)
+            if self._picked is None or self._picked[:2] != (save, shard):
                 raise DataError(f"the rest of a choice of shard {shard} is asked for and none was made")
-            if kept.numbers is None:
+            numbers = self._picked[2]
+            if numbers is None:
                 return None
-            total = len(kept.numbers)
-            if not 0 <= first <= total:
-                raise DataError(f"row {first} of a choice is asked for and it has {total}")
-            part = kept.numbers[first : first + MOST_ROWS]
-            return part.to(id_type(self._server.shards[shard].table.rows)), total
+            if not 0 <= first <= len(numbers):
+                raise DataError(f"row {first} of a choice is asked for and it has {len(numbers)}")
+            part = numbers[first : first + MOST_ROWS]
+            return part.to(id_type(self._server.shards[shard].table.rows)), len(numbers)
 
     @served(once=False, timeout_s=COPY_S)
     def singles(self, save: int, shard: int, numbers: Tensor) -> Mapping[str, Tensor]:
         """Some rows of a shard, as `rows`; their numbers are ascending."""
-        with self._used.counted():
+        with self._counted():
             self._check(save, "copied")
             return self._copy(shard, as_int64(numbers))
 
@@ -196,7 +188,7 @@ class SaveMethods:
         Raises:
             DataError: the shard has no such rows, they are too many for one message, or the weights are not theirs.
         """
-        with self._used.counted():
+        with self._counted():
             single = None if numbers is None else as_int64(numbers)
             count = stop - start if single is None else len(single)
             if count > MOST_ROWS:
@@ -233,5 +225,129 @@ class SaveMethods:
         return {name: t[first:last] if len(t) == count else t for name, t in own.tensors.items()}
 
 
-def _described(tensors: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "no tensors"
+@dataclass(frozen=True)
+class RemoteRows:
+    """The rows of a server (`SaveMethods`) with their optimizer state, each as of one moment.
+
+    Rows of one moment are read only while nobody pushes.
+    """
+
+    connection: Connection
+
+    def read(self, shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Rows]:
+        """All rows of the server's shards, in their order, in chunks whose weights take about `chunk_bytes` at most."""
+        chunks = [
+            (index, shard, start, min(start + step, shard.stop))
+            for index, shard in enumerate(shards)
+            for step in [max(1, chunk_bytes // (4 * shard.table.dim))]
+            for start in range(shard.start, shard.stop, step)
+        ]
+        asked = (later(self.connection, SaveMethods.rows, index, start, stop) for index, _, start, stop in chunks)
+        for (_, shard, start, _), tensors in zip(chunks, in_order(asked), strict=True):
+            yield Rows(shard.table, start, tensors)
+
+    def write(self, found: Iterable[Rows]) -> None:
+        """Overwrites rows with their optimizer state, those of them that the server holds, as they are found.
+
+        Whatever ends it, nothing of it is under way any more.
+
+        Args:
+            found: no row twice; one chunk of them crosses while the next is looked for.
+
+        Raises:
+            DataError: the tensors are not those of this server's rows.
+        """
+        shards = ask(self.connection, SaveMethods.shards)
+        under_way: deque[Pending[None]] = deque()
+        try:
+            for shard, start, stop, tensors in (part for rows in found for part in _parts(shards, rows)):
+                under_way.append(later(self.connection, SaveMethods.load_rows, shard, start, stop, tensors))
+                if len(under_way) >= UNDER_WAY:
+                    under_way.popleft().result()
+        finally:
+            with contextlib.suppress(ShadowSyncError):
+                all_of(under_way).result()
+        for answered in under_way:
+            answered.result()
+
+
+def in_order(asked: Iterable[Pending[T]]) -> Iterator[T]:
+    """The answers in their order, with some messages under way."""
+    under_way: deque[Pending[T]] = deque()
+    for pending in asked:
+        under_way.append(pending)
+        if len(under_way) >= UNDER_WAY:
+            yield under_way.popleft().result()
+    while under_way:
+        yield under_way.popleft().result()
+
+
+def _parts(shards: Sequence[Shard], rows: Rows) -> Iterator[tuple[int, int, int, Mapping[str, Tensor]]]:
+    """What each of the shards gets of the rows: its position, the first row, one beyond the last, and the tensors."""
+    count = len(rows.tensors["weight"])
+    for index, shard in enumerate(shards):
+        start, stop = max(rows.start, shard.start), min(rows.start + count, shard.stop)
+        if shard.table == rows.table and start < stop:
+            first, last = start - rows.start, stop - rows.start
+            yield index, start, stop, {n: t[first:last] if len(t) == count else t for n, t in rows.tensors.items()}
+
+
+Copy = Callable[[int, int], Iterator[Mapping[str, Tensor]]]
+"""Copies those at positions `first … last − 1`, some rows at a time with all of their tensors; of none, once too."""
+
+
+class LiveRows:
+    """As `RowSource`: each row with its optimizer state as of one moment.
+
+    The first tensor of a run that is asked for has its rows copied. What is copied of the others is held until they are
+    asked for.
+
+    Args:
+        copy: copies rows.
+        wide: names of tensors of the table as a whole: they are as they were after the last row.
+    """
+
+    def __init__(self, copy: Copy, wide: Collection[str]) -> None:
+        self._copy = copy
+        self._wide = wide
+        self._held: dict[tuple[int, int], dict[str, deque[Tensor]]] = {}
+
+    def read(self, first: int, last: int, name: str) -> Iterator[Tensor]:
+        """As `RowSource.read`."""
+        held = self._held.get((first, last), {})
+        if name not in held:
+            yield from self._copied(first, last, name)
+            return
+        parts = held.pop(name)
+        if not held:
+            del self._held[first, last]
+        while parts:
+            yield parts.popleft()
+
+    def _copied(self, first: int, last: int, name: str) -> Iterator[Tensor]:
+        held: dict[str, deque[Tensor]] = {}
+        for tensors in self._copy(first, last):
+            for other, tensor in tensors.items():
+                if other != name:
+                    held.setdefault(other, deque(maxlen=1 if other in self._wide else None)).append(tensor)
+            yield tensors[name]
+        if held:
+            self._held[first, last] = held
+
+
+def live_shard(shard: Shard, nothing: Mapping[str, Tensor], copy: Copy) -> Rows:
+    """All rows of a shard, copied by their positions in it; a copy of `nothing` of them tells the tensors' forms."""
+    forms, source = _live(nothing, shard.rows, copy)
+    return Rows(shard.table, shard.start, forms, source)
+
+
+def live_set(shard: Shard, numbers: Tensor, nothing: Mapping[str, Tensor], copy: Copy) -> RowSet:
+    """As `live_shard`, of rows with these numbers in the table, int64 `[K]`, copied by their positions among them."""
+    forms, source = _live(nothing, len(numbers), copy)
+    return RowSet(shard.table, shard.start, shard.stop, numbers, forms, source)
+
+
+def _live(nothing: Mapping[str, Tensor], count: int, copy: Copy) -> tuple[dict[str, Tensor], LiveRows]:
+    wide = {name for name, tensor in nothing.items() if len(tensor)}
+    shapes = {name: t.shape if name in wide else (count, *t.shape[1:]) for name, t in nothing.items()}
+    return {name: t.new_empty(shapes[name], device="meta") for name, t in nothing.items()}, LiveRows(copy, wide)

@@ -8,11 +8,9 @@ from functools import partial
 
 from torch import Tensor
 
-from shadowsync.compression.channel import Encoder
+from shadowsync.compression.channel import Stream
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.plain import Plain
-from shadowsync.compression.rungs import rung
-from shadowsync.embedding.holding import RowStep
 from shadowsync.embedding.line import slot_widths
 from shadowsync.embedding.messages import (
     Coded,
@@ -30,11 +28,11 @@ from shadowsync.embedding.messages import (
     unpack_ids,
     unpack_masks,
 )
-from shadowsync.embedding.row_numbers import unpack_rows
+from shadowsync.embedding.requests import unpack_rows
 from shadowsync.embedding.saves import SaveMethods
-from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup, RowStep
 from shadowsync.embedding.step_messages import Committed, check_batch, checked_weights
-from shadowsync.embedding.words import of_features, of_rows
+from shadowsync.embedding.table import of_features, of_rows
 from shadowsync.errors import DataError
 from shadowsync.rpc.generation import FIRST, Generation
 from shadowsync.rpc.kept import MOST_STREAMS, USUAL, Bounded, Kept, KeptLimits, Mask, PerClient
@@ -69,7 +67,7 @@ class _Client:
     def __init__(self, limits: KeptLimits, streams: int) -> None:
         self._kept: Kept[tuple[int, int], _Asked] = Kept(limits)
         self._masks = itertools.count()
-        self._streams: Bounded[int, Bounded[_Route, Encoder]] = Bounded(streams, "streams")
+        self._streams: Bounded[int, Bounded[_Route, Stream]] = Bounded(streams, "streams")
 
     def answer(self, stream: int | None, lookup: Lookup | RowLookup, encoded: Sequence[Encoded], codec: Codec) -> Reply:
         """The reply to a pull; its look-up and its mask are kept until its push comes, where one will (`stream`)."""
@@ -87,14 +85,14 @@ class _Client:
             return found
         return found if found.mask is not None and found.mask.number == mask else None
 
-    def encoder(self, codec: Codec, stream: int, route: tuple[object, ...], about: Callable[[], str]) -> Encoder:
+    def encoder(self, codec: Codec, stream: int, route: tuple[object, ...], about: Callable[[], str]) -> Stream:
         """Of the answers to that stream about that.
 
         Raises:
             DataError: the client names more streams or asks for more combinations of features than a job has.
         """
         routes = self._streams.get(stream, lambda: Bounded(MOST_ROUTES, "combinations of features"))
-        return routes.get((codec.name, *route), lambda: Encoder(codec, f"what is pulled of {about()}"))
+        return routes.get((codec.name, *route), lambda: Stream(codec, f"what is pulled of {about()}"))
 
     @property
     def kept(self) -> int:
@@ -144,7 +142,7 @@ class EmbeddingService:
             "forget_held": Method(self._forget_held),
             **Served(SaveMethods(server)).methods,
         }
-        self._server = server
+        self.server = self._server = server
         self._generation = generation
         self._plain = Plain()
         self._pull_codec = pull
@@ -160,7 +158,7 @@ class EmbeddingService:
 
     def _codec(self, asked: PullAsked | ReadAsked) -> Codec:
         """Who only predicts is to see the rows as they are."""
-        return self._plain if asked.number is None else rung(self._pull_codec, asked.codec)
+        return self._plain if asked.number is None else self._pull_codec.level(asked.codec)
 
     @property
     def kept(self) -> int:

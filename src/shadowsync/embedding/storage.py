@@ -12,8 +12,12 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.table import Shard
+from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
+from shadowsync.registry import members, nearest
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ class Storage(ABC):
             allocate: gives the memory of all tensors, in the order of `embedding.memory.parts_of`.
         """
 
+    @classmethod
+    def loads(cls) -> bool:
+        """What it is made with is installed."""
+        return True
+
     @abstractmethod
     def pull(self, ids: Jagged, features: Sequence[int]) -> Tensor:
         """Weighted sums of rows, float32 `[B, Σ D_f]`.
@@ -109,3 +118,20 @@ class Storage(ABC):
         sum of squares), or Adam's `exp_avg` and `exp_avg_sq` `[rows, D]` and `step` `[1]`. Writing to the views
         changes the storage.
         """
+
+
+def storage_class(name: str) -> type[Storage]:
+    """The storage called `name`; `auto` takes `fbgemm` where it can be loaded, else `torch`.
+
+    Raises:
+        ConfigError: there is none of that name. Whether a storage can be used is checked when one is made.
+    """
+    known = members("shadowsync.embedding", Storage)
+    if name == AUTO:
+        return known["fbgemm"] if known["fbgemm"].loads() else known["torch"]
+    if name not in known:
+        allowed = (AUTO, *known)
+        raise ConfigError(
+            f"embedding.storage={name} is not known{nearest(name, allowed)}; allowed: {', '.join(allowed)}"
+        )
+    return known[name]

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.numbering import RowNumbers
-from shadowsync.embedding.table import Rows, Shard
+from shadowsync.embedding.table import RowNumbers, Rows, Shard
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
 
@@ -31,7 +30,7 @@ class RowWatch(Protocol):
     Attributes:
         sees: it wants to know which rows change.
         compares: it wants to know what was written of them.
-        exact: it wants to know of each change before the push is over.
+        exact: it wants to know of each change before it is made.
     """
 
     @property
@@ -47,7 +46,7 @@ class RowWatch(Protocol):
         """Takes the place of one that is gone with its process; what that one wrote in shared memory is here."""
 
     def seen(self, rows: Tensor) -> None:
-        """Pushes have changed these rows, int64 `[L]`, in any order and with duplicates."""
+        """Pushes change these rows, int64 `[L]`, in any order and with duplicates."""
 
     def begin(self) -> None:
         """A save begins: all that it holds is copied after this."""
@@ -135,12 +134,12 @@ class RowWatches:
     # --- pushes ------------------------------------------------------------------------------------------------------
 
     def pushed(self, slots: tuple[int, ...], ids: Jagged) -> None:
-        """A push has changed the rows that were looked up."""
+        """A push is about to change the rows that were looked up; they are copied when it has."""
         if self._seeing:
             self._add((slots, ids), len(ids.values))
 
     def stepped(self, rows: Tensor) -> None:
-        """A push has changed the rows of these numbers (`RowNumbers`), ascending, int64 `[K]`."""
+        """A push is about to change the rows of these numbers (`RowNumbers`), ascending, int64 `[K]`."""
         if self._seeing:
             self._add(rows, len(rows))
 

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -63,8 +64,35 @@ def memory_bytes() -> int | None:
         installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+    allowed = [limit for path in limits_of_groups(Path("/")) if (limit := _number_in(path)) is not None]
+    return min([installed, *allowed])
+
+
+def limits_of_groups(root: Path) -> Iterator[Path]:
+    """Files with the limits of the control groups that this process is in, those around them included (v2 and v1).
+
+    Args:
+        root: of the file system.
+    """
     try:
-        allowed = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in ["0::/", "0:memory:/", *lines]:  # in a container the group is often mounted as the root
+        _, controllers, group = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        elif not controllers:
+            top, name = root / "sys/fs/cgroup", "memory.max"
+        else:
+            continue
+        own = top / group.strip("/")
+        yield from (place / name for place in (own, *own.parents) if place.is_relative_to(top))
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
-        return installed
-    return min(installed, int(allowed)) if allowed.isdecimal() else installed
+        return None
+    return int(text) if text.isdecimal() else None

@@ -1,31 +1,50 @@
 """Quality of predictions: log loss, normalized entropy (NE), calibration and AUC, streaming and exact.
 
-`B` samples.
+Exact measures make one group per distinct logit, streaming ones a group per bin of a histogram; both then use the same
+formulas. `B` samples, `K` groups of samples that share a logit, in ascending order of it.
 """
 
+import base64
+import math
+import zlib
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from shadowsync.metrics.histogram import LogitHistogram
-from shadowsync.metrics.scores import (
-    CurvePoint,
-    area_under_roc,
-    calibration_curve,
-    group_exactly,
-    normalized_entropy,
-)
 
 _CHUNK_SAMPLES = 4096
 _STRETCH_SAMPLES = 10_000
 EXTREME_NATS = 1000.0
 """A log loss that no prediction has from which something can be learnt: an untrained model has 0.7."""
+_MANTISSA_BITS = 12
+_DROPPED_BITS = 23 - _MANTISSA_BITS
+_LOWEST_EXPONENT, _HIGHEST_EXPONENT = -12, 6
+_FIRST_KEY = (127 + _LOWEST_EXPONENT) << _MANTISSA_BITS
+_BINS_PER_SIGN = (_HIGHEST_EXPONENT - _LOWEST_EXPONENT) << _MANTISSA_BITS
+BINS = 2 * _BINS_PER_SIGN + 1
+
+
+class CurvePoint(msgspec.Struct, frozen=True):
+    """One bin of a calibration curve: means of its predictions and labels, and how many samples it has."""
+
+    prediction: float
+    label: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Samples grouped by their logit, ascending: it and how many have label 1 and label 0, float64 `[K]` each."""
+
+    logit: Tensor
+    positives: Tensor
+    negatives: Tensor
 
 
 class Peak(msgspec.Struct, frozen=True):
@@ -76,7 +95,7 @@ def evaluate_scores(logits: Tensor, labels: Tensor, bins: int = 20) -> TestMetri
     import costs 0.8 s and needs sigmoids, which tie logits above 17 in float32.
     """
     logits, labels = logits.detach().double().cpu(), labels.detach().double().cpu()
-    sums = _Sums()
+    sums = Sums()
     sums.add(logits, labels)
     groups = group_exactly(logits, labels)
     return TestMetrics(
@@ -95,11 +114,14 @@ class Quality:
 
     Every measure is None until it is defined: the log loss needs a sample, the calibration a positive label, NE and
     AUC both labels. Not thread-safe: `Recorder` guards it.
+
+    Attributes:
+        lifetime: sums over all samples so far.
     """
 
     def __init__(self, window: int) -> None:
         """`window`: samples over which the window's NE is taken; costs 12 bytes each."""
-        self._lifetime = _Sums()
+        self.lifetime = Sums()
         self._window = _Window(window)
         self._stretches = _Stretches()
         self._histogram = LogitHistogram()
@@ -107,35 +129,10 @@ class Quality:
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Takes `logits [B]` (any float type) and `labels [B]` (0 or 1)."""
         logits, labels = logits.detach().to("cpu", torch.float32), labels.detach().to("cpu", torch.float32)
-        loss = self._lifetime.add(logits, labels)
+        loss = self.lifetime.add(logits, labels)
         self._window.add(loss, labels)
         self._stretches.add(loss, labels)
         self._histogram.add(logits, labels)
-
-    @property
-    def samples(self) -> int:
-        """Samples seen so far."""
-        return self._lifetime.count
-
-    @property
-    def only_label(self) -> int | None:
-        """The label that all samples so far have; None if there are both, or no samples."""
-        return self._lifetime.only_label
-
-    @property
-    def loss_sum(self) -> float:
-        """Sum of the log loss of all samples so far, in nats."""
-        return self._lifetime.loss
-
-    @property
-    def logloss(self) -> float | None:
-        """Mean log loss of all samples so far, in nats."""
-        return self._lifetime.logloss
-
-    @property
-    def ne_lifetime(self) -> float | None:
-        """Normalized entropy over all samples so far."""
-        return self._lifetime.ne
 
     @property
     def ne_window(self) -> float | None:
@@ -154,39 +151,30 @@ class Quality:
         return self._stretches.worst
 
     @property
-    def calibration(self) -> float | None:
-        """Mean prediction over mean label of all samples so far: 1 is right, above 1 predicts too many."""
-        return self._lifetime.calibration
-
-    @property
     def auc(self) -> float | None:
-        """AUC of all samples so far, within `LogitHistogram.auc_error` of the exact one."""
+        """AUC of all samples so far, within half the chance that a positive and a negative share a bin."""
         return area_under_roc(self._histogram.groups())
-
-    def curve(self, bins: int = 20) -> tuple[CurvePoint, ...]:
-        """The calibration curve of all samples so far."""
-        return calibration_curve(self._histogram.groups(), bins)
 
     def state(self) -> dict[str, Any]:
         """Plain JSON values from which `restore` goes on."""
         return {
-            "lifetime": self._lifetime.state(),
-            "window": self._window.state(),
-            "stretches": self._stretches.state(),
+            "lifetime": list(astuple(self.lifetime)),
+            "window": list(self._window.sums()),
+            "stretches": msgspec.to_builtins(self._stretches),
             "histogram": self._histogram.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`: sums are exact, the samples of the window are all taken to be its mean."""
-        self._lifetime = _Sums(*msgspec.convert(state["lifetime"], tuple[int, float, float, float]))
-        self._window.restore(msgspec.convert(state["window"], tuple[float, float, float]))
+        self.lifetime = Sums(*msgspec.convert(state["lifetime"], tuple[int, float, float, float]))
+        self._window.restore(*msgspec.convert(state["window"], tuple[float, float, float]))
         # checkpoints of before the stretches were kept hold none: the worst one is then looked for from here on
-        self._stretches = msgspec.convert(state.get("stretches", {"end": self._lifetime.count}), _Stretches)
+        self._stretches = msgspec.convert(state.get("stretches", {"end": self.lifetime.count}), _Stretches)
         self._histogram.restore(state["histogram"])
 
 
 @dataclass
-class _Sums:
+class Sums:
     """Sums over all samples; in Python's float64, so that a billion samples add up."""
 
     count: int = 0
@@ -205,22 +193,23 @@ class _Sums:
 
     @property
     def only_label(self) -> int | None:
+        """The label that all samples have; None if there are both, or no samples."""
         return int(self.label > 0) if self.count and self.label in (0, self.count) else None
 
     @property
     def logloss(self) -> float | None:
+        """Mean, in nats."""
         return self.loss / self.count if self.count else None
 
     @property
     def ne(self) -> float | None:
+        """Normalized entropy."""
         return normalized_entropy(self.loss, self.label, self.count)
 
     @property
     def calibration(self) -> float | None:
+        """Mean prediction over mean label: 1 is right, above 1 predicts too many."""
         return self.prediction / self.label if self.label else None
-
-    def state(self) -> list[float]:
-        return [self.count, self.loss, self.prediction, self.label]
 
 
 class _Window:
@@ -238,9 +227,6 @@ class _Window:
         if self._chunks and self._chunks[-1].shape[1] < _CHUNK_SAMPLES:
             chunk = torch.cat([self._chunks.pop(), chunk], dim=1)
         self._chunks.append(chunk)
-        self._trim()
-
-    def _trim(self) -> None:
         while (excess := self._count - self._size) > 0:
             oldest = self._chunks.popleft()
             self._count -= min(excess, oldest.shape[1])
@@ -258,12 +244,8 @@ class _Window:
         """Samples with an extreme loss; restored ones, of which only the mean is known, do not count."""
         return int(sum(float(chunk[2].sum()) for chunk in self._chunks))
 
-    def state(self) -> list[float]:
-        return list(self.sums())
-
-    def restore(self, state: tuple[float, float, float]) -> None:
+    def restore(self, loss: float, label: float, count: float) -> None:
         """Fills the window with samples of the saved mean: its NE is kept and fades out as new samples come."""
-        loss, label, count = state
         self._chunks.clear()
         self._count = min(int(count), self._size)
         if self._count:
@@ -290,15 +272,130 @@ class _Stretches:
             self.end += len(labels[:room])
             loss, labels = loss[room:], labels[room:]
             if self.count == _STRETCH_SAMPLES:
-                self._finish()
+                logloss = self.loss / self.count
+                if self.worst is None or logloss > self.worst.logloss:
+                    ne = normalized_entropy(self.loss, self.label, self.count)
+                    self.worst = Peak(ne, logloss, self.count, self.end)
+                self.loss, self.label, self.count = 0.0, 0.0, 0
 
-    def _finish(self) -> None:
-        logloss = self.loss / self.count
-        if self.worst is None or logloss > self.worst.logloss:
-            ne = normalized_entropy(self.loss, self.label, self.count)
-            self.worst = Peak(ne, logloss, self.count, self.end)
-        self.loss, self.label, self.count = 0.0, 0.0, 0
 
-    def state(self) -> dict[str, Any]:
-        builtins: dict[str, Any] = msgspec.to_builtins(self)
-        return builtins
+class LogitHistogram:
+    """Counts of logits in bins of relative width 2^-12, from 2^-12 to 2^6 on both sides of 0, by label.
+
+    The bin of a float32 is the head of its bit pattern, so finding it costs a shift, and bins are as narrow around
+    −0.01 as around −10 in proportion. Every bf16 in the range has a bin of its own: for bf16 logits the AUC is exact.
+    Otherwise it errs by at most half the chance that a positive and a negative share a bin, and inside a bin
+    the two are nearly equally likely to be the higher, so the true error is far smaller (under 1e-4 for the logits of
+    click models). 147,457 bins, 2.4 MB.
+    """
+
+    def __init__(self) -> None:
+        self._counts = torch.zeros(BINS * 2, dtype=torch.int64)
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Counts `logits [B]` with `labels [B]`; a label of 0.5 or more counts as 1."""
+        index = bin_of(logits).mul_(2).add_(labels >= 0.5)
+        self._counts.scatter_add_(0, index, torch.ones_like(index))
+
+    def groups(self) -> Groups:
+        """The bins that hold samples, ascending."""
+        negatives, positives = self._counts.view(BINS, 2).double().unbind(1)
+        kept = (negatives + positives).nonzero().squeeze(1)
+        return Groups(_centre_of(kept), positives[kept], negatives[kept])
+
+    def state(self) -> str:
+        """The bins that hold samples with their counts, packed into text for a checkpoint's JSON values."""
+        index = self._counts.nonzero().squeeze(1)
+        steps = index.diff(prepend=index.new_zeros(1))  # small numbers, which pack well
+        packed = torch.stack([steps, self._counts[index]]).numpy().astype("<i8").tobytes()
+        return base64.b64encode(zlib.compress(packed)).decode("ascii")
+
+    def restore(self, state: str) -> None:
+        """Takes the counts of `state` in place of its own.
+
+        Raises:
+            LookupError, TypeError, ValueError: it is not what `state` gives.
+        """
+        try:
+            unpacked = zlib.decompress(base64.b64decode(state))
+        except zlib.error as error:
+            raise ValueError(f"the histogram cannot be unpacked: {error}") from error
+        packed = np.frombuffer(unpacked, dtype="<i8").astype(np.int64)
+        steps, counts = torch.from_numpy(packed).view(2, -1)
+        self._counts.zero_()
+        self._counts[steps.cumsum(0)] = counts
+
+
+def bin_of(logits: Tensor) -> Tensor:
+    """The bin of every logit, int64 `[B]`; what lies outside the range falls into the middle or the outermost bins."""
+    bits = logits.float().abs().view(torch.int32)
+    distance = (bits.bitwise_right_shift_(_DROPPED_BITS) - (_FIRST_KEY - 1)).clamp_(0, _BINS_PER_SIGN)
+    return torch.where(logits < 0, -distance, distance).long().add_(_BINS_PER_SIGN)
+
+
+def _centre_of(bins: Tensor) -> Tensor:
+    """The logit in the middle of each bin, float64 `[K]`."""
+    signed = (bins - _BINS_PER_SIGN).int()
+    head = signed.abs().sub_(1).add_(_FIRST_KEY).bitwise_left_shift_(_DROPPED_BITS)
+    magnitude = head.add_(1 << (_DROPPED_BITS - 1)).view(torch.float32).double()
+    return torch.where(signed == 0, torch.zeros_like(magnitude), magnitude.copysign(signed))
+
+
+def entropy(mean_label: float) -> float | None:
+    """Entropy of a coin of this mean, in nats; None where it is 0 (only one label was seen)."""
+    if not 0.0 < mean_label < 1.0:
+        return None
+    return -mean_label * math.log(mean_label) - (1.0 - mean_label) * math.log1p(-mean_label)
+
+
+def normalized_entropy(loss_sum: float, label_sum: float, count: float) -> float | None:
+    """Mean log loss over the entropy of the mean label; None until both labels were seen.
+
+    Defined by He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014), section 3: below 1
+    is better than always predicting the mean, and unlike the log loss it can be compared between data sets.
+    """
+    background = entropy(label_sum / count) if count else None
+    return None if background is None else loss_sum / count / background
+
+
+def area_under_roc(groups: Groups) -> float | None:
+    """Chance that a random positive has a higher logit than a random negative, ties counting half.
+
+    The Mann-Whitney form of the area under the ROC curve; None unless both labels are there.
+    """
+    positives, negatives = groups.positives.sum(), groups.negatives.sum()
+    if positives == 0 or negatives == 0:
+        return None
+    lower_negatives = groups.negatives.cumsum(0) - groups.negatives
+    ordered = groups.positives @ (lower_negatives + 0.5 * groups.negatives)
+    return float(ordered / positives / negatives)
+
+
+def calibration_curve(groups: Groups, bins: int) -> tuple[CurvePoint, ...]:
+    """Mean prediction against mean label in at most `bins` bins of nearly equal count, ascending.
+
+    Bins of equal count rather than of equal width: where clicks are rare nearly all samples share the first bins of
+    equal width. A group is never cut, so fewer bins come back when logits are tied.
+    """
+    counts = groups.positives + groups.negatives
+    total = float(counts.sum())
+    if total == 0:
+        return ()
+    middle = counts.cumsum(0) - 0.5 * counts
+    bin_of = (middle * (bins / total)).long().clamp_(0, bins - 1)
+    sums = torch.zeros(3, bins, dtype=torch.float64)
+    sums.index_add_(1, bin_of, torch.stack([counts, groups.positives, counts * groups.logit.sigmoid()]))
+    return tuple(
+        CurvePoint(prediction / count, label / count, round(count))
+        for count, label, prediction in sums.T.tolist()
+        if count
+    )
+
+
+def group_exactly(logits: Tensor, labels: Tensor) -> Groups:
+    """One group per distinct logit of `logits [B]`; a label of 0.5 or more counts as 1."""
+    values, group_of = torch.unique(logits.double(), sorted=True, return_inverse=True)
+    positive = (labels >= 0.5).double()
+    sums = torch.zeros(2, len(values), dtype=torch.float64)
+    sums.index_add_(1, group_of, torch.stack([positive, 1.0 - positive]))
+    return Groups(values, sums[0], sums[1])

@@ -18,10 +18,7 @@ from torch import Tensor
 
 from shadowsync.metrics.frame import Frame
 from shadowsync.metrics.quality import Quality
-from shadowsync.metrics.rates import average_sync_gap, rate
 from shadowsync.metrics.roles import RoleState
-from shadowsync.metrics.steps import GlobalSteps
-from shadowsync.metrics.toll import Toll
 
 Clock = Callable[[], float]
 
@@ -29,39 +26,84 @@ _DRAIN_EVERY_S = 0.1
 _BACKLOG_SAMPLES = 4_000_000
 
 
+def example_level_parallelism(batch_size: int, workers: int, trainers: int) -> int:
+    """ELP: samples that are in a forward or backward pass at once (ShadowSync, arXiv 2003.03477)."""
+    return batch_size * workers * trainers
+
+
+def average_sync_gap(iterations: int, syncs: int) -> float | None:
+    """Iterations per synchronisation, summed over the trainers; None where there was none (ShadowSync)."""
+    return iterations / syncs if syncs > 0 else None
+
+
+def rate(amount: float, seconds: float) -> float:
+    """Amount per second; 0 where no time has passed."""
+    return amount / seconds if seconds > 0 else 0.0
+
+
 @dataclass(frozen=True)
-class JobCounts:
-    """What a frame holds besides the workers' steps; counts are cumulative over the job, resumes included.
+class RecoveryStats:
+    """What failures, and being ready for them, have cost a job so far; as in `Frame`.
 
     Attributes:
-        total_samples: to be trained in all.
-        sync_count: synchronisations so far, all trainers.
-        wire_bytes: bytes between roles so far, by kind.
-        saves: checkpoints written so far.
-        replica_distance: mean over trainers of ‖w_i − mean w‖ / ‖mean w‖, or None.
-        wire_elements, wire_kept: elements of messages of which a part crosses, and that part, by kind.
-        wire_raw_bytes, wire_codecs, wire_refreshes: as in `Frame`.
-        checkpointing, failures, roles, queue_depth, emulated_step_ms: as in `Frame`.
-        toll: of failures.
+        seconds: by kind (`save`, `load`, `lost`, `wait`).
+    """
+
+    pls: float | None = None
+    target_pls: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    emulated_job_s: float | None = None
+
+
+@dataclass(frozen=True)
+class GlobalSteps:
+    """What a gradient method has done so far; counts are cumulative, resumes included.
+
+    Attributes:
+        mode: the method at work; another than the configured one where that changes it.
+        count: global steps, k.
+        dropped: gradients that a step left out.
+        applied: gradients that a step took.
+        staleness_sum: of the applied ones, in steps.
+        step_seconds, held_bytes: as in `Frame`.
+    """
+
+    mode: str
+    count: int
+    dropped: int
+    applied: int
+    staleness_sum: int
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    held_bytes: int | None = None
+
+    def staleness_since(self, applied: int, staleness_sum: int) -> float | None:
+        """Mean of the gradients applied since these counts; None if none was, or if the job went back since."""
+        count, steps = self.applied - applied, self.staleness_sum - staleness_sum
+        return steps / count if count > 0 and steps >= 0 else None
+
+
+@dataclass(frozen=True)
+class JobCounts:
+    """What a frame holds besides the workers' steps, as there; counts are cumulative over the job, resumes included.
+
+    Attributes:
+        wire: what crossed, as `WireTotals.by_name`.
+        recovery: what failures have cost.
         steps: of a gradient method; None where replicas are merged.
     """
 
     total_samples: int
     sync_count: int = 0
-    wire_bytes: Mapping[str, int] = field(default_factory=dict)
+    wire: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    wire_codecs: Mapping[str, str] = field(default_factory=dict)
     saves: int = 0
     replica_distance: float | None = None
-    wire_raw_bytes: Mapping[str, int] = field(default_factory=dict)
-    wire_codecs: Mapping[str, str] = field(default_factory=dict)
-    wire_elements: Mapping[str, int] = field(default_factory=dict)
-    wire_kept: Mapping[str, int] = field(default_factory=dict)
-    wire_refreshes: Mapping[str, int] = field(default_factory=dict)
     checkpointing: bool = False
     failures: int = 0
     roles: Mapping[str, RoleState] = field(default_factory=dict)
     queue_depth: Mapping[str, int] = field(default_factory=dict)
     emulated_step_ms: float | None = None
-    toll: Toll = field(default_factory=Toll)
+    recovery: RecoveryStats = field(default_factory=RecoveryStats)
     steps: GlobalSteps | None = None
 
 
@@ -194,8 +236,12 @@ class Recorder:
         self._queue.append(_Step(trainer, self._clock() - age_s, samples, None, None))
 
     def __enter__(self) -> "Recorder":
+        def drain_until_stopped() -> None:
+            while not self._stop.wait(_DRAIN_EVERY_S):
+                self.drain()
+
         self._stop.clear()
-        self._thread = threading.Thread(target=self._drain_until_stopped, name="recorder", daemon=True)
+        self._thread = threading.Thread(target=drain_until_stopped, name="recorder", daemon=True)
         self._thread.start()
         return self
 
@@ -207,10 +253,6 @@ class Recorder:
             self._thread.join()
             self._thread = None
         self.drain()
-
-    def _drain_until_stopped(self) -> None:
-        while not self._stop.wait(_DRAIN_EVERY_S):
-            self.drain()
 
     def drain(self) -> None:
         """Takes the steps queued so far into the counts and the quality."""
@@ -244,7 +286,7 @@ class Recorder:
     def unmeasured(self) -> int:
         """Samples since the last start that were trained but left out of the quality."""
         self.drain()
-        return self._base.samples + self._all.samples - self._quality.samples
+        return self._base.samples + self._all.samples - self._quality.lifetime.count
 
     def window_loss(self) -> tuple[float, int, int]:
         """As `Quality.window_loss`."""
@@ -252,9 +294,9 @@ class Recorder:
             return self._quality.window_loss()
 
     def only_label(self) -> tuple[int | None, int]:
-        """As `Quality.only_label`, and of how many samples."""
+        """The label that all samples so far have (None if there are both), and how many samples that is."""
         with self._lock:
-            return self._quality.only_label, self._quality.samples
+            return self._quality.lifetime.only_label, self._quality.lifetime.count
 
     def frame(self, counts: JobCounts, *, ended: bool = False) -> Frame:
         """The state of the job now; its rates are over the time since the frame before.
@@ -264,44 +306,42 @@ class Recorder:
         """
         with self._lock:
             self._drain()
-            mark = self._now(counts, self._all.last if ended else self._clock())
+            mark = self._marked(counts, self._all.last if ended else self._clock())
             frame = self._frame(counts, mark)
             self._mark = mark
             self._marked_samples = [tally.samples for tally in self._each]
         return frame
 
-    def _now(self, counts: JobCounts, at: float) -> _Mark:
-        steps = counts.steps
+    def _marked(self, counts: JobCounts, at: float) -> _Mark:
+        steps, wire = counts.steps, counts.wire
         return dataclasses.replace(
             self._counted(at),
             sync_count=counts.sync_count,
             applied=0 if steps is None else steps.applied,
             staleness_sum=0 if steps is None else steps.staleness_sum,
-            wire_elements=dict(counts.wire_elements),
-            wire_kept=dict(counts.wire_kept),
+            wire_elements=dict(wire.get("elements", {})),
+            wire_kept=dict(wire.get("kept", {})),
         )
 
     def _counted(self, at: float) -> _Mark:
         """With the counts of the mark before of what the recorder does not know by itself."""
+        # from the first batch, without the pause before a resume; never less than in the frame before
+        since = 0.0 if self._all.first is None else max(at, self._all.last) - self._all.first
         return dataclasses.replace(
             self._mark,
-            seconds=self._seconds(at),
+            seconds=max(self._base.seconds + since, self._mark.seconds),
             samples=self._base.samples + self._all.samples,
             iterations=self._base.iterations + self._all.iterations,
-            measured=self._quality.samples,
-            loss_sum=self._quality.loss_sum,
+            measured=self._quality.lifetime.count,
+            loss_sum=self._quality.lifetime.loss,
         )
 
-    def _seconds(self, at: float) -> float:
-        """From the first batch, without the pause before a resume; never less than in the frame before."""
-        since = 0.0 if self._all.first is None else max(at, self._all.last) - self._all.first
-        return max(self._base.seconds + since, self._mark.seconds)
-
     def _frame(self, counts: JobCounts, now: _Mark) -> Frame:
-        before, quality = self._mark, self._quality
+        before, quality, steps, recovery = self._mark, self._quality, counts.steps, counts.recovery
         passed, measured = now.seconds - before.seconds, now.measured - before.measured
         done = [tally.samples - marked for tally, marked in zip(self._each, self._marked_samples, strict=True)]
-        steps = counts.steps
+        crossed = {kind: count - before.wire_elements.get(kind, 0) for kind, count in now.wire_elements.items()}
+        kept = {kind: count - before.wire_kept.get(kind, 0) for kind, count in now.wire_kept.items()}
         return Frame(
             seconds=now.seconds,
             samples=now.samples,
@@ -310,27 +350,27 @@ class Recorder:
             eps_per_trainer=tuple(rate(samples, passed) for samples in done),
             auc=quality.auc,
             ne_window=quality.ne_window,
-            ne_lifetime=quality.ne_lifetime,
+            ne_lifetime=quality.lifetime.ne,
             loss=(now.loss_sum - before.loss_sum) / measured if measured else None,
             sync_count=counts.sync_count,
             sync_gap=average_sync_gap(now.iterations - before.iterations, now.sync_count - before.sync_count),
             replica_distance=counts.replica_distance,
-            wire_bytes=dict(counts.wire_bytes),
+            wire_bytes=dict(counts.wire.get("bytes", {})),
             saves=counts.saves,
-            wire_raw_bytes=dict(counts.wire_raw_bytes),
+            wire_raw_bytes=dict(counts.wire.get("raw_bytes", {})),
             wire_codecs=dict(counts.wire_codecs),
-            wire_kept_share=_shares_since(before, now),
-            wire_refreshes=dict(counts.wire_refreshes),
+            wire_kept_share={kind: kept[kind] / count for kind, count in crossed.items() if count > 0},
+            wire_refreshes=dict(counts.wire.get("refreshes", {})),
             checkpointing=counts.checkpointing,
             failures=counts.failures,
             roles=dict(counts.roles),
             queue_depth=dict(counts.queue_depth),
             staleness=None if steps is None else steps.staleness_since(before.applied, before.staleness_sum),
             emulated_step_ms=counts.emulated_step_ms,
-            pls=counts.toll.pls,
-            target_pls=counts.toll.target_pls,
-            recovery_seconds=dict(counts.toll.seconds),
-            emulated_job_s=counts.toll.emulated_job_s,
+            pls=recovery.pls,
+            target_pls=recovery.target_pls,
+            recovery_seconds=dict(recovery.seconds),
+            emulated_job_s=recovery.emulated_job_s,
             global_steps=None if steps is None else steps.count,
             dropped=None if steps is None else steps.dropped,
             aggregation_mode=None if steps is None else steps.mode,
@@ -412,10 +452,3 @@ class Recorder:
             )
             self._quality.restore(state["quality"])
             self._mark = dataclasses.replace(self._counted(self._clock()), seconds=seconds)
-
-
-def _shares_since(before: _Mark, now: _Mark) -> dict[str, float]:
-    """Share of the elements that crossed between two marks, by kind."""
-    elements = {kind: count - before.wire_elements.get(kind, 0) for kind, count in now.wire_elements.items()}
-    kept = {kind: count - before.wire_kept.get(kind, 0) for kind, count in now.wire_kept.items()}
-    return {kind: kept[kind] / count for kind, count in elements.items() if count > 0}

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 RoleState = Literal["alive", "saving", "restarting", "unreachable", "dead", "left"]
-Happening = Literal[
+Event = Literal[
     "alive",
     "dead",
     "restarted",
@@ -20,10 +20,9 @@ Happening = Literal[
     "decided",
     "waiting",
 ]
-
 About = Literal["", "codec"]
 
-_ENTERED: dict[Happening, RoleState] = {
+_ENTERED: dict[Event, RoleState] = {
     "alive": "alive",
     "dead": "dead",
     "restarted": "restarting",
@@ -32,7 +31,7 @@ _ENTERED: dict[Happening, RoleState] = {
     "restored": "alive",
     "left": "left",
 }
-_ENDED: dict[Happening, RoleState] = {"reachable": "unreachable", "saved": "saving"}
+_ENDED: dict[Event, RoleState] = {"reachable": "unreachable", "saved": "saving"}
 _ORDER = ("driver", "reader", "trainer", "embedding", "dense")
 
 
@@ -52,7 +51,7 @@ class RoleEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     seconds: float
     role: str
-    event: Happening
+    event: Event
     detail: str = ""
     about: About = ""
 
@@ -66,7 +65,7 @@ class Span:
     state: RoleState
 
 
-def state_after(state: RoleState | None, event: Happening) -> RoleState:
+def state_after(state: RoleState | None, event: Event) -> RoleState:
     """The state of a role that was in `state` (None: unknown so far) when `event` happens.
 
     The end of something ends only that: a save that is reported as done does not revive a role that died meanwhile.
@@ -84,20 +83,20 @@ def role_order(role: str) -> tuple[int, str, int]:
 
 
 def spans(events: Sequence[RoleEvent], until: float) -> dict[str, list[Span]]:
-    """The states of each role one after the other, up to `until` seconds; time after it left is in no span."""
-    roles = sorted({event.role for event in events}, key=role_order)
-    return {role: _stretches([event for event in events if event.role == role], until) for role in roles}
+    """The states of each role one after the other, up to `until` seconds; time after it left is in no span.
 
-
-def _stretches(events: Sequence[RoleEvent], until: float) -> list[Span]:
-    """Events of one role as spans; neighbours of one state are joined, those of no length left out."""
-    stretches: list[Span] = []
-    state: RoleState | None = None
-    for event, end in zip(events, [*(later.seconds for later in events[1:]), until], strict=True):
-        state = state_after(state, event.event)
-        before = stretches[-1] if stretches else None
-        if before is not None and before.state == state and before.end >= event.seconds:
-            stretches[-1] = Span(before.start, max(end, before.end), state)
-        elif state != "left" and end > event.seconds:
-            stretches.append(Span(event.seconds, end, state))
-    return stretches
+    Neighbours of one state are joined, spans of no length left out.
+    """
+    found: dict[str, list[Span]] = {}
+    for role in sorted({event.role for event in events}, key=role_order):
+        own = [event for event in events if event.role == role]
+        states = found[role] = list[Span]()
+        state: RoleState | None = None
+        for event, end in zip(own, [*(later.seconds for later in own[1:]), until], strict=True):
+            state = state_after(state, event.event)
+            before = states[-1] if states else None
+            if before is not None and before.state == state and before.end >= event.seconds:
+                states[-1] = Span(before.start, max(end, before.end), state)
+            elif state != "left" and end > event.seconds:
+                states.append(Span(event.seconds, end, state))
+    return found

@@ -17,10 +17,9 @@ from shadowsync.training.fast_linear import FastTower
 
 
 class Units(msgspec.Struct, frozen=True, kw_only=True):
-    """What the units of a model's ReLUs did.
+    """What the units of a model's ReLUs did on so many `rows` of the test set.
 
     Attributes:
-        rows: of the test set that were looked at.
         sizes: `U` of each layer, in the order in which they are called.
         dead: share of each layer's units that were 0 on all of these rows.
     """

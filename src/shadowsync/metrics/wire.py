@@ -46,22 +46,22 @@ class WireCounter:
     def add(self, kind: str, sent: int, raw: int) -> None:
         """Counts one message: `sent` bytes of it on the wire, `raw` bytes of it uncompressed."""
         with self._lock:
-            _add(self._totals.bytes, kind, sent)
-            _add(self._totals.raw_bytes, kind, raw)
+            for sums, amount in ((self._totals.bytes, sent), (self._totals.raw_bytes, raw)):
+                sums[kind] = sums.get(kind, 0) + amount
 
     def add_kept(self, kind: str, elements: int, kept: int, refreshes: int, early: int) -> None:
         """Counts of one message the elements, those that crossed, and the thresholds chosen for it."""
+        totals = self._totals
         with self._lock:
-            _add(self._totals.elements, kind, elements)
-            _add(self._totals.kept, kind, kept)
-            _add(self._totals.refreshes, kind, refreshes)
-            _add(self._totals.early, kind, early)
+            for sums, amount in (
+                (totals.elements, elements),
+                (totals.kept, kept),
+                (totals.refreshes, refreshes),
+                (totals.early, early),
+            ):
+                sums[kind] = sums.get(kind, 0) + amount
 
     def totals(self) -> WireTotals:
         """A consistent copy of the sums."""
         with self._lock:
             return WireTotals(**self._totals.by_name())
-
-
-def _add(sums: dict[str, int], kind: str, amount: int) -> None:
-    sums[kind] = sums.get(kind, 0) + amount

@@ -12,9 +12,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from shadowsync.errors import ConfigError
-from shadowsync.models.mlp import linear, mlp, width
-from shadowsync.models.model import ModelSpec, SequenceInput, Widths, refuse_sequences
-from shadowsync.models.pooled import NO_SEQUENCES, concatenate
+from shadowsync.models.model import ModelSpec, SequenceInput, Widths, linear, mlp, refuse_sequences
+from shadowsync.models.vectors import NO_SEQUENCES, concatenate
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class DcnModule(nn.Module):
         self.stacked = spec.structure == "stacked"
         self.cross = nn.ModuleList(CrossLayer(inputs, spec.low_rank) for _ in range(spec.cross))
         self.deep = mlp(inputs, spec.deep)
-        deep_width = width(inputs, spec.deep)
+        deep_width = spec.deep[-1] if spec.deep else inputs
         self.logit = linear(deep_width if self.stacked else inputs + deep_width, 1)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:

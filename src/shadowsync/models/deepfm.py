@@ -7,9 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from shadowsync.models.mlp import linear, mlp, width
-from shadowsync.models.model import ModelSpec, SequenceInput, Widths, common_dim, refuse_sequences
-from shadowsync.models.pooled import NO_SEQUENCES, concatenate, stack
+from shadowsync.models.model import ModelSpec, SequenceInput, Widths, common_dim, draw, linear, refuse_sequences, tower
+from shadowsync.models.vectors import NO_SEQUENCES, concatenate, stack
 
 
 @dataclass(frozen=True)
@@ -43,28 +42,18 @@ class DeepFmModule(nn.Module):
         inputs = dense_columns + dim * len(dims)
         self.features = tuple(dims)
         self.first_order = linear(inputs, 1)
-        self.dense_vectors = _dense_vectors(dense_columns, dim) if dense_columns else None
-        self.deep = mlp(inputs, spec.deep).append(linear(width(inputs, spec.deep), 1))
+        self.dense_vectors = nn.Linear(dense_columns, dim, bias=False) if dense_columns else None
+        if self.dense_vectors is not None:  # small at first: pairs grow with the square of what may be a large value
+            draw(self.dense_vectors.weight, 0.01)
+        self.deep = tower(inputs, spec.deep)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        vectors = concatenate(embeddings, self.features)
-        fields = torch.cat([dense, vectors], dim=1)
+        fields = torch.cat([dense, concatenate(embeddings, self.features)], dim=1)
         logits: Tensor = (self.first_order(fields) + self.deep(fields)).squeeze(1)
-        return logits + self._pairs(dense, stack(embeddings, self.features))
-
-    def _pairs(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        """`Σ_{i<j} ⟨v_i, v_j⟩ = ½ (‖Σ v_i‖² − Σ ‖v_i‖²)` over the fields, `[B]`; vectors are `[B, F, D]`."""
-        total = vectors.sum(dim=1)
-        squares = vectors.square().sum(dim=(1, 2))
+        # all pairs: `Σ_{i<j} ⟨v_i, v_j⟩ = ½ (‖Σ v_i‖² − Σ ‖v_i‖²)` over the fields
+        vectors = stack(embeddings, self.features)
+        total, squares = vectors.sum(dim=1), vectors.square().sum(dim=(1, 2))
         if self.dense_vectors is not None:
             total = total + self.dense_vectors(dense)
             squares = squares + dense.square() @ self.dense_vectors.weight.square().sum(dim=0)
-        pairs: Tensor = 0.5 * (total.square().sum(dim=1) - squares)
-        return pairs
-
-
-def _dense_vectors(columns: int, dim: int) -> nn.Linear:
-    """Vectors of the dense columns, small at first: pairs grow with the square of what may be a large value."""
-    layer = nn.Linear(columns, dim, bias=False)
-    nn.init.normal_(layer.weight, std=0.01)
-    return layer
+        return logits + 0.5 * (total.square().sum(dim=1) - squares)

@@ -10,14 +10,11 @@ from typing import Annotated, Any, ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from shadowsync.models.auxiliary import with_loss
-from shadowsync.models.histories import find_targets
-from shadowsync.models.mlp import linear, mlp, width
-from shadowsync.models.model import ModelSpec, SequenceInput, Widths
-from shadowsync.models.pooled import NO_SEQUENCES, concatenate
-from shadowsync.models.sequences import JaggedVectors, sequence_of
+from shadowsync.models.model import ModelSpec, SequenceInput, Widths, find_targets, linear, tower
+from shadowsync.models.vectors import NO_SEQUENCES, JaggedVectors, concatenate, sequence_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class DienModule(nn.Module):
         self.steps, self.auxiliary = spec.steps, spec.auxiliary
         self.evolutions = nn.ModuleList(InterestEvolution(sequences[name].dim) for name in self.targets)
         inputs = dense_columns + sum(dims.values()) + sum(sequences[name].dim for name in self.targets)
-        self.deep = mlp(inputs, spec.deep).append(linear(width(inputs, spec.deep), 1))
+        self.deep = tower(inputs, spec.deep)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Any]) -> Tensor:
         interests, losses = [], []
@@ -98,28 +95,22 @@ class InterestEvolution(nn.Module):
         self.attention = linear(dim, dim, bias=False)
 
     def forward(self, behaviours: Tensor, target: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """What `evolve` gives, `[B, D]`, and what `extract` gives, `[B, T, D]`."""
-        extracted = self.extract(behaviours)
-        return self.evolve(extracted, target, mask), extracted
-
-    def extract(self, behaviours: Tensor) -> Tensor:
-        """The interest after each behaviour, `[B, T, D]`, from the behaviours `[B, T, D]`."""
-        return torch.stack(self.extraction(behaviours), dim=1)
-
-    def evolve(self, interests: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-        """The last state, `[B, D]`, of the network that follows the interests as far as they concern the target.
+        """Follows the interests as far as they concern the target.
 
         Args:
-            interests: `[B, T, D]`.
+            behaviours: `[B, T, D]`.
             target: `[B, D]`.
             mask: where there is a behaviour, bool `[B, T]`; a sample without any gives zeros.
+
+        Returns:
+            the last state, `[B, D]`, and the interest after each behaviour, `[B, T, D]`.
         """
+        interests = torch.stack(self.extraction(behaviours), dim=1)
         asked = self.attention(target).to(interests.dtype)
         scores = (interests * asked[:, None]).sum(dim=2)
         # finite, so that a sample without behaviours has no NaN
         shares = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=1) * mask
-        last: Tensor = self.evolution(interests, shares)[-1]
-        return last
+        return self.evolution(interests, shares)[-1], interests
 
 
 class Recurrence(nn.Module):
@@ -163,3 +154,25 @@ def next_behaviour_loss(interests: Tensor, behaviours: Tensor, mask: Tensor) -> 
         return interests.new_zeros(())
     elsewhere = after.roll(len(after) // 2, dims=0)
     return (F.softplus(-(before * after).sum(dim=1)) + F.softplus((before * elsewhere).sum(dim=1))).mean()
+
+
+def with_loss(logits: Tensor, loss: Tensor) -> Tensor:
+    """The logits as they are; whatever is differentiated through them, the gradient of `loss` (0-d) is added to it.
+
+    So a module that returns logits only can have a loss of its own, as mixture-of-experts models do for their balance
+    (arXiv 2401.06066, its authors' code). It is exact where the final loss is not scaled afterwards.
+    """
+    added: Tensor = _WithLoss.apply(logits, loss)  # type: ignore[no-untyped-call]
+    return added
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss_like = torch.ones_like(loss)
+        return logits.view_as(logits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, ctx.loss_like

@@ -10,11 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shadowsync.models.histories import find_targets
-from shadowsync.models.mlp import linear, mlp, width
-from shadowsync.models.model import ModelSpec, SequenceInput, Widths
-from shadowsync.models.pooled import NO_SEQUENCES, concatenate
-from shadowsync.models.sequences import JaggedVectors, sequence_of
+from shadowsync.models.model import ModelSpec, SequenceInput, Widths, find_targets, tower
+from shadowsync.models.vectors import NO_SEQUENCES, JaggedVectors, concatenate, sequence_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class DinModule(nn.Module):
         self.features = tuple(dims)
         self.units = nn.ModuleList(ActivationUnit(sequences[name].dim, spec.attention) for name in self.targets)
         inputs = dense_columns + sum(dims.values()) + sum(sequences[name].dim for name in self.targets)
-        self.deep = mlp(inputs, spec.deep).append(linear(width(inputs, spec.deep), 1))
+        self.deep = tower(inputs, spec.deep)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Any]) -> Tensor:
         pairs = zip(self.units, self.targets.items(), strict=True)
@@ -77,7 +74,7 @@ class ActivationUnit(nn.Module):
 
     def __init__(self, dim: int, hidden: Widths) -> None:
         super().__init__()
-        self.weight = mlp(4 * dim, hidden).append(linear(width(4 * dim, hidden), 1))
+        self.weight = tower(4 * dim, hidden)
 
     def forward(self, sequence: JaggedVectors, target: Tensor) -> Tensor:
         vectors = sequence.values

@@ -1,18 +1,20 @@
 """The seam between the configuration and a model: options in, a plain `nn.Module` out.
 
-`B` samples, `N` dense columns, `D_f` width of feature f's vector.
+`B` samples, `N` dense columns, `D_f` width of feature f's vector, `I` inputs and `O` outputs of a layer.
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from shadowsync.errors import ConfigError
-from shadowsync.models.pooled import NO_SEQUENCES
+from shadowsync.models.vectors import NO_SEQUENCES
+from shadowsync.registry import nearest
 
 Widths = tuple[Annotated[int, Field(gt=0, le=65_536)], ...]
 """Hidden widths of a tower of layers; more and larger ones cost time and memory and fit more."""
@@ -94,3 +96,87 @@ def common_dim(model: str, dims: Mapping[str, int]) -> int:
                 f"{other}: give their tables the same dim, or set model.name=dcn, which takes mixed widths"
             )
     return width
+
+
+def find_targets(
+    model: str, chosen: Mapping[str, str], dims: Mapping[str, int], sequences: Mapping[str, SequenceInput]
+) -> dict[str, str]:
+    """The target of each sequence, in the order of the sequences.
+
+    Args:
+        model: the model's name, for messages.
+        chosen: targets by sequence, as configured; any other sequence takes the one feature with one id per sample
+            that shares its table.
+        dims: the width of each pooled feature's vector.
+        sequences: all of them.
+
+    Raises:
+        ConfigError: there is no sequence; a name is unknown; a sequence has no such feature, or several; or target
+            and sequence differ in width.
+    """
+    if not sequences:
+        pooled = f" (model.targets names {', '.join(chosen)}, which embedding.pooling pools)" if chosen else ""
+        raise ConfigError(
+            f"model.name={model} attends over a behaviour sequence, and no feature has pooling=none: let a feature "
+            "with several ids per sample share the table of the feature that it is attended with, or name both: "
+            f"model.targets={{recent_items: item}}{pooled}"
+        )
+    for feature in chosen:
+        if feature not in sequences:
+            raise ConfigError(
+                f"model.targets: feature {feature} is no sequence{nearest(feature, sequences)}; sequences, with "
+                f"pooling=none, are {', '.join(sequences)}"
+            )
+    found = {}
+    for name, sequence in sequences.items():
+        if name not in chosen and len(sequence.partners) != 1:
+            several = f"several features with one id per sample share its table: {', '.join(sequence.partners)}"
+            none = "no feature with one id per sample shares its table"
+            raise ConfigError(
+                f"sequence {name}: {several if sequence.partners else none}; name the one it is attended with: "
+                f"model.targets={{{name}: {(*sequence.partners, 'FEATURE')[0]}}}"
+            )
+        target = found[name] = chosen.get(name) or sequence.partners[0]
+        if target not in dims:
+            raise ConfigError(
+                f"model.targets: {name} is attended with {target}, which is no pooled feature{nearest(target, dims)}; "
+                f"there are {', '.join(dims) or 'none'}"
+            )
+        if dims[target] != sequence.dim:
+            raise ConfigError(
+                f"model.targets: vectors of {name} have {sequence.dim} columns and those of its target {target} "
+                f"{dims[target]}: let them share a table, or give their tables the same dim"
+            )
+    return found
+
+
+def draw(weights: Tensor, std: float) -> None:
+    """Draws `weights ~ N(0, std²)`. Where only shapes are asked for (meta), torch would load its compiler for that."""
+    if not weights.is_meta:
+        nn.init.normal_(weights, std=std)
+
+
+def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+    """A layer `[B, I] → [B, O]` with weights ~ N(0, 2/(I+O)) and biases of zero.
+
+    Source: the weights of the DLRM reference (arXiv 1906.00091, its authors' code). Ours differ in the biases, which
+    are ~ N(0, 1/O) there: in a narrow layer some of them keep a ReLU at zero for every sample from the first step on.
+    """
+    layer = nn.Linear(inputs, outputs, bias)
+    draw(layer.weight, (2 / (inputs + outputs)) ** 0.5)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(inputs: int, hidden: Sequence[int]) -> nn.Sequential:
+    """Layers `[B, I] → [B, hidden[-1]]`, each with a ReLU behind it; no layers at all pass their input on."""
+    layers = []
+    for left, right in itertools.pairwise((inputs, *hidden)):
+        layers += [linear(left, right), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def tower(inputs: int, hidden: Sequence[int]) -> nn.Sequential:
+    """`mlp` with one more layer to a single number, `[B, I] → [B, 1]`."""
+    return mlp(inputs, hidden).append(linear(hidden[-1] if hidden else inputs, 1))

@@ -8,11 +8,11 @@
 A schedule is a kind of times and its options. A new kind is one class here or in a module of this folder.
 """
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -28,12 +28,8 @@ Kind = Literal["embedding", "trainer", "dense", "reader"]
 Unit = Literal["s", "epoch"]
 
 
-def _listed(text: object) -> object:
-    """`1+2` as its parts."""
-    return text.split("+") if isinstance(text, str) else text
-
-
-Listed = BeforeValidator(_listed)
+Listed = BeforeValidator(lambda text: text.split("+") if isinstance(text, str) else text)
+"""`1+2` as its parts."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +47,6 @@ class Failure:
     unit: Unit
     kind: Kind
     indices: tuple[int, ...]
-
-    def is_due(self, seconds: float, epochs: float) -> bool:
-        """Whether it is time, after so many seconds of training and so many passes over the data."""
-        return self.at <= (seconds if self.unit == "s" else epochs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +72,6 @@ class FailureTimes(ABC):
     def __post_init__(self) -> None:
         if self.share is not None and self.index is not None:
             raise ValueError("give share or index, not both")
-        self.check()
-
-    def check(self) -> None:  # noqa: B027 (most have nothing to check)
-        """Raises `ValueError` for options that do not go together."""
 
     @property
     @abstractmethod
@@ -101,16 +89,8 @@ class FailureTimes(ABC):
             has = f"it has {number}, counted from 0" if number else "it has none"
             raise ConfigError(f"{KEY}: this job has no {self.kind} {max(self.index or (0,))} that could fail; {has}")
 
-    def failures(self, numbers: Mapping[str, int]) -> Iterator[Failure]:
-        """The failures among so many roles of each kind.
-
-        Raises:
-            ConfigError: there are no such roles.
-        """
-        self.check_roles(numbers)
-        return self._draw(numbers[self.kind])
-
-    def _draw(self, number: int) -> Iterator[Failure]:
+    def failures(self, number: int) -> Iterator[Failure]:
+        """The failures among so many roles of its kind."""
         dice = np.random.default_rng((self.seed, 1))
         together = 1 if self.share is None else max(1, math.floor(self.share * number + 0.5))
         for at in self.times():
@@ -136,7 +116,8 @@ class Gamma(FailureTimes):
     shape: Annotated[float, Field(ge=0.01, le=1e6)] = 1.0
     count: Annotated[int, Field(ge=1)] | None = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.mean_s is None) == (self.mean_epochs is None):
             raise ValueError("give mean_s or mean_epochs, for instance gamma:mean_s=5")
 
@@ -145,13 +126,11 @@ class Gamma(FailureTimes):
         return "epoch" if self.mean_s is None else "s"
 
     def times(self) -> Iterator[float]:
-        return islice(accumulate(self._gaps()), self.count)
-
-    def _gaps(self) -> Iterator[float]:
         dice = np.random.default_rng(self.seed)
-        mean = self.mean_s or self.mean_epochs or 0.0
-        while True:
-            yield float(dice.gamma(self.shape, mean / self.shape))
+        mean, at = self.mean_s or self.mean_epochs or 0.0, 0.0
+        for _ in itertools.count() if self.count is None else range(self.count):
+            at += float(dice.gamma(self.shape, mean / self.shape))
+            yield at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,18 +173,16 @@ class FailureSchedule:
         Raises:
             ConfigError: a part names roles that the job does not have.
         """
-        return FailureScript([part.failures(numbers) for part in self.parts])
+        self.check_roles(numbers)
+        return FailureScript([part.failures(numbers[part.kind]) for part in self.parts])
 
 
-@dataclass
 class FailureScript:
     """Hands out the failures of a job as their time comes, each once."""
 
-    streams: list[Iterator[Failure]]
-    _next: list[Failure | None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._next = [next(stream, None) for stream in self.streams]
+    def __init__(self, streams: Sequence[Iterator[Failure]]) -> None:
+        self._streams = streams
+        self._next = [next(stream, None) for stream in streams]
 
     @property
     def next_epochs(self) -> float | None:
@@ -218,9 +195,10 @@ class FailureScript:
         Of each schedule at most `AT_ONCE`, so that one that runs far ahead holds nobody up; the rest comes next time.
         """
         found: list[Failure] = []
-        for i, stream in enumerate(self.streams):
+        for i, stream in enumerate(self._streams):
             for _ in range(AT_ONCE):
-                if (failure := self._next[i]) is None or not failure.is_due(seconds, epochs):
+                failure = self._next[i]
+                if failure is None or failure.at > (seconds if failure.unit == "s" else epochs):
                     break
                 found.append(failure)
                 self._next[i] = next(stream, None)
@@ -236,10 +214,10 @@ def parse_schedule(text: str) -> FailureSchedule:
     parts = [part.strip() for part in text.split(";")]
     if not all(parts):
         raise ConfigError(f"{KEY}={text}: there is no schedule before or after a semicolon")
-    return FailureSchedule(tuple(map(_parse_part, parts)))
+    return FailureSchedule(tuple(map(_parse_times, parts)))
 
 
-def _parse_part(text: str) -> FailureTimes:
+def _parse_times(text: str) -> FailureTimes:
     name, _, given = (piece.strip() for piece in text.partition(":"))
     member = choose(KEY, name, "shadowsync.recovery", FailureTimes)
     options: dict[str, str] = {}

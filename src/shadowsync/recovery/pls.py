@@ -1,10 +1,8 @@
 """The account of PLS, the portion of lost samples: a pure state machine that is told of saves and failures."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 
-@dataclass
 class PlsAccount:
     """Adds up what failures have cost in samples (CPR, arXiv 2011.02999, section 3.2).
 
@@ -17,32 +15,21 @@ class PlsAccount:
 
     Where everybody goes back (full recovery), nothing is lost: say `went_back` then, and not `failed`.
 
-    Attributes:
+    Args:
         total_samples: of the whole job, all epochs.
         shares: of the rows, by server; they add up to 1.
-        saved_at: samples trained at each server's last whole save. 0 is right for a job that begins: initial values can
-            be made again.
+        begun: samples trained when the job began. Up to there nothing can be lost: initial values can be made again.
+
+    Attributes:
         pls: so far.
-        failures: so far; several servers at once are one.
+        saved_at: samples trained at each server's last whole save.
     """
 
-    total_samples: int
-    shares: Sequence[float]
-    saved_at: list[int] = field(default_factory=list)
-    pls: float = 0.0
-    failures: int = 0
-
-    def __post_init__(self) -> None:
-        if self.total_samples < 1 or abs(sum(self.shares) - 1) > 1e-6 or min(self.shares) < 0:
-            raise ValueError(f"total_samples={self.total_samples}, shares={self.shares}: shares must add up to 1")
-        self.saved_at = self.saved_at or [0] * len(self.shares)
-        if len(self.saved_at) != len(self.shares):
-            raise ValueError(f"{len(self.saved_at)} servers have saved, and {len(self.shares)} have shares")
-
-    @classmethod
-    def even(cls, total_samples: int, servers: int) -> "PlsAccount":
-        """For servers that hold equal shares of the rows, at the beginning of a job."""
-        return cls(total_samples, [1 / servers] * servers)
+    def __init__(self, total_samples: int, shares: Sequence[float], begun: int = 0) -> None:
+        self.total_samples = total_samples
+        self.shares = shares
+        self.saved_at = [begun] * len(shares)
+        self.pls = 0.0
 
     def saved(self, server: int, samples: int) -> None:
         """A server's rows are all saved as they were when so many samples had been trained.
@@ -51,30 +38,16 @@ class PlsAccount:
         """
         self.saved_at[server] = max(self.saved_at[server], samples)
 
-    def failed(self, servers: Collection[int], samples: int, loaded: int | None = None) -> float:
+    def failed(self, servers: Collection[int], samples: int, loaded: int | None = None) -> None:
         """These servers died at once after so many samples, and their replacements load their last saves.
 
-        Args:
-            servers: which.
-            samples: trained when they died.
-            loaded: samples of the checkpoint that was loaded, where that may be an older one; None: their last save.
-
-        Returns:
-            What this adds to the PLS.
+        Where that may be an older checkpoint, `loaded` are its samples.
         """
-        if loaded is not None:
-            for server in servers:
+        for server in set(servers):
+            if loaded is not None:
                 self.saved_at[server] = min(self.saved_at[server], loaded)
-        lost = sum(self.lost_samples(server, samples) * self.shares[server] for server in set(servers))
-        self.pls += lost / self.total_samples
-        self.failures += 1
-        return lost / self.total_samples
-
-    def lost_samples(self, server: int, samples: int) -> int:
-        """How far behind its last save would put this server now."""
-        return max(samples - self.saved_at[server], 0)
+            self.pls += max(samples - self.saved_at[server], 0) * self.shares[server] / self.total_samples
 
     def went_back(self, samples: int) -> None:
         """After a failure everybody went back to a checkpoint taken at so many samples, and trains on from there."""
-        self.failures += 1
         self.saved_at = [samples] * len(self.shares)

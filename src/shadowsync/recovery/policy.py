@@ -1,7 +1,9 @@
-"""The seam of the recovery policies: how often to save, what that and failures cost, who loads after a failure.
+"""What recovery costs, how often each policy saves, and the choice between full and partial recovery.
 
-Pure formulas after CPR (Maeng et al., arXiv 2011.02999, section 3). Shares of the time are of the whole wall-clock time
-T_total, so they do not depend on how long the job is. PLS is the portion of lost samples: see `pls`.
+Pure formulas after CPR (Maeng et al., arXiv 2011.02999, sections 2 and 3). O_save, O_load, O_res and T_fail have these
+names here: `save_s`, `load_s`, `restart_s`, `fail_s`; N is `servers`, T_total is `job_s`, T_save an `interval_s`.
+Shares of the time are of the whole wall-clock time, so they do not depend on how long the job is. PLS is the portion
+of lost samples: see `pls`.
 """
 
 import math
@@ -9,7 +11,55 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shadowsync.recovery.costs import Costs, Scale
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that training loses to each event, and how far apart the failures are.
+
+    Attributes:
+        save_s: to save everything once. Where saving runs beside training, what training loses by it.
+        load_s: to load what a failure makes somebody load.
+        restart_s: to find out about a failure and start a replacement.
+        fail_s: mean time between failures of embedding servers, of the whole job and not of one server; infinite where
+            none are expected.
+        lost_servers: embedding servers that one failure takes, on average.
+    """
+
+    save_s: float
+    load_s: float
+    restart_s: float
+    fail_s: float
+    lost_servers: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("save_s", "load_s", "restart_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: seconds from 0 on")
+        for name in ("fail_s", "lost_servers"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be above 0")
+
+    def per_failure(self, seconds: float) -> float:
+        """The share of the time that goes when every failure costs so many seconds."""
+        return 0.0 if math.isinf(self.fail_s) else seconds / self.fail_s
+
+    def per_save(self, interval_s: float) -> float:
+        """The share of the time that goes into saving once in every interval."""
+        return self.save_s / interval_s if self.save_s else 0.0
+
+    def lost(self, scale: "Scale", interval_s: float) -> float:
+        """The PLS of saving once in every interval: `0.5 T_save/(T_fail N)` for each server that a failure takes."""
+        return self.per_failure(0.5 * interval_s * min(self.lost_servers, scale.servers) / scale.servers)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A job's embedding servers, and its seconds from first to last; infinite where nobody knows."""
+
+    servers: int
+    job_s: float = math.inf
 
 
 class RecoveryPolicy(ABC):
@@ -56,7 +106,7 @@ class Full(RecoveryPolicy):
 
     def interval_s(self, costs: Costs, scale: Scale) -> float:
         best_s = math.inf if math.isinf(costs.fail_s) else math.sqrt(2 * costs.save_s * costs.fail_s)
-        return _within(best_s, costs, scale)
+        return min(max(best_s, costs.save_s), scale.job_s)
 
     def overhead(self, costs: Costs, interval_s: float) -> float:
         return costs.per_save(interval_s) + costs.per_failure(costs.load_s + interval_s / 2 + costs.restart_s)
@@ -85,14 +135,14 @@ class Partial(RecoveryPolicy):
     target_pls: float = 0.1
 
     def interval_s(self, costs: Costs, scale: Scale) -> float:
-        lost = min(costs.lost_servers, scale.servers)
-        return _within(2 * self.target_pls * scale.servers / lost * costs.fail_s, costs, scale)
+        best_s = 2 * self.target_pls * scale.servers / min(costs.lost_servers, scale.servers) * costs.fail_s
+        return min(max(best_s, costs.save_s), scale.job_s)
 
     def overhead(self, costs: Costs, interval_s: float) -> float:
         return costs.per_save(interval_s) + costs.per_failure(costs.load_s + costs.restart_s)
 
     def expected_pls(self, costs: Costs, scale: Scale, interval_s: float) -> float:
-        return _lost(costs, scale, interval_s)
+        return costs.lost(scale, interval_s)
 
 
 @dataclass(frozen=True)
@@ -115,7 +165,7 @@ class NoRecovery(RecoveryPolicy):
         return costs.per_failure(costs.restart_s)
 
     def expected_pls(self, costs: Costs, scale: Scale, interval_s: float) -> float:
-        return _lost(costs, scale, scale.job_s)
+        return costs.lost(scale, scale.job_s)
 
 
 def policies(target_pls: float) -> dict[str, RecoveryPolicy]:
@@ -123,11 +173,107 @@ def policies(target_pls: float) -> dict[str, RecoveryPolicy]:
     return {policy.name: policy for policy in (NoRecovery(), Full(), Partial(target_pls))}
 
 
-def _within(best_s: float, costs: Costs, scale: Scale) -> float:
-    return min(max(best_s, costs.save_s), scale.job_s)
+@dataclass(frozen=True)
+class Goal:
+    """What the user asked for.
+
+    Attributes:
+        mode: a policy's name, or `auto` for the cheaper of full and partial.
+        target_pls: portion of lost samples that partial recovery may expect.
+        interval_s: time between saves; None leaves it to the policy.
+    """
+
+    mode: str = AUTO
+    target_pls: float = 0.1
+    interval_s: float | None = None
 
 
-def _lost(costs: Costs, scale: Scale, interval_s: float) -> float:
-    """`0.5 T_save/(T_fail N)` for each server that a failure takes."""
-    lost = min(costs.lost_servers, scale.servers)
-    return costs.per_failure(0.5 * interval_s * lost / scale.servers)
+@dataclass(frozen=True)
+class Option:
+    """A policy at its interval, or at the one that was asked for.
+
+    Attributes:
+        interval_s: from the start of one save to the start of the next; infinite for never.
+        overhead: the share of the time that saving and failures cost.
+        expected_pls: the portion of lost samples to expect.
+    """
+
+    policy: RecoveryPolicy
+    interval_s: float
+    overhead: float
+    expected_pls: float
+
+    @property
+    def rhythm(self) -> str:
+        return f"a save every {spoken(self.interval_s)}" if math.isfinite(self.interval_s) else "no save"
+
+    @property
+    def terms(self) -> str:
+        share = f"{100 * self.overhead:.2f} % of the time" if self.overhead < 1 else "more time than there is"
+        return f"{share} with {self.rhythm}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The chosen option, those it was weighed against, and why as a sentence."""
+
+    chosen: Option
+    full: Option
+    partial: Option
+    why: str
+
+    @property
+    def mode(self) -> str:
+        """`full`, `partial` or `none`."""
+        return self.chosen.policy.name
+
+    @property
+    def interval_s(self) -> float:
+        """As `Option.interval_s`."""
+        return self.chosen.interval_s
+
+
+def decide(goal: Goal, costs: Costs, scale: Scale) -> Decision:
+    """The policy that was asked for; for `auto` partial if and only if it costs less than full, else full.
+
+    Each is weighed at its own interval (CPR, arXiv 2011.02999, section 3), or both at the one asked for. Ours differs
+    in one point: where an interval cannot keep the target PLS (asked for, or no shorter than a save takes), full.
+    """
+    options = {}
+    for name, policy in policies(goal.target_pls).items():
+        interval_s = policy.interval_s(costs, scale)
+        if goal.interval_s is not None and policy.saves:
+            interval_s = min(goal.interval_s, scale.job_s)
+        expected_pls = policy.expected_pls(costs, scale, interval_s)
+        options[name] = Option(policy, interval_s, policy.overhead(costs, interval_s), expected_pls)
+    full, partial = options["full"], options["partial"]
+
+    if goal.mode != AUTO:
+        chosen = options[goal.mode]
+        why = f"{chosen.policy.title}, as set: {chosen.terms}"
+    elif math.isinf(costs.fail_s):
+        chosen = full
+        why = f"{full.policy.title}: no failures are expected, so there is no time to gain by losing samples"
+    elif partial.expected_pls > goal.target_pls * (1 + 1e-9):
+        chosen = full
+        why = (
+            f"{full.policy.title}: {full.terms}; partial recovery with {partial.rhythm} would lose a PLS of "
+            f"{partial.expected_pls:.3g} (portion of lost samples), above the target of {goal.target_pls:g}"
+        )
+    else:
+        chosen, other = (partial, full) if partial.overhead < full.overhead else (full, partial)
+        why = f"{chosen.policy.title}: {chosen.terms}, and {other.policy.title} {other.terms}"
+    if chosen.expected_pls:
+        why += (
+            f"; a PLS of {chosen.expected_pls:.3g} (portion of lost samples) is expected, the target is "
+            f"{goal.target_pls:g}"
+        )
+    return Decision(chosen, full, partial, why)
+
+
+def spoken(seconds: float) -> str:
+    """`0.25 s`, `5.3 min`, `44.8 h`, `12.5 days`: for sentences."""
+    for below, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (4 * 86_400, 3600, "h"), (math.inf, 86_400, "days")):
+        if seconds < below:
+            return f"{seconds / unit_s:.3g} {unit}"
+    return "never"

@@ -5,7 +5,7 @@ CPR, arXiv 2011.02999, section 5: instead of every row each T_save, the share r 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
+
+CHUNK = 1 << 20
+_HALF = 16
 
 
 class Tracker(ABC):
@@ -102,9 +105,9 @@ class RowPriority(ABC):
     def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
         """Elements and type of what `tracker` allocates."""
 
-    @abstractmethod
     def memory_bytes(self, rows: int, dim: int, share: float) -> int:
-        """Memory that a tracker of `rows` rows of `dim` floats holds on to; the arguments as in `tracker`."""
+        """Memory that a tracker of `rows` rows of `dim` floats holds on to."""
+        return sum(count * dtype.itemsize for count, dtype in self.seen_parts(rows, share))
 
 
 def checked(rows: Tensor, count: int) -> NDArray[np.int64]:
@@ -118,3 +121,50 @@ def checked(rows: Tensor, count: int) -> NDArray[np.int64]:
         wrong = found[(found < 0) | (found >= count)][0]
         raise IndexError(f"row {wrong} is not a row of a shard of {count} rows")
     return found
+
+
+def largest(values: NDArray[Any], count: int, first: int = 0) -> NDArray[np.int64]:
+    """Positions of the `count` largest values above 0, ascending; of fewer if fewer are above 0.
+
+    In memory that does not grow with their number: `torch.topk` takes 16 bytes a value; here the k-th largest is found
+    by counting halves of the bit patterns, which for non-negative numbers are ordered as the numbers are.
+
+    Args:
+        values: int32 or float32, none negative or NaN, `[R]`. They may grow meanwhile; then the choice is as of some
+            moment of the search.
+        count: how many at most.
+        first: of equal values at the end of the choice, those from this position on are taken, and then those from 0.
+    """
+    bits = values.view(np.int32)
+    positive = int(np.count_nonzero(bits))
+    if min(count, positive) <= 0:
+        return np.zeros(0, np.int64)
+    if positive <= count:
+        return np.flatnonzero(bits)[:count]
+    high, more = _half(bits, count, None)
+    low, _ = _half(bits, count - more, high)
+    threshold = max(1, high << _HALF | low)
+    found = [np.concatenate([start + np.flatnonzero(part > threshold) for start, part in _chunks(bits)])[:count]]
+    left = count - len(found[0])
+    for begin, end in ((first, len(bits)), (0, first)):
+        for start, part in _chunks(bits[begin:end]):
+            if left > 0:
+                found.append(begin + start + np.flatnonzero(part == threshold)[:left])
+                left -= len(found[-1])
+    return np.sort(np.concatenate(found))
+
+
+def _half(bits: NDArray[np.int32], count: int, high: int | None) -> tuple[int, int]:
+    """The upper half of the `count`-th largest, or under `high` its lower half, and how many lie above that."""
+    found = np.zeros(1 << _HALF, np.int64)
+    for _, part in _chunks(bits):
+        halves = part >> _HALF if high is None else part[part >> _HALF == high] & (1 << _HALF) - 1
+        found += np.bincount(halves, minlength=1 << _HALF)
+    at_least = found[::-1].cumsum()[::-1]
+    place = max(0, int(np.count_nonzero(at_least >= count)) - 1)
+    return place, int(at_least[place] - found[place])
+
+
+def _chunks(bits: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    for start in range(0, len(bits), CHUNK):
+        yield start, bits[start : start + CHUNK]

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
-from shadowsync.recovery.dirty import DirtyRows
-from shadowsync.recovery.priority import RowPriority, Tracker
+from shadowsync.recovery.priority import RowPriority, Tracker, checked
 
 
 @dataclass(frozen=True)
@@ -29,41 +30,48 @@ class EveryRow(RowPriority):
     def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
         return [(rows, torch.uint8)]
 
-    def memory_bytes(self, rows: int, dim: int, share: float) -> int:
-        return rows
-
 
 class ChangedRows(Tracker):
-    """`DirtyRows`, whose versions are the saves that began."""
+    """Marks of the rows that changed, uint8 `[R]`, and the rows that were taken since the last save that was reported.
+
+    `seen` comes within a push, before it changes the rows, and rows are copied after `begin` or `pick`, between pushes.
+    Then no change is lost, even of a process that is killed in a push: either the mark comes after `begin`, and the row
+    is in the next save as well, or the copy, which waits for the push, has the change. (Two threads that mark a row at
+    once write the same byte.)
+    """
 
     exact: ClassVar[bool] = True
 
     def __init__(self, marks: Tensor) -> None:
+        """`marks`: zeros, or as somebody left them whose place this one takes."""
         self.rows = len(marks)
-        self._dirty = DirtyRows(marks)
-        self.bytes = self._dirty.bytes
-        self._version = 0
+        self.bytes = marks.nbytes
+        self._marks: NDArray[np.uint8] = marks.numpy()
+        self._taken: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._writing = False
 
     def inherit(self) -> None:
         """Which rows were taken for a save that may not be written, only the one before knew."""
-        self._dirty.seen(torch.arange(self.rows))
+        self._marks.fill(1)
 
     def seen(self, rows: Tensor) -> None:
-        self._dirty.seen(rows)
+        self._marks[checked(rows, self.rows)] = 1
 
     def begin(self) -> None:
-        self._take()
+        rows = np.flatnonzero(self._marks)
+        self._marks[rows] = 0
+        self._taken = np.union1d(self._taken, rows) if len(self._taken) else rows
+        self._writing = True
 
     def pick(self, count: int, weights: Tensor) -> Tensor:
-        return self._take()
+        self.begin()
+        return torch.from_numpy(self._taken)
 
     def saved(self, rows: Tensor, weights: Tensor | None) -> None:
         """Any rows tell that the save is written: it holds all those taken for it."""
-        self._dirty.confirm(self._version)
+        self._taken = np.zeros(0, np.int64)
+        self._writing = False
 
     def loaded(self, rows: Tensor, weights: Tensor) -> None:
-        self._dirty.loaded(rows)
-
-    def _take(self) -> Tensor:
-        self._version += 1
-        return self._dirty.take(self._version)
+        """Of a save under way the rows are what they were before, so that the next one has to hold what they are."""
+        self._marks[checked(rows, self.rows)] = 1 if self._writing else 0

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
-from shadowsync.recovery.largest import largest
-from shadowsync.recovery.priority import RowPriority, Tracker, checked
-
-COUNTER_BYTES = 4
+from shadowsync.recovery.priority import RowPriority, Tracker, checked, largest
 
 
 @dataclass(frozen=True)
@@ -35,9 +32,6 @@ class MostFrequentlyUsed(RowPriority):
 
     def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
         return [(rows, torch.int32)]
-
-    def memory_bytes(self, rows: int, dim: int, share: float) -> int:
-        return COUNTER_BYTES * rows
 
 
 class Counters(Tracker):

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
-from shadowsync.recovery.largest import largest
-from shadowsync.recovery.priority import RowPriority, Tracker
+from shadowsync.recovery.priority import RowPriority, Tracker, largest
 
 CHUNK_ROWS = 1 << 16
 

@@ -17,7 +17,6 @@ from shadowsync.recovery.priority import RowPriority, Tracker, checked
 
 PERIOD = 2
 _INT32_ROWS = (1 << 31) - 1
-_NONE = 0
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,7 @@ class SubSampledUsed(RowPriority):
         return Sample(len(weights), allocate(*self.seen_parts(len(weights), share)[0]), seed)
 
     def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
-        return [(_capacity(rows, share), _entry(rows))]
-
-    def memory_bytes(self, rows: int, dim: int, share: float) -> int:
-        return _capacity(rows, share) * _entry(rows).itemsize
+        return [(max(1, math.ceil(share * rows)), torch.int32 if rows < _INT32_ROWS else torch.int64)]
 
 
 class Sample(Tracker):
@@ -77,12 +73,12 @@ class Sample(Tracker):
         for entries in (self._list, self._aside):
             if entries is not None:
                 places = _places(rows.numpy(), len(entries))
-                entries[places[entries[places] == rows.numpy() + 1]] = _NONE
+                entries[places[entries[places] == rows.numpy() + 1]] = 0
 
     def _set_aside(self) -> NDArray[Any]:
         """A new list begins; returns the one for the save, with all that came since the last one that was saved."""
         newer = self._list.copy()
-        self._list.fill(_NONE)  # in place: processes that push have it, too
+        self._list.fill(0)  # in place: processes that push have it, too
         if self._aside is None:
             self._aside = newer
         else:
@@ -102,13 +98,5 @@ def _places(rows: NDArray[Any], capacity: int) -> NDArray[Any]:
 
 
 def _held(entries: NDArray[Any]) -> NDArray[Any]:
-    found: NDArray[Any] = entries[entries != _NONE]
+    found: NDArray[Any] = entries[entries != 0]
     return found - 1
-
-
-def _capacity(rows: int, share: float) -> int:
-    return max(1, math.ceil(share * rows))
-
-
-def _entry(rows: int) -> torch.dtype:
-    return torch.int32 if rows < _INT32_ROWS else torch.int64

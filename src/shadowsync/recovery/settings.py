@@ -1,13 +1,21 @@
 """The section `recovery` of the configuration as the parts of this folder take it, checked."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from shadowsync.config import RecoveryConfig
+from shadowsync.embedding.table import Rows, Shard
 from shadowsync.errors import ConfigError
-from shadowsync.recovery.decision import AUTO, Goal
-from shadowsync.recovery.estimates import Priors
+from shadowsync.memory.pages import zeros
+from shadowsync.memory.shared import Allocate
 from shadowsync.recovery.failures import FailureSchedule, parse_schedule
-from shadowsync.recovery.policy import policies
+from shadowsync.recovery.policy import AUTO, Goal, policies
+from shadowsync.recovery.priority import RowPriority, Tracker
+from shadowsync.recovery.scheduler import Priors
+from shadowsync.registry import choose
 
 EVERYTHING = "all"
 
@@ -17,8 +25,6 @@ class RecoverySettings:
     """How a job recovers.
 
     Attributes:
-        goal: policy, target and interval.
-        priors: what is believed about failures at first.
         priority: which rows are saved first; `all` makes no difference between them.
         share: of the rows in one save: 1 where no difference is made.
         min_rows: of a table that is saved by priority.
@@ -49,24 +55,11 @@ def recovery_settings(config: RecoveryConfig, runtime: str) -> RecoverySettings:
             process held outlives it.
 
     Raises:
-        ConfigError: `inject` is not in the language of failures, or a key has no effect beside the others.
+        ConfigError: `inject` is not in the language of failures, or a key was set to something else than its default
+            and has no effect beside the others.
     """
     schedule = parse_schedule(config.inject) if config.inject is not None else None
     mode = config.mode or (AUTO if runtime == "ray" or schedule is not None else "none")
-    _check_used(config, mode, runtime)
-    return RecoverySettings(
-        goal=Goal(mode, config.target_pls, config.interval_s),
-        priors=Priors(config.prior_save_s, config.prior_load_s, config.prior_restart_s, config.prior_fail_s),
-        priority=config.priority,
-        share=1.0 if config.priority == EVERYTHING else config.share,
-        min_rows=config.min_rows,
-        schedule=schedule,
-        job_s=config.emulate_job_s,
-    )
-
-
-def _check_used(config: RecoveryConfig, mode: str, runtime: str) -> None:
-    """Raises `ConfigError` for a key that was set to something else than its default and changes nothing."""
     policy = policies(config.target_pls).get(mode)
     idle: dict[str, str] = {}
     if runtime in ("processes", "ray"):
@@ -82,3 +75,59 @@ def _check_used(config: RecoveryConfig, mode: str, runtime: str) -> None:
     for key, where in sorted(idle.items()):
         if getattr(config, key) != RecoveryConfig.model_fields[key].default:
             raise ConfigError(f"recovery.{key}={getattr(config, key)} has no effect with {where}, or leave it out")
+    return RecoverySettings(
+        goal=Goal(mode, config.target_pls, config.interval_s),
+        priors=Priors(config.prior_save_s, config.prior_load_s, config.prior_restart_s, config.prior_fail_s),
+        priority=config.priority,
+        share=1.0 if config.priority == EVERYTHING else config.share,
+        min_rows=config.min_rows,
+        schedule=schedule,
+        job_s=config.emulate_job_s,
+    )
+
+
+@dataclass(frozen=True)
+class RowTracking:
+    """Which shards of an embedding server are tracked, and how (`embedding.watching.Watching`).
+
+    Attributes:
+        share: of a shard's rows in one save.
+        min_rows: of a table that is tracked; smaller ones are saved as a whole.
+    """
+
+    priority: RowPriority
+    share: float
+    min_rows: int
+    seed: int
+
+    @property
+    def sees(self) -> bool:
+        """Pushes are of interest, not only the weights."""
+        return bool(self.priority.seen_parts(1, self.share))
+
+    def watch(self, own: Rows, allocate: Allocate = zeros) -> Tracker | None:
+        """A tracker of a shard whose rows are saved as they are; None if its table is small."""
+        if own.table.rows < self.min_rows:
+            return None
+        return self.priority.tracker(own.tensors["weight"], self.share, self.seed, allocate)
+
+    def parts(self, shard: Shard) -> Sequence[tuple[int, torch.dtype]]:
+        """Elements and type of what `watch` allocates."""
+        return [] if shard.table.rows < self.min_rows else self.priority.seen_parts(shard.rows, self.share)
+
+    def count(self, rows: int) -> int:
+        """How many of a shard's rows one save holds."""
+        return math.ceil(self.share * rows)
+
+
+def row_tracking(settings: RecoverySettings, seed: int) -> RowTracking | None:
+    """The tracking of a job; None where rows are never saved a share at a time, and nothing is to be paid for it.
+
+    Under `all` every table is tracked.
+    """
+    policy = policies(settings.goal.target_pls).get(settings.goal.mode)
+    if policy is not None and not policy.by_priority:
+        return None
+    priority = choose("recovery.priority", settings.priority, "shadowsync.recovery", RowPriority)()
+    min_rows = 1 if settings.priority == EVERYTHING else settings.min_rows
+    return RowTracking(priority, settings.share, min_rows, seed)

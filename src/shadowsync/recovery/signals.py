@@ -36,16 +36,12 @@ class StopRequest:
         return self.signal.name if self.signal is not None else "the program"
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
-        """Handler of the signals: takes the first as a request.
-
-        Raises:
-            KeyboardInterrupt: it is the second (or whatever else `interrupt` does then).
-        """
+        """Handler of the signals: takes the first as a request, and hands others to `interrupt`."""
         if self.signal is not None:
             self._interrupt(number, frame)
-            return
-        self.signal = signal.Signals(number)
-        self.requested = True
+        else:
+            self.signal = signal.Signals(number)
+            self.requested = True
 
 
 @contextlib.contextmanager
@@ -61,12 +57,10 @@ def stop_on_signals() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = [(number, signal.getsignal(number)) for number in STOPPING]
-    for number in STOPPING:
-        signal.signal(number, request.receive)
+    before = {number: signal.signal(number, request.receive) for number in STOPPING}
     try:
         yield request
     finally:
-        for number, handler in before:
+        for number, handler in before.items():
             # None is a handler that was not installed from Python and that Python cannot put back.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)

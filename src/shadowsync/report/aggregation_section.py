@@ -8,13 +8,10 @@ from statistics import median
 
 from shadowsync.metrics.frame import Frame
 from shadowsync.report import words
-from shadowsync.report.canvas import Axis
-from shadowsync.report.charts import SAMPLES, SECONDS, Card
-from shadowsync.report.plots import Band, Bar, Chart, Line, bar_chart, line_chart
+from shadowsync.report.charts import SAMPLES, SECONDS, Card, curve, curve_card, kept
+from shadowsync.report.measures import KeyNumber
+from shadowsync.report.plots import Axis, Band, Bar, Line, Look, Row, Stretch, bar_chart, line_chart, timeline_chart
 from shadowsync.report.result import Aggregation, Result
-from shadowsync.report.series import curve, kept
-from shadowsync.report.summary import KeyNumber
-from shadowsync.report.timeline_chart import Look, Row, Stretch, timeline_chart
 
 AGGREGATION_TERMS = (
     (
@@ -49,14 +46,7 @@ _SWITCHES = 50
 
 @dataclass(frozen=True)
 class AggregationSection:
-    """What the section holds.
-
-    Attributes:
-        numbers: the rows of its table.
-        cards: staleness, dropped gradients, mode over time, and step times.
-        switches: step, mode and reason of the last ones.
-        left_out: of earlier ones.
-    """
+    """The rows of its table, its cards, and step, mode and reason of the last switches; `left_out` are earlier ones."""
 
     numbers: Sequence[KeyNumber]
     cards: Sequence[Card]
@@ -69,7 +59,24 @@ def make_aggregation(result: Result, frames: Sequence[Frame]) -> AggregationSect
     done = result.aggregation
     if done is None:
         return None
-    cards = [_histogram_card(done), _dropped_card(frames)]
+    staleness = Card(
+        "Staleness",
+        "How many of the applied gradients were computed with parameters so many global steps old.",
+        "short bars below the first few; old gradients pull where the model no longer is.",
+        bar_chart("staleness", histogram(done.staleness), Axis("gradients")) if done.staleness else None,
+        "No gradient was applied.",
+    )
+    dropped = curve_card(
+        "Dropped gradients",
+        "Gradients that no step took, because they came too late or were too old.",
+        "flat, or nearly so; a steep stretch says that somebody was very slow then.",
+        "dropped",
+        curve(kept(frames), SAMPLES, lambda frame: frame.dropped),
+        SAMPLES,
+        Axis("gradients dropped so far"),
+        4,
+    )
+    cards = [staleness, dropped]
     if done.switches or done.mode != done.method:
         cards.append(_mode_card(frames))
     cards.append(_step_time_card(frames))
@@ -83,12 +90,17 @@ def _numbers(done: Aggregation) -> list[KeyNumber]:
     rows = []
     if done.method is not None:
         rows.append(KeyNumber("method", done.method, METHODS.get(done.method, "")))
-    if done.mode not in (None, done.method):
-        rows.append(KeyNumber("at the end", done.mode or "", METHODS.get(done.mode or "", "")))
+    if done.mode is not None and done.mode != done.method:
+        rows.append(KeyNumber("at the end", done.mode, METHODS.get(done.mode, "")))
+    share = f" ({words.percent(done.dropped / done.received, 1)})" if done.received else ""
     staleness = f"{words.decimal(done.mean_staleness, 2)} / {words.count(done.max_staleness)}"
     rows += [
         KeyNumber("global steps", words.count(done.global_steps), "of the optimizer, resumes included"),
-        KeyNumber("gradients dropped", _dropped(done), "left out of every step; their samples count as trained"),
+        KeyNumber(
+            "gradients dropped",
+            f"{words.count(done.dropped)}{share}",
+            "left out of every step; their samples count as trained",
+        ),
         KeyNumber("staleness, mean / largest", staleness, "global steps, of the gradients that were applied"),
     ]
     if done.switches:
@@ -98,26 +110,9 @@ def _numbers(done: Aggregation) -> list[KeyNumber]:
         spread = f"{1e3 * median(times):.3g} / {1e3 * max(times):.3g} ms"
         rows.append(KeyNumber("step time, median / slowest", spread, "of the workers, mean time of a batch"))
     if done.most_held_bytes is not None:
-        rows.append(
-            KeyNumber("gradients held, at most", words.data_size(done.most_held_bytes), "by all servers, as seen")
-        )
+        held = words.data_size(done.most_held_bytes)
+        rows.append(KeyNumber("gradients held, at most", held, "by all servers, as seen"))
     return rows
-
-
-def _dropped(done: Aggregation) -> str:
-    if not done.received:
-        return words.count(done.dropped)
-    return f"{words.count(done.dropped)} ({words.percent(done.dropped / done.received, 1)})"
-
-
-def _histogram_card(done: Aggregation) -> Card:
-    return Card(
-        "Staleness",
-        "How many of the applied gradients were computed with parameters so many global steps old.",
-        "short bars below the first few; old gradients pull where the model no longer is.",
-        bar_chart(histogram(done.staleness), "staleness", Axis("gradients")) if done.staleness else None,
-        "No gradient was applied.",
-    )
 
 
 def histogram(staleness: Sequence[tuple[int, int]]) -> list[Bar]:
@@ -127,36 +122,14 @@ def histogram(staleness: Sequence[tuple[int, int]]) -> list[Bar]:
     counts = [0] * (largest // width + 1)
     for steps, count in staleness:
         counts[steps // width] += count
-    return [Bar(_named(place * width, width), count) for place, count in enumerate(counts)]
-
-
-def _named(first: int, width: int) -> str:
-    steps = str(first) if width == 1 else f"{first} to {first + width - 1}"
-    return f"{steps} steps" if steps != "1" else "1 step"
-
-
-def _dropped_card(frames: Sequence[Frame]) -> Card:
-    points = curve(kept(frames), _samples, lambda frame: frame.dropped)
-    chart = Chart("dropped", SAMPLES, Axis("gradients dropped so far"), [Line(*points, colour=4)], from_zero=True)
-    return Card(
-        "Dropped gradients",
-        "Gradients that no step took, because they came too late or were too old.",
-        "flat, or nearly so; a steep stretch says that somebody was very slow then.",
-        line_chart(chart) if points[0] else None,
-    )
+    bars = []
+    for first, count in zip(range(0, largest + 1, width), counts, strict=True):
+        name = str(first) if width == 1 else f"{first} to {first + width - 1}"
+        bars.append(Bar("1 step" if name == "1" else f"{name} steps", count))
+    return bars
 
 
 def _mode_card(frames: Sequence[Frame]) -> Card:
-    rows = _mode_rows(frames)
-    return Card(
-        "Mode over time",
-        "The method at work at each moment. The reasons of the switches are below.",
-        "long stretches; sync while the workers are even, gba while some are slow.",
-        timeline_chart(rows, [], "mode", SECONDS) if rows else None,
-    )
-
-
-def _mode_rows(frames: Sequence[Frame]) -> list[Row]:
     starts = [0.0, *(frame.seconds for frame in frames)]
     timed = [(frame.aggregation_mode, start, frame.seconds) for frame, start in zip(frames, starts, strict=False)]
     found: dict[str, list[Stretch]] = {}
@@ -165,26 +138,38 @@ def _mode_rows(frames: Sequence[Frame]) -> list[Row]:
         if mode is not None:
             stretches = found.setdefault(mode, [])
             stretches.append(Stretch(parts[0][1], parts[-1][2], Look(mode, colour=list(found).index(mode))))
-    return [Row(mode, stretches) for mode, stretches in found.items()]
+    rows = [Row(mode, stretches) for mode, stretches in found.items()]
+    return Card(
+        "Mode over time",
+        "The method at work at each moment. The reasons of the switches are below.",
+        "long stretches; sync while the workers are even, gba while some are slow.",
+        timeline_chart("mode", rows, [], SECONDS) if rows else None,
+    )
 
 
 def _step_time_card(frames: Sequence[Frame]) -> Card:
+    def of_worker(worker: str, frame: Frame) -> float | None:
+        return 1e3 * frame.step_seconds[worker] if worker in frame.step_seconds else None
+
+    def over_workers(pick: Callable[[Iterable[float]], float], frame: Frame) -> float:
+        return 1e3 * pick(frame.step_seconds.values())
+
     timed = [frame for frame in frames if frame.step_seconds]
     workers = list(dict.fromkeys(worker for frame in timed for worker in frame.step_seconds))
     if len(workers) <= _WORKERS_DRAWN:
         band, who = None, "A line for each worker (trainer.worker)."
-        curves = ((worker, curve(timed, _seconds, partial(_step_ms, worker))) for worker in workers)
+        curves = ((worker, curve(timed, SECONDS, partial(of_worker, worker))) for worker in workers)
         lines = [Line(*points, label=worker, colour=i) for i, (worker, points) in enumerate(curves)]
     else:
-        low, middle, high = (curve(timed, _seconds, partial(_over_workers, pick)) for pick in (min, median, max))
+        low, middle, high = (curve(timed, SECONDS, partial(over_workers, pick)) for pick in (min, median, max))
         band, who = Band(low[0], low[1], high[1]), "The grey band is the range of all workers."
         lines = [Line(*middle, label="median")]
-    chart = Chart("step-time", SECONDS, Axis("milliseconds a batch"), lines, band=band, from_zero=True)
+    axis = Axis("milliseconds a batch")
     return Card(
         "Step time of the workers",
         f"From the moment a worker begins a batch until its gradients are with the servers, smoothed. {who}",
         "flat and together; whoever rises above the others is a straggler.",
-        line_chart(chart) if lines else None,
+        line_chart("step-time", SECONDS, axis, lines, band, from_zero=True) if lines else None,
     )
 
 
@@ -192,25 +177,10 @@ def _worker_card(done: Aggregation) -> Card:
     slowest = sorted(done.step_seconds.items(), key=lambda item: -item[1])[:_WORKERS_LISTED]
     more = len(done.step_seconds) - len(slowest)
     faster = f" {words.plural(more, 'faster one')} {'is' if more == 1 else 'are'} not drawn." if more else ""
+    bars = [Bar(name, 1e3 * step_s) for name, step_s in slowest]
     return Card(
         "Mean step time by worker",
         f"Over the whole run since its last start, by trainer.worker, the slowest first.{faster}",
         "bars of one length; under sync the longest sets the pace of all.",
-        bar_chart([Bar(name, 1e3 * step_s) for name, step_s in slowest], "workers", Axis("milliseconds a batch")),
+        bar_chart("workers", bars, Axis("milliseconds a batch")),
     )
-
-
-def _step_ms(worker: str, frame: Frame) -> float | None:
-    return 1e3 * frame.step_seconds[worker] if worker in frame.step_seconds else None
-
-
-def _over_workers(pick: Callable[[Iterable[float]], float], frame: Frame) -> float:
-    return 1e3 * pick(frame.step_seconds.values())
-
-
-def _samples(frame: Frame) -> float:
-    return frame.samples
-
-
-def _seconds(frame: Frame) -> float:
-    return frame.seconds

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -11,18 +11,34 @@ from rich.text import Text
 from shadowsync.config import DataConfig
 from shadowsync.metrics.frame import Frame
 from shadowsync.report import words
-from shadowsync.report.canvas import SERIES_COLOURS, Axis
-from shadowsync.report.charts import SAMPLES, SECONDS, Card, three_digits
-from shadowsync.report.files import write_atomically
-from shadowsync.report.history import read_frames
-from shadowsync.report.page import flat, marked, render, terms_of, write_page
-from shadowsync.report.plots import Chart, Line, line_chart
-from shadowsync.report.recovery_section import notable_recovery
-from shadowsync.report.result import Result, read_result
-from shadowsync.report.role_log import read_events
-from shadowsync.report.series import curve, kept
+from shadowsync.report.charts import SAMPLES, SECONDS, Card, curve, kept, three_digits
+from shadowsync.report.files import read_events, read_frames, write_atomically
+from shadowsync.report.measures import MEASURES, Final
+from shadowsync.report.page import flat, render, terms_of, write_page
+from shadowsync.report.plots import SERIES_COLOURS, Axis, Line, line_chart
+from shadowsync.report.result import Result, notable_recovery, read_result
 
 FILE_NAME = "comparison.html"
+COLUMNS = {
+    "method": "method",
+    "test_auc": "test AUC",
+    "test_ne": "test NE",
+    "test_logloss": "log loss",
+    "test_calibration": "calibration",
+    "examples_per_second": "examples/s",
+    "samples_at_once": "samples at once (ELP)",
+    "sync_gap_iterations": "steps between syncs",
+    "staleness_steps": "staleness",
+    "dropped_gradients": "dropped",
+    "samples": "trained",
+    "training_seconds": "time",
+    "recovery_mode": "recovery",
+    "pls": "lost samples (PLS)",
+}
+"""Measures of the comparison, with their headings."""
+_OF_SOME = ("staleness_steps", "dropped_gradients", "recovery_mode", "pls")
+"""Left out where no run has them."""
+_FINAL: Mapping[str, Final] = {measure.key: measure.final for measure in MEASURES if measure.final is not None}
 _ANY_TEST = frozenset(DataConfig.model_fields) - {"name"} | {"cache", "rows"}
 """Keys of `data` that leave the test rows as they are; where there is a `test_path`, only that and the label count."""
 _RUNS_ABREAST = 6
@@ -43,69 +59,11 @@ class Run:
         return f"{self.name} (emulated)" if self.result.throughput.emulated_step_ms is not None else self.name
 
 
-@dataclass(frozen=True)
-class Column:
-    """A measure of the comparison; `best` picks the best of several values, None where there is none.
-
-    A `timed` one has no best among runs of which some are emulated: their speed is not that of a machine. A `tested`
-    one has none among runs that were tested on different rows. One that is `of_some` is left out where no run has it.
-    """
-
-    name: str
-    value: Callable[[Result], float | str | None]
-    show: Callable[[Any], str]
-    best: Callable[[Sequence[float]], float] | None = None
-    timed: bool = False
-    tested: bool = False
-    of_some: bool = False
-
-
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One value of the comparison."""
 
     text: str
     best: bool
-
-
-def _mode(result: Result) -> str | None:
-    recovery = notable_recovery(result)
-    return None if recovery is None else recovery.mode
-
-
-def _method(result: Result) -> str | None:
-    """Of whichever family was at work."""
-    if (done := result.aggregation) is not None:
-        return done.method
-    return None if result.sync is None else result.sync.method
-
-
-def _pls(result: Result) -> float | None:
-    recovery = notable_recovery(result)
-    return None if recovery is None else recovery.pls
-
-
-COLUMNS = (
-    Column("method", _method, lambda v: v or words.MISSING),
-    Column("test AUC", lambda r: r.test.auc if r.test else None, words.decimal, max, tested=True),
-    Column("test NE", lambda r: r.test.ne if r.test else None, words.decimal, min, tested=True),
-    Column("log loss", lambda r: r.test.logloss if r.test else None, words.decimal, min, tested=True),
-    Column("calibration", lambda r: r.test.calibration if r.test else None, lambda v: words.decimal(v, 3), None),
-    Column("examples/s", lambda r: r.throughput.eps, words.count, max, timed=True),
-    Column("samples at once (ELP)", lambda r: r.throughput.elp, words.count),
-    Column("steps between syncs", lambda r: r.sync.average_gap if r.sync else None, lambda v: words.decimal(v, 1)),
-    Column(
-        "staleness",
-        lambda r: r.aggregation.mean_staleness if r.aggregation else None,
-        lambda v: words.decimal(v, 2),
-        of_some=True,
-    ),
-    Column("dropped", lambda r: r.aggregation.dropped if r.aggregation else None, words.count, of_some=True),
-    Column("trained", lambda r: r.data.trained_samples, words.count),
-    Column("time", lambda r: r.throughput.seconds, words.duration),
-    Column("recovery", _mode, lambda v: v or words.MISSING, of_some=True),
-    Column("lost samples (PLS)", _pls, lambda v: words.decimal(v, 4), of_some=True),
-)
 
 
 def remake_page(folder: Path, path: Path) -> None:
@@ -148,7 +106,7 @@ def render_comparison(runs: Sequence[Run]) -> str:
         "comparison.html.j2",
         notices=notices(runs),
         introduction="Each run has one colour; the best value of a column, where there is a best, is set in bold.",
-        columns=[column.name for column in columns_of(runs)],
+        columns=[COLUMNS[key] for key in columns_of(runs)],
         runs=rows,
         differences=differences(runs),
         terms=terms_of(
@@ -156,39 +114,32 @@ def render_comparison(runs: Sequence[Run]) -> str:
             losses=any(notable_recovery(run.result) is not None for run in runs),
             units=False,
         ),
-        curve_cards=marked([_card(overlay, runs) for overlay in _OVERLAYS]),
+        curve_cards=_curve_cards(runs),
     )
 
 
-def columns_of(runs: Sequence[Run]) -> list[Column]:
-    """Those of every run, and of the others those of which some run has a value."""
+def columns_of(runs: Sequence[Run]) -> list[str]:
+    """The keys of the measures of every run, and of the others those of which some run has a value."""
     return [
-        column for column in COLUMNS if not column.of_some or any(column.value(run.result) is not None for run in runs)
+        key for key in COLUMNS if key not in _OF_SOME or any(_FINAL[key].value(run.result) is not None for run in runs)
     ]
 
 
 def compare(runs: Sequence[Run]) -> list[list[Cell]]:
     """One row of cells per run, one cell per column."""
-    columns = columns_of(runs)
-    values = [[column.value(run.result) for column in columns] for run in runs]
-    mixed = len({run.result.throughput.emulated_step_ms is None for run in runs}) > 1
-    elsewhere = bool(different_tests(runs))
-    best = [
-        None if (column.timed and mixed) or (column.tested and elsewhere) else _best(column, [row[i] for row in values])
-        for i, column in enumerate(columns)
-    ]
-    return [
-        [
-            Cell(column.show(value), value is not None and value == top)
-            for column, value, top in zip(columns, row, best, strict=True)
-        ]
-        for row in values
-    ]
+    columns = [_column(_FINAL[key], runs) for key in columns_of(runs)]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _best(column: Column, values: Sequence[float | str | None]) -> float | None:
-    known = [value for value in values if isinstance(value, float | int)]
-    return column.best(known) if column.best is not None and len(set(known)) > 1 else None
+def _column(measure: Final, runs: Sequence[Run]) -> list[Cell]:
+    """What was measured on other rows, or of which some is the speed of no machine, has no best."""
+    values = [measure.value(run.result) for run in runs]
+    known = {value for value in values if value is not None}
+    section = measure.read.partition(".")[0] if isinstance(measure.read, str) else ""
+    emulated = {run.result.throughput.emulated_step_ms is None for run in runs}
+    unfair = (section == "throughput" and len(emulated) > 1) or (section == "test" and bool(different_tests(runs)))
+    best = None if measure.best is None or unfair or len(known) < 2 else measure.best(known)
+    return [Cell(measure.show(value), value is not None and value == best) for value in values]
 
 
 def different_tests(runs: Sequence[Run]) -> list[str]:
@@ -231,7 +182,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def comparison_table(runs: Sequence[Run]) -> Table:
     """The comparison for the terminal: a column per run while a few fit beside each other, else a row per run."""
     rows = [[Text(cell.text, style="bold" if cell.best else "") for cell in cells] for cells in compare(runs)]
-    names, measures = [run.label for run in runs], [column.name for column in columns_of(runs)]
+    names, measures = [run.label for run in runs], [COLUMNS[key] for key in columns_of(runs)]
     if len(runs) > _RUNS_ABREAST:
         return _table("run", measures, names, rows)
     return _table("", names, measures, list(zip(*rows, strict=True)))
@@ -247,40 +198,29 @@ def _table(corner: str, across: Sequence[str], down: Sequence[str], rows: Sequen
     return table
 
 
-@dataclass(frozen=True)
-class _Overlay:
-    """What an overlaid chart shows of every run."""
-
-    title: str
-    good: str
-    x: Axis
-    y: Axis
-    at: Callable[[Frame], float]
-    value: Callable[[Frame], float | None]
+def _curve_cards(runs: Sequence[Run]) -> list[Card]:
+    entropy, auc = Axis("NE of the window", three_digits), Axis("AUC so far", three_digits)
+    return [
+        _overlay("NE against samples", "low, and soon.", SAMPLES, entropy, lambda frame: frame.ne_window, runs),
+        _overlay("AUC against samples", "high, and soon.", SAMPLES, auc, lambda frame: frame.auc, runs),
+        _overlay("AUC against time", "high, and soon.", SECONDS, auc, lambda frame: frame.auc, runs),
+    ]
 
 
-_ENTROPY, _AUC = Axis("NE of the window", three_digits), Axis("AUC so far", three_digits)
-_OVERLAYS = (
-    _Overlay("NE against samples", "low, and soon.", SAMPLES, _ENTROPY, lambda f: f.samples, lambda f: f.ne_window),
-    _Overlay("AUC against samples", "high, and soon.", SAMPLES, _AUC, lambda f: f.samples, lambda f: f.auc),
-    _Overlay("AUC against time", "high, and soon.", SECONDS, _AUC, lambda f: f.seconds, lambda f: f.auc),
-)
-
-
-def _brief(label: str) -> str:
-    """A label that leaves room for the curves; begin and end tell runs apart."""
-    return label if len(label) <= _LABEL else f"{label[: _LABEL // 2]}…{label[-(_LABEL // 2 - 1) :]}"
-
-
-def _card(overlay: _Overlay, runs: Sequence[Run]) -> Card:
-    curves = [curve(kept(run.frames), overlay.at, overlay.value) for run in runs]
-    labels = [_brief(run.label) for run in runs]
-    lines = [Line(x, y, labels[i], colour=i) for i, (x, y) in enumerate(curves) if x]
-    chart = Chart(overlay.title, overlay.x, overlay.y, lines)
+def _overlay(
+    title: str, good: str, x: Axis, y: Axis, value: Callable[[Frame], float | None], runs: Sequence[Run]
+) -> Card:
+    lines = []
+    for i, run in enumerate(runs):
+        # a label that leaves room for the curves; begin and end tell runs apart
+        full, half = run.label, _LABEL // 2
+        label = full if len(full) <= _LABEL else f"{full[:half]}…{full[1 - half :]}"
+        points = curve(kept(run.frames), x, value)
+        lines += [Line(*points, label, colour=i)] if points[0] else []
     return Card(
-        overlay.title,
+        title,
         "Predictions made just before each sample was trained on, one curve per run.",
-        overlay.good,
-        line_chart(chart) if lines else None,
+        good,
+        line_chart(title, x, y, lines) if lines else None,
         "None of the runs wrote metrics.jsonl.",
     )

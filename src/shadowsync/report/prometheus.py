@@ -6,14 +6,13 @@ Needs the package prometheus-client, so `reporter` imports this module late.
 import socket
 import socketserver
 import threading
-import typing
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
 from shadowsync.errors import ConfigError, MissingExtra
 from shadowsync.metrics.frame import Frame
-from shadowsync.report.measures import MEASURES, Measure
+from shadowsync.report.measures import MEASURES
 
 try:
     from prometheus_client import CollectorRegistry
@@ -42,7 +41,7 @@ class Endpoint:
         handler: Any = MetricsHandler.factory(registry)
         handler.timeout = _REQUEST_TIMEOUT_S  # somebody who connects and says nothing holds a thread no longer
         try:
-            self._server = _server_class(host)((host, port), handler)
+            self._server = (_Server6 if ":" in host else _Server)((host, port), handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
@@ -83,29 +82,23 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
-def _server_class(host: str) -> type[_Server]:
-    return _Server6 if ":" in host else _Server
-
-
 class _Figures(Collector):
     """Makes the samples of a scrape from the newest frame; before the first there are none."""
 
     frame: Frame | None = None
 
     def collect(self) -> Iterable[Metric]:
-        """Every metric that the frame has a value for."""
-        frame = self.frame
-        return [] if frame is None else [metric for metric in metrics(frame) if metric.samples]
+        return [] if self.frame is None else [metric for metric in metrics(self.frame) if metric.samples]
 
 
 def metrics(frame: Frame) -> list[Metric]:
     """The frame as metrics; what is None there has no sample."""
-    return [_family(measure, frame) for measure in MEASURES if measure.name]
-
-
-def _family(measure: Measure, frame: Frame) -> Metric:
-    kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-    family: Any = kinds[measure.kind](f"shadowsync_{measure.name}", measure.help, labels=measure.labels)
-    for labels, value in measure.values(frame):
-        family.add_metric(labels, value)
-    return typing.cast("Metric", family)
+    found = []
+    for measure in MEASURES:
+        if measure.key and measure.live is not None:
+            kind: Any = GaugeMetricFamily if measure.kind == "gauge" else CounterMetricFamily
+            family = kind(f"shadowsync_{measure.key}", measure.help, labels=measure.labels)
+            for labels, value in measure.values(frame):
+                family.add_metric(labels, value)
+            found.append(family)
+    return found

@@ -4,6 +4,12 @@ Sections that do not apply are absent; a measure that is not defined (the AUC of
 Readers ignore keys they do not know, so later versions may add some.
 """
 
+import functools
+import math
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +17,27 @@ import msgspec
 
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.errors import DataError
-from shadowsync.metrics.quality import Peak
-from shadowsync.metrics.scores import CurvePoint
+from shadowsync.memory.pages import memory_bytes
+from shadowsync.metrics.quality import CurvePoint, Peak
 from shadowsync.metrics.units import Units
+from shadowsync.report import words
 from shadowsync.report.files import read_bytes, write_atomically
 
 FILE_NAME = "result.json"
+DEAD_SHARE = 0.5
+"""Of a layer's units; from there on it is worth a warning."""
+COIN = math.log(2)
+"""Log loss of whoever always predicts 0.5, in nats."""
+WILD = 1.5 * COIN
+"""Log loss above which training did not just begin but went astray.
+
+A bound on NE would not do: where positives are rare every model begins with a high one, as it begins near 0.5.
+"""
+_PACKAGES = ("shadowsync", "torch", "fbgemm-gpu-cpu", "numpy", "polars", "pyarrow")
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A section whose keys without a default are always written."""
+    """Its keys without a default are always written."""
 
 
 class Data(_Section, frozen=True):
@@ -33,15 +50,10 @@ class Data(_Section, frozen=True):
 
 
 class Test(_Section, frozen=True):
-    """Quality on the test set.
+    """Quality on the test set; log loss in nats, calibration is mean prediction over mean label.
 
-    Attributes:
-        auc: area under the ROC curve.
-        ne: normalized entropy.
-        logloss: in nats.
-        calibration: mean prediction over mean label.
-        best_auc: the AUC of the probabilities that made the labels, where the source knows them.
-        curve: calibration curve, bins of equal count.
+    `best_auc` is that of the probabilities that made the labels, where the source knows them; `curve` the calibration
+    in bins of equal count.
     """
 
     __test__ = False  # pytest would take the class for a test
@@ -242,3 +254,82 @@ def read_result(folder: Path) -> Result:
         return msgspec.json.decode(content, type=Result)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a result of shadowsync train: {error}") from error
+
+
+def notable_recovery(result: Result) -> Recovery | None:
+    """None where there is nothing to tell: nothing was saved to recover from, and nobody failed."""
+    recovery = result.recovery
+    return None if recovery is None or (recovery.mode == "none" and not recovery.failures) else recovery
+
+
+def mostly_dead(units: Units) -> list[str]:
+    """The layers of which more than half of the units are dead, as the model calls them."""
+    return [layer for layer, share in units.dead.items() if share > DEAD_SHARE]
+
+
+def dead_of(units: Units, layer: str) -> str:
+    """`11 of 16`."""
+    return f"{round(units.dead[layer] * units.sizes[layer]):,} of {units.sizes[layer]:,}"
+
+
+def went_astray(result: Result) -> Peak | None:
+    """The worst stretch of the training, if that was far worse than knowing nothing."""
+    peak = None if result.train is None else result.train.peak
+    return peak if peak is not None and peak.logloss > WILD else None
+
+
+def warnings(result: Result) -> Iterator[str]:
+    """What a user must not overlook, a sentence each that says what to do."""
+    train = result.config.get("train", {})
+    do = f"lower train.lr (it is {train.get('lr')}) or raise train.warmup_samples ({train.get('warmup_samples')})"
+    if (units := result.units) is not None and (layers := mostly_dead(units)):
+        found = ", ".join(f"{dead_of(units, layer)} of {layer}" for layer in layers)
+        blocked = [layer for layer in layers if units.dead[layer] == 1]
+        through = f", and nothing of what lies in front of {' and '.join(blocked)} gets through" if blocked else ""
+        yield f"dead units: {found} were 0 on all {words.count(units.rows)} test rows looked at{through}: {do}"
+    if (peak := went_astray(result)) is not None:
+        yield (
+            f"training went astray: the log loss of samples {words.count(peak.end - peak.samples + 1)} to "
+            f"{words.count(peak.end)} was {peak.logloss:.2f} (NE {words.decimal(peak.ne, 2)}), and always guessing 0.5 "
+            f"gives {COIN:.2f}: {do}"
+        )
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages a result depends on; those not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, str | int | float]:
+    """System, processor, cores this process may use, and memory in GB (10⁹ bytes); no name or address."""
+    system = f"{platform.system()} {platform.release()}"
+    facts: dict[str, str | int | float] = {"system": system, "processor": _processor(), "cores": cores()}
+    memory = memory_bytes()
+    return {**facts, "memory_gb": round(memory / 1e9, 1)} if memory else facts
+
+
+def _processor() -> str:
+    """Its name, and family and model, since virtual machines name several generations alike."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    name = found.get("model name") or platform.processor() or platform.machine()
+    about = [f"{word} {found[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if found.get(key)]
+    return f"{name} ({', '.join(about)})" if about else name
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

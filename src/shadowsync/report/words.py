@@ -1,11 +1,15 @@
 """Numbers as a person reads them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MISSING = "—"
 _PROPORTION = 1e6
+
+
+def _undefined(value: float | None) -> bool:
+    return value is None or not math.isfinite(value)
 
 
 def count(value: float | None) -> str:
@@ -38,43 +42,29 @@ def setting(value: Any) -> str:
     return str(value)
 
 
-def shares(by_kind: Mapping[str, float]) -> str:
-    """`push 1.23 %, dense 0.951 %`."""
-    return ", ".join(f"{kind} {100 * share:.3g} %" for kind, share in by_kind.items())
-
-
 def pls(portion: float) -> str:
     """`PLS 0.0123`, the portion of lost samples."""
     return f"PLS {portion:.3g}"
 
 
-TERMS = {
-    "NE": "normalized entropy, log loss over that of predicting the mean label",
-    "sync gap": "steps of a trainer between two synchronisations of its replica",
-    "staleness": "global steps by which an applied gradient was late",
-    "PLS": "portion of lost samples: learned by dead embedding servers since they were last saved",
-}
-"""Words of the progress line that are explained where they first stand."""
+def _scaled(value: float | None, units: Sequence[tuple[float, str]], digits: int, otherwise: str) -> str:
+    """In the largest of the units that is not larger than the value; `otherwise` is the format of smaller ones."""
+    if value is None or _undefined(value):
+        return MISSING
+    for limit, unit in units:
+        if abs(value) >= limit:
+            return f"{value / limit:.{digits}g}{unit}"
+    return otherwise.format(value)
 
 
 def short(value: float | None) -> str:
     """`1.2M`, `850k`, `12`: for axes."""
-    if value is None or _undefined(value):
-        return MISSING
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.4g}{unit}"
-    return f"{value:.4g}"
+    return _scaled(value, ((1e9, "G"), (1e6, "M"), (1e3, "k")), 4, "{:.4g}")
 
 
 def data_size(amount: float | None) -> str:
     """`12.3 MB`, in powers of ten."""
-    if amount is None or _undefined(amount):
-        return MISSING
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(amount) >= limit:
-            return f"{amount / limit:.3g} {unit}"
-    return f"{amount:.0f} bytes"
+    return _scaled(amount, ((1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB")), 3, "{:.0f} bytes")
 
 
 def duration(seconds: float | None) -> str:
@@ -84,9 +74,7 @@ def duration(seconds: float | None) -> str:
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def step_time(milliseconds: float) -> str:
@@ -96,10 +84,9 @@ def step_time(milliseconds: float) -> str:
 
 def brief(value: float) -> str:
     """`850`, `12.1k`, `1.2M`: where many figures share a line."""
-    for limit, unit in ((999_950, "M"), (999.5, "k")):
-        if value >= limit:
-            return f"{value / (1e6 if unit == 'M' else 1e3):.1f}{unit}"
-    return f"{value:.0f}"
+    if value >= 999_950:
+        return f"{value / 1e6:.1f}M"
+    return f"{value / 1e3:.1f}k" if value >= 999.5 else f"{value:.0f}"
 
 
 def clock(seconds: float | None) -> str:
@@ -114,7 +101,3 @@ def clock(seconds: float | None) -> str:
 def plural(number: int, noun: str, several: str | None = None) -> str:
     """`1 trainer`, `2 trainers`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {several or noun + 's'}"
-
-
-def _undefined(value: float | None) -> bool:
-    return value is None or not math.isfinite(value)

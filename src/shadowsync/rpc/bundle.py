@@ -45,6 +45,6 @@ def frames_of(row: Tensor) -> tuple[Tensor, ...]:
         header = _DECODER.decode(data[_LENGTH:end])
         edges = list(accumulate(header.sizes, initial=end))
         frames = [data[start:stop] for start, stop in pairwise(edges)]
-        return tensors_of(frames, header.specs)
+        return tensors_of(frames, header.specs)[0]
     except (msgspec.DecodeError, Misfit) as error:
         raise DataError(f"{len(data)} bytes are no tensors: {error}") from error

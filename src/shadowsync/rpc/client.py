@@ -5,22 +5,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from shadowsync.errors import RunError, ShadowSyncError
-from shadowsync.rpc.calls import Calls, Pending
 from shadowsync.rpc.connection import Answer, Connection, new_client
 from shadowsync.rpc.errors import CallTimeout, PeerLost
 from shadowsync.rpc.keys import JobKeys
 from shadowsync.rpc.loop import Loop
 from shadowsync.rpc.messages import (
+    META_BYTES,
+    Answered,
+    Answers,
     Bye,
-    Done,
+    Call,
+    Calls,
     Failed,
+    Frames,
     FromServer,
     Hello,
     Malformed,
@@ -29,15 +33,17 @@ from shadowsync.rpc.messages import (
     Welcome,
     encode,
     from_server,
+    pack,
 )
-from shadowsync.rpc.packing import Cargo
 from shadowsync.rpc.service import Meta
 from shadowsync.rpc.sockets import ClientSocket, Context, Line, LinkNews, new_context
-from shadowsync.rpc.tensors import Misfit, tensors_of
+from shadowsync.rpc.tensors import Misfit, Spec, tensors_of
 
 _LOG = logging.getLogger(__name__)
 _BYE_MS = 100
 _RETRY_S = 0.5
+_HELD_META_BYTES = META_BYTES // 16
+"""Longest typed part that waits for another call: a header has room for many of these."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,90 @@ class CourierOptions:
     tick_s: float = 0.05
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """One call that waits for its answer, and all that it takes to send it again.
+
+    Attributes:
+        method: the name that is called.
+        meta, specs, frames: as `messages.pack` made them.
+        limit_s: how long it may take.
+        deadline_s: when it is given up.
+        future: where the answer goes.
+    """
+
+    method: str
+    meta: bytes
+    specs: tuple[Spec, ...]
+    frames: Frames
+    limit_s: float
+    deadline_s: float
+    future: Future[Answer]
+
+    @property
+    def since_s(self) -> float:
+        """When it was made."""
+        return self.deadline_s - self.limit_s
+
+
+@dataclass
+class OpenCalls:
+    """One connection's calls that have no answer yet, by number, oldest first; the caller's lock guards it."""
+
+    _open: dict[int, Pending] = field(default_factory=dict)
+    _last: int = 0
+    _sent: int = 0
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._open
+
+    @property
+    def oldest(self) -> Pending | None:
+        """The one that has waited longest."""
+        return next(iter(self._open.values()), None)
+
+    @property
+    def low(self) -> int:
+        """The lowest number that waits for an answer, or the next one."""
+        return next(iter(self._open), self._last + 1)
+
+    def add(self, pending: Pending) -> int:
+        """Enters a call and returns its number."""
+        self._last += 1
+        self._open[self._last] = pending
+        return self._last
+
+    def drop(self, number: int) -> Pending | None:
+        """Takes out a call, if it still waits."""
+        return self._open.pop(number, None)
+
+    def message(self, numbers: Sequence[int], session: int) -> Frames:
+        """These calls as they are sent in that session."""
+        self._sent = max(self._sent, *numbers)
+        found = [(number, self._open[number]) for number in numbers]
+        calls = tuple(Call(number, call.method, call.meta, call.specs) for number, call in found)
+        return [encode(Calls(session, self.low, calls)), *(frame for _, call in found for frame in call.frames)]
+
+    def numbers(self) -> list[int]:
+        """All that wait, in order."""
+        return list(self._open)
+
+    def take_sent(self) -> list[Pending]:
+        """Takes out all that were sent at least once."""
+        return self._take(number for number in self.numbers() if number <= self._sent)
+
+    def take_all(self) -> list[Pending]:
+        """Takes out all."""
+        return self._take(self.numbers())
+
+    def take_late(self, now_s: float) -> list[Pending]:
+        """Takes out those whose deadline has passed."""
+        return self._take([number for number, pending in self._open.items() if pending.deadline_s <= now_s])
+
+    def _take(self, numbers: Iterable[int]) -> list[Pending]:
+        return [self._open.pop(number) for number in numbers]
+
+
 class WireConnection(Connection):
     """A connection to a service that may be lost, made again and moved, while its calls run once each.
 
@@ -69,7 +159,8 @@ class WireConnection(Connection):
         self.client = new_client()
         self._courier = courier
         self._lock = threading.Lock()
-        self._calls = Calls()
+        self._calls = OpenCalls()
+        self._held: list[int] = []
         self._address: str | None = address
         self._lost = ""
         self._closed = False
@@ -85,24 +176,40 @@ class WireConnection(Connection):
         self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
     ) -> Future[Answer]:
         """As `Connection.call`; what it raises says nothing about whether the method has run, or still will."""
+        return self._enter(method, meta, tensors, timeout_s, hold=False)
+
+    def call_along(
+        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
+    ) -> Future[Answer]:
+        """As `Connection.call_along`: it goes with the next call, or with the next tick."""
+        return self._enter(method, meta, tensors, timeout_s, hold=True)
+
+    def _enter(
+        self, method: str, meta: Meta | None, tensors: Sequence[Tensor], timeout_s: float | None, hold: bool
+    ) -> Future[Answer]:
         options = self._courier.options
         future: Future[Answer] = Future()
         future.set_running_or_notify_cancel()  # nobody can take a call back
         limit_s = options.timeout_s if timeout_s is None else timeout_s
         try:
-            cargo = Cargo.of(meta, tensors, options.max_message_bytes)
-            self._enter(Pending(method, cargo, limit_s, time.monotonic() + limit_s, future))
+            packed, specs, frames = pack(meta, tensors, options.max_message_bytes)
+            pending = Pending(method, packed, specs, frames, limit_s, time.monotonic() + limit_s, future)
+            with self._lock:
+                if self._lost:
+                    raise PeerLost(self._lost)
+                self._held.append(self._calls.add(pending))
+                if not hold or len(packed) > _HELD_META_BYTES:
+                    self._send_held()
         except ShadowSyncError as error:
             future.set_exception(error)
         return future
 
-    def _enter(self, pending: Pending) -> None:
-        with self._lock:
-            if self._lost:
-                raise PeerLost(self._lost)
-            number = self._calls.add(pending)
-            if self._ready and self._socket is not None:
-                self._socket.send(self._calls.message(number, self._session))
+    def _send_held(self) -> None:
+        """Sends what waits to travel with another call, if the connection stands; the lock is held."""
+        if self._ready and self._socket is not None:
+            held, self._held = [number for number in self._held if number in self._calls], []
+            if held:
+                self._socket.send(self._calls.message(held, self._session))
 
     def silent_s(self) -> float:
         """Seconds since anything was heard from the peer, or since it was first looked for at its address.
@@ -214,11 +321,18 @@ class WireConnection(Connection):
         self._replace(socket)
 
     def _take(self, socket: ClientSocket, message: FromServer, frames: Sequence[Any]) -> None:
-        if isinstance(message, Done | Failed):
+        if isinstance(message, Answers):
             with self._lock:
-                pending = self._calls.drop(message.number)
-            if pending is not None:
-                _settle(pending, message, frames)
+                found = [self._calls.drop(answer.number) for answer in message.answers]
+            try:
+                tensors = tensors_of(frames, *(answer.tensors for answer in message.answers))
+            except Misfit as error:
+                damaged = RunError(f"an answer of {self._address} is damaged: {error}")
+                _fail([call for call in found if call is not None], lambda _: damaged)
+                return
+            for call, answer, own in zip(found, message.answers, tensors, strict=True):
+                if call is not None:
+                    _settle(call, answer, own)
         elif isinstance(message, Welcome):
             self._begin(socket, message)
         elif isinstance(message, Unknown):
@@ -233,9 +347,9 @@ class WireConnection(Connection):
             if welcome.session != self._session and welcome.incarnation == self._incarnation:
                 forgotten = self._calls.take_sent()  # they may have run, and the server no longer knows which
             self._session, self._incarnation = welcome.session, welcome.incarnation
-            self._ready = True
+            self._ready, self._held = True, []
             for number in self._calls.numbers():
-                socket.send(self._calls.message(number, self._session))
+                socket.send(self._calls.message([number], self._session))
         _fail(forgotten, lambda _: PeerLost(f"{self._address} has forgotten this connection after a long silence"))
 
     def _ask_again(self, socket: ClientSocket, unknown: Unknown) -> None:
@@ -249,6 +363,7 @@ class WireConnection(Connection):
         every_s = self._courier.options.ping_every_s
         with self._lock:
             late = self._calls.take_late(now_s)
+            self._send_held()
             if self._ready and self._socket is not None and now_s - max(self._heard_s, self._pinged_s) >= every_s:
                 self._pinged_s = now_s
                 self._socket.send([encode(Ping(self._session, self._calls.low))])
@@ -257,16 +372,11 @@ class WireConnection(Connection):
         _fail(late, lambda call: CallTimeout(f"{call.method} at {self._address} gave no answer in {call.limit_s:g} s"))
 
 
-def _settle(pending: Pending, message: Done | Failed, frames: Sequence[Any]) -> None:
-    if isinstance(message, Failed):
-        pending.future.set_exception(message.fault.error())
-        return
-    try:
-        answer = Answer(message.meta, tensors_of(frames, message.tensors), message.served_s)
-    except Misfit as error:
-        pending.future.set_exception(RunError(f"the answer to {pending.method} is damaged: {error}"))
+def _settle(call: Pending, answer: Answered, tensors: tuple[Tensor, ...]) -> None:
+    if isinstance(answer, Failed):
+        call.future.set_exception(answer.fault.error())
     else:
-        pending.future.set_result(answer)
+        call.future.set_result(Answer(answer.meta, tensors, answer.served_s))
 
 
 def _fail(calls: Iterable[Pending], error: Callable[[Pending], ShadowSyncError]) -> None:

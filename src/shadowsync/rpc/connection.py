@@ -3,9 +3,10 @@
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -65,14 +66,65 @@ class Connection(ABC):
         given up or the connection is closed, or `CallTimeout`.
         """
 
+    def call_along(
+        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
+    ) -> Future[Answer]:
+        """As `call`, and there is no hurry: it may wait a few hundredths of a second for a call that it travels with.
+
+        The server runs what travels together in order, and answers it together.
+        """
+        return self.call(method, meta, tensors, timeout_s)
+
     @abstractmethod
     def close(self) -> None:
         """Fails what is under way with `PeerLost`, and every later call."""
+
+    def redirect(self, address: str | None) -> None:  # noqa: B027 (matters only where a peer may be replaced)
+        """The peer was replaced: what is under way is sent to the new address. None: it is given up for now."""
+
+    def silent_s(self) -> float:
+        """Seconds since anything was heard from the peer; 0 where it cannot be out of reach."""
+        return 0.0
+
+    def waiting(self, longer_than_s: float) -> str | None:
+        """The method of the call that has waited longest for its answer, if it has for so long."""
+        return None
 
 
 def new_client() -> str:
     """A random id of a connection."""
     return secrets.token_hex(16)
+
+
+class Connector(Protocol):
+    """Connects a process to roles, wherever they are."""
+
+    def connect(self, address: str) -> Connection:
+        """A connection to the role at an address; it need not be there yet."""
+
+    def close(self) -> None:
+        """Closes all connections."""
+
+
+class Direct(Connection):
+    """A connection to a role in this process: `rpc.served` calls its methods with the objects as they are.
+
+    Args:
+        part: gives what the role serves now; raises `PeerLost` where it has ended.
+    """
+
+    def __init__(self, part: Callable[[], Service]) -> None:
+        self.client = new_client()
+        self.part = part
+
+    def call(
+        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
+    ) -> Future[Answer]:
+        """As `Connection.call`, of methods that are served in messages only."""
+        return DirectConnection(self.part()).call(method, meta, tensors, timeout_s)
+
+    def close(self) -> None:
+        """Nothing is under way."""
 
 
 class DirectConnection(Connection):

@@ -1,5 +1,7 @@
 """What crosses the wire: one header frame in msgpack, then one raw frame per tensor (several where it is long).
 
+A message of calls holds one or several, and so does one of answers: what goes to the same peer travels together.
+
 A client opens with `Hello` and sends calls only once it was welcomed. A session is a random number that the server
 gives out, so that a message caught earlier means nothing to a server that has forgotten its client, or to another one.
 Every server draws a random `incarnation`: it tells a client whether the server that does not know its session any
@@ -10,9 +12,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
+from torch import Tensor
 
+from shadowsync.errors import RunError
 from shadowsync.rpc.errors import Fault
-from shadowsync.rpc.tensors import Spec
+from shadowsync.rpc.service import Meta, encode_meta
+from shadowsync.rpc.tensors import Spec, bytes_of, frames_of, spec_of
 
 META_BYTES = 1 << 20
 """Longest typed part of a message."""
@@ -22,6 +27,9 @@ MAX_TENSORS = 1024
 """Most tensors of one message."""
 MAX_FRAMES = 1 << 14
 """Most frames behind a header; a long tensor has several."""
+
+Frames: TypeAlias = list[Any]
+"""A message ready to be sent: its header and the memory of its tensors."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -34,30 +42,39 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A sign of life; `low` as in `Call`."""
+    """A sign of life; `low` as in `Calls`."""
 
     session: _Number
     low: _Number
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Call(msgspec.Struct, frozen=True, array_like=True):
     """A request.
 
     Attributes:
-        session: the one that the server gave out.
         number: of the request, ascending from 1 for one client; the same when it is sent again.
-        low: the lowest number whose answer the client still wants; answers below it need not be kept.
         method: the name that is called.
         meta: the typed part in msgpack.
-        tensors: what the frames behind the header are.
+        tensors: what its frames are.
     """
 
-    session: _Number
     number: _Number
-    low: _Number
     method: str
     meta: bytes
     tensors: tuple[Spec, ...]
+
+
+class Calls(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Requests, to be run in their order; behind the header the frames of each, in the same order.
+
+    Attributes:
+        session: the one that the server gave out.
+        low: the lowest number whose answer the client still wants; answers below it need not be kept.
+    """
+
+    session: _Number
+    low: _Number
+    calls: tuple[Call, ...]
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -77,8 +94,8 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Answers `Ping`."""
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Answers `Call`; its tensors follow.
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """Answers a `Call`; its tensors follow.
 
     Attributes:
         served_s: from the moment the request was there until the answer was ready to be sent.
@@ -90,27 +107,57 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=2):
     served_s: float = 0.0
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Answers `Call` with an error."""
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Answers a `Call` with an error."""
 
     number: int
     fault: Fault
 
+    @property
+    def tensors(self) -> tuple[Spec, ...]:
+        """None follow."""
+        return ()
+
+
+Answered: TypeAlias = Done | Failed
+
+
+class Answers(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Answers to some of the calls that came, with the frames of each behind."""
+
+    answers: tuple[Answered, ...]
+
 
 class Unknown(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Answers `Ping` and `Call` of a session that the server does not know on this connection."""
+    """Answers `Ping` and `Calls` of a session that the server does not know on this connection."""
 
     session: int
 
 
-FromClient: TypeAlias = Hello | Ping | Call | Bye
-FromServer: TypeAlias = Welcome | Pong | Done | Failed | Unknown
+FromClient: TypeAlias = Hello | Ping | Calls | Bye
+FromServer: TypeAlias = Welcome | Pong | Answers | Unknown
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_CLIENT: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _FROM_SERVER: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
 
 encode = _ENCODER.encode
+
+
+def pack(meta: Meta | None, tensors: Sequence[Tensor], max_bytes: int) -> tuple[bytes, tuple[Spec, ...], Frames]:
+    """A typed part, what a header says of tensors, and their own memory; none is copied that is contiguous.
+
+    Raises:
+        RunError: a tensor or the typed part is too long, there are too many tensors, or a type cannot cross.
+    """
+    if len(tensors) > MAX_TENSORS:
+        raise RunError(f"a message has {len(tensors)} tensors, and at most {MAX_TENSORS} are allowed")
+    packed, memory = encode_meta(meta), [bytes_of(tensor) for tensor in tensors]
+    if (longest := max(map(len, memory), default=0)) > max_bytes:
+        raise RunError(f"a tensor has {longest} bytes, and at most {max_bytes} are allowed on the wire")
+    if len(packed) > META_BYTES:
+        raise RunError(f"a typed part has {len(packed)} bytes, and at most {META_BYTES} are allowed on the wire")
+    return packed, tuple(map(spec_of, tensors)), [frame for tensor in memory for frame in frames_of(tensor)]
 
 
 class Malformed(ValueError):

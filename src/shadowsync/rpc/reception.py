@@ -1,25 +1,26 @@
-"""What a server does with every message that comes, before any method runs; knows no sockets and no clock."""
+"""What a server knows of its clients, so that each request runs once however often it comes; no sockets, no clock."""
 
+import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from shadowsync.errors import RunError
-from shadowsync.rpc.clients import Clients, Limits, Record
-from shadowsync.rpc.errors import Fault
-from shadowsync.rpc.ledger import Frames, Verdict
 from shadowsync.rpc.messages import (
+    Answered,
+    Answers,
     Bye,
     Call,
-    Failed,
+    Calls,
+    Frames,
     Hello,
     Malformed,
     Ping,
     Pong,
     Unknown,
+    Welcome,
     encode,
     from_client,
 )
@@ -27,26 +28,38 @@ from shadowsync.rpc.tensors import Misfit, tensors_of
 
 _PONG = encode(Pong())
 
+Kept = tuple[Answered, Frames]
+"""An answer with its frames."""
 
-@dataclass
-class ServerCounts:
-    """What a server has seen.
+
+@dataclass(eq=False)
+class Record:
+    """One client: its session, the route of the connection that it uses now, and its requests.
 
     Attributes:
-        requests: that were run.
-        replayed: that came again: answered from the kept reply, or dropped.
-        malformed: messages of clients with the keys that were dropped because no honest client sends them.
-        strangers: messages of a session that is not known on its connection.
-        forgotten: clients that were silent for too long, or gave their places to others.
-        refused: connections that did not have the keys, or did not speak the protocol.
+        requests: by number; those that run have None, the others the reply that is kept until the client has it.
+        low: the client waits for no number below.
+        running: requests that run.
+        called: it has called anything since it was let in.
+        gone: it was forgotten while requests of it ran.
     """
 
-    requests: int = 0
-    replayed: int = 0
-    malformed: int = 0
-    strangers: int = 0
-    forgotten: int = 0
-    refused: int = 0
+    client: str
+    session: int
+    route: bytes
+    heard_at: float
+    requests: dict[int, Kept | None] = field(default_factory=dict)
+    low: int = 0
+    running: int = 0
+    called: bool = False
+    gone: bool = False
+
+    def settle(self, low: int) -> None:
+        """The client no longer waits for numbers below `low`."""
+        if low > self.low:
+            self.low = low
+            for number in [number for number in self.requests if number < low]:
+                del self.requests[number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,56 +70,49 @@ class Job:
     call: Call
     tensors: tuple[Tensor, ...]
 
-    @property
-    def bytes(self) -> int:
-        """Of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a message leads to, any or none of: an answer at once, a request to run, a client to be freed.
-
-    Attributes:
-        repeats_to: the client whose kept reply the answer is.
-    """
+    """What a message leads to, any or none of: an answer at once, requests to run, a client to be freed."""
 
     answer: Frames | None = None
-    job: Job | None = None
+    jobs: tuple[Job, ...] = ()
     gone: str | None = None
-    repeats_to: Record | None = None
 
 
 _NOTHING = Step()
 
 
 class Reception:
-    """Lets clients in, recognises requests that come again, forgets who is silent; any thread."""
+    """Lets clients in, recognises requests that come again, forgets who is silent; any thread.
 
-    def __init__(self, limits: Limits) -> None:
+    Who is here has the job's keys. Memory is taken only for what was sent (`tensors_of`); how much of that is under way
+    its sender bounds, as it does in process.
+
+    Args:
+        forget_after_s: silence after which a client is forgotten.
+
+    Attributes:
+        incarnation: of this server, drawn at random.
+        repeated: requests that came again, so far.
+    """
+
+    def __init__(self, forget_after_s: float) -> None:
+        self.incarnation = secrets.randbits(63)
+        self.repeated = 0
+        self._forget_after_s = forget_after_s
         self._lock = threading.Lock()
-        self._clients = Clients(limits)
-        self._counts = ServerCounts()
-
-    @property
-    def counts(self) -> ServerCounts:
-        """What it has seen so far."""
-        with self._lock:
-            return replace(self._counts)
+        self._by_client: dict[str, Record] = {}
+        self._by_route: dict[bytes, Record] = {}
 
     @property
     def clients(self) -> list[str]:
         """Those that it knows."""
         with self._lock:
-            return [record.client for record in self._clients.all()]
-
-    def refused(self, connections: int) -> None:
-        """Counts connections that did not come as far as a message."""
-        with self._lock:
-            self._counts.refused += connections
+            return list(self._by_client)
 
     def take(self, route: bytes, frames: Sequence[Any], now_s: float) -> Step:
-        """A message that came on a route; whatever it is, it does no harm.
+        """A message that came on a route; what no honest client sends is dropped.
 
         Args:
             route: of the connection, as the socket names it.
@@ -115,90 +121,88 @@ class Reception:
         """
         try:
             message = from_client(frames)
-            if isinstance(message, Call):
-                tensors = tensors_of(frames[1:], message.tensors)
-                return self._call(route, message, tensors, now_s)
-            if len(frames) > 1:
-                raise Malformed("frames that no header announces")
+            calls = message.calls if isinstance(message, Calls) else ()
+            tensors = tensors_of(frames[1:], *(call.tensors for call in calls))
         except (Malformed, Misfit):
-            return self._malformed()
-        if isinstance(message, Hello):
-            return self._hello(route, message, now_s)
-        return self._sign(route, message, now_s)
-
-    def _malformed(self) -> Step:
+            return _NOTHING
         with self._lock:
-            self._counts.malformed += 1
-        return _NOTHING
+            if isinstance(message, Hello):
+                return self._hello(route, message, now_s)
+            record = self._by_route.get(route)
+            if record is None or record.session != message.session:
+                return Step(answer=[encode(Unknown(message.session))])
+            record.heard_at = now_s
+            if isinstance(message, Bye):
+                return Step(gone=record.client) if self._forget(record) else _NOTHING
+            record.settle(message.low)
+            if isinstance(message, Ping):
+                return Step(answer=[_PONG])
+            found = [self._call(record, *call) for call in zip(calls, tensors, strict=True)]
+            jobs = tuple(job for job, _ in found if job is not None)
+            kept = [kept for _, kept in found if kept is not None]
+            return Step(joined(kept) if kept else None, jobs)
 
     def _hello(self, route: bytes, hello: Hello, now_s: float) -> Step:
+        """Binds the client to the route. A session that is not known is answered with a new one: the client decides
+        what that means for it."""
+        record = self._by_client.get(hello.client)
+        if record is None:
+            record = Record(hello.client, secrets.randbits(62) + 1, route, now_s)
+            self._by_client[hello.client] = record
+        elif hello.session != record.session and record.called:
+            return _NOTHING  # somebody else with its name: the client itself knows its session by its first call
+        if self._by_route.get(record.route) is record:
+            del self._by_route[record.route]
+        record.route, record.heard_at = route, now_s
+        self._by_route[route] = record
+        return Step(answer=[encode(Welcome(record.session, self.incarnation))])
+
+    def _call(self, record: Record, call: Call, tensors: tuple[Tensor, ...]) -> tuple[Job | None, Kept | None]:
+        """The request to run, or the answer that it got before, or neither."""
+        if call.number < record.low:
+            return None, None  # its sender no longer waits for it
+        if call.number in record.requests:
+            self.repeated += 1
+            return None, record.requests[call.number]
+        record.called = True
+        record.requests[call.number] = None
+        record.running += 1
+        return Job(record, call, tensors), None
+
+    def finish(self, job: Job, reply: Kept, keep: bool) -> tuple[bytes, bool]:
+        """Ends a job; where to send its reply, and whether its client went meanwhile and is now to be freed.
+
+        Args:
+            job: as it was given out.
+            reply: is kept until its client has it, so that the request does not run again.
+            keep: False where it may run again.
+        """
+        record, number = job.record, job.call.number
         with self._lock:
-            yielding = self._clients.who_yields(hello, now_s)
-            freed = yielding is not None and self._clients.forget(yielding)
-            welcome = self._clients.hello(route, hello, now_s)
-            self._counts.strangers += welcome is None
-            self._counts.forgotten += yielding is not None
-        gone = yielding.client if yielding is not None and freed else None
-        return Step(answer=[encode(welcome)] if welcome else None, gone=gone)
-
-    def _sign(self, route: bytes, sign: Ping | Bye, now_s: float) -> Step:
-        with self._lock:
-            record = self._clients.heard(route, sign.session, now_s)
-            if record is None:
-                return self._stranger(sign.session)
-            if isinstance(sign, Bye):
-                return Step(gone=record.client) if self._clients.forget(record) else _NOTHING
-            record.ledger.settle(sign.low)
-        return Step(answer=[_PONG])
-
-    def _stranger(self, session: int) -> Step:
-        self._counts.strangers += 1
-        return Step(answer=[encode(Unknown(session))])
-
-    def _call(self, route: bytes, call: Call, tensors: tuple[Tensor, ...], now_s: float) -> Step:
-        with self._lock:
-            record = self._clients.heard(route, call.session, now_s)
-            if record is None:
-                return self._stranger(call.session)
-            if tensors and record.unread.crowded:
-                return Step(answer=_refusal(call, "replies to calls of this client before it wait to be read"))
-            verdict = record.ledger.admit(call.number, call.low)
-            if verdict is Verdict.RUN:
-                record.greeted_only = False
-                self._counts.requests += 1
-                return Step(job=Job(record, call, tensors))
-            if verdict is Verdict.FLOOD:
-                return Step(answer=_refusal(call, "too many calls of this client are open"))
-            self._counts.replayed += 1
-            return self._again(record, call, verdict)
-
-    def _again(self, record: Record, call: Call, verdict: Verdict) -> Step:
-        if verdict is Verdict.REPEAT:
-            if record.unread.full:
-                return _NOTHING  # it has yet to read what it asked for before
-            return Step(answer=record.ledger.reply(call.number), repeats_to=record)
-        if verdict is Verdict.LOST:
-            return Step(
-                answer=_refusal(call, "it has run, and its reply could not be kept until it was asked for again")
-            )
-        return _NOTHING
-
-    def finish(self, job: Job, reply: Frames, keep: bool) -> tuple[bytes, bool]:
-        """Ends a job; where to send its reply, and whether its client went meanwhile and is now to be freed."""
-        record = job.record
-        with self._lock:
-            record.ledger.finish(job.call.number, reply if keep else None)
-            return record.route, record.gone and not record.ledger.running
+            record.running -= 1
+            if number in record.requests:  # else its sender gave it up meanwhile
+                if keep:
+                    record.requests[number] = reply
+                else:
+                    del record.requests[number]
+            return record.route, record.gone and not record.running
 
     def forget_silent(self, now_s: float) -> list[str]:
         """Forgets clients; those to be freed now, the others when their last job ends."""
         with self._lock:
-            silent = self._clients.silent(now_s)
-            self._counts.forgotten += len(silent)
-            return [record.client for record in silent if self._clients.forget(record)]
+            silent = [record for record in self._by_client.values() if record.heard_at < now_s - self._forget_after_s]
+            return [record.client for record in silent if self._forget(record)]
+
+    def _forget(self, record: Record) -> bool:
+        """Drops a client; True if none of its requests runs any more, else the last one to end finds it `gone`."""
+        record.gone = True
+        del self._by_client[record.client]
+        if self._by_route.get(record.route) is record:
+            del self._by_route[record.route]
+        return record.running == 0
 
 
-def _refusal(call: Call, reason: str) -> Frames:
-    return [
-        encode(Failed(call.number, Fault.of(RunError(f"call {call.number} of {call.method} is refused: {reason}"))))
-    ]
+def joined(answers: Sequence[Kept]) -> Frames:
+    """One message of all of them."""
+    header = encode(Answers(tuple(answer for answer, _ in answers)))
+    return [header, *(frame for _, frames in answers for frame in frames)]

@@ -25,9 +25,9 @@ import msgspec
 from torch import Tensor
 
 from shadowsync.errors import DataError
-from shadowsync.rpc.connection import Answer, Connection
+from shadowsync.rpc.connection import Answer, Connection, Direct
 from shadowsync.rpc.fetched import Fetched
-from shadowsync.rpc.pending import Pending
+from shadowsync.rpc.pending import Done, Pending, Promise
 from shadowsync.rpc.service import Meta, Method, Outcome, Reply, Request, known_error
 
 Client = NewType("Client", str)
@@ -99,24 +99,27 @@ class Served:
     """
 
     def __init__(self, role: object) -> None:
-        self._role = role
+        self.role = role
         found = ((name, getattr(type(role), name)) for name in dir(type(role)))
         plans = [_plan(method) for _, method in found if hasattr(method, "_served")]
         self.methods = {
             plan.name: Method(
-                functools.partial(_perform, plan, getattr(role, plan.name)), plan.mark.once, plan.mark.quick
+                functools.partial(_perform, plan, own := getattr(role, plan.name)),
+                plan.mark.once,
+                plan.mark.quick,
+                own,
             )
             for plan in plans
         }
 
     def client_gone(self, client: str) -> None:
         """Passed on to the role."""
-        if (gone := getattr(self._role, "client_gone", None)) is not None:
+        if (gone := getattr(self.role, "client_gone", None)) is not None:
             gone(client)
 
     def close(self) -> None:
         """Passed on to the role."""
-        if (close := getattr(self._role, "close", None)) is not None:
+        if (close := getattr(self.role, "close", None)) is not None:
             close()
 
 
@@ -131,16 +134,45 @@ def later(
 def later(connection: Connection, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Pending[Any]:
     """Starts a call of a marked method of the role at the other end; what it raises, whoever asks for the result hears.
 
+    Of a role in this process (`Direct`) the method runs in this thread before this returns.
+
     Raises:
         DataError: an argument is of a type that cannot cross.
     """
     plan = _plan(method)
     given = dict(plan.defaults) | dict(zip(plan.parameters, args, strict=False)) | kwargs
+    if isinstance(connection, Direct):
+        return _call_direct(connection, plan, given)
     packed, tensors = _pack(tuple(given[name] for name in plan.names))
     return Fetched(
         connection.call(plan.name, packed, tensors, plan.mark.timeout_s),
         lambda answer: _unpack(plan.result, answer, f"the answer of {plan.name}"),
     )
+
+
+def _call_direct(connection: Direct, plan: _Plan, given: Mapping[str, Any]) -> Pending[Any]:
+    """Calls a method of a role in this process at once, with what it is given as it is; its errors as they are."""
+    called: Promise[Any] = Promise()
+    try:
+        own = connection.part().methods[plan.name].own
+        assert own is not None, f"{plan.name} is served in messages only"
+        if plan.client is not None:
+            given = {**given, plan.parameters[plan.client]: connection.client}
+        result = own(*[given[name] for name in plan.parameters])
+    except Exception as error:
+        called.fail(error)
+        return called
+    if not isinstance(result, Future):
+        return Done(result)
+
+    def pass_on(done: "Future[Any]") -> None:
+        if (error := done.exception()) is not None:
+            called.fail(error)
+        else:
+            called.keep(done.result())
+
+    result.add_done_callback(pass_on)
+    return called
 
 
 def ask(connection: Connection, method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:

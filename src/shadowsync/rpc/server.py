@@ -3,24 +3,20 @@
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
 from shadowsync.errors import RunError, ShadowSyncError
-from shadowsync.rpc.clients import Limits, Record
 from shadowsync.rpc.errors import Fault
 from shadowsync.rpc.keys import JobKeys
-from shadowsync.rpc.ledger import Frames
 from shadowsync.rpc.loop import Loop
-from shadowsync.rpc.messages import Done, Failed, encode
-from shadowsync.rpc.packing import Cargo
-from shadowsync.rpc.reception import Job, Reception, ServerCounts
+from shadowsync.rpc.messages import Done, Failed, Frames, pack
+from shadowsync.rpc.reception import Job, Kept, Reception, joined
 from shadowsync.rpc.service import Reply, Request, Service, known_error, perform
-from shadowsync.rpc.sockets import ServerSocket, tracked
+from shadowsync.rpc.sockets import ServerSocket
 
 _LOG = logging.getLogger(__name__)
 _JOIN_S = 5.0
@@ -36,20 +32,18 @@ class ServerOptions:
         port: 0 takes a free one.
         threads: that answer; with more of them methods that wait hold up the others less.
         max_message_bytes: longest tensor that is sent.
-        max_waiting: requests that wait for a thread; at that many no more are read until half of them are gone.
         link_timeout_s: silence of the network after which a connection counts as broken; its client makes a new one.
-        tick_s: how often silent clients are looked for, and whether those who are slow have read.
-        limits: of what is kept for clients.
+        forget_client_after_s: silence after which what is kept for a client is freed.
+        tick_s: how often silent clients are looked for.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     threads: int = 4
     max_message_bytes: int = 1 << 30
-    max_waiting: int = 1024
     link_timeout_s: float = 10.0
+    forget_client_after_s: float = 120.0
     tick_s: float = 0.25
-    limits: Limits = field(default_factory=Limits)
 
 
 class WireServer:
@@ -60,26 +54,20 @@ class WireServer:
         self._service = service
         self._keys = keys
         self._options = options or ServerOptions()
-        self._reception = Reception(self._options.limits)
+        self._reception = Reception(self._options.forget_client_after_s)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._full = self._silent = False
-        self._parked: deque[tuple[Job, float]] = deque()
+        self._silent = False
         self._threads: list[threading.Thread] = []
-
-    @property
-    def counts(self) -> ServerCounts:
-        """What it has seen so far."""
-        return self._reception.counts
-
-    @property
-    def queue_depth(self) -> int:
-        """Requests that wait for a thread."""
-        return self._jobs.qsize()
 
     @property
     def clients(self) -> list[str]:
         """Those that it knows."""
         return self._reception.clients
+
+    @property
+    def repeated(self) -> int:
+        """Requests that came again, so far."""
+        return self._reception.repeated
 
     def start(self) -> None:
         """Opens the address and starts to answer.
@@ -89,13 +77,15 @@ class WireServer:
         """
         options = self._options
         self._loop = Loop("wire-server", self._tick, options.tick_s)
-        self._socket = ServerSocket(self._keys, options.max_message_bytes, options.link_timeout_s, self._wake)
+        self._socket = ServerSocket(
+            self._keys, options.max_message_bytes, options.link_timeout_s, lambda: self._loop.post(self._receive)
+        )
         try:
             self.address = self._socket.bind(options.host, options.port)
         except RunError:
             self._loop.close()
             raise
-        self._socket.watch(self._loop, self._receive, self._reception.refused)
+        self._socket.watch(self._loop, self._receive)
         self._loop.start()
         for index in range(options.threads):
             self._threads.append(threading.Thread(target=self._work, name=f"wire-worker-{index}", daemon=True))
@@ -120,13 +110,9 @@ class WireServer:
         self._threads.clear()
         self._socket.close()
 
-    def _wake(self) -> None:
-        self._loop.post(self._receive)
+    # in the loop
 
     def _receive(self) -> None:
-        if self._is_full():
-            self._socket.quieten()
-            return  # a worker calls again
         now_s = time.monotonic()
         for frames in self._socket.receive():
             try:
@@ -136,119 +122,80 @@ class WireServer:
 
     def _take(self, route: bytes, frames: Frames, now_s: float) -> None:
         step = self._reception.take(route, frames, now_s)
-        if step.job is not None:
-            self._begin(step.job)
+        if step.jobs:
+            methods = [self._service.methods.get(job.call.method) for job in step.jobs]
+            if all(method is not None and method.quick for method in methods):
+                self._run(step.jobs, now_s)
+            else:
+                self._jobs.put(partial(self._run, step.jobs, now_s))
         if step.answer is not None:
-            self._transmit(route, step.answer, step.repeats_to)
+            self._socket.send([route, *step.answer])
         if step.gone is not None:
             self._free([step.gone])
-
-    def _transmit(self, route: bytes, frames: Frames, client: Record | None) -> None:
-        """Sends a message; what is a reply to a client counts until it is read."""
-        if client is not None and client.unread.add(sum(map(len, frames))):
-            header, tracker = tracked(frames[0])
-            self._socket.send([route, header, *frames[1:]])
-            del header  # as long as anybody has it, it does not count as sent
-            client.unread.follow(tracker)
-        else:
-            self._socket.send([route, *frames])
-
-    def _begin(self, job: Job) -> None:
-        method = self._service.methods.get(job.call.method)
-        if method is not None and method.quick:
-            self._run(job, time.monotonic())
-        else:
-            self._jobs.put(partial(self._run, job, time.monotonic()))
-
-    def _resume(self) -> None:
-        """Begins what waited for clients to read what they had asked for before; those that are gone get nothing."""
-        for _ in range(len(self._parked)):
-            job, since_s = self._parked.popleft()
-            job.record.unread.park(-job.bytes)
-            if job.record.gone:
-                _, free = self._reception.finish(job, [], keep=False)
-                self._free([job.record.client] if free else [])
-            elif job.record.unread.full:
-                self._park(job, since_s)
-            else:
-                self._jobs.put(partial(self._run, job, since_s))
-
-    def _park(self, job: Job, since_s: float) -> None:
-        job.record.unread.park(job.bytes)
-        self._parked.append((job, since_s))
-
-    def _is_full(self) -> bool:
-        if self.queue_depth >= self._options.max_waiting:
-            self._full = True
-            if self.queue_depth > self._options.max_waiting // 2:  # as seen after saying so: a worker will see it too
-                return True
-            self._full = False
-        return False
 
     def _tick(self) -> None:
         now_s = time.monotonic()
         self._free(self._reception.forget_silent(now_s))
         self._socket.tick(now_s)
-        self._resume()
 
     def _free(self, clients: Iterable[str]) -> None:
         for client in clients:
             self._jobs.put(partial(self._service.client_gone, client))
 
+    # in the threads that answer
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if self._full and self.queue_depth <= self._options.max_waiting // 2:
-                self._full = False
-                self._wake()
             try:
                 job()
             except BaseException:  # whatever it was, the others are not to wait for a thread that is no more
                 _LOG.exception("a thread of the wire goes on after an error")
 
-    def _run(self, job: Job, since_s: float) -> None:
-        if job.record.unread.full:
-            self._park(job, since_s)
-            return
-        call = job.call
-        request = Request(call.method, call.meta, job.tensors, job.record.client)
-        try:
-            outcome = perform(self._service, request)
-        except BaseException as error:  # who asked waits for an answer
-            self._send(job, _failed(call.number, known_error(call.method, error)))
-            return
-        if isinstance(outcome, Future):
-            outcome.add_done_callback(lambda later: self._send(job, self._later(job, later, since_s)))
-        else:
-            self._send(job, self._packed(job, outcome, since_s))
+    def _run(self, jobs: Sequence[Job], since_s: float) -> None:
+        """One after the other; what is answered at once is answered together."""
+        ended: list[tuple[Job, Reply | BaseException]] = []
+        for job in jobs:
+            try:
+                call = job.call
+                outcome = perform(self._service, Request(call.method, call.meta, job.tensors, job.record.client))
+            except BaseException as error:  # who asked waits for an answer
+                ended.append((job, error))
+                continue
+            if isinstance(outcome, Future):
+                outcome.add_done_callback(partial(self._later, job, since_s))
+            else:
+                ended.append((job, outcome))
+        if ended:
+            self._send(ended, since_s)
 
-    def _send(self, job: Job, reply: Frames) -> None:
-        method = self._service.methods.get(job.call.method)
-        route, gone = self._reception.finish(job, reply, keep=method is not None and method.once)
-        if not self._silent:
-            self._transmit(route, reply, job.record)
-        if gone:
-            self._service.client_gone(job.record.client)
-
-    def _later(self, job: Job, later: "Future[Reply]", since_s: float) -> Frames:
+    def _later(self, job: Job, since_s: float, later: "Future[Reply]") -> None:
         try:
-            reply = later.result()
+            reply: Reply | BaseException = later.result()
         except BaseException as error:  # also of one that was cancelled
-            return _failed(job.call.number, known_error(job.call.method, error))
-        return self._packed(job, reply, since_s)
+            reply = error
+        self._send([(job, reply)], since_s)
 
-    def _packed(self, job: Job, reply: Reply, since_s: float) -> Frames:
+    def _send(self, ended: Sequence[tuple[Job, Reply | BaseException]], since_s: float) -> None:
+        """Of one client."""
+        answers, route, is_gone = [], b"", False
+        for job, reply in ended:
+            method = self._service.methods.get(job.call.method)
+            answers.append(self._answer(job, reply, since_s))
+            route, gone = self._reception.finish(job, answers[-1], keep=method is not None and method.once)
+            is_gone = is_gone or gone
+        if not self._silent:
+            self._socket.send([route, *joined(answers)])
+        if is_gone:
+            self._service.client_gone(ended[0][0].record.client)
+
+    def _answer(self, job: Job, reply: Reply | BaseException, since_s: float) -> Kept:
         call = job.call
         try:
-            cargo = Cargo.of(reply.meta, reply.tensors, self._options.max_message_bytes)
-            return [encode(Done(call.number, cargo.meta, cargo.specs, time.monotonic() - since_s)), *cargo.frames]
+            if isinstance(reply, BaseException):
+                raise known_error(call.method, reply)
+            meta, specs, frames = pack(reply.meta, reply.tensors, self._options.max_message_bytes)
+            return Done(call.number, meta, specs, time.monotonic() - since_s), frames
         except ShadowSyncError as error:
-            return _failed(call.number, error)
+            return Failed(call.number, Fault.of(error)), []
         except BaseException as error:  # a reply that cannot be written down
-            _LOG.exception("the reply of method %s failed", call.method)
-            return _failed(
-                call.number, RunError(f"the reply of {call.method} failed with {type(error).__name__}: {error}")
-            )
-
-
-def _failed(number: int, error: ShadowSyncError) -> Frames:
-    return [encode(Failed(number, Fault.of(error)))]
+            return Failed(call.number, Fault.of(known_error(f"the reply of {call.method}", error))), []

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -85,11 +85,13 @@ class Method:
         once: a request that is sent again is answered from the kept reply and never runs twice. False where running
             it again is harmless (reads): nothing is kept then.
         quick: it takes microseconds and waits for nobody, so that the thread that receives may run it itself.
+        own: the role's method itself, for callers in its process; None where it is served in messages only.
     """
 
     handle: Callable[[Request], Outcome]
     once: bool = True
     quick: bool = False
+    own: Callable[..., Any] | None = None
 
 
 class Service(Protocol):

@@ -29,7 +29,6 @@ _ZAP_FRAMES = 6
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
-Tracker: TypeAlias = zmq.MessageTracker
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _BATCH = 64
@@ -69,13 +68,6 @@ def tune(socket: Socket, max_message_bytes: int, link_timeout_s: float) -> None:
     socket.tcp_keepalive_idle = probe_s
     socket.tcp_keepalive_intvl = probe_s
     socket.tcp_keepalive_cnt = 3
-
-
-def tracked(frame: bytes) -> tuple[zmq.Frame, Tracker]:
-    """A frame to send, and what tells when it has left the queue of its connection, with all that was sent before."""
-    made = zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
-    assert isinstance(made.tracker, zmq.MessageTracker)
-    return made, made.tracker
 
 
 def _readable(socket: Socket) -> bool:
@@ -134,12 +126,6 @@ class SharedSocket:
                     break
                 messages.append(self._receive_one())
         return messages
-
-    def quieten(self) -> None:
-        """Leaves messages where they are; its file speaks again when something changes."""
-        with self._lock:
-            if not self._closed:
-                _readable(self._socket)
 
     def _receive_one(self) -> list[zmq.Frame]:
         frames = [self._socket.recv(_NOBLOCK, copy=False)]
@@ -227,13 +213,12 @@ class ServerSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         tune(self._socket, max_message_bytes, link_timeout_s)
         self._socket.rcvhwm = _RECEIVED
-        self._monitor = Monitor(self._socket, _REFUSED | zmq.EVENT_ACCEPT_FAILED)
+        self._monitor = Monitor(self._socket, zmq.EVENT_ACCEPT_FAILED)
         self._endpoint = ""
         self._reopens_s = math.inf
         self._shared = SharedSocket(self._socket, wake)
         self.send = self._shared.send
         self.receive = self._shared.receive
-        self.quieten = self._shared.quieten
 
     def bind(self, host: str, port: int) -> str:
         """Opens the address and returns it with the port that it got; on an error everything is closed.
@@ -273,27 +258,24 @@ class ServerSocket:
         self._socket.bind(address)
         return address
 
-    def watch(self, loop: Loop, receive: Callable[[], None], refused: Callable[[int], None]) -> None:
+    def watch(self, loop: Loop, receive: Callable[[], None]) -> None:
         """Lets a loop that has not started wait for it.
 
         Args:
             loop: the thread.
             receive: to run when there may be messages.
-            refused: told the number of connections that were turned away.
         """
         _watch(loop, self._door.file, self._door.answer)
-        _watch(loop, self._monitor.file, lambda: self._hear(loop, refused))
+        _watch(loop, self._monitor.file, lambda: self._hear(loop))
         _watch(loop, self._shared.file, receive)
 
-    def _hear(self, loop: Loop, refused: Callable[[int], None]) -> None:
+    def _hear(self, loop: Loop) -> None:
         events = self._monitor.events()
-        failed = events.count(zmq.EVENT_ACCEPT_FAILED)
-        refused(len(events) - failed)
-        if failed and self._reopens_s == math.inf:
+        if zmq.EVENT_ACCEPT_FAILED in events and self._reopens_s == math.inf:
             self._reopens_s = time.monotonic() + _REOPEN_S
             self._shared.do(lambda socket: socket.unbind(self._endpoint))
         if len(events) == _BATCH:
-            loop.post(lambda: self._hear(loop, refused))
+            loop.post(lambda: self._hear(loop))
 
     def tick(self, now_s: float) -> None:
         """Lets newcomers in again after a pause; called in the loop."""

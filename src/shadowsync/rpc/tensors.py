@@ -110,26 +110,26 @@ def _elements(shape: tuple[int, ...]) -> int:
     return elements
 
 
-def tensors_of(frames: Sequence[Any], specs: Sequence[Spec]) -> tuple[Tensor, ...]:
-    """The tensors of a message; those that came in several frames are copied.
+def tensors_of(frames: Sequence[Any], *messages: Sequence[Spec]) -> list[tuple[Tensor, ...]]:
+    """The tensors of each message that the frames belong to; those that came in several frames are copied.
 
     Raises:
         Misfit: as `tensor_of`, or another number of frames than announced.
     """
-    if len(frames) == len(specs):
-        return tuple(map(tensor_of, frames, specs))
-    counts = [max(1, -(-_byte_count(spec) // FRAME_BYTES)) for spec in specs]
-    if len(frames) != sum(counts):
-        raise Misfit(f"{len(frames)} frames came for {len(specs)} tensors")
+    counts = [[max(1, -(-_byte_count(spec) // FRAME_BYTES)) for spec in specs] for specs in messages]
+    if len(frames) != sum(map(sum, counts)):
+        raise Misfit(f"{len(frames)} frames came for {sum(map(len, messages))} tensors")
     coming = iter(frames)
-    return tuple(
-        tensor_of(_joined([next(coming) for _ in range(n)]), spec) for n, spec in zip(counts, specs, strict=True)
-    )
+    return [
+        tuple(
+            tensor_of(next(coming) if n == 1 else _joined([next(coming) for _ in range(n)]), spec)
+            for n, spec in zip(own, specs, strict=True)
+        )
+        for own, specs in zip(counts, messages, strict=True)
+    ]
 
 
 def _joined(frames: Sequence[Any]) -> Any:
-    if len(frames) == 1:
-        return frames[0]
     if not all(map(len, frames)):
         raise Misfit("an empty frame came for a part of a tensor")
     return torch.cat([torch.frombuffer(frame, dtype=torch.uint8) for frame in frames]).numpy().data

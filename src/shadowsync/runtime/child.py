@@ -7,12 +7,13 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from shadowsync.errors import ConfigError
 from shadowsync.rpc.errors import Fault
 from shadowsync.rpc.keys import JobKeys
 from shadowsync.rpc.service import known_error
 from shadowsync.runtime import control
 from shadowsync.runtime.host import RoleHost, take_up
-from shadowsync.runtime.runtime import Builder, Order, Place
+from shadowsync.runtime.runtime import Builder, Endpoint, LaunchRequest
 
 _LOG = logging.getLogger(__name__)
 DIED = 70
@@ -24,7 +25,7 @@ class Begin:
     """The first message to a child: its role, and where it serves (see `RoleHost`)."""
 
     job: str
-    order: Order
+    request: LaunchRequest
     keys: JobKeys
     folder: str
 
@@ -73,17 +74,26 @@ def _live(end: socket.socket) -> None:
             _tell(end, Died(reason))
         os._exit(DIED)
 
-    log = take_up(begin.job, begin.order.role, died)
-    host = RoleHost(begin.order.role, begin.keys, begin.folder, begin.order.threads, begin.order.forget_s)
-    control.send(end, Place(host.address, MACHINE, socket.gethostname(), os.getpid(), log))
+    log = take_up(begin.job, begin.request.role, died)
+    host = RoleHost(begin.request.role, begin.keys, begin.folder, begin.request.threads, begin.request.forget_s)
+    control.send(end, Endpoint(host.address, MACHINE, socket.gethostname(), os.getpid(), log))
     while True:
-        build = control.receive(end)
-        built = Built(_fault(host, build))
+        data = control.receive_bytes(end)
+        built = Built(_fault(host, begin.request.role, data))
         with turn:
             control.send(end, built)
 
 
-def _fault(host: RoleHost, build: Build) -> Fault | None:
+def _fault(host: RoleHost, role: str, data: bytes) -> Fault | None:
+    try:
+        build = control.unpacked(data)
+    except BaseException as error:  # a user's own model may come from a module that is not found here
+        return Fault.of(
+            ConfigError(
+                f"what {role} is made from cannot be read in its process ({type(error).__name__}: {error}): put the "
+                "module of your model where Python finds it, or define it in the script that starts the job"
+            )
+        )
     try:
         host.build(build.builder, build.spec)
     except BaseException as error:  # a panic of a library written in Rust is no Exception

@@ -33,7 +33,7 @@ def packed(message: Any) -> bytes:
     """What crosses for it; raises `Unsendable`."""
     try:
         data: bytes = cloudpickle.dumps(message)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
+    except Exception as error:  # whatever an object raises that does not want to be pickled
         raise Unsendable(str(error)) from error
     return data
 
@@ -44,8 +44,17 @@ def receive(end: socket.socket) -> Any:
     Raises:
         EOFError: the other end is closed.
     """
-    length = int.from_bytes(_exactly(end, _LENGTH), "big")
-    return pickle.loads(_exactly(end, length))  # noqa: S301 (see above)
+    return unpacked(receive_bytes(end))
+
+
+def receive_bytes(end: socket.socket) -> bytes:
+    """The next message as it crossed; raises as `receive`."""
+    return _exactly(end, int.from_bytes(_exactly(end, _LENGTH), "big"))
+
+
+def unpacked(data: bytes) -> Any:
+    """The inverse of `packed`; raises whatever the objects in it raise."""
+    return pickle.loads(data)  # noqa: S301 (see above)
 
 
 def _exactly(end: socket.socket, count: int) -> bytes:

@@ -18,18 +18,22 @@ from dataclasses import dataclass, field
 PRELOADED = ("torch", "numpy", "msgspec", "pydantic", "omegaconf", "safetensors.torch", "zmq", "cloudpickle")
 """What every role needs and takes long to import. Not polars, which starts threads when it is imported."""
 EXTRAS = ("fbgemm_gpu",)
-CHILD, PARTS = "shadowsync.runtime.child", "shadowsync.cluster.readiness"
+CHILD, PARTS = "shadowsync.runtime.child", "shadowsync.cluster.trainer"
 """What a child imports while it waits: what it will run, and what makes parts of roles (`get_ready` has all of that
 loaded)."""
 
-FORK, KILL = b"f", b"k"
+FORK = b"f"
 ENDED = struct.Struct("!ii")
 """Process and its status, as `os.waitpid` gives it."""
-NUMBER = struct.Struct("!i")
 
 
 def run(end: socket.socket) -> None:
-    """Serves until the driver closes its end."""
+    """Serves until the driver closes its end.
+
+    Signals that mean the whole job are the driver's to see to: it has a checkpoint written, and roles end with it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     for name in PRELOADED:
         importlib.import_module(name)
     for name in EXTRAS:
@@ -59,7 +63,6 @@ class _ForkServer:
         """Does what the driver asks for, and tells of children that end meanwhile."""
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to see to
         self._make_ready()
         while True:
             ready, _, _ = select.select([self.end, self._woken], [], [])
@@ -70,14 +73,7 @@ class _ForkServer:
                 message, given, _, _ = socket.recv_fds(self.end, 64, 1)
                 if not message:
                     os._exit(0)
-                if message[:1] == KILL:
-                    self._kill(*NUMBER.unpack(message[1:]))
-                else:
-                    self._hand_over(given[0])
-
-    def _kill(self, pid: int) -> None:
-        if pid in self.children:  # it was not waited for yet, so that nobody else has its number
-            os.kill(pid, signal.SIGKILL)
+                self._hand_over(given[0])
 
     def _hand_over(self, handle: int) -> None:
         """The child that is ready becomes a role; another one gets ready."""

@@ -1,44 +1,58 @@
-"""Role processes that are objects in this process, behind the real wire: for tests, and to see what a wire costs."""
+"""Roles that are objects in the driver's process: threads train, and nothing crosses."""
 
 import os
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
-from shadowsync.errors import RunError
+from shadowsync.rpc.connection import Direct
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.keys import JobKeys
-from shadowsync.runtime.host import LOOPBACK, RoleHost
-from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
+from shadowsync.rpc.service import Service
+from shadowsync.runtime.runtime import (
+    LOOPBACK,
+    Builder,
+    Endpoint,
+    LaunchRequest,
+    Machine,
+    ProcessContext,
+    RoleProcess,
+    RoleService,
+    Runtime,
+)
 
 
-class HostedRole(RoleProcess):
-    """A role in this process."""
+class OwnRole(RoleProcess):
+    """A role in this process.
 
-    def __init__(self, order: Order, keys: JobKeys) -> None:
-        self.order = order
-        self._host = RoleHost(order.role, keys, LOOPBACK, order.threads, order.forget_s)
+    Attributes:
+        part: what it serves, as it stands; None before it was built and after the end.
+    """
+
+    def __init__(self, request: LaunchRequest, runtime: "InProcess") -> None:
+        self.request = request
+        self.part: RoleService | None = None
+        self._context = ProcessContext(request.role, runtime, LOOPBACK)
         self._ended: str | None = None
 
-    def place(self, timeout_s: float) -> Place:
-        if self._ended is not None:
-            raise PeerLost(f"{self.order.role} ended: {self._ended}")
-        return Place(self._host.address, self.order.machine or LOOPBACK, "here", os.getpid())
+    def endpoint(self, timeout_s: float) -> Endpoint:
+        return Endpoint(self.request.role, LOOPBACK, "", os.getpid())
 
     def build(self, builder: Builder, spec: Any) -> Future[None]:
-        future: Future[None] = Future()
+        built: Future[None] = Future()
+        try:
+            self._end()
+            self.part = builder(spec, self._context)
+        except Exception as error:
+            built.set_exception(error)
+        else:
+            built.set_result(None)
+        return built
 
-        def run() -> None:
-            try:
-                self._host.build(builder, spec)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        threading.Thread(target=run, name=f"build-{self.order.role}", daemon=True).start()
-        return future
+    def served(self) -> Service:
+        """The part; raises `PeerLost` where there is none."""
+        if self.part is None:
+            raise PeerLost(f"{self.request.role} ended: {self._ended or 'nothing was built'}")
+        return self.part
 
     def ended(self) -> str | None:
         return self._ended
@@ -46,41 +60,43 @@ class HostedRole(RoleProcess):
     def kill(self) -> None:
         if self._ended is None:
             self._ended = "it was killed"
-            self._host.vanish()
+            self._end()
+
+    def _end(self) -> None:
+        before, self.part = self.part, None
+        if before is not None:
+            before.close()
 
 
 class InProcess(Runtime):
-    """Every role in this process. Machines are names only.
-
-    Args:
-        keys: of the job.
-        machines: how many to pretend.
-        shares_memory: what roles hold is reached in memory that they have in common, as far as it can be.
-    """
+    """The roles of one job, by name (a `rpc.connection.Connector` for those who ask them)."""
 
     name: ClassVar[str] = "inprocess"
+    direct: ClassVar[bool] = True
 
-    def __init__(self, keys: JobKeys, machines: int = 1, shares_memory: bool = False) -> None:
-        self.keys = keys
-        self.shares_memory = shares_memory
-        self._machines = [Machine(f"machine-{i}", f"machine-{i}", 64.0, 1 << 40) for i in range(machines)]
-        self.processes: list[HostedRole] = []
+    def __init__(self) -> None:
+        self.roles: dict[str, OwnRole] = {}
 
     def machines(self) -> Sequence[Machine]:
-        return self._machines
+        return []
 
-    def reserve(self, orders: Sequence[Order], timeout_s: float) -> None:
-        known = {machine.id for machine in self._machines}
-        if unknown := [order for order in orders if order.machine not in (None, *known)]:
-            raise RunError(f"{unknown[0].role} needs machine {unknown[0].machine}, which is not there")
+    def reserve(self, requests: Sequence[LaunchRequest], timeout_s: float) -> None:
+        """There is room."""
 
-    def start(self, order: Order) -> RoleProcess:
-        self.processes.append(HostedRole(order, self.keys))
-        return self.processes[-1]
+    def start(self, request: LaunchRequest) -> OwnRole:
+        self.roles[request.role] = OwnRole(request, self)
+        return self.roles[request.role]
 
     def host(self) -> str:
         return LOOPBACK
 
+    def connector(self) -> "InProcess":
+        return self
+
+    def connect(self, address: str) -> Direct:
+        """To the role of that name."""
+        return Direct(self.roles[address].served)
+
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
+        for role in self.roles.values():
+            role.kill()

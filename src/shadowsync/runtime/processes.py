@@ -1,6 +1,7 @@
 """Roles as processes on this machine, forked from one that has loaded what they need."""
 
 import json
+import logging
 import os
 import secrets
 import signal
@@ -23,14 +24,17 @@ from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime import control
 from shadowsync.runtime.child import MACHINE, Begin, Build, Built, Died
-from shadowsync.runtime.fork_server import ENDED, FORK, KILL, NUMBER
+from shadowsync.runtime.fork_server import ENDED, FORK
 from shadowsync.runtime.own_folder import make_folder, remove_sockets
-from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
+from shadowsync.runtime.runtime import Builder, Endpoint, LaunchRequest, Machine, RoleProcess, Runtime
 
+_LOG = logging.getLogger(__name__)
 _PROGRAM = (
     "import json, socket, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from shadowsync.runtime.fork_server import run; run(socket.socket(fileno=int(sys.argv[1])))"
 )
+LOG = "roles.log"
+"""Of the process that the others are forked from, and of those that have no role yet."""
 STATUS_S = 1.0
 """How long the end of a process waits for the word how it ended."""
 END_S = 5.0
@@ -47,10 +51,18 @@ class ForkServer:
         self._end, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._statuses: dict[int, int] = {}
         self._changed = threading.Condition()
-        command = [sys.executable, "-c", _PROGRAM, str(its.fileno()), json.dumps(sys.path)]
-        with its, Path(folder, "roles.log").open("ab") as log:
+        path = json.dumps([str(entry) for entry in sys.path])
+        # -P: what lies in the working directory must not be taken for a module of Python's before the path is set.
+        # A session of its own: a signal to the group of the driver is the driver's to see to
+        command = [sys.executable, "-P", "-c", _PROGRAM, str(its.fileno()), path]
+        with its, Path(folder, LOG).open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[its.fileno()]
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[its.fileno()],
+                start_new_session=True,
             )
         self._thread = threading.Thread(target=self._hear, name="fork server", daemon=True)
         self._thread.start()
@@ -69,11 +81,6 @@ class ForkServer:
                 mine.close()
                 raise PeerLost(f"the process that starts the others has ended: {error}") from error
         return mine
-
-    def kill(self, pid: int) -> None:
-        """Ends a process that it forked at once, if it has not ended."""
-        with suppress(OSError):
-            self._end.send(KILL + NUMBER.pack(pid))
 
     def status(self, pid: int, timeout_s: float) -> int | None:
         """How a process ended, as `os.waitpid` gives it; None where that is not heard in time."""
@@ -106,35 +113,40 @@ class ForkedRole(RoleProcess):
     """A role in a process of its own.
 
     Args:
-        order: what was ordered.
+        request: what was asked for.
         server: that it was forked from.
         end: of the way to it.
+        folder: with the log of what had no role yet.
     """
 
-    def __init__(self, order: Order, server: ForkServer, end: socket.socket) -> None:
-        self.order = order
-        self._server, self._end = server, end
-        self._place: Future[Place] = Future()
+    def __init__(self, request: LaunchRequest, server: ForkServer, end: socket.socket, folder: str) -> None:
+        self.request = request
+        self._server, self._end, self._folder = server, end, folder
+        self._endpoint: Future[Endpoint] = Future()
         self._building: deque[Future[None]] = deque()
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        """Held while something is sent, which takes as long as a stopped process is stopped; `kill` ends it."""
+        self._handle: int | None = None
         self._reason: str | None = None
         self._died: str | None = None
-        self._thread = threading.Thread(target=self._hear, name=f"hears {order.role}", daemon=True)
+        self._thread = threading.Thread(target=self._hear, name=f"hears {request.role}", daemon=True)
         self._thread.start()
 
-    def place(self, timeout_s: float) -> Place:
+    def endpoint(self, timeout_s: float) -> Endpoint:
         try:
-            return self._place.result(timeout_s)
+            return self._endpoint.result(timeout_s)
         except TimeoutError as error:
-            raise PeerLost(f"{self.order.role} did not start within {timeout_s:g} s") from error
+            raise PeerLost(f"{self.request.role} did not start within {timeout_s:g} s") from error
 
     def build(self, builder: Builder, spec: Any) -> "Future[None]":
         built: Future[None] = Future()
-        with self._lock:
-            if self._reason is not None:
-                built.set_exception(PeerLost(f"{self.order.role} ended: {self._reason}"))
-                return built
-            self._building.append(built)
+        with self._sending:
+            with self._lock:
+                if self._reason is not None:
+                    built.set_exception(PeerLost(f"{self.request.role} ended: {self._reason}"))
+                    return built
+                self._building.append(built)
             try:
                 control.send(self._end, Build(builder, spec))
             except OSError:
@@ -142,7 +154,7 @@ class ForkedRole(RoleProcess):
             except control.Unsendable as error:  # a user's own model or script of failures
                 self._building.pop()
                 raise ConfigError(
-                    f"what {self.order.role} is made from cannot be sent to another process: {error}"
+                    f"what {self.request.role} is made from cannot be sent to another process: {error}"
                 ) from error
         return built
 
@@ -153,8 +165,9 @@ class ForkedRole(RoleProcess):
         with self._lock:
             if self._reason is None:
                 self._died = self._died or "it was given up"
-        if self._place.done() and self._place.exception() is None:
-            self._server.kill(self._place.result().pid)
+            if self._handle is not None:
+                with suppress(OSError):  # it has ended
+                    signal.pidfd_send_signal(self._handle, signal.SIGKILL)
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)  # one that has not said who it is ends at that
 
@@ -175,8 +188,10 @@ class ForkedRole(RoleProcess):
             self._over()
 
     def _heard(self, message: Any) -> None:
-        if isinstance(message, Place):
-            self._place.set_result(message)
+        if isinstance(message, Endpoint):
+            with self._lock:
+                self._handle = _handle_of(message.pid, self._end)
+            self._endpoint.set_result(message)
         elif isinstance(message, Died):
             self._died = self._died or message.reason
         elif isinstance(message, Built):
@@ -188,15 +203,18 @@ class ForkedRole(RoleProcess):
 
     def _over(self) -> None:
         reason = self._died
-        if reason is None and self._place.done():
-            status = self._server.status(self._place.result().pid, STATUS_S)
+        if reason is None and self._endpoint.done():
+            status = self._server.status(self._endpoint.result().pid, STATUS_S)
             reason = "its end is not known" if status is None else _in_words(status)
         with self._lock:
-            self._reason = reason or "it ended before it had begun"
+            self._reason = reason or f"it ended before it had begun{_last_words(self._folder)}"
             self._end.close()
-        lost = PeerLost(f"{self.order.role} ended: {self._reason}")
-        if not self._place.done():
-            self._place.set_exception(lost)
+            if self._handle is not None:
+                os.close(self._handle)
+                self._handle = None
+        lost = PeerLost(f"{self.request.role} ended: {self._reason}")
+        if not self._endpoint.done():
+            self._endpoint.set_exception(lost)
         for built in self._building:
             built.set_exception(lost)
 
@@ -224,17 +242,24 @@ class Processes(Runtime):
     def machines(self) -> Sequence[Machine]:
         return [Machine(MACHINE, socket.gethostname(), self._cpus, memory_bytes() or 1 << 50)]
 
-    def reserve(self, orders: Sequence[Order], timeout_s: float) -> None:
-        if named := [order for order in orders if order.resource is not None]:
+    def reserve(self, requests: Sequence[LaunchRequest], timeout_s: float) -> None:
+        if named := [request for request in requests if request.resource is not None]:
             raise RunError(f"{named[0].role} needs the resource {named[0].resource}: only Ray's machines have such")
 
-    def start(self, order: Order) -> RoleProcess:
+    def start(self, request: LaunchRequest) -> RoleProcess:
         with self._lock:
             if self._closed:
                 raise PeerLost("the job has ended")
-            role = ForkedRole(order, self._server, self._server.fork())
+            try:
+                end = self._server.fork()
+            except PeerLost as error:
+                _LOG.warning("%s%s; another one is started", error, _last_words(self._folder))
+                self._server.close()
+                self._server = ForkServer(self._folder)
+                end = self._server.fork()
+            role = ForkedRole(request, self._server, end, self._folder)
             self._roles.append(role)
-        role.begin(Begin(self.job, order, self.keys, self._folder))
+        role.begin(Begin(self.job, request, self.keys, self._folder))
         return role
 
     def host(self) -> str:
@@ -251,6 +276,28 @@ class Processes(Runtime):
             role.join()
         self._server.close()
         remove_sockets(self._folder)
+
+
+def _handle_of(pid: int, end: socket.socket) -> int | None:
+    """What ends this process and no other one, whatever becomes of its number; None if it has ended."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return None
+    with suppress(BlockingIOError):
+        if not end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # by now the number may be another's
+            os.close(handle)
+            return None
+    return handle
+
+
+def _last_words(folder: str) -> str:
+    """What was last said by a process that had no role yet, for a message."""
+    with suppress(OSError):
+        lines = Path(folder, LOG).read_text(encoding="utf-8", errors="replace").split("\n")
+        if said := [line for line in lines if line.strip()]:
+            return f": {said[-1].strip()[:300]}"
+    return ""
 
 
 def _in_words(status: int) -> str:

@@ -23,7 +23,7 @@ from shadowsync.rpc.keys import JobKeys
 from shadowsync.rpc.service import known_error
 from shadowsync.runtime.host import RoleHost, take_up
 from shadowsync.runtime.own_folder import make_folder, remove_sockets
-from shadowsync.runtime.runtime import Builder, Machine, Order, Place, RoleProcess, Runtime
+from shadowsync.runtime.runtime import Builder, Endpoint, LaunchRequest, Machine, RoleProcess, Runtime
 
 _LOG = logging.getLogger(__name__)
 OBJECTS_BYTES = 96 << 20
@@ -41,16 +41,16 @@ CALLS = 8
 class RoleActor:
     """What Ray runs: one role's process."""
 
-    def __init__(self, job: str, order: Order, keys: JobKeys, folder: str | None) -> None:
+    def __init__(self, job: str, request: LaunchRequest, keys: JobKeys, folder: str | None) -> None:
         self._ended: Future[str] = Future()
-        self._log = take_up(job, order.role, self._died)
+        self._log = take_up(job, request.role, self._died)
         host = folder or _ray().util.get_node_ip_address()
-        self._host = RoleHost(order.role, keys, host, order.threads, order.forget_s)
+        self._host = RoleHost(request.role, keys, host, request.threads, request.forget_s)
 
-    def place(self) -> Place:
+    def endpoint(self) -> Endpoint:
         """Where it is."""
         machine = _ray().get_runtime_context().get_node_id()
-        return Place(self._host.address, machine, socket.gethostname(), os.getpid(), self._log)
+        return Endpoint(self._host.address, machine, socket.gethostname(), os.getpid(), self._log)
 
     def build(self, builder: Builder, spec: Any) -> Fault | None:
         """Has a part made; what is wrong comes back as it would over the wire."""
@@ -72,21 +72,23 @@ class RoleActor:
 class RayRole(RoleProcess):
     """An actor."""
 
-    def __init__(self, order: Order, actor: Any) -> None:
-        self.order = order
+    def __init__(self, request: LaunchRequest, actor: Any) -> None:
+        self.request = request
         self._actor = actor
         self._watched = actor.watch.remote()
         self._killed = False
 
-    def place(self, timeout_s: float) -> Place:
+    def endpoint(self, timeout_s: float) -> Endpoint:
         ray = _ray()
         try:
-            place: Place = ray.get(self._actor.place.remote(), timeout=timeout_s)
+            endpoint: Endpoint = ray.get(self._actor.endpoint.remote(), timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
-            raise PeerLost(f"{self.order.role} did not start within {timeout_s:g} s: is there room for it?") from error
+            raise PeerLost(
+                f"{self.request.role} did not start within {timeout_s:g} s: is there room for it?"
+            ) from error
         except ray.exceptions.RayError as error:
-            raise PeerLost(f"{self.order.role} did not start: {_in_one_line(error)}") from error
-        return place
+            raise PeerLost(f"{self.request.role} did not start: {_in_one_line(error)}") from error
+        return endpoint
 
     def build(self, builder: Builder, spec: Any) -> "Future[None]":
         built: Future[None] = Future()
@@ -94,7 +96,7 @@ class RayRole(RoleProcess):
             asked: Future[Any] = self._actor.build.remote(builder, spec).future()
         except TypeError as error:  # a user's own model or script of failures
             raise ConfigError(
-                f"what {self.order.role} is made from cannot be sent to another process: {_in_one_line(error)}"
+                f"what {self.request.role} is made from cannot be sent to another process: {_in_one_line(error)}"
             ) from error
         asked.add_done_callback(lambda answered: self._pass_on(answered, built))
         return built
@@ -105,7 +107,7 @@ class RayRole(RoleProcess):
             cause = getattr(error, "cause", None)
             what = _said(cause) if cause is not None else _in_one_line(error)
             kind = RunError if cause is not None else PeerLost
-            built.set_exception(kind(f"{self.order.role} failed: {what}"))
+            built.set_exception(kind(f"{self.request.role} failed: {what}"))
         elif (fault := answered.result()) is not None:
             built.set_exception(fault.error())
         else:
@@ -175,51 +177,51 @@ class RayRuntime(Runtime):
                 found.append(Machine(node["NodeID"], node["NodeManagerHostname"], cpus, memory, custom))
         return found
 
-    def reserve(self, orders: Sequence[Order], timeout_s: float) -> None:
+    def reserve(self, requests: Sequence[LaunchRequest], timeout_s: float) -> None:
         ray = _ray()
-        bundles = [self._needed(order) for order in orders]
+        bundles = [self._needed(request) for request in requests]
         group = ray.util.placement_group(bundles, strategy="PACK", name=self.job)
         if not group.wait(timeout_s):
             ray.util.remove_placement_group(group)
-            wanted = ", ".join(order.role for order in orders)
+            wanted = ", ".join(request.role for request in requests)
             raise RunError(f"the cluster did not give room for {wanted} within {timeout_s:g} s: is it in use?")
         self._group = group
-        self._bundles = {(order.role, order.machine): index for index, order in enumerate(orders)}
+        self._bundles = {(request.role, request.machine): index for index, request in enumerate(requests)}
 
-    def start(self, order: Order) -> RoleProcess:
+    def start(self, request: LaunchRequest) -> RoleProcess:
         if self._closed:  # a call would start another Ray
             raise PeerLost("the job has ended")
         ray = _ray()
-        count = self._names[order.role] = self._names.get(order.role, -1) + 1
-        name = f"{order.role}.{count}" if count else order.role
+        count = self._names[request.role] = self._names.get(request.role, -1) + 1
+        name = f"{request.role}.{count}" if count else request.role
         options = {
             "name": name,
             "namespace": self.job,
             "max_concurrency": CALLS,
             "max_restarts": 0,
-            "num_cpus": order.cpus,
-            "resources": {} if order.resource is None else {order.resource: PINNED},
-            "scheduling_strategy": self._strategy(order),
+            "num_cpus": request.cpus,
+            "resources": {} if request.resource is None else {request.resource: PINNED},
+            "scheduling_strategy": self._strategy(request),
         }
-        made_of = (self.job, order, self.keys, self._folder)
-        self._roles.append(RayRole(order, ray.remote(RoleActor).options(**options).remote(*made_of)))
+        made_of = (self.job, request, self.keys, self._folder)
+        self._roles.append(RayRole(request, ray.remote(RoleActor).options(**options).remote(*made_of)))
         return self._roles[-1]
 
-    def _strategy(self, order: Order) -> Any:
+    def _strategy(self, request: LaunchRequest) -> Any:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
-        bundle = self._bundles.get((order.role, order.machine))
+        bundle = self._bundles.get((request.role, request.machine))
         if bundle is not None:
             return strategies.PlacementGroupSchedulingStrategy(self._group, bundle)
-        if order.machine is None:
+        if request.machine is None:
             return "DEFAULT"
-        return strategies.NodeAffinitySchedulingStrategy(order.machine, soft=False)
+        return strategies.NodeAffinitySchedulingStrategy(request.machine, soft=False)
 
-    def _needed(self, order: Order) -> dict[str, float]:
-        needed = {"CPU": order.cpus} if order.cpus else {}
-        if order.resource is not None:
-            needed[order.resource] = PINNED
-        if order.machine is not None:
-            nodes = [node["NodeManagerAddress"] for node in _ray().nodes() if node["NodeID"] == order.machine]
+    def _needed(self, request: LaunchRequest) -> dict[str, float]:
+        needed = {"CPU": request.cpus} if request.cpus else {}
+        if request.resource is not None:
+            needed[request.resource] = PINNED
+        if request.machine is not None:
+            nodes = [node["NodeManagerAddress"] for node in _ray().nodes() if node["NodeID"] == request.machine]
             needed |= {f"node:{address}": PINNED for address in nodes}
         return needed
 

@@ -1,17 +1,24 @@
 """The seam of the runtimes: starts the processes of roles, says where they are reached, and reports their deaths."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from shadowsync.rpc.client import Courier
+from shadowsync.rpc.connection import Connection, Connector
 from shadowsync.rpc.keys import JobKeys
 from shadowsync.rpc.service import Method
 
+CALL_S = 3600.0
+"""Deadline of a role's calls. Who gives up a peer is the driver, which ends the wait by moving or ending the role."""
 
-class Part(Protocol):
+LONG_S = 60.0
+"""A call that takes longer is told of: its peer lives, or the driver would have given it up, but may be stuck."""
+LOOPBACK = "127.0.0.1"
+
+
+class RoleService(Protocol):
     """What a role's process serves (a `rpc.service.Service`)."""
 
     @property
@@ -25,8 +32,36 @@ class Part(Protocol):
         """Ends its threads; called before another part takes its place, and at the end."""
 
 
+class Switch:
+    """Serves whichever part is in place (a `Service`)."""
+
+    def __init__(self) -> None:
+        self.part: RoleService | None = None
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """Of the part in place."""
+        return {} if self.part is None else self.part.methods
+
+    def client_gone(self, client: str) -> None:
+        """Passed on to the part."""
+        if self.part is not None:
+            self.part.client_gone(client)
+
+
+def waiting_for(peers: Iterable[tuple[str, Connection]]) -> str:
+    """In words, what has had no answer for too long; empty for nothing.
+
+    Args:
+        peers: names and connections.
+    """
+    methods = [(name, connection.waiting(LONG_S)) for name, connection in peers]
+    found = [f"{method} of {name}" for name, method in methods if method is not None]
+    return f"waits for {', '.join(found)} for more than {LONG_S:g} s" if found else ""
+
+
 @dataclass(frozen=True)
-class Home:
+class ProcessContext:
     """What a part finds in its process.
 
     Attributes:
@@ -36,11 +71,11 @@ class Home:
     """
 
     role: str
-    courier: Courier
+    courier: Connector
     host: str
 
 
-Builder = Callable[[Any, Home], Part]
+Builder = Callable[[Any, ProcessContext], RoleService]
 """Makes a part from a specification, in the role's process."""
 
 
@@ -64,7 +99,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Order:
+class LaunchRequest:
     """A process to start.
 
     Attributes:
@@ -85,7 +120,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """Where a process is.
 
     Attributes:
@@ -106,10 +141,10 @@ class Place:
 class RoleProcess(ABC):
     """A process that holds one role."""
 
-    order: Order
+    request: LaunchRequest
 
     @abstractmethod
-    def place(self, timeout_s: float) -> Place:
+    def endpoint(self, timeout_s: float) -> Endpoint:
         """Waits until it runs and says where.
 
         Raises:
@@ -133,6 +168,8 @@ class Runtime(ABC):
     """Starts processes; made for one job with its keys. Used as a context, which ends all of them."""
 
     name: ClassVar[str]
+    direct: ClassVar[bool] = False
+    """Roles are objects in the driver's process, which are called as they are: there is no wire, and nobody dies."""
     keys: JobKeys
     shares_memory: bool = False
     """All processes and the driver are on one machine, whose memory they can have in common."""
@@ -142,7 +179,7 @@ class Runtime(ABC):
         """The machines that are there now."""
 
     @abstractmethod
-    def reserve(self, orders: Sequence[Order], timeout_s: float) -> None:
+    def reserve(self, requests: Sequence[LaunchRequest], timeout_s: float) -> None:
         """Reserves what all these processes need together, before any of them starts.
 
         Raises:
@@ -150,12 +187,18 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def start(self, order: Order) -> RoleProcess:
+    def start(self, request: LaunchRequest) -> RoleProcess:
         """Starts a process; returns at once."""
 
     @abstractmethod
     def host(self) -> str:
         """Where the driver serves: address of its machine as the others see it, or a folder (see `ServerOptions`)."""
+
+    def connector(self) -> Connector:
+        """The driver's way to the roles."""
+        from shadowsync.rpc.client import Courier, CourierOptions  # noqa: PLC0415 needs an extra
+
+        return Courier(self.keys, CourierOptions(timeout_s=CALL_S))
 
     @abstractmethod
     def close(self) -> None:

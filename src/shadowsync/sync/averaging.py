@@ -1,8 +1,80 @@
-"""When the trainers of a job average, and which of them: decided in one place, while they come, go and die."""
+"""When the trainers of a job average, and which of them: decided in one place, while they come, go and die.
 
-from collections.abc import Iterable, Mapping
+`P` dense parameters.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
+
+from torch import Tensor
+
+from shadowsync.errors import DataError, RunError
+from shadowsync.rpc.served import Client, served
+
+NOTE_BYTES = 1 << 16
+"""Longest note on a ring's board."""
+BOARD_NOTES = 4096
+"""Most notes on it; a ring pins a few for each member."""
+
+
+class RingBroken(RunError):
+    """A ring is void: a member of it died, could not be reached or has given it up."""
+
+
+class Ring(Protocol):
+    """A way to reduce among the members of one epoch (`gloo.GlooRing`)."""
+
+    def mean(self, vector: Tensor) -> Future[Tensor]:
+        """The mean of the members' `[P]` vectors, float32, the same bits for all; they move in the vector's type."""
+        ...
+
+    def gather(self, message: Tensor, most: int) -> Future[tuple[Tensor, ...] | None]:
+        """The members' messages (bytes) in their order, for all; None for all if they are more than `most` together."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is under way, here and so at the other members; returns at once."""
+        ...
+
+
+class Board(Protocol):
+    """How the members of a ring tell each other where they listen."""
+
+    def pin(self, key: str, value: bytes) -> None:
+        """Tells the others."""
+        ...
+
+    def read(self, keys: Sequence[str]) -> tuple[bytes, ...]:
+        """Waits until all of these have been told.
+
+        Raises:
+            RingBroken: the ring is void.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One member's place in a ring.
+
+    Attributes:
+        epoch: of the ring.
+        position: of this member, from 0.
+        size: members.
+        board: the way to the others while it is built.
+    """
+
+    epoch: int
+    position: int
+    size: int
+    board: Board
+
+
+MakeRing = Callable[[Seat], Ring]
 
 
 class Phase(Enum):
@@ -21,19 +93,6 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What the members of an average have in common before it.
-
-    Attributes:
-        common: all of them have the newest average.
-        complete: and it was made of the replicas of exactly these members.
-    """
-
-    common: bool = False
-    complete: bool = False
-
-
-@dataclass(frozen=True)
 class Newest:
     """The newest average that counts.
 
@@ -45,10 +104,11 @@ class Newest:
     round: int = 0
     members: tuple[int, ...] = ()
 
-    def ground(self, members: tuple[int, ...], holds: Mapping[int, int]) -> Ground:
-        """What these members have in common, each of which has the average of the number that `holds` says."""
+    def common(self, members: tuple[int, ...], holds: Mapping[int, int]) -> tuple[bool, bool]:
+        """Whether these members, each of which has the average of the number that `holds` says, all have this one; and
+        whether it was also made of the replicas of exactly them."""
         common = self.round > 0 and all(holds.get(rank) == self.round for rank in members)
-        return Ground(common, common and members == self.members)
+        return common, common and members == self.members
 
 
 @dataclass(frozen=True)
@@ -60,7 +120,7 @@ class Verdict:
         epoch: of the ring; a new one for other members and after a failure.
         members: ranks in the ring, ascending.
         round: number of this average, with `DONE`; each counts up by one.
-        ground: what the members have in common, with `GO`.
+        common, complete: what the members have in common, with `GO`, as `Newest.common` has it.
     """
 
     phase: Phase
@@ -68,7 +128,8 @@ class Verdict:
     epoch: int = 0
     members: tuple[int, ...] = ()
     round: int = 0
-    ground: Ground = Ground()
+    common: bool = False
+    complete: bool = False
 
 
 @dataclass
@@ -80,7 +141,8 @@ class _Attempt:
     ring: tuple[int, ...]
     turns: dict[int, int]
     unreported: set[int]
-    ground: Ground
+    common: bool
+    complete: bool
     void: bool = False
 
 
@@ -174,7 +236,9 @@ class AveragingBook:
             if rank not in attempt.unreported:
                 return Verdict(Phase.WAIT)
             phase = Phase.VOID if attempt.void else Phase.GO
-            return Verdict(phase, attempt.number, attempt.epoch, attempt.ring, ground=attempt.ground)
+            return Verdict(
+                phase, attempt.number, attempt.epoch, attempt.ring, common=attempt.common, complete=attempt.complete
+            )
         return Verdict(Phase.WAIT if self._arrived.get(rank) == turn else Phase.OUT)
 
     def reducing(self, rank: int, epoch: int) -> bool:
@@ -205,8 +269,8 @@ class AveragingBook:
             self.epoch += 1
             self._ring = ring
         self._attempts += 1
-        ground = self._newest.ground(ring, self._holds)
-        self._attempt = _Attempt(self._attempts, self.epoch, ring, dict(self._arrived), set(ring), ground)
+        common, complete = self._newest.common(ring, self._holds)
+        self._attempt = _Attempt(self._attempts, self.epoch, ring, dict(self._arrived), set(ring), common, complete)
         self._arrived.clear()
         self.version += 1
 
@@ -222,3 +286,176 @@ class AveragingBook:
             self._settled.update({rank: (turn, self.round) for rank, turn in attempt.turns.items()})
         self.version += 1
         self._start_if_all_here()
+
+
+class AveragingService:
+    """Lets trainers in other processes average (`all_reduce.RemoteAveraging` is the other end).
+
+    A trainer that has to wait is answered when its time has come, or after `hold_s` with the advice to ask again, so
+    that no thread of the server is held for long. At most `seats` calls are held at a time; further ones are answered
+    at once. With as many threads as `seats` and one more, waiting holds up nobody else.
+
+    Args:
+        members: ranks that the first round waits for, also if they come late.
+        seats: most calls that are held; as many as trainers give the lowest latency.
+        hold_s: longest time to hold a call.
+        banned: connections that are not listened to.
+    """
+
+    def __init__(
+        self, members: Iterable[int] = (), seats: int = 2, hold_s: float = 0.1, banned: Iterable[str] = ()
+    ) -> None:
+        self._book = AveragingBook(members)
+        self._hold_s = hold_s
+        self._seats = threading.Semaphore(seats)
+        self._changed = threading.Condition()
+        self._clients: dict[int, str] = {}
+        self._dead = set(banned)
+        self._board_epoch, self._notes = 0, dict[str, bytes]()
+
+    @property
+    def members(self) -> frozenset[int]:
+        """Trainers that a round waits for."""
+        with self._changed:
+            return self._book.members
+
+    @property
+    def round(self) -> int:
+        """Averages so far."""
+        with self._changed:
+            return self._book.round
+
+    def dead(self, rank: int) -> None:
+        """Trainer `rank` is given up: nobody waits for it, and its connection is not listened to any more."""
+        with self._changed:
+            self._forget(rank)
+
+    @property
+    def clients(self) -> frozenset[str]:
+        """All connections that have spoken."""
+        with self._changed:
+            return frozenset(self._dead | set(self._clients.values()))
+
+    def expect(self, rank: int) -> None:
+        """Trainer `rank` is about to start, in place of one that died or as one more, and is waited for."""
+        with self._changed:
+            self._book.join(rank)
+            self._changed.notify_all()
+
+    def client_gone(self, client: str) -> None:
+        """As `dead` of the trainer that spoke over that connection, if one did."""
+        with self._changed:
+            for rank in [rank for rank, owner in self._clients.items() if owner == client]:
+                self._forget(rank)
+
+    def _forget(self, rank: int) -> None:
+        if (client := self._clients.pop(rank, None)) is not None:
+            self._dead.add(client)
+        self._book.dead(rank)
+        self._changed.notify_all()
+
+    @served()
+    def join(self, client: Client, rank: int) -> None:
+        """As `AveragingBook.join`.
+
+        Raises:
+            RunError: whoever asks was given up.
+        """
+        with self._changed:
+            if client in self._dead:
+                raise RunError(f"trainer {rank} was given up and cannot average any more")
+            if self._clients.get(rank, client) != client:
+                self._forget(rank)  # it was started anew before anybody noticed that it had died
+            self._clients[rank] = client
+            self._book.join(rank)
+
+    @served()
+    def leave(self, client: Client, rank: int) -> None:
+        """As `AveragingBook.leave`."""
+        self._change(rank, client, lambda: self._book.leave(rank))
+
+    @served()
+    def arrive(self, client: Client, rank: int, turn: int, holds: int) -> Verdict:
+        """As `AveragingBook.arrive`, and how it stands then."""
+        self._change(rank, client, lambda: self._book.arrive(rank, turn, holds))
+        return self._when_decided(rank, turn, client)
+
+    @served()
+    def report(self, client: Client, rank: int, turn: int, attempt: int, success: bool) -> Verdict:
+        """As `AveragingBook.report`, and how it stands then."""
+        self._change(rank, client, lambda: self._book.report(rank, attempt, success))
+        return self._when_decided(rank, turn, client)
+
+    @served(once=False)
+    def check(self, client: Client, rank: int, turn: int) -> Verdict:
+        """How it stands now."""
+        with self._changed:
+            return self._verdict(rank, turn, client)
+
+    def _change(self, rank: int, client: str, change: Callable[[], None]) -> None:
+        with self._changed:
+            if not self._owns(rank, client):
+                return
+            before = self._book.version
+            change()
+            if self._book.version != before:
+                self._changed.notify_all()
+
+    def _owns(self, rank: int, client: str) -> bool:
+        """The first connection that speaks for a member is its own until it is dead or joins over another one."""
+        if client in self._dead or rank not in self._book.members | self._clients.keys():
+            return False
+        return self._clients.setdefault(rank, client) == client
+
+    def _verdict(self, rank: int, turn: int, client: str) -> Verdict:
+        return self._book.verdict(rank, turn) if self._owns(rank, client) else Verdict(Phase.OUT)
+
+    def _when_decided(self, rank: int, turn: int, client: str) -> Verdict:
+        with self._changed:
+            verdict = self._verdict(rank, turn, client)
+            if verdict.phase is Phase.WAIT:
+                self._hold(lambda: self._verdict(rank, turn, client).phase is not Phase.WAIT)
+                verdict = self._verdict(rank, turn, client)
+        return verdict
+
+    @served()
+    def note(self, client: Client, rank: int, epoch: int, key: str, value: bytes) -> None:
+        """What a member tells the others of its ring: where it listens, say."""
+        with self._changed:
+            if not self._reducing(rank, epoch, client):
+                return
+            if epoch != self._board_epoch:  # older rings are forgotten
+                self._board_epoch, self._notes = epoch, {}
+            if len(self._notes) >= BOARD_NOTES or max(len(key), len(value)) > NOTE_BYTES:
+                raise DataError(f"a ring's board holds at most {BOARD_NOTES} notes of {NOTE_BYTES} bytes")
+            self._notes[key] = value
+            self._changed.notify_all()
+
+    @served(once=False)
+    def notes(self, client: Client, rank: int, epoch: int, keys: tuple[str, ...]) -> tuple[bytes, ...] | None:
+        """What was told under these keys, in their order; None as long as one is missing.
+
+        Raises:
+            RingBroken: the ring is void.
+        """
+
+        def told() -> tuple[bytes, ...] | None:
+            if not self._reducing(rank, epoch, client):
+                raise RingBroken(f"ring {epoch} is void")
+            notes = self._notes if epoch == self._board_epoch else {}
+            return tuple(notes[key] for key in keys) if all(key in notes for key in keys) else None
+
+        with self._changed:
+            if told() is None:
+                self._hold(lambda: told() is not None)
+            return told()
+
+    def _reducing(self, rank: int, epoch: int, client: str) -> bool:
+        return self._owns(rank, client) and self._book.reducing(rank, epoch)
+
+    def _hold(self, until: Callable[[], bool]) -> None:
+        if self._seats.acquire(blocking=False):
+            try:
+                self._changed.wait_for(until, self._hold_s)
+            finally:
+                self._seats.release()

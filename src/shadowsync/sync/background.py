@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from shadowsync.config import LONGEST_S
-from shadowsync.sync.schedule import Driver, Schedule, Synchronisation
+from shadowsync.sync.schedule import Schedule, Synchronisation
+from shadowsync.training.worker import Driver
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,6 @@ class Shadow(Driver):
         self._iterations[worker_index] = iteration
         if self._error is not None:
             raise self._error
-
-    def worker_left(self, worker_index: int) -> None:
-        """Nothing depends on single workers here."""
 
     def stop(self) -> None:
         self._stopping = True

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from shadowsync.sync.rendezvous import Rendezvous
-from shadowsync.sync.schedule import Driver, Schedule, Synchronisation
+from shadowsync.sync.schedule import Rendezvous, Schedule, Synchronisation
+from shadowsync.training.worker import Driver
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,6 @@ class Foreground(Driver):
         self._workers: Rendezvous[None, None] = Rendezvous(
             range(synchronisation.workers), self._once_for_all, gate.waiting, gate.resting
         )
-
-    def start(self) -> None:
-        """There is no thread to start."""
 
     def after_step(self, worker_index: int, iteration: int) -> None:
         if iteration % self._k:

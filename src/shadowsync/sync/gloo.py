@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store  # torch.distributed hides them from type checkers
 
-from shadowsync.sync.ring import Board, RingBroken, Seat
+from shadowsync.sync.averaging import Board, RingBroken, Seat
 
 T = TypeVar("T")
 END_S = 1.0
@@ -103,7 +103,7 @@ class GlooOptions:
 
 
 class GlooRing:
-    """A member's end of one ring (an `ring.Ring`).
+    """A member's end of one ring (an `averaging.Ring`).
 
     A thread of its own builds the process group, reduces and ends it, because each of these may block on a peer that
     has vanished: the owner breaks off by `close`, and the thread ends when Gloo does.
@@ -119,15 +119,15 @@ class GlooRing:
         self._thread.start()
 
     def mean(self, vector: Tensor) -> Future[Tensor]:
-        """As `ring.Ring.mean`; the future raises `RingBroken`."""
+        """As `averaging.Ring.mean`; the future raises `RingBroken`."""
         return self._do(lambda group: all_mean(group, vector))
 
     def gather(self, message: Tensor, most: int) -> Future[tuple[Tensor, ...] | None]:
-        """As `ring.Ring.gather`; the future raises `RingBroken`."""
+        """As `averaging.Ring.gather`; the future raises `RingBroken`."""
         return self._do(lambda group: all_messages(group, message, most))
 
     def close(self) -> None:
-        """As `ring.Ring.close`."""
+        """As `averaging.Ring.close`."""
         self._work.put(None)
 
     def join(self, timeout_s: float) -> bool:

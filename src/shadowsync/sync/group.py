@@ -1,174 +1,151 @@
-"""How trainers in one process reach each other and the dense servers."""
+"""A trainer's way to the others and to the dense servers, in one process or among several."""
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shadowsync.compression.channel import Line
-from shadowsync.sync.averaging_local import meeting
-from shadowsync.sync.dense import DenseServer, Sent
-from shadowsync.sync.elastic import CenterEnd, Crossing, ElasticExchanges
-from shadowsync.sync.rendezvous import Rendezvous
-
-
-def split_evenly(length: int, parts: int) -> list[tuple[int, int]]:
-    """`parts` consecutive ranges that cover `0 … length − 1` and differ by at most one in size."""
-    edges = [length * part // parts for part in range(parts + 1)]
-    return list(itertools.pairwise(edges))
-
-
-_Exchange = Callable[[DenseServer, Tensor, float, Sent], Tensor]
-
-
-class DenseServers:
-    """The central copy, split over its servers.
-
-    Args:
-        servers: in the order of their parts.
-        line: the way there and back.
-    """
-
-    def __init__(self, servers: Sequence[DenseServer], line: Line) -> None:
-        self._line, self._servers = line, servers
-        self._spans = split_evenly(sum(server.length for server in servers), max(1, len(servers)))[: len(servers)]
-        self._differences = ElasticExchanges(self._spans, line, self._carry)
-        self._ends: dict[tuple[int, int], CenterEnd] = {}
-
-    @classmethod
-    def split(cls, center: Tensor, count: int, line: Line) -> "DenseServers":
-        """So many new servers of a copy."""
-        return cls([DenseServer(center[start:stop].clone()) for start, stop in split_evenly(len(center), count)], line)
-
-    @property
-    def cpu_s(self) -> float:
-        """As `Group.cpu_s`: here all is done in the calling thread."""
-        return 0.0
-
-    def elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        """As `Group.elastic` of trainer `rank`, server by server.
-
-        Under a sparse codec differences cross in part (`ElasticExchanges`), and workers of one trainer take turns.
-        """
-        if self._line.codec.sparse:
-            return self._differences.exchange(rank, weights, alpha)
-        return self._each(DenseServer.elastic, rank, weights, alpha)
-
-    def catch_up(self, rank: int) -> bool:
-        """As `Group.catch_up` of trainer `rank`."""
-        return self._differences.catch_up(rank)
-
-    def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        """As `Group.sequential` of trainer `rank`, server by server."""
-        return self._each(DenseServer.sequential, rank, weights, alpha)
-
-    def read(self) -> Tensor:
-        """A copy of the whole, `[P]`."""
-        return torch.cat([server.read() for server in self._servers])
-
-    def write(self, center: Tensor) -> None:
-        """Replaces the whole, `[P]`; trainers begin anew."""
-        self._ends.clear()
-        for server, (start, stop) in zip(self._servers, self._spans, strict=True):
-            server.write(center[start:stop])
-
-    def _carry(self, sent: Mapping[int, Crossing], rank: int, alpha: float) -> Mapping[int, Crossing | None]:
-        return {at: self._end(rank, at).answer(self._servers[at], part, alpha) for at, part in sent.items()}
-
-    def _end(self, rank: int, at: int) -> CenterEnd:
-        found = self._ends.get((rank, at))
-        if found is None:
-            about = f"what dense server {at} has for trainer {rank}"
-            found = self._ends[rank, at] = CenterEnd(self._line.codec, self._servers[at].length, about)
-        return found
-
-    def _each(self, exchange: _Exchange, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        replies = []
-        for index, (server, (start, stop)) in enumerate(zip(self._servers, self._spans, strict=True)):
-            there = self._line.stream(("there", rank, index), f"the replica of trainer {rank} for dense server {index}")
-            back = self._line.stream(("back", rank, index), f"what dense server {index} has for trainer {rank}")
-            replies.append(exchange(server, there.send(weights[start:stop]), alpha, back.send))
-        return replies[0] if len(replies) == 1 else torch.cat(replies)
-
-
-class Averaging:
-    """The all-reduce of the trainers in one process."""
-
-    def __init__(
-        self, trainers: Sequence[int], line: Line, waiting: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._meeting = meeting(trainers, line)
-        self._rendezvous: Rendezvous[Tensor, Tensor] = Rendezvous(trainers, self._meeting.mean, waiting)
-
-    def mean(self, rank: int, weights: Tensor) -> Tensor:
-        """As `Group.mean` of trainer `rank`: one tensor for all of them."""
-        members = max(1, self._rendezvous.size)
-        return self._rendezvous.arrive(rank, self._meeting.given(rank, weights, members))
-
-    def missed(self, rank: int) -> bool:
-        """As `Group.missed` of trainer `rank`."""
-        return self._meeting.missed(rank)
-
-    def approach(self, rank: int, weights: Tensor, target: Tensor, alpha: float) -> None:
-        """As `Group.approach` of trainer `rank`."""
-        self._meeting.approach(rank, weights, target, alpha)
-
-    def forget(self) -> None:
-        """Replicas are about to become others; while nobody averages."""
-        self._meeting.forget()
-
-    def join(self, rank: int) -> None:
-        """Trainer `rank` is waited for again."""
-        self._rendezvous.join(rank)
-
-    def leave(self, rank: int) -> None:
-        """Trainer `rank` is no longer waited for."""
-        self._rendezvous.leave(rank)
+from shadowsync.sync.all_reduce import Averaging, RemoteAveraging
+from shadowsync.sync.dense import CentralCopy
+from shadowsync.sync.method import Group
+from shadowsync.training.gate import Gate
 
 
 @dataclass(frozen=True)
-class InProcessGroup:
-    """One trainer's way to the others (a `sync.method.Group`)."""
+class InProcessGroup(Group):
+    """Trainers in one process."""
 
     rank: int
     averaging: Averaging
-    servers: DenseServers
+    servers: CentralCopy
 
     def mean(self, weights: Tensor) -> Tensor:
-        """As `Group.mean`."""
         return self.averaging.mean(self.rank, weights)
 
     def missed(self) -> bool:
-        """As `Group.missed`."""
         return self.averaging.missed(self.rank)
 
     def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
-        """As `Group.approach`."""
         self.averaging.approach(self.rank, weights, target, alpha)
 
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
-        """As `Group.elastic`."""
         return self.servers.elastic(self.rank, weights, alpha)
 
     def catch_up(self) -> bool:
-        """As `Group.catch_up`."""
         return self.servers.catch_up(self.rank)
 
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
-        """As `Group.sequential`."""
         return self.servers.sequential(self.rank, weights, alpha)
 
     def cpu_s(self) -> float:
-        """As `Group.cpu_s`."""
         return self.servers.cpu_s
 
     def join(self) -> None:
-        """As `Group.join`."""
         self.averaging.join(self.rank)
 
     def leave(self) -> None:
-        """As `Group.leave`."""
         self.averaging.leave(self.rank)
+
+
+@dataclass(frozen=True)
+class RemoteGroup(Group):
+    """Trainers in processes of their own.
+
+    A pause for a checkpoint does not wait for an average, which depends on other processes: nothing changes here
+    until it has come. It does wait for an exchange with the dense servers, which would be half done.
+    """
+
+    rank: int
+    averaging: RemoteAveraging
+    servers: CentralCopy
+    gate: Gate
+
+    def mean(self, weights: Tensor) -> Tensor:
+        """Called by a member of the gate."""
+        with self.gate.resting():
+            return self.averaging.mean(weights)
+
+    def missed(self) -> bool:
+        return self.averaging.missed()
+
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        self.averaging.approach(weights, target, alpha)
+
+    def elastic(self, weights: Tensor, alpha: float) -> Tensor:
+        return self.servers.elastic(self.rank, weights, alpha)
+
+    def catch_up(self) -> bool:
+        return self.servers.catch_up(self.rank)
+
+    def sequential(self, weights: Tensor, alpha: float) -> Tensor:
+        return self.servers.sequential(self.rank, weights, alpha)
+
+    def cpu_s(self) -> float:
+        return self.servers.cpu_s
+
+    def join(self) -> None:
+        self.averaging.join()
+
+    def leave(self) -> None:
+        self.averaging.leave()
+
+
+class MainMemory(Group):
+    """For a replica on a GPU: vectors are copied to main memory, where codecs and the network have them, and
+    what comes back to the replica's device.
+
+    Workers go on stepping a replica while it synchronises. So `approach` adds what an average moves, to the replica as
+    it is by then; where nothing else happens, that is the same as in main memory within a rounding error.
+
+    Args:
+        group: the trainer's, in main memory.
+        device: of the replica.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._mean: tuple[Tensor, Tensor] | None = None
+
+    def mean(self, weights: Tensor) -> Tensor:
+        there = self._group.mean(_copied(weights))
+        here = there.to(self._device, copy=True)
+        self._mean = here, there
+        return here
+
+    def missed(self) -> bool:
+        return self._group.missed()
+
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        before = _copied(weights)
+        after = before.clone()
+        given, self._mean = self._mean, None
+        own = given is not None and target is given[0]  # which the group knows when it sees it again
+        self._group.approach(after, given[1] if given is not None and own else _copied(target), alpha)
+        weights.add_(after.sub_(before).to(self._device))
+
+    def elastic(self, weights: Tensor, alpha: float) -> Tensor:
+        return self._group.elastic(_copied(weights), alpha).to(self._device)
+
+    def catch_up(self) -> bool:
+        return self._group.catch_up()
+
+    def sequential(self, weights: Tensor, alpha: float) -> Tensor:
+        return self._group.sequential(_copied(weights), alpha).to(self._device)
+
+    def cpu_s(self) -> float:
+        return self._group.cpu_s()
+
+    def join(self) -> None:
+        self._group.join()
+
+    def leave(self) -> None:
+        self._group.leave()
+
+
+def for_replica(flat: Tensor, group: Group) -> Group:
+    """The group as a replica `[P]` reaches it."""
+    return group if flat.device.type == "cpu" else MainMemory(group, flat.device)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)

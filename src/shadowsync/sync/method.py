@@ -22,7 +22,7 @@ class Group(Protocol):
         Returns when all of them have called it; those that leave meanwhile are not waited for.
 
         Raises:
-            Left: this trainer left before (`sync.rendezvous`). A method lets it pass, with replica and state as they
+            Left: this trainer left before (`sync.schedule`). A method lets it pass, with replica and state as they
                 were.
         """
         ...

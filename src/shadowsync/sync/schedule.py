@@ -1,48 +1,139 @@
-"""The seam of the schedules: when a replica method runs, and in whose thread."""
+"""The seam of the schedules: when a replica method runs, in whose thread, and how those meet that do it together."""
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
 from shadowsync.sync.method import Group, State, SyncMethod
-from shadowsync.sync.rendezvous import Left
+from shadowsync.training.gate import Gate
+from shadowsync.training.worker import Driver
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 
-class Rest(Protocol):
-    """The part of a job's gate that synchronisation needs (`training.gate.Gate`)."""
+class Left(Exception):
+    """This member left, so that there is no result for it; nobody waited for it, and its value was not used."""
 
-    def join(self) -> None:
-        """One more thread that a pause has to wait for."""
-        ...
 
-    def leave(self) -> None:
-        """One thread less."""
-        ...
+class Rendezvous(Generic[Given, Result]):
+    """Members arrive with a value; when all present ones have, one of them combines the values for everybody.
 
-    def step(self) -> None:
-        """Stands still here while the job is paused."""
-        ...
+    Args:
+        members: who takes part.
+        combine: called with the values by member, in the members' order, in the thread of whoever came or left last.
+            Members may come, go and wait meanwhile; two calls never overlap.
+        waiting: entered while a member waits for others to come, left as soon as the last of them is there.
+        resting: entered while a member waits, for others or for the result. Not for values that change until they are
+            combined, nor where the result is applied by each member: whoever rests counts as standing still.
+    """
 
-    def rest(self, seconds: float, until: Callable[[], bool]) -> None:
-        """Sleeps; a pause need not wait for the sleeper. `until` is asked again after `wake` only."""
-        ...
+    def __init__(
+        self,
+        members: Iterable[int],
+        combine: Callable[[Mapping[int, Given]], Result],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        resting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._members = set(members)
+        self._combine = combine
+        self._waiting = waiting
+        self._resting = resting
+        self._waits: dict[int, ExitStack] = {}
+        self._given: dict[int, Given] = {}
+        self._combining = False
+        self._outcomes: dict[int, Result | BaseException] = {}
+        self._condition = threading.Condition()
 
-    def resting(self) -> AbstractContextManager[None]:
-        """While inside, this thread changes nothing: a pause need not wait for it. Leaving waits for its end."""
-        ...
+    @property
+    def size(self) -> int:
+        """Members still present."""
+        return len(self._members)
 
-    def wake(self) -> None:
-        """Lets every sleeper ask its `until` again."""
-        ...
+    def arrive(self, member: int, value: Given) -> Result:
+        """Waits for all present members and returns the combined result; what `combine` raises, all of them raise.
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """While inside, this thread depends on others, so that a pause lets them go on."""
-        ...
+        Raises:
+            Left: the member is not present, or left (called by another thread) before all were there.
+        """
+        with self._condition:
+            if member not in self._members:
+                raise Left
+            self._given[member] = value
+            complete = self._take_if_all_here()
+            self._depend()
+        if complete is not None:
+            self._meet(complete)
+        else:
+            self._wait_for_outcome(member)
+        with self._condition:
+            outcome = self._outcomes.pop(member)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def join(self, member: int) -> None:
+        """`member` is waited for from now on."""
+        with self._condition:
+            self._members.add(member)
+
+    def leave(self, member: int) -> None:
+        """`member` is no longer waited for; if it waits itself, it is released and its value withdrawn."""
+        with self._condition:
+            self._members.discard(member)
+            if member in self._given:
+                del self._given[member]
+                self._waits.pop(member, ExitStack()).close()
+                self._publish([member], Left())
+            complete = self._take_if_all_here()
+        if complete is not None:
+            self._meet(complete)
+
+    def _wait_for_outcome(self, member: int) -> None:
+        with self._resting(), self._condition:  # in this order: who comes back into a pause must not hold the condition
+            self._condition.wait_for(lambda: member in self._outcomes)
+
+    def _take_if_all_here(self) -> Mapping[int, Given] | None:
+        """The values, if nobody is missing; their members then depend on nobody but the caller, who combines them."""
+        if self._combining or not self._given or not self._members <= self._given.keys():
+            return None
+        given = dict(sorted(self._given.items()))
+        self._given.clear()
+        self._combining = True
+        # Here and not where they wake up: until then others could arrive again, and so for ever.
+        for wait in self._waits.values():
+            wait.close()
+        self._waits.clear()
+        return given
+
+    def _meet(self, given: Mapping[int, Given]) -> None:
+        complete: Mapping[int, Given] | None = given
+        while complete is not None:
+            outcome: Result | BaseException
+            try:
+                outcome = self._combine(complete)
+            except BaseException as error:
+                outcome = error
+            with self._condition:
+                self._combining = False
+                self._publish(complete, outcome)
+                complete = self._take_if_all_here()  # those who came meanwhile
+                self._depend()
+
+    def _depend(self) -> None:
+        # Not on a meeting under way, which may depend on other processes: a pause cannot let anybody here go on for it.
+        for member in () if self._combining else self._given.keys() - self._waits.keys():
+            self._waits[member] = ExitStack()
+            self._waits[member].enter_context(self._waiting())
+
+    def _publish(self, members: Iterable[int], outcome: Result | BaseException) -> None:
+        self._outcomes.update(dict.fromkeys(members, outcome))
+        self._condition.notify_all()
 
 
 @dataclass
@@ -64,7 +155,7 @@ class Synchronisation:
     weights: Tensor
     group: Group
     workers: int
-    gate: Rest
+    gate: Gate
     state: State = field(default_factory=dict)
     count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
@@ -85,48 +176,6 @@ class Synchronisation:
             self.once()
 
 
-class Driver(ABC):
-    """Runs a `Synchronisation` when its schedule says so. One for each trainer."""
-
-    @abstractmethod
-    def start(self) -> None:
-        """The trainer's workers are about to start."""
-
-    @abstractmethod
-    def after_step(self, worker_index: int, iteration: int) -> None:
-        """Called in the worker's thread after each of its iterations, counted from 1."""
-
-    def worker_idle(self, worker_index: int) -> None:  # noqa: B027 (matters only to drivers that wait for workers)
-        """This worker has nothing to train now; nobody may wait for it."""
-
-    def worker_back(self, worker_index: int) -> None:  # noqa: B027
-        """This worker, idle before, has got something to train."""
-
-    @abstractmethod
-    def worker_left(self, worker_index: int) -> None:
-        """This worker will not call again."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """All workers have left: leaves the group and raises what went wrong, if anything did."""
-
-
-class Unsynchronised(Driver):
-    """The driver of a method that has nothing to do: no thread, no calls."""
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def after_step(self, worker_index: int, iteration: int) -> None:
-        """Nothing to do."""
-
-    def worker_left(self, worker_index: int) -> None:
-        """Nobody waits."""
-
-    def stop(self) -> None:
-        """Nothing to stop."""
-
-
 class Schedule(ABC):
     """When a replica method runs: hyper-parameters only.
 
@@ -139,7 +188,7 @@ class Schedule(ABC):
 
     def drive(self, synchronisation: Synchronisation) -> Driver:
         """A driver for one trainer."""
-        return self._drive(synchronisation) if synchronisation.method.active else Unsynchronised()
+        return self._drive(synchronisation) if synchronisation.method.active else Driver()
 
     @abstractmethod
     def _drive(self, synchronisation: Synchronisation) -> Driver:

@@ -2,7 +2,8 @@
 
 No library is the fastest everywhere. MKL leaves half of the vector unit of some AMD processors idle, where oneDNN does
 not; on others both are equal, or MKL is ahead for narrow layers; and oneDNN's bf16 products are not there at all on a
-processor without AVX-512. So both are timed on the machine, for the layers of the model (`benchmarks/machine.py` prints
+processor without AVX-512. Nor is bf16: its instructions make twice the products of fp32 on Zen 4, and 0.6 of them on an
+Intel Xeon without AMX. So both are timed on the machine, for the layers of the model (`benchmarks/machine.py` prints
 the speeds).
 
 `B` samples, `I` inputs, `O` outputs of a layer.
@@ -14,7 +15,7 @@ import math
 import platform
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,13 +26,15 @@ from shadowsync.errors import ConfigError
 PRECISIONS: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 """The dtype of the autocast in which workers compute; parameters and gradients are float32 either way."""
 TIMED_S = 0.05
-"""Seconds that timing takes at most, about."""
+"""Seconds that timing takes at most, about, for each precision."""
 _MOST_PRODUCTS = 1 << 23
 """Multiply-adds of a timed product; wider layers are timed with fewer samples."""
 _MOST_WIDTH = 512
 """Inputs and outputs of a timed layer; from there on a library is as fast as it gets."""
 _LEAD = 0.95
 """A library takes the place of torch's own where it needs less than this share of its time."""
+_BF16_LEAD = 0.8
+"""And bf16 that of fp32, whose products need no casts: in half of the time where it is worth having."""
 
 Forward = Callable[[Tensor, Tensor, Tensor | None, bool], Tensor]
 """Input `[B, I]`, weight `[O, I]`, bias `[O]` and whether a ReLU follows; returns `[B, O]`."""
@@ -153,7 +156,8 @@ def choose_computing(precision: str, kernels: str, device: str, module: nn.Modul
     """How workers on this machine compute.
 
     Args:
-        precision: as in `train.precision`; `auto` is bf16 where the processor multiplies it natively, else fp32.
+        precision: as in `train.precision`; `auto` is bf16 where the device multiplies it natively and, on a CPU, in
+            clearly less time than fp32; else fp32.
         kernels: as in `train.kernels`; `auto` times the libraries.
         device: as in `train.device`.
         module: whose linear layers are timed.
@@ -164,8 +168,12 @@ def choose_computing(precision: str, kernels: str, device: str, module: nn.Modul
     """
     kind = torch.device(device).type
     native = multiplies_bf16(kind)
-    chosen = precision if precision != "auto" else ("bf16" if native else "fp32")
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     why = []
+    chosen = precision if precision != "auto" else ("bf16" if native else "fp32")
+    if precision == "auto" and native and kind == "cpu" and not bf16_leads(layers, batch_size):
+        chosen = "fp32"
+        why.append("products of bf16 bring too little on this processor")
     if not native and precision != "fp32":
         slow = "" if precision == "auto" else ": slow, train.precision=auto takes fp32"
         why.append(f"this {'processor' if kind == 'cpu' else 'device'} does not multiply bf16{slow}")
@@ -176,7 +184,7 @@ def choose_computing(precision: str, kernels: str, device: str, module: nn.Modul
         if not runs and "o" in "".join((asked.otherwise, *asked.layers.values())).lower():
             kernels = "torch"
             why.append(f"oneDNN has no {chosen} products here")
-    elif runs and (layers := [layer for layer in module.modules() if isinstance(layer, nn.Linear)]):
+    elif runs and layers:
         kernels = str(fastest_kernels(layers, batch_size, dtype))
     else:
         kernels = "torch"
@@ -228,10 +236,32 @@ def fastest_kernels(
         dtype: of all factors.
         clock: seconds from any start; of this thread only, so that others on the machine do not count.
     """
-    until = clock() + TIMED_S
     by_name = {_name(layer): _timed_shape(layer) for layer in layers}
+    races = _timed(by_name.values(), batch_size, dtype, clock)
+    return Kernels(
+        {name: "".join(race.fastest for race in races[shape]) for name, shape in by_name.items() if shape in races}
+    )
+
+
+def bf16_leads(layers: Iterable[nn.Linear], batch_size: int, clock: Callable[[], float] = time.thread_time) -> bool:
+    """Whether all products of these layers take clearly less time in bf16 than in fp32; arguments as above."""
+    shapes = [_timed_shape(layer) for layer in layers]
+    fp32, bf16 = (_timed(shapes, batch_size, dtype, clock) for dtype in (torch.float32, torch.bfloat16))
+    both = [shape for shape in shapes if all(races.get(shape) and _all_ran(races[shape]) for races in (fp32, bf16))]
+
+    def seconds(races: Mapping[_Shape, Sequence[_Race]]) -> float:
+        return sum(race.seconds * batch_size / _samples(shape, batch_size) for shape in both for race in races[shape])
+
+    return seconds(bf16) < _BF16_LEAD * seconds(fp32)
+
+
+def _timed(
+    shapes: Iterable["_Shape"], batch_size: int, dtype: torch.dtype, clock: Callable[[], float]
+) -> dict["_Shape", list["_Race"]]:
+    """The three products of layers of these shapes, as far as there is time; some may not have been run."""
+    until = clock() + TIMED_S
     races: dict[_Shape, list[_Race]] = {}
-    for shape in by_name.values():
+    for shape in shapes:
         if shape not in races and clock() < until:
             races[shape] = [_Race(libraries) for libraries in _libraries(shape, batch_size, dtype)]
     with torch.no_grad():
@@ -239,9 +269,7 @@ def fastest_kernels(
             if clock() >= until:
                 break
             race.run(clock)
-    return Kernels(
-        {name: "".join(race.fastest for race in races[shape]) for name, shape in by_name.items() if shape in races}
-    )
+    return races
 
 
 _Shape = tuple[int, int, bool]
@@ -255,6 +283,10 @@ def _timed_shape(layer: nn.Linear) -> _Shape:
 def _rounded(width: int) -> int:
     """A power of two not below it, as far as they are timed; narrow ones as they are."""
     return width if width <= 16 else min(_MOST_WIDTH, 1 << (width - 1).bit_length())
+
+
+def _all_ran(races: Sequence["_Race"]) -> bool:
+    return all(math.isfinite(race.seconds) for race in races)
 
 
 class _Race:
@@ -272,6 +304,11 @@ class _Race:
             self._best[letter] = min(self._best[letter], clock() - began)
 
     @property
+    def seconds(self) -> float:
+        """Of the fastest library."""
+        return min(self._best.values())
+
+    @property
     def fastest(self) -> str:
         """Its letter; torch's where it leads by too little, or nothing is known."""
         found = min(self._best, key=self._best.__getitem__)
@@ -281,7 +318,7 @@ class _Race:
 def _libraries(shape: _Shape, batch_size: int, dtype: torch.dtype) -> list[dict[str, Callable[[], Tensor]]]:
     """The three products of a layer, each by all libraries."""
     width, outputs, has_bias = shape
-    samples = max(1, min(batch_size, _MOST_PRODUCTS // max(1, width * outputs)))
+    samples = _samples(shape, batch_size)
     inputs = torch.full((samples, width), 0.5, dtype=dtype)
     gradient = torch.full((samples, outputs), 0.5, dtype=dtype)
     weight = torch.full((outputs, width), 0.5, dtype=dtype)
@@ -291,6 +328,11 @@ def _libraries(shape: _Shape, batch_size: int, dtype: torch.dtype) -> list[dict[
         {letter: functools.partial(run, gradient, weight) for letter, run in _BY_INPUT.items()},
         {letter: functools.partial(run, gradient, inputs) for letter, run in _BY_WEIGHT.items()},
     ]
+
+
+def _samples(shape: _Shape, batch_size: int) -> int:
+    width, outputs, _ = shape
+    return max(1, min(batch_size, _MOST_PRODUCTS // max(1, width * outputs)))
 
 
 def _name(layer: nn.Linear) -> str:

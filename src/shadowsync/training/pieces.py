@@ -69,7 +69,12 @@ class Pieces(Codec):
     def encode(self, tensor: Tensor, state: PiecesState | None = None, groups: Sequence[int] = ()) -> Encoded:
         parts = as_numbers(tensor).view(-1).split_with_sizes(list(self.widths))
         states = (None,) * len(parts) if state is None else state.states
-        each = [self._encode(*given) for given in zip(self.names, parts, states, strict=True)]
+        each = []
+        for name, part, before in zip(self.names, parts, states, strict=True):
+            try:
+                each.append(self.codec.encode(part, before))
+            except NotFinite as error:
+                raise NotFinite(error.tensor, f" of {name}") from None
         counts = torch.tensor([len(encoded.frames) for encoded in each], dtype=torch.uint8)
         return Encoded(
             (counts, *(frame for encoded in each for frame in encoded.frames)),
@@ -117,12 +122,6 @@ class Pieces(Codec):
             if "residual" in kept and kept["residual"].shape != (width,):
                 raise ValueError(f"the residual of {name} has {kept['residual'].numel()} elements, not {width}")
         return PiecesState(tuple(self.codec.restored(kept) for kept in own))
-
-    def _encode(self, name: str, part: Tensor, state: Any) -> Encoded:
-        try:
-            return self.codec.encode(part, state)
-        except NotFinite as error:
-            raise NotFinite(error.tensor, f" of {name}") from None
 
     def _joined(self, kept: Sequence[Tensor | None]) -> Tensor | None:
         if all(positions is None for positions in kept):

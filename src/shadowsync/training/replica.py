@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shadowsync.errors import CheckpointError, ConfigError
-from shadowsync.models.pooled import NO_SEQUENCES, Pooled
-from shadowsync.models.sequences import JaggedVectors, VectorGradients
+from shadowsync.models.vectors import NO_SEQUENCES, JaggedVectors, Pooled, VectorGradients
 from shadowsync.training.fast_linear import accelerate
 from shadowsync.training.kernels import IN_FP32, PRECISIONS, Computing, parse_kernels
 from shadowsync.training.optimizers import DenseOptimizer
@@ -32,7 +31,6 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
         return self.shape.numel()
 
     def view(self, flat: Tensor) -> Tensor:
@@ -72,11 +70,16 @@ class Replica:
                 such device.
         """
         copied = copy_module(module)
-        _check_made(copied)
-        self.module = copied.to(_device(device))
+        self.slots = _layout(copied)
+        try:
+            kind = torch.zeros(0, device=device).device.type
+        except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+            raise ConfigError(f"train.device={device} cannot be used: {str(error).splitlines()[0]}") from error
+        if kind not in ("cpu", "cuda"):
+            raise ConfigError(f"train.device={device} cannot be used: allowed are cpu and cuda")
+        self.module = copied.to(device)
         self.dims = dict(dims)
         self.optimizer = optimizer
-        self.slots = _layout(self.module)
         self.flat = torch.zeros(flat_length(self.slots), device=device)
         for slot, parameter in zip(self.slots, _trainable(self.module), strict=True):
             slot.view(self.flat).copy_(parameter.detach())
@@ -104,12 +107,7 @@ class Replica:
             own[name].copy_(tensor)
 
     def worker_module(self, computing: Computing = IN_FP32, clip_norm: float | None = None) -> "WorkerModule":
-        """A worker's own module over the shared parameters; call it once per worker thread.
-
-        Args:
-            computing: precision and kernels.
-            clip_norm: a dense gradient of a larger L2 norm is scaled down to it; None leaves it alone.
-        """
+        """A worker's own module over the shared parameters, with `clip_norm` as in `Stepper`; one per worker thread."""
         return WorkerModule(self, computing, clip_norm)
 
     def predict(self, dense: Tensor, pooled: Tensor, sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES) -> Tensor:
@@ -169,22 +167,19 @@ class Stepper:
             lr: the learning rate.
             norm: L2 norm of the gradient that these are a part of; None if they are all of it.
         """
-        used = [(index, _solid(found)) for index, found in enumerate(gradients) if found is not None]
+        where = [index for index, found in enumerate(gradients) if found is not None]
+        # the fused kernels read memory in order: sparse and expanded gradients are written out
+        used = [found.to_dense().contiguous() for found in gradients if found is not None]
         if not used:
             return
-        where = [index for index, _ in used]
         state = {name: [parts[index] for index in where] for name, parts in self._state.items()}
         with torch.no_grad():
-            clipped = self._clip([gradient for _, gradient in used], norm)
-            self._optimizer.step([self._views[index] for index in where], clipped, state, lr)
-
-    def _clip(self, gradients: list[Tensor], norm: float | None) -> list[Tensor]:
-        """Equal to `torch.nn.utils.clip_grad_norm_`; not in place, since autograd may return one tensor twice."""
-        if self._clip_norm is None:
-            return gradients
-        total = nn.utils.get_total_norm(gradients) if norm is None else gradients[0].new_tensor(norm)
-        scale = torch.clamp(self._clip_norm / (total + 1e-6), max=1.0)
-        return list(torch._foreach_mul(gradients, scale))
+            if self._clip_norm is not None:
+                # as torch.nn.utils.clip_grad_norm_; not in place, since autograd may return one tensor twice
+                total = nn.utils.get_total_norm(used) if norm is None else used[0].new_tensor(norm)
+                scale = torch.clamp(self._clip_norm / (total + 1e-6), max=1.0)
+                used = list(torch._foreach_mul(used, scale))
+            self._optimizer.step([self._views[index] for index in where], used, state, lr)
 
 
 class WorkerModule:
@@ -330,33 +325,30 @@ def flat_length(slots: Sequence[Slot]) -> int:
 
 
 def _layout(module: nn.Module) -> tuple[Slot, ...]:
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    for name, parameter in trained:
-        _check(name, parameter)
-    return laid_out((name, parameter.shape) for name, parameter in trained)
-
-
-def _check_made(module: nn.Module) -> None:
+    """The slots of a module whose tensors all have values, and whose trained parameters are float32."""
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(
                 f"{name} of the model is on the device meta and has no values: give the module its values first, for "
                 'instance with module.to_empty(device="cpu") and its own initialisation'
             )
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    for name, parameter in trained:
+        if nn.parameter.is_lazy(parameter):
+            raise ConfigError(
+                f"parameter {name} of the model has no shape yet: call the module once before training it"
+            )
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"parameter {name} of the model is {parameter.dtype}, but trained parameters are torch.float32: call "
+                ".float() on the module and set train.precision=bf16 for speed, or freeze it with "
+                "requires_grad_(False)"
+            )
+    return laid_out((name, parameter.shape) for name, parameter in trained)
 
 
 def _aligned(elements: int) -> int:
     return -(-elements // _ALIGNMENT) * _ALIGNMENT
-
-
-def _check(name: str, parameter: nn.Parameter) -> None:
-    if nn.parameter.is_lazy(parameter):
-        raise ConfigError(f"parameter {name} of the model has no shape yet: call the module once before training it")
-    if parameter.dtype != torch.float32:
-        raise ConfigError(
-            f"parameter {name} of the model is {parameter.dtype}, but trained parameters are torch.float32: call "
-            ".float() on the module and set train.precision=bf16 for speed, or freeze it with requires_grad_(False)"
-        )
 
 
 def copy_module(module: nn.Module) -> nn.Module:
@@ -374,21 +366,6 @@ def copy_module(module: nn.Module) -> nn.Module:
         raise ConfigError(
             f"the model {type(module).__name__} cannot be copied for each worker: {str(error).splitlines()[0]}"
         ) from error
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.zeros(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        raise ConfigError(f"train.device={name} cannot be used: {str(error).splitlines()[0]}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"train.device={name} cannot be used: allowed are cpu and cuda")
-    return device
-
-
-def _solid(gradient: Tensor) -> Tensor:
-    """The fused kernels read memory in order: sparse and expanded gradients are written out."""
-    return gradient.to_dense().contiguous()
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> str:

@@ -1,14 +1,16 @@
-"""One Hogwild worker: next batch, pull, forward and backward, update.
+"""A trainer: one dense replica, its Hogwild workers, and a driver that synchronises it.
 
-`B` samples of a batch, `D` total width of the pooled embeddings.
+A worker's step is: next batch, pull, forward and backward, update.
+`B` samples of a batch.
 """
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -17,28 +19,151 @@ from torch import Tensor
 from shadowsync.data.reader import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.errors import NonFiniteLoss, ShadowSyncError
-from shadowsync.models.sequences import JaggedVectors, VectorGradients
+from shadowsync.models.vectors import JaggedVectors, VectorGradients
+from shadowsync.rpc.pending import Pending
 from shadowsync.training.gate import Gate
 from shadowsync.training.rates import Rates
-from shadowsync.training.replica import WorkerModule
-from shadowsync.training.update import Update
+from shadowsync.training.replica import Replica, WorkerModule
 
 _Ready = tuple[LeasedBatch, Pulled]
+MOST_UNDER_WAY = 4
 
 
 class TrainerLost(ShadowSyncError):
     """This trainer died, by script; the others go on with its leases."""
 
 
-class StepListener(Protocol):
-    """What a worker tells of its steps (a `sync.schedule.Driver`)."""
+class Driver:
+    """Synchronises the trainer's replica when its schedule says so (`sync.schedule`); this one never does."""
 
-    def start(self) -> None: ...
-    def after_step(self, worker_index: int, iteration: int) -> None: ...
-    def worker_idle(self, worker_index: int) -> None: ...
-    def worker_back(self, worker_index: int) -> None: ...
-    def worker_left(self, worker_index: int) -> None: ...
-    def stop(self) -> None: ...
+    def start(self) -> None:
+        """The trainer's workers are about to start."""
+
+    def after_step(self, worker_index: int, iteration: int) -> None:
+        """Called in the worker's thread after each of its iterations, counted from 1."""
+
+    def worker_idle(self, worker_index: int) -> None:
+        """This worker has nothing to train now; nobody may wait for it."""
+
+    def worker_back(self, worker_index: int) -> None:
+        """This worker, idle before, has got something to train."""
+
+    def worker_left(self, worker_index: int) -> None:
+        """This worker will not call again."""
+
+    def stop(self) -> None:
+        """All workers have left: leaves the group and raises what went wrong, if anything did."""
+
+
+class Update(Protocol):
+    """What becomes of a worker's gradients; one for each worker, and called by it alone.
+
+    Of each batch `begin`, `ready` and `apply` are called in this order. With pulls ahead, later batches are begun, in a
+    thread of the worker's own, before an earlier one is ready.
+    """
+
+    def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
+        """The worker has taken a batch, and asks to compute it.
+
+        Returns:
+            waits for the answer; when it returns the batch's rows are pulled, or nothing is to be trained any more if
+            it says False.
+        """
+        ...
+
+    def ready(self, leased: LeasedBatch) -> None:
+        """The forward pass is next: the parameters of the worker's module are brought up to date if need be."""
+        ...
+
+    def apply(
+        self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
+    ) -> None:
+        """Takes the gradients of one batch; the worker's next step starts when it returns.
+
+        Whoever implements it also says `Feed.done`, once, as soon as the gradients are in the parameters.
+
+        Args:
+            leased: the batch; its `number` is its place in the order in which the reader handed batches out.
+            pulled: the vectors it was trained with.
+            module: holds the gradients of the dense part.
+            gradient: of the mean loss with respect to these vectors, float32; not written to again.
+            factor: on all learning rates, in [0, 1].
+        """
+        ...
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing that `apply` was given is under way; may be asked from any thread while the worker stands still."""
+        ...
+
+    def settle(self) -> None:
+        """Waits until everything that `apply` was given is in the parameters, and `Feed.done` said; raises what failed.
+
+        The worker calls it where nothing may be on its way: at a pause, while it has nothing to do, at its end.
+        """
+        ...
+
+    def idle(self) -> None:
+        """The worker has nothing to do, and no batch that it has begun: nobody is to wait for it. Settles first."""
+        ...
+
+    def left(self) -> None:
+        """The worker computes nothing any more, whatever the reason; may come again, and is not to raise."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalUpdate(Update):
+    """Replica methods: the worker steps its trainer's replica without a lock, and the servers step the rows at once.
+
+    A batch is done when all embedding servers have acknowledged its gradients; meanwhile the worker goes on. An error
+    of a push is raised by a later `apply`, or by `settle`.
+
+    Attributes:
+        dense_lr, embedding_lr: learning rates before warm-up and decay.
+        most_under_way: pushes that may be unacknowledged when `apply` returns; more ride out a longer delay.
+    """
+
+    embeddings: EmbeddingClient
+    feed: Feed
+    dense_lr: float
+    embedding_lr: float
+    most_under_way: int = MOST_UNDER_WAY
+    _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False, compare=False)
+
+    def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
+        return lambda: True
+
+    def ready(self, leased: LeasedBatch) -> None:
+        """The worker's module shares the replica's parameters."""
+
+    def apply(
+        self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
+    ) -> None:
+        module.step(self.dense_lr * factor)
+        pushed = self.embeddings.push(pulled, gradient, self.embedding_lr * factor)
+        pushed.then(lambda error: self._ended(leased, error))
+        self._under_way.append(pushed)
+        while self._under_way and (len(self._under_way) > self.most_under_way or self._under_way[0].done()):
+            self._under_way.popleft().result()
+
+    @property
+    def quiet(self) -> bool:
+        return all(pushed.done() for pushed in tuple(self._under_way))
+
+    def settle(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().result()
+
+    def idle(self) -> None:
+        self.settle()
+
+    def left(self) -> None:
+        """Nobody waits for a worker."""
+
+    def _ended(self, leased: LeasedBatch, error: BaseException | None) -> None:
+        if error is None:
+            self.feed.done(leased)
 
 
 def _untold(computed_s: float, waited_s: float) -> None:
@@ -50,31 +175,15 @@ def _even(worker: int, seconds: float) -> float:  # noqa: ARG001 - the signature
 
 
 @dataclass(frozen=True)
-class StepSettings:
-    """What a step needs besides the data.
+class TrainerContext:
+    """What the workers of a trainer step with. Whatever is called from the hot path must return at once.
 
     Attributes:
+        rank: of the trainer.
+        driver: synchronises the replica.
+        gate: where threads stand still for a checkpoint.
         rates: the factor on all learning rates, from the samples trained so far.
         prefetch: pulls under way per worker.
-        emulate_step_s: forward and backward are made to last at least this long; None leaves them as they are.
-        slowness: factor of `emulate_step_s`, from 1 on, by the worker's number over all trainers and seconds since it
-            began.
-        compute: do the forward and the backward pass; False sends gradients of zeros and moves no parameter, for
-            studies of servers and networks alone.
-    """
-
-    rates: Rates
-    prefetch: int
-    emulate_step_s: float | None = None
-    compute: bool = True
-    slowness: Callable[[int, float], float] = _even
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """Calls out of the hot path; each must return at once.
-
-    Attributes:
         record: trainer rank, logits `[B]` and labels `[B]` after each step.
         trained: samples trained by the whole job so far.
         stopping: true when workers should end at the next boundary.
@@ -83,8 +192,19 @@ class Hooks:
         ended: a worker has ended.
         stepped: after each step, the seconds that it computed forward and backward, and those that the worker waited
             for it: for its vectors and parameters, and until gradients and replica were handed over.
+        emulate_step_s: forward and backward are made to last at least this long; None leaves them as they are.
+        compute: do the forward and the backward pass; False sends gradients of zeros and moves no parameter, for
+            studies of servers and networks alone.
+        slowness: factor of `emulate_step_s`, from 1 on, by the worker's number over all trainers and seconds since it
+            began.
     """
 
+    rank: int
+    feed: Feed
+    driver: Driver
+    gate: Gate
+    rates: Rates
+    prefetch: int
     record: Callable[[int, Tensor, Tensor], None]
     trained: Callable[[], int]
     stopping: Callable[[], bool]
@@ -92,46 +212,43 @@ class Hooks:
     place: Callable[[LeasedBatch], str]
     ended: Callable[[], None]
     stepped: Callable[[float, float], None] = _untold
-
-
-@dataclass(frozen=True)
-class WorkerParts:
-    """What a worker works with: the trainer's, but for `module`, which is its own.
-
-    Attributes:
-        rank: of the trainer.
-        index: in the trainer.
-        number: over all trainers.
-    """
-
-    rank: int
-    index: int
-    number: int
-    module: WorkerModule
-    feed: Feed
-    embeddings: EmbeddingClient
-    listener: StepListener
-    gate: Gate
-    settings: StepSettings
-    hooks: Hooks
+    emulate_step_s: float | None = None
+    compute: bool = True
+    slowness: Callable[[int, float], float] = _even
 
 
 class Worker:
     """A Hogwild worker (Recht et al. 2011, arXiv 1106.5730): shares its trainer's replica with others without locks.
+
+    Args:
+        context: of its trainer.
+        index: in the trainer.
+        number: over all trainers.
+        module: its own, over the replica's parameters.
+        embeddings: its own way to the embedding servers.
+        update: what becomes of its gradients.
 
     Attributes:
         iterations: steps so far.
         idle: it waits for what others may give back and holds nothing itself.
     """
 
-    def __init__(self, parts: WorkerParts, update: Update) -> None:
-        self._parts = parts
-        self._update = update
+    def __init__(
+        self,
+        context: TrainerContext,
+        index: int,
+        number: int,
+        module: WorkerModule,
+        embeddings: EmbeddingClient,
+        update: Update,
+    ) -> None:
+        self._context, self._index, self._number = context, index, number
+        self._module, self._embeddings, self._update = module, embeddings, update
         self._settled_factor: float | None = None
         self.iterations = 0
         self.idle = False
         self._began = time.monotonic()
-        self._computed_s = self._waited_s = 0.0
+        self._waited_s = 0.0
 
     def run(self) -> None:
         """Trains until the feed ends or the job stops."""
@@ -143,19 +260,6 @@ class Worker:
                     break
         self._update.settle()
 
-    def _train(self, leased: LeasedBatch, pulled: Pulled) -> bool:
-        """One step; whether there is to be another."""
-        self._parts.hooks.before_step(self._parts.rank, self.iterations + 1)
-        began = time.monotonic()
-        self._step(leased, pulled)
-        self._parts.listener.after_step(self._parts.index, self.iterations)
-        waited_s = self._waited_s + time.monotonic() - began - self._computed_s
-        self._parts.hooks.stepped(self._computed_s, waited_s)
-        if self._parts.gate.pausing:
-            self._update.settle()
-        self._parts.gate.step()
-        return not self._parts.hooks.stopping()
-
     @property
     def quiet(self) -> bool:
         """All gradients of its steps are where they belong; to be asked while it stands still."""
@@ -164,30 +268,47 @@ class Worker:
     def ended(self) -> None:
         """Tells the job that this worker is done."""
         self._update.left()
-        self._parts.hooks.ended()
+        self._context.ended()
 
-    def _step(self, leased: LeasedBatch, pulled: Pulled) -> None:
-        parts, batch = self._parts, leased.batch
+    def _train(self, leased: LeasedBatch, pulled: Pulled) -> bool:
+        """One step; whether there is to be another."""
+        context, batch = self._context, leased.batch
+        context.before_step(context.rank, self.iterations + 1)
+        began = time.monotonic()
         self._update.ready(leased)
         factor, started = self._factor(len(batch)), time.monotonic()
-        forward_and_backward = parts.module.loss_and_gradients if parts.settings.compute else _nothing_computed
+        forward_and_backward = self._module.loss_and_gradients if context.compute else _nothing_computed
         loss, logits, gradient = forward_and_backward(batch.dense, pulled.pooled, batch.labels, pulled.sequences)
         if not torch.isfinite(loss):
-            raise self._not_finite(loss.item(), batch.dense, parts.hooks.place(leased))
-        self._emulate(started)
-        self._computed_s = time.monotonic() - started
-        self._update.apply(leased, pulled, parts.module, gradient, factor)
+            raise self._not_finite(loss.item(), leased)
+        if context.emulate_step_s is not None:  # waits as a slower machine would compute; a pause need not wait for it
+            least = context.emulate_step_s * context.slowness(self._number, started - self._began)
+            if (left := started + least - time.monotonic()) > 0:
+                context.gate.rest(left, context.stopping)
+        computed_s = time.monotonic() - started
+        self._update.apply(leased, pulled, self._module, gradient, factor)
         self.iterations += 1
-        parts.hooks.record(parts.rank, logits, batch.labels)
+        context.record(context.rank, logits, batch.labels)
+        context.driver.after_step(self._index, self.iterations)
+        context.stepped(computed_s, self._waited_s + time.monotonic() - began - computed_s)
+        if context.gate.pausing:
+            self._update.settle()
+        context.gate.step()
+        return not context.stopping()
 
-    def _not_finite(self, loss: float, dense: Tensor, place: str) -> NonFiniteLoss:
+    def _not_finite(self, loss: float, leased: LeasedBatch) -> NonFiniteLoss:
         """What is to blame: of a job that has trained nothing yet, the model or the rows themselves."""
-        if trained := self._parts.hooks.trained():
+        place, dense = self._context.place(leased), leased.batch.dense
+        if trained := self._context.trained():
+            look = ""
+            if dense.numel():
+                most = float(dense.abs().max())
+                look = f"look for extreme values in the dense columns of these rows (up to {most:.3g}), "
             return NonFiniteLoss(
-                f"the loss is no longer finite ({loss}) at {place} after {trained} samples: {_extremes(dense)}lower "
+                f"the loss is no longer finite ({loss}) at {place} after {trained} samples: {look}lower "
                 "train.lr or embedding.lr, or set train.clip_norm=1"
             )
-        if name := self._parts.module.non_finite():
+        if name := self._module.non_finite():
             return NonFiniteLoss(
                 f"{name} of the model holds NaN or infinite numbers before the first step: give the module other "
                 "initial values"
@@ -197,20 +318,11 @@ class Worker:
             "numbers that are not finite, and these rows for extreme values"
         )
 
-    def _emulate(self, started: float) -> None:
-        """Waits as long as a slower machine would still compute; a pause need not wait for it."""
-        parts = self._parts
-        if parts.settings.emulate_step_s is None:
-            return
-        least = parts.settings.emulate_step_s * parts.settings.slowness(parts.number, started - self._began)
-        if (left := started + least - time.monotonic()) > 0:
-            self._parts.gate.rest(left, self._parts.hooks.stopping)
-
     def _factor(self, batch_size: int) -> float:
         """On the learning rates; the samples of the job, behind the reader's lock, are asked for only as it moves."""
         if self._settled_factor is not None:
             return self._settled_factor
-        rates, samples = self._parts.settings.rates, self._parts.hooks.trained() + batch_size
+        rates, samples = self._context.rates, self._context.trained() + batch_size
         factor = rates.factor(samples)
         if rates.settled(samples):
             self._settled_factor = factor
@@ -218,42 +330,37 @@ class Worker:
 
     def _pulled(self) -> Generator[_Ready, None, None]:
         """Batches with their pooled embeddings; when there is none now, waits for what others may give back."""
-        with _Prefetcher(self._fetch, self._update.left, self._parts) as ahead:
-            while (ready := self._next(ahead) or self._wait_for_more()) is not None:
+        context = self._context
+        name = f"pull-{context.rank}.{self._index}"
+        with _Prefetcher(self._fetch, self._update.left, context.prefetch, context.gate, name) as ahead:
+            while True:
+                began = time.monotonic()
+                ready = ahead.next()
+                self._waited_s = time.monotonic() - began
+                ready = ready or self._wait_for_more()
+                if ready is None:
+                    return
                 yield ready
 
-    def _next(self, ahead: "_Prefetcher") -> _Ready | None:
-        began = time.monotonic()
-        ready = ahead.next()
-        self._waited_s = time.monotonic() - began
-        return ready
-
     def _fetch(self, wait: bool) -> _Ready | None:
-        leased = self._parts.feed.next(wait)
+        leased = self._context.feed.next(wait)
         if leased is None:
             return None
         admitted = self._update.begin(leased)
-        prepared = self._parts.embeddings.prepare(leased.batch.ids)
-        return (leased, self._parts.embeddings.fetch(prepared)) if admitted() else None
+        prepared = self._embeddings.prepare(leased.batch.ids)
+        return (leased, self._embeddings.fetch(prepared)) if admitted() else None
 
     def _wait_for_more(self) -> _Ready | None:
         self._update.idle()
-        self._parts.listener.worker_idle(self._parts.index)
+        self._context.driver.worker_idle(self._index)
         self.idle = True
-        with self._parts.gate.resting():
+        with self._context.gate.resting():
             ready = self._fetch(wait=True)
         self.idle = False  # before the question below: whoever saw it idle after asking it to stop relies on it
-        if ready is None or self._parts.hooks.stopping():
+        if ready is None or self._context.stopping():
             return None
-        self._parts.listener.worker_back(self._parts.index)
+        self._context.driver.worker_back(self._index)
         return ready
-
-
-def _extremes(dense: Tensor) -> str:
-    """What to look for first in dense columns `[B, N]`, if there are any."""
-    if not dense.numel():
-        return ""
-    return f"look for extreme values in the dense columns of these rows (up to {float(dense.abs().max()):.3g}), "
 
 
 def _nothing_computed(
@@ -269,12 +376,11 @@ class _Prefetcher:
     At the end it leaves: a pull under way may wait for a batch that was begun and will not be computed.
     """
 
-    def __init__(self, fetch: Callable[[bool], _Ready | None], leave: Callable[[], None], parts: WorkerParts) -> None:
-        self._fetch = fetch
-        self._leave = leave
-        self._depth = parts.settings.prefetch
-        self._resting = parts.gate.resting
-        self._pool = ThreadPoolExecutor(1, f"pull-{parts.rank}.{parts.index}") if self._depth else None
+    def __init__(
+        self, fetch: Callable[[bool], _Ready | None], leave: Callable[[], None], depth: int, gate: Gate, name: str
+    ) -> None:
+        self._fetch, self._leave, self._depth, self._resting = fetch, leave, depth, gate.resting
+        self._pool = ThreadPoolExecutor(1, name) if depth else None
         self._under_way: deque[Future[_Ready | None]] = deque()
 
     def next(self) -> _Ready | None:
@@ -301,3 +407,85 @@ class _Prefetcher:
         finally:
             if self._pool is not None:
                 self._pool.shutdown(wait=True)
+
+
+class Trainer:
+    """Trains one replica with several workers in threads (a role).
+
+    Args:
+        rank: among the trainers.
+        replica: the dense part, which the workers' modules alias.
+        driver: synchronises the replica.
+        gate: where threads stand still for a checkpoint.
+    """
+
+    def __init__(self, rank: int, replica: Replica, driver: Driver, gate: Gate) -> None:
+        self.rank = rank
+        self.replica = replica
+        self.gate = gate
+        self.error: BaseException | None = None
+        self.finished = False
+        self._driver = driver
+        self._workers: list[Worker] = []
+        self._threads: list[threading.Thread] = []
+        self._left: list[int] = []
+
+    def add(self, worker: Worker) -> None:
+        """Adds a Hogwild worker, before the start."""
+        index = len(self._workers)
+        self._workers.append(worker)
+        name = f"worker-{self.rank}.{index}"
+        self._threads.append(threading.Thread(target=self._run, args=(index, worker), name=name, daemon=True))
+
+    @property
+    def lost(self) -> bool:
+        """This trainer died by script, so that its leases go to the others."""
+        return isinstance(self.error, TrainerLost)
+
+    @property
+    def failed(self) -> bool:
+        """Something went wrong that ends the job."""
+        return self.error is not None and not self.lost
+
+    def start(self) -> None:
+        """Starts the shadow and the workers."""
+        self._driver.start()
+        for thread in self._threads:
+            self.gate.join()
+            thread.start()
+
+    def alive(self) -> bool:
+        """Workers are still at work, or wait for something to do."""
+        return len(self._left) < len(self._threads)
+
+    def stepping(self) -> bool:
+        """Some worker is at a step, or about to be: what the trainer holds cannot be given to others yet."""
+        return any(not worker.idle for index, worker in enumerate(self._workers) if index not in self._left)
+
+    @property
+    def quiet(self) -> bool:
+        """All gradients are where they belong; to be asked while everybody stands still."""
+        return all(worker.quiet for worker in self._workers)
+
+    def finish(self) -> None:
+        """Waits for the workers and stops the shadow; what went wrong is kept in `error`."""
+        if self.finished:
+            return
+        for thread in self._threads:
+            thread.join()
+        self.finished = True
+        try:
+            self._driver.stop()
+        except BaseException as error:
+            self.error = self.error or error
+
+    def _run(self, index: int, worker: Worker) -> None:
+        try:
+            worker.run()
+        except BaseException as error:
+            self.error = self.error or error
+        finally:
+            self._driver.worker_left(index)
+            self.gate.leave()
+            self._left.append(index)
+            worker.ended()

@@ -1,0 +1,248 @@
+"""Rows that changed from one checkpoint to another, as files for a serving system, and how long chains of deltas get.
+
+OUT/                            files that are read without shadowsync
+    rows-00000.safetensors …   `<table>[<start>:<stop>].numbers`, int64 [K], beside `….weight`, float32 [K, D]
+    delta.json                 written last: which checkpoints, which tables, and the files with size and CRC-32
+"""
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shadowsync.checkpoint.files import Files, open_files
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.parents import plain_name
+from shadowsync.checkpoint.store import CheckpointStore
+from shadowsync.checkpoint.tensors import BlockSums, Chunk, chunks, place
+from shadowsync.embedding.table import Rows, RowSet
+from shadowsync.errors import CheckpointError, SaveError
+
+FORMAT = 1
+LIST = "delta.json"
+FILE_BYTES = 128 << 20
+_ONE_SUM = 1 << 62
+WEIGHT = frozenset({"weight"})
+MOST_LAYERS = 16
+"""Of a chain, the whole one included: each is opened to load the newest."""
+MOST_SHARE = 1.0
+"""Bytes of the deltas over those of the whole one below them: all of them are kept, and read to load the newest."""
+
+
+class Chain:
+    """A whole checkpoint and the deltas on it, by the bytes of their rows.
+
+    Args:
+        layers: bytes of each, the whole one first; nothing before the first save.
+    """
+
+    def __init__(self, layers: Sequence[int] = ()) -> None:
+        self._whole_bytes = layers[0] if layers else 0
+        self._deltas = list(layers[1:])
+
+    def whole(self, size: int) -> None:
+        """A whole checkpoint begins a new chain."""
+        self._whole_bytes, self._deltas = size, []
+
+    def delta(self, size: int) -> None:
+        """One more lies on top."""
+        self._deltas.append(size)
+
+    def takes(self, size: int) -> bool:
+        """A delta of so many bytes is worth it: else a whole one costs little more and need not be rewritten soon."""
+        return size <= MOST_SHARE * self._whole_bytes / 2
+
+    @property
+    def is_long(self) -> bool:
+        """It is time to rewrite it. A single delta never is a reason: it can hardly be larger than a whole one."""
+        large = len(self._deltas) > 1 and sum(self._deltas) > MOST_SHARE * self._whole_bytes
+        return large or 1 + len(self._deltas) > MOST_LAYERS
+
+    def rewritten(self) -> None:
+        """It has become a whole checkpoint, as large as the one below was: tables do not grow."""
+        self._deltas = []
+
+    def put_off(self) -> None:
+        """It could not be rewritten: it is long again when about half as much has been added once more."""
+        self._deltas = [size // 2 for size in self._deltas[: MOST_LAYERS // 2 - 1]]
+
+
+def rows_bytes(tables: Sequence[Rows | RowSet]) -> int:
+    """Bytes of rows with all that belongs to them."""
+    numbers = sum(rows.numbers.nbytes for rows in tables if isinstance(rows, RowSet))
+    return numbers + sum(tensor.nbytes for rows in tables for tensor in rows.tensors.values())
+
+
+# --- what changed ----------------------------------------------------------------------------------------------------
+
+
+def changed_rows(
+    store: CheckpointStore, since: str, until: str | None = None, names: Collection[str] = WEIGHT
+) -> Iterator[RowSet]:
+    """The rows that differ between two checkpoints, as they are in the later one, in bounded chunks.
+
+    Where `until` is a delta that builds on `since`, the rows of the deltas between them are given (each of which was
+    trained, though it may have come back to its value), and nothing else is read. Otherwise, and for tables that a
+    delta holds as a whole, both are compared byte by byte. Laid over `since` the result is `until`, in either case.
+
+    Args:
+        store: where both are.
+        since: name of a checkpoint.
+        until: name of another; None for the newest that is not damaged.
+        names: the tensors wanted and compared; weights are enough to serve from.
+
+    Raises:
+        CheckpointError: one of them cannot be loaded, or they have different tables.
+    """
+    newer = store.open(until)
+    names_of_layers = [plain_name(layer.name) for layer in newer.layers]
+    between = None  # layers that stand on that of `since`, where it is one
+    if plain_name(since) in names_of_layers:
+        between = len(newer.layers) - 1 - names_of_layers.index(plain_name(since))
+    older: LoadedCheckpoint | None = None
+    for table in newer.tables:
+        whole = between is None or any(layer.is_whole(table.name) for layer in newer.layers[-between:] if between)
+        if whole:
+            older = older or store.open(since)
+            yield from _differences(older, newer, table.name, names)
+        elif between:
+            for start, stop in newer.chunks(table.name, 0, table.rows):
+                found = newer.newer_rows(table.name, start, stop, between, names)
+                if len(found.numbers):
+                    yield found
+
+
+def _differences(
+    older: LoadedCheckpoint, newer: LoadedCheckpoint, name: str, names: Collection[str]
+) -> Iterator[RowSet]:
+    before, after = older.table(name), newer.table(name)
+    if (before.rows, before.dim) != (after.rows, after.dim):
+        raise CheckpointError(
+            f"table {name} has {before.rows} rows of {before.dim} in {older.name} and {after.rows} of {after.dim} in "
+            f"{newer.name}: export {newer.name} as a whole"
+        )
+    for start, stop in newer.chunks(name, 0, after.rows):
+        old, new = (loaded.rows(name, start, stop, names) for loaded in (older, newer))
+        by_row = [key for key in new if len(new[key]) == stop - start]
+        # other bytes, so that NaN equals itself
+        differs = [(_bytes_by_row(old[key]) != _bytes_by_row(new[key])).any(1) for key in by_row]
+        different = torch.stack(differs).any(0)
+        if len(rows := different.nonzero().flatten()):
+            tensors = {key: tensor[rows] if key in by_row else tensor for key, tensor in new.items()}
+            yield RowSet(after, start, stop, rows + start, tensors)
+
+
+def _bytes_by_row(tensor: Tensor) -> Tensor:
+    return tensor.view(len(tensor), -1).view(torch.uint8)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+class TableChange(msgspec.Struct):
+    """A table, and how many of its rows changed."""
+
+    name: str
+    rows: int
+    dim: int
+    changed: int
+
+
+class FileOfRows(msgspec.Struct, frozen=True):
+    """A file, with its size and the CRC-32 of its bytes."""
+
+    name: str
+    bytes: int
+    crc32: int
+
+
+class DeltaList(msgspec.Struct, frozen=True):
+    """What `delta.json` says."""
+
+    format: int
+    since: str
+    until: str
+    tables: tuple[TableChange, ...]
+    files: tuple[FileOfRows, ...]
+
+
+def write_delta(
+    out: str, since: str, until: str, changes: Iterable[RowSet], *, file_bytes: int = FILE_BYTES
+) -> DeltaList:
+    """Writes changed rows into the new folder `out`, which appears when it is complete.
+
+    Args:
+        out: a local path or any URL that fsspec knows; nothing may be there.
+        since: name of the checkpoint that the changes are laid over.
+        until: name of the one that comes out.
+        changes: from `changed_rows`; no more than `file_bytes` of them are held at a time.
+        file_bytes: a file of more rows is begun at this size.
+
+    Returns:
+        what was written.
+
+    Raises:
+        ConfigError: fsspec does not know the URL.
+        SaveError: it cannot be written, or there is something. Nothing is left of it then.
+    """
+    root, _, folder = out.rstrip("/").rpartition("/")
+    files = open_files(root or ("/" if out.startswith("/") else "."))
+    try:
+        if files.names(folder) or files.size(folder) is not None:
+            raise SaveError(f"{out} is there already: give another folder, or remove it")
+        staged = files.staging(folder)
+        files.remove(staged, LIST)  # the remains of one that was cut off
+        tables: dict[str, TableChange] = {}
+        try:
+            written = tuple(
+                _write_file(files, staged, f"rows-{number:05d}.safetensors", group)
+                for number, group in enumerate(_groups(changes, tables, file_bytes))
+            )
+            made = DeltaList(FORMAT, since, until, tuple(tables.values()), written)
+            files.publish(folder, LIST, msgspec.json.format(msgspec.json.encode(made)))
+        except BaseException:
+            for name in {staged, folder}:
+                with contextlib.suppress(OSError):
+                    files.remove(name, LIST)
+            raise
+    except OSError as error:
+        raise SaveError(
+            f"{out} could not be written ({error.strerror or error}): make room, or give another"
+        ) from error
+    return made
+
+
+def _groups(changes: Iterable[RowSet], tables: dict[str, TableChange], file_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Named tensors, as many as go into one file; counts into `tables`."""
+    group: dict[str, Tensor] = {}
+    taken = 0
+    for rows in changes:
+        table = rows.table
+        tables.setdefault(table.name, TableChange(table.name, table.rows, table.dim, 0)).changed += len(rows.numbers)
+        key = f"{rows.table.name}[{rows.start}:{rows.stop}]"
+        tensors = {"numbers": rows.numbers, **rows.tensors}
+        group |= {f"{key}.{name}": tensor for name, tensor in tensors.items()}
+        taken += sum(tensor.nbytes for tensor in tensors.values())
+        if taken >= file_bytes:
+            yield group
+            group, taken = {}, 0
+    if group:
+        yield group
+
+
+def _write_file(files: Files, folder: str, name: str, tensors: dict[str, Tensor]) -> FileOfRows:
+    head, offsets = place(list(tensors.items()))
+    sums = BlockSums(_ONE_SUM)
+
+    def stream() -> Iterator[Chunk]:
+        sums.add(head)
+        yield head
+        for key in offsets:
+            for chunk in chunks(tensors[key]):
+                sums.add(chunk)
+                yield chunk
+
+    files.write(f"{folder}/{name}", stream())
+    return FileOfRows(name, sums.total_bytes, sums.sums[0])

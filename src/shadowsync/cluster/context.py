@@ -1,0 +1,291 @@
+"""What the roles of a job are made from, and what a session tells of them."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from shadowsync.aggregation.coordinator import StepCoordinator
+from shadowsync.aggregation.stepping import DenseStepper
+from shadowsync.assembly import prefetch
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.choices import Choices
+from shadowsync.config import Config
+from shadowsync.data.reader import Reader
+from shadowsync.data.source import OpenSource, Schema
+from shadowsync.embedding.catalog import widths
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.table import Shard, Table
+from shadowsync.metrics.recorder import Recorder
+from shadowsync.metrics.roles import About, Event
+from shadowsync.metrics.wire import WireCounter
+from shadowsync.sync.all_reduce import Averaging
+from shadowsync.sync.dense import DenseServers
+from shadowsync.training.gate import Gate
+from shadowsync.training.kernels import Computing
+from shadowsync.training.rates import Rates
+from shadowsync.training.replica import Replica
+
+
+def no_failures(trainer_rank: int, iteration: int) -> None:
+    """The script in which nobody dies."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a user brings instead of configuration.
+
+    Attributes:
+        model: `forward(dense [B, N], {feature: [B, D]}) → logits [B]`, or None for the configured one.
+        tables: the tables, or None.
+        failures: called with a trainer's rank and iteration before each step; raises `TrainerLost` to script a death.
+    """
+
+    model: nn.Module | None = None
+    tables: Sequence[Table] | None = None
+    failures: Callable[[int, int], None] = no_failures
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a session is made of.
+
+    Attributes:
+        position: in the training rows, of a checkpoint; None from the start.
+    """
+
+    config: Config
+    choices: Choices
+    own: Own
+    train: OpenSource
+    test: OpenSource | None
+    position: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """What every role of a job is made from, as it travels to the role's machine.
+
+    Attributes:
+        schema: of the training rows.
+        rows: of them, an epoch.
+        tables: in the job's order.
+        warmup_samples, total_samples: of the job.
+        model: the user's own module, or None; also None for roles without a dense part.
+        failures: the script of deaths.
+    """
+
+    config: Config
+    choices: Choices
+    schema: Schema
+    rows: int
+    tables: tuple[Table, ...]
+    warmup_samples: int
+    total_samples: int
+    model: nn.Module | None = field(repr=False)
+    failures: Callable[[int, int], None] = field(repr=False)
+
+    @property
+    def without_model(self) -> "JobContext":
+        """For roles that need none."""
+        return replace(self, model=None, failures=no_failures)
+
+    @property
+    def rates(self) -> Rates:
+        """The factor on all learning rates."""
+        train = self.config.train
+        return Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
+
+    @property
+    def prefetch(self) -> int:
+        """Pulls under way per worker."""
+        return prefetch(self.config, self.choices)
+
+    def replica(self, module: nn.Module) -> Replica:
+        """A replica of its own of a dense part."""
+        return Replica(module, self.choices.optimizer, widths(self.tables), self.config.train.device)
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where a server is.
+
+    Attributes:
+        wire: its address.
+        memory: path of the memory in which what it holds lies (`memory.shared`); None where trainers cannot open it.
+    """
+
+    wire: str
+    memory: str | None = None
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the others are.
+
+    Attributes:
+        driver: the leases, the records.
+        averaging: the driver's other endpoint, at which trainers wait for each other.
+        reader: of this trainer.
+        embedding: each server's, with what it holds.
+        dense: each server's, in the order of their parts.
+    """
+
+    driver: str
+    averaging: str
+    reader: str
+    embedding: tuple[tuple[ServerAddress, tuple[Shard, ...]], ...]
+    dense: tuple[ServerAddress, ...]
+
+
+@dataclass(frozen=True)
+class Merging:
+    """How trainers of one process merge their replicas: `averaging` each other and by the central copy."""
+
+    averaging: Averaging
+    center: DenseServers
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """Who moves the one copy of trainers of one process, and when."""
+
+    stepper: DenseStepper
+    coordinator: StepCoordinator
+
+
+@dataclass(frozen=True)
+class Near:
+    """The others, as they stand in the driver's own process; all its trainers have these in common.
+
+    Attributes:
+        module: with the initial values.
+        counter: of what would cross.
+        place: says where a slice of the training rows comes from.
+        give_back: has a trainer's rows given to the others.
+        news: called when a worker has ended.
+        fail: is told what went wrong in a trainer.
+    """
+
+    module: nn.Module
+    computing: Computing
+    reader: Reader
+    recorder: Recorder
+    gate: Gate
+    counter: WireCounter
+    embedding: tuple[EmbeddingServer, ...]
+    dense: Merging | Stepping
+    place: Callable[[int], str]
+    give_back: Callable[[int], None]
+    news: Callable[[], None]
+    fail: Callable[[BaseException], None]
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """What a trainer is made from.
+
+    Attributes:
+        rank: among the trainers.
+        generation: of the job's parts.
+        others: where it finds them.
+    """
+
+    job: JobContext
+    rank: int
+    generation: int
+    others: Addresses | Near
+
+
+class Newest(Protocol):
+    """The checkpoint to go back to in mid-run, or only the rows of some shards; None where that is the very start.
+
+    What it opens is not removed within the block.
+    """
+
+    def __call__(
+        self, shards: Sequence[Shard] | None, load: Callable[[LoadedCheckpoint], None] | None = None, /
+    ) -> AbstractContextManager[LoadedCheckpoint | None]:
+        """Opens it.
+
+        Args:
+            shards: look at nothing but their rows; None for everything.
+            load: reads all of these rows, each byte compared meanwhile, and is called anew with an older checkpoint
+                if one turns out to be damaged: for rows that nobody can see yet. It is not called at the very start.
+                None has everything read and compared before it is opened.
+
+        Raises:
+            CheckpointError: none can be loaded.
+        """
+
+
+class LoggedEvent(NamedTuple):
+    """Something that happened to a role; `at` as `time.monotonic`."""
+
+    at: float
+    role: str
+    event: Event
+    detail: str = ""
+    about: About = ""
+
+
+@dataclass(frozen=True)
+class RolePlace:
+    """Where a role is.
+
+    Attributes:
+        pid: of its process.
+        host: name of the machine.
+        incarnation: from 0; one more for each process that has taken the role's place.
+        log: path of its log there; empty where it has none of its own.
+    """
+
+    pid: int
+    host: str
+    incarnation: int
+    log: str
+
+
+class ServerLoss(NamedTuple):
+    """Embedding servers failed at once and are there again.
+
+    Attributes:
+        servers: which.
+        samples: trained by the whole job when they failed.
+        back_to: samples of the checkpoint to which everybody went back; None where only these servers did.
+        loaded: name of the checkpoint; None where there was none, so that they begin with initial values.
+        loaded_samples: trained when it was taken.
+        restart_s: seconds until a replacement stood ready to load.
+        load_s: seconds that it loaded.
+    """
+
+    servers: tuple[int, ...]
+    samples: int
+    back_to: int | None
+    loaded: str | None
+    loaded_samples: int
+    restart_s: float
+    load_s: float
+
+
+@dataclass
+class EventLog:
+    """What has happened to the roles and was not told yet; any thread may add to it."""
+
+    _waiting: list[LoggedEvent] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, role: str, event: Event, detail: str = "", about: About = "") -> None:
+        """Notes that it happens now."""
+        with self._lock:
+            self._waiting.append(LoggedEvent(time.monotonic(), role, event, detail, about))
+
+    def take(self) -> list[LoggedEvent]:
+        """All of them, in order; they are not given again."""
+        with self._lock:
+            taken, self._waiting = self._waiting, []
+        return taken

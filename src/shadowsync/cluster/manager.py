@@ -1,0 +1,446 @@
+"""The roles of a job: how many, who serves what in which generation, and who is told where."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shadowsync.aggregation.dense_client import DenseShare, divide
+from shadowsync.assembly import place_tables, row_optimizer, shares_center, shares_rows
+from shadowsync.choices import server_count
+from shadowsync.cluster.context import JobContext, Near, ServerAddress
+from shadowsync.cluster.endpoints import Endpoints
+from shadowsync.cluster.roles import ROLES, Role
+from shadowsync.cluster.scheduler import RoleRequest, Scheduler
+from shadowsync.cluster.servers import build_nothing
+from shadowsync.cluster.statuses import Statuses
+from shadowsync.cluster.supervisor import Member, Supervisor, first_error
+from shadowsync.cluster.trainer import TrainerPart
+from shadowsync.config import Config
+from shadowsync.data.reader import Reader
+from shadowsync.data.source import OpenSource
+from shadowsync.embedding.memory import parts_of
+from shadowsync.embedding.optimizers import rule_class
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.table import Shard
+from shadowsync.errors import RunError
+from shadowsync.memory.shared import SharedMemory, bytes_of
+from shadowsync.recovery.settings import row_tracking
+from shadowsync.rpc.connection import Direct
+from shadowsync.rpc.errors import GONE, PeerLost
+from shadowsync.rpc.served import later
+from shadowsync.runtime.runtime import LaunchRequest, Runtime
+from shadowsync.sync.dense import split_evenly
+from shadowsync.training.replica import Replica
+
+if TYPE_CHECKING:
+    from shadowsync.cluster.dense_side import DenseSide
+    from shadowsync.cluster.images import Images
+    from shadowsync.cluster.outages import Outages
+
+RESERVE_S = 120.0
+STARTS = 3
+"""How often a role is started before its end at the start is the end of the job."""
+THREADS = 4
+FORGET_S = 120.0
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """How many roles there are, and what each holds.
+
+    Attributes:
+        job: what every role is made from.
+        template: the dense part with its initial values.
+        direct: all roles are in one process.
+        shards: what each embedding server holds.
+        spans: what each dense server holds of the central copy; empty where the method keeps none.
+        parts: what each dense server steps under a gradient method; empty where replicas are merged.
+    """
+
+    job: JobContext
+    template: Replica
+    direct: bool
+    shards: tuple[tuple[Shard, ...], ...]
+    spans: tuple[tuple[int, int], ...]
+    parts: tuple[DenseShare, ...]
+
+    @classmethod
+    def of(cls, job: JobContext, source: OpenSource, template: Replica, direct: bool) -> "ClusterSpec":
+        """Places the tables.
+
+        Raises:
+            ConfigError: they do not fit the servers.
+        """
+        config, choices = job.config, job.choices
+        shards = place_tables(config, choices, job.schema, job.tables, source)
+        servers = config.cluster.dense_servers
+        spans = split_evenly(len(template.flat), servers) if choices.method.centralised else []
+        # in one process nothing is gained by several steppers
+        parts = divide(template.slots, 1 if direct else servers) if choices.aggregation is not None else ()
+        return cls(job, template, direct, shards, tuple(spans), parts)
+
+    @property
+    def dense_servers(self) -> int:
+        """How many there are."""
+        return len(self.spans) or len(self.parts)
+
+    @property
+    def trainers(self) -> int:
+        """Most trainers at a time."""
+        return self.job.config.cluster.max_trainers or self.job.config.train.trainers
+
+    @property
+    def threads(self) -> int:
+        """That answer requests in a role's process."""
+        return max(THREADS, self.job.config.data.readers)
+
+    @property
+    def forget_s(self) -> float:
+        """Silence after which a server forgets a client: later than the driver gives up a role."""
+        return max(FORGET_S, 2 * self.job.config.cluster.lost_after_s)
+
+    @cached_property
+    def row_bytes(self) -> list[int]:
+        """Memory that the rows of each embedding server take."""
+        rule = rule_class(row_optimizer(self.job.config.embedding).name)
+        return [sum(shard.rows * rule.row_bytes(shard.table.dim) for shard in shards) for shards in self.shards]
+
+    @cached_property
+    def shared_bytes(self) -> Mapping[str, int]:
+        """By role, the memory of what trainers of this machine reach without its server, should that be possible."""
+        rule = rule_class(row_optimizer(self.job.config.embedding).name)
+        found: dict[str, int] = {}
+        if shares_rows(self.job.config, self.job.choices):
+            tracking = row_tracking(self.job.choices.recovery, self.job.config.train.seed)
+            for index, shards in enumerate(self.shards):
+                followed = [] if tracking is None else [part for shard in shards for part in tracking.parts(shard)]
+                found[f"embedding-{index}"] = bytes_of([*parts_of(shards, rule), *followed])
+        if shares_center(self.job.config, self.job.choices):
+            lengths = enumerate(stop - start for start, stop in self.spans)
+            found |= {f"dense-{index}": bytes_of([(length, torch.float32)]) for index, length in lengths}
+        return found
+
+
+def cpus_needed(config: Config) -> float:
+    """CPUs that a cluster of one machine has to offer for everybody to have room."""
+    cluster = config.cluster
+    trainers = cluster.max_trainers or config.train.trainers
+    servers = server_count(config) + cluster.dense_servers
+    return math.ceil(trainers * cluster.trainer_cpus + servers * cluster.server_cpus)
+
+
+def resources_needed(config: Config) -> Mapping[str, float]:
+    """Custom resources that it has to offer."""
+    named = (config.cluster.trainer_resource, config.cluster.server_resource)
+    return {name: 1.0 for name in named if name is not None}
+
+
+class ClusterManager:
+    """The members of a job with their parts.
+
+    Args:
+        spec: of all roles.
+        runtime: says which machines there are.
+        supervisor: of the processes.
+        endpoints: the driver's.
+        statuses: of the trainers at work.
+        pool: in which what takes long is done for several members at once.
+
+    Attributes:
+        generation: of the parts; 0 before the first.
+        reader_count: readers that there should be.
+        memory: what servers hold, as far as trainers reach it without them; anew in each generation, and as it is for
+            a server that takes another's place.
+        near: what trainers of this process have in common; None where they are elsewhere.
+        dense, images, outages: of the session, which sets them.
+    """
+
+    dense: "DenseSide"
+    images: "Images"
+    outages: "Outages"
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        runtime: Runtime,
+        supervisor: Supervisor,
+        endpoints: Endpoints,
+        statuses: Statuses,
+        pool: Executor,
+    ) -> None:
+        self.spec, self.supervisor, self.endpoints, self.statuses = spec, supervisor, endpoints, statuses
+        self.generation = 0
+        self.reader_count = 0
+        self.memory: dict[str, SharedMemory] = {}
+        self.near: Near | None = None
+        self._runtime, self._pool = runtime, pool
+
+    # --- places ------------------------------------------------------------------------------------------------------
+
+    def request(self, role: str) -> RoleRequest:
+        """What a role needs of its machine."""
+        return role_of(role).request(self.spec, role)
+
+    def servers(self) -> list[RoleRequest]:
+        """The servers of rows, the largest first, and of the dense part."""
+        rows = [self.request(f"embedding-{index}") for index in range(len(self.spec.shards))]
+        dense = [self.request(f"dense-{index}") for index in range(self.spec.dense_servers)]
+        return sorted(rows, key=lambda request: -request.bytes) + dense
+
+    def launch_all(self) -> None:
+        """Reserves and starts everybody.
+
+        Raises:
+            RunError: somebody finds no room.
+            PeerLost: somebody ended at once.
+        """
+        trainers = [self.request(f"trainer-{rank}") for rank in range(self.spec.job.config.train.trainers)]
+        if self.spec.direct:
+            self.launch([LaunchRequest(request.role) for request in [*self.servers(), *trainers]])
+            return
+        scheduler = Scheduler(self._runtime.machines())
+        requests = [self._placed(scheduler, request) for request in [*self.servers(), *trainers]]
+        self.reader_count = self.spec.job.config.cluster.readers or scheduler.machines_of("trainer")
+        readers = [self.request(f"reader-{index}") for index in range(self.reader_count)]
+        requests += [self._placed(scheduler, request) for request in readers]
+        self._runtime.reserve(requests, RESERVE_S)
+        self.launch(requests)
+
+    def _placed(self, scheduler: Scheduler, request: RoleRequest) -> LaunchRequest:
+        placed = self.place(scheduler, request)
+        if placed is None:
+            raise RunError(scheduler.why_not(request))
+        return placed
+
+    def place(self, scheduler: Scheduler, request: RoleRequest) -> LaunchRequest | None:
+        """A role at its best place, which it takes; None if there is none."""
+        placed = scheduler.put(request)
+        return None if placed is None else replace(placed, threads=self.spec.threads, forget_s=self.spec.forget_s)
+
+    def launch(self, requests: Sequence[LaunchRequest]) -> None:
+        """Starts these processes at once; one that ends while it starts, a few times.
+
+        Raises:
+            PeerLost: somebody ended each time.
+        """
+
+        def start(request: LaunchRequest) -> None:
+            for _ in range(STARTS - 1):
+                with suppress(PeerLost):
+                    self.supervisor.launch(request)
+                    return
+            self.supervisor.launch(request)
+
+        self.all_at_once([partial(start, request) for request in requests])
+
+    def scheduler(self) -> Scheduler:
+        """The machines with who is on them now."""
+        living = [member for member in list(self.supervisor.members.values()) if member.living]
+        placed = [(self.request(member.role), member.endpoint.machine) for member in living]
+        return Scheduler(self._runtime.machines(), placed)
+
+    def vacant_servers(self) -> list[RoleRequest]:
+        """Servers and readers that nobody is."""
+        occupied = self.supervisor.occupied()
+        readers = [self.request(f"reader-{index}") for index in range(self.reader_count)]
+        return [request for request in [*self.servers(), *readers] if request.role not in occupied]
+
+    def vacant_trainers(self) -> list[str]:
+        """Trainers that nobody is: those of the start, and as many more as may join."""
+        occupied = self.supervisor.occupied()
+        return [role for rank in range(self.spec.trainers) if (role := f"trainer-{rank}") not in occupied]
+
+    # --- who is there ------------------------------------------------------------------------------------------------
+
+    def trainers(self) -> list[Member]:
+        """All living ones, with a part or without, by rank."""
+        return self.supervisor.of_kind("trainer")
+
+    def serving(self, kind: str) -> list[Member]:
+        """The living servers of a kind whose part is in place, by index."""
+        return [member for member in self.supervisor.of_kind(kind) if member.ready]
+
+    def row_servers(self) -> list[Member]:
+        """All embedding servers.
+
+        Raises:
+            PeerLost: one of them is not there.
+        """
+        return self._complete("embedding", len(self.spec.shards))
+
+    def dense_servers(self) -> list[Member]:
+        """All dense servers; raises as `row_servers`."""
+        return self._complete("dense", self.spec.dense_servers)
+
+    def _complete(self, kind: str, count: int) -> list[Member]:
+        servers = self.serving(kind)
+        missing = set(range(count)) - {member.index for member in servers}
+        if missing:
+            raise PeerLost(f"{kind}-{min(missing)} is not there")
+        return servers
+
+    def vacant_row_servers(self) -> tuple[int, ...]:
+        """Embedding servers that are not there."""
+        return tuple(sorted({*range(len(self.spec.shards))} - {member.index for member in self.serving("embedding")}))
+
+    def all_servers_serve(self) -> bool:
+        """All that hold something are there."""
+        serving = len(self.serving("embedding")) + len(self.serving("dense"))
+        return serving == len(self.spec.shards) + self.spec.dense_servers
+
+    def near_rows(self) -> tuple[EmbeddingServer, ...]:
+        """The embedding servers, where they are in this process."""
+        return tuple(_served_by(member).server for member in self.row_servers())
+
+    def near_dense(self) -> list[Any]:
+        """What the dense servers serve, where they are in this process."""
+        return [_served_by(member).role for member in self.dense_servers()]
+
+    def fallen_trainers(self) -> list[Member]:
+        """Those that have died by script in this process: what they had is still there."""
+        if not self.spec.direct:
+            return []
+        members = self.supervisor.members.values()
+        fallen = [member for member in members if member.kind == "trainer" and not member.living]
+        return sorted(fallen, key=lambda member: member.index)
+
+    def reader_of(self, trainer: Member) -> Member:
+        """One on the same machine, if there is one.
+
+        Raises:
+            PeerLost: there is no reader.
+        """
+        readers = self.serving("reader")
+        if not readers:
+            raise PeerLost("no reader is there")
+        machine = trainer.endpoint.machine
+        near = [reader for reader in readers if reader.endpoint.machine == machine] or readers
+        return near[trainer.index % len(near)]
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def end_trainers(self) -> None:
+        """Ends the parts of all trainers; who cannot be reached for that is given up."""
+
+        def end(member: Member) -> None:
+            try:
+                member.build(build_nothing, None)
+            except GONE as error:
+                self.supervisor.give_up(member, str(error))
+
+        self.all_at_once([partial(end, member) for member in self.trainers()])
+        for member in self.statuses.at_work():
+            self.statuses.forget(member)
+
+    def build_servers(self, reader: Reader, filled: bool = True) -> None:
+        """A new generation: the endpoints are opened to it, and every server and reader gets a fresh part.
+
+        Args:
+            reader: of the generation.
+            filled: rows have their initial values; else all of them are to be loaded.
+        """
+        self.generation += 1
+        for before in self.memory.values():
+            before.close()
+        sizes = self.spec.shared_bytes if self._runtime.shares_memory else {}
+        if self.memory:  # whoever still maps what was there lets go of it before as much is taken again
+            holders = [member for kind in ("embedding", "dense") for member in self.supervisor.of_kind(kind)]
+            self.all_at_once([partial(member.build, build_nothing, None) for member in holders])
+        self.memory = {role: SharedMemory.create(size, f"what {role} holds") for role, size in sizes.items()}
+        ranks = [member.index for member in self.trainers()]
+        conducting = self.dense.open(reader, self.generation)
+        self.endpoints.open(reader, reader.source, ranks, self.generation, conducting)
+        self.statuses.begin()
+        members = [member for kind in ("embedding", "dense", "reader") for member in self.supervisor.of_kind(kind)]
+        self.all_at_once([partial(self.build, member, reader, filled) for member in members])
+        for member in members:
+            member.ready = True
+
+    def build(self, member: Member, reader: Reader, filled: bool = True, inherits: bool = False) -> None:
+        """Gives a member a fresh part of this generation, which knows all that it needs.
+
+        Args:
+            member: which.
+            reader: of the generation.
+            filled: as in `build_servers`.
+            inherits: the memory of an embedding server is that of one that is gone.
+        """
+        member.build(*ROLES[member.kind].part(self, member, reader, filled, inherits))
+
+    def build_trainers(self, reader: Reader) -> None:
+        """Every trainer gets a fresh part and counts as at work."""
+        trainers = self.trainers()
+        self.all_at_once([partial(self.build, member, reader) for member in trainers])
+        for member in trainers:
+            self.statuses.add(member)
+
+    def close_memory(self) -> None:
+        """Lets go of it."""
+        for memory in self.memory.values():
+            memory.close()
+
+    def memory_of(self, role: str) -> str | None:
+        """Path of the memory in which what a server holds lies, if trainers reach it there."""
+        return self.memory[role].path if role in self.memory else None
+
+    def address(self, server: Member) -> ServerAddress:
+        """Where trainers find a server."""
+        return ServerAddress(server.endpoint.address, self.memory_of(server.role))
+
+    # --- news for trainers -------------------------------------------------------------------------------------------
+
+    def tell_of(self, server: Member) -> None:
+        """Every trainer hears where a server is now; of a reader, which one is its own."""
+        for trainer in self.trainers():
+            self._tell(trainer, self.reader_of(trainer) if server.kind == "reader" else server)
+
+    def tell_replacement(self, trainer: Member) -> None:
+        """A trainer hears of servers that were replaced while its part was built."""
+        for server in [*self.serving("embedding"), *self.serving("dense"), self.reader_of(trainer)]:
+            self._tell(trainer, server)
+
+    def _tell(self, trainer: Member, server: Member) -> None:
+        index = 0 if server.kind == "reader" else server.index
+        # one that has no part yet is told when it has one
+        later(trainer.connection, TrainerPart.moved, server.kind, index, server.endpoint.address)
+
+    def ask_to_start(self, trainer: Member) -> None:
+        """One that cannot start is given up; who is gone is found by the supervisor."""
+
+        def asked(error: BaseException | None) -> None:
+            if error is not None and not isinstance(error, GONE):
+                self.supervisor.give_up(trainer, str(error))
+
+        later(trainer.connection, TrainerPart.start).then(asked)
+
+    def ask_to_stop(self) -> None:
+        """Asks every trainer to end at its next step."""
+        for member in self.statuses.at_work():
+            later(member.connection, TrainerPart.stop)
+
+    def all_at_once(self, actions: Sequence[Callable[[], Any]]) -> None:
+        """Does all of them, each in a thread; raises what went wrong in one of them, when all have ended."""
+        if self.spec.direct:  # they would take turns
+            for action in actions:
+                action()
+            return
+        started = [self._pool.submit(action) for action in actions]
+        error = first_error([done.exception() for done in started])
+        if error is not None:
+            raise error
+
+
+def role_of(name: str) -> Role:
+    """The entry of the role table for a role's name."""
+    return ROLES[name.rpartition("-")[0]]
+
+
+def _served_by(member: Member) -> Any:
+    assert isinstance(member.connection, Direct)
+    return member.connection.part()

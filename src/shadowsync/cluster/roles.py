@@ -1,0 +1,236 @@
+"""The role table: what each kind of role needs, how its part is made, and what its death and its coming mean.
+
+A new kind of role is a class here and its line in `ROLES`.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shadowsync.cluster.context import Addresses, TrainerSpec
+from shadowsync.cluster.scheduler import RoleRequest
+from shadowsync.cluster.servers import (
+    DenseSpec,
+    EmbeddingSpec,
+    ReaderSpec,
+    StepperSpec,
+    build_dense,
+    build_embedding,
+    build_reader,
+    build_stepper,
+)
+from shadowsync.cluster.supervisor import Member
+from shadowsync.cluster.trainer import build_trainer
+from shadowsync.config import ClusterConfig
+from shadowsync.data.reader import Reader
+from shadowsync.rpc.errors import GONE
+from shadowsync.runtime.runtime import Builder
+
+if TYPE_CHECKING:
+    from shadowsync.cluster.manager import ClusterManager, ClusterSpec
+
+LOOK_S = 0.05
+
+
+class Role(ABC):
+    """One kind of role; by default a server that another one replaces as it was built."""
+
+    kind: ClassVar[str]
+
+    def request(self, spec: "ClusterSpec", role: str) -> RoleRequest:
+        """What the role of that name needs of its machine."""
+        return self.of(spec.job.config.cluster, role)
+
+    def of(self, cluster: ClusterConfig, role: str, filled_bytes: int = 0) -> RoleRequest:
+        """As `request`, of a role that will fill so much memory."""
+        return RoleRequest(role, filled_bytes, cluster.server_cpus, cluster.server_resource)
+
+    @abstractmethod
+    def part(
+        self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
+    ) -> tuple[Builder, Any]:
+        """What makes a member's part, and from what; arguments as `ClusterManager.build`."""
+
+    def on_join(self, manager: "ClusterManager", member: Member, reader: Reader, stopping: Callable[[], bool]) -> None:
+        """Puts a process that takes the role's place to work, while the others go on.
+
+        Raises:
+            NobodyLeft: everybody has to go back to a checkpoint.
+            PeerLost: it died again. For servers that are not there a trainer waits, unless `stopping`.
+        """
+        self.fill(manager, member, reader)
+        member.ready = True
+        manager.tell_of(member)
+
+    def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
+        """Gives a server that takes another's place its part, with what that one held; raises as `on_join`."""
+        manager.build(member, reader)
+
+    @abstractmethod
+    def on_death(
+        self, manager: "ClusterManager", members: Sequence[Member], samples: int, goes_back: bool, needed: bool
+    ) -> str | None:
+        """Takes note that members of the kind died at once.
+
+        Args:
+            manager: whose.
+            members: who died.
+            samples: trained so far.
+            goes_back: with the rows of a server everybody goes back to the last checkpoint.
+            needed: the weights of a trainer are, for the last image or for one that takes a place.
+
+        Returns:
+            why everybody has to go back; None if nobody has to.
+        """
+
+
+class EmbeddingRole(Role):
+    """Holds rows; memory decides about its place."""
+
+    kind = "embedding"
+
+    def request(self, spec: "ClusterSpec", role: str) -> RoleRequest:
+        return self.of(spec.job.config.cluster, role, spec.row_bytes[int(role.rpartition("-")[2])])
+
+    def part(
+        self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
+    ) -> tuple[Builder, EmbeddingSpec]:
+        job, shards = manager.spec.job.without_model, manager.spec.shards[member.index]
+        memory = manager.memory_of(member.role)
+        return build_embedding, EmbeddingSpec(job, shards, manager.generation, filled, memory, inherits)
+
+    def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
+        """Its rows are as they were, if they outlived the one before; else those of the newest checkpoint, without one
+        the initial ones. Nobody else goes back.
+
+        Nobody knows it yet, so rows of a checkpoint that turns out to be damaged are simply overwritten.
+        """
+        outlived = member.role in manager.memory
+        manager.build(member, reader, filled=False, inherits=outlived)
+        if outlived:
+            return
+        images, outages, began = manager.images, manager.outages, time.monotonic()
+        shards = manager.spec.shards[member.index]
+        with outages.newest(shards, lambda saved: images.load_server(saved, member)) as saved:
+            if saved is None:
+                manager.build(member, reader)
+            outages.over(member.index, saved, began)  # before anybody saves: it decides what a save holds
+
+    def on_death(
+        self, manager: "ClusterManager", members: Sequence[Member], samples: int, goes_back: bool, needed: bool
+    ) -> str | None:
+        lost = [member for member in members if member.role not in manager.memory]
+        if lost and goes_back:
+            return f"{lost[0].role} died"
+        if lost:
+            manager.outages.begin([member.index for member in lost], samples)
+        return None
+
+
+class DenseRole(Role):
+    """Holds a part of the central dense copy, or of the one that gradient methods step."""
+
+    kind = "dense"
+
+    def part(
+        self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
+    ) -> tuple[Builder, DenseSpec | StepperSpec]:
+        spec, index = manager.spec, member.index
+        if spec.parts:
+            return build_stepper, StepperSpec(spec.job, manager.generation, spec.parts[index], index == 0)
+        start, stop = spec.spans[index]
+        codec, memory = spec.job.choices.codecs["dense"], manager.memory_of(member.role)
+        return build_dense, DenseSpec(codec, stop - start, manager.generation, memory)
+
+    def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
+        manager.build(member, reader)
+        if member.role not in manager.memory:
+            manager.dense.fill_server(member)
+
+    def on_death(
+        self, manager: "ClusterManager", members: Sequence[Member], samples: int, goes_back: bool, needed: bool
+    ) -> str | None:
+        return f"{members[0].role} died, and the dense part with it" if manager.dense.is_with_servers else None
+
+
+class ReaderRole(Role):
+    """Parses rows for the trainers of its machine."""
+
+    kind = "reader"
+
+    def of(self, cluster: ClusterConfig, role: str, filled_bytes: int = 0) -> RoleRequest:
+        return RoleRequest(role, filled_bytes, 0.0, cluster.trainer_resource, seeks="trainer")
+
+    def part(
+        self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
+    ) -> tuple[Builder, ReaderSpec]:
+        return build_reader, ReaderSpec(manager.spec.job.without_model, reader.options)
+
+    def on_death(
+        self, manager: "ClusterManager", members: Sequence[Member], samples: int, goes_back: bool, needed: bool
+    ) -> str | None:
+        if manager.serving("reader"):
+            manager.tell_of(members[0])  # another takes over at once
+        return None
+
+
+class TrainerRole(Role):
+    """Trains, and merges its replica or sends gradients."""
+
+    kind = "trainer"
+
+    def of(self, cluster: ClusterConfig, role: str, filled_bytes: int = 0) -> RoleRequest:
+        keeps_off = "embedding" if cluster.placement == "apart" else ""
+        return RoleRequest(role, filled_bytes, cluster.trainer_cpus, cluster.trainer_resource, keeps_off)
+
+    def part(
+        self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
+    ) -> tuple[Builder, TrainerSpec]:
+        return build_trainer, TrainerSpec(
+            manager.spec.job, member.index, manager.generation, manager.near or self._addresses(manager, member)
+        )
+
+    def _addresses(self, manager: "ClusterManager", member: Member) -> Addresses:
+        driver, averaging = manager.endpoints.addresses
+        shards = manager.spec.shards
+        return Addresses(
+            driver,
+            averaging,
+            manager.reader_of(member).endpoint.address,
+            tuple((manager.address(server), shards[server.index]) for server in manager.row_servers()),
+            tuple(manager.address(server) for server in manager.dense_servers()),
+        )
+
+    def on_join(self, manager: "ClusterManager", member: Member, reader: Reader, stopping: Callable[[], bool]) -> None:
+        while not stopping():
+            try:
+                manager.build(member, reader)
+                break
+            except GONE:  # a server may not be there yet
+                if not member.living or (manager.all_servers_serve() and manager.serving("reader")):
+                    raise
+                time.sleep(LOOK_S)
+        else:
+            return
+        with manager.images.turn:
+            manager.dense.fill_trainer(member)
+            manager.endpoints.expect(member.index)
+            manager.statuses.add(member)
+            manager.tell_replacement(member)
+            manager.ask_to_start(member)
+            if stopping():
+                manager.ask_to_stop()
+
+    def on_death(
+        self, manager: "ClusterManager", members: Sequence[Member], samples: int, goes_back: bool, needed: bool
+    ) -> str | None:
+        for member in members:
+            manager.endpoints.give_up(member.index)
+            manager.statuses.forget(member)
+        if needed and manager.dense.is_with_trainers and not manager.statuses.at_work():
+            return "no trainer is left whose weights the others could go on from"
+        return None
+
+
+ROLES: dict[str, Role] = {role.kind: role for role in (EmbeddingRole(), DenseRole(), ReaderRole(), TrainerRole())}

@@ -1,0 +1,156 @@
+"""Which role goes to which machine, and when there is no use in starting it again; pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shadowsync.assembly import GIB
+from shadowsync.runtime.runtime import LaunchRequest, Machine
+
+MOST_DEATHS = 20
+
+
+@dataclass(frozen=True)
+class RoleRequest:
+    """A role that wants a place.
+
+    Attributes:
+        role: its name, `kind-index`.
+        bytes: of memory that it will fill; where it fills any, that decides about its place.
+        cpus: that it takes.
+        resource: custom resource that its machine must have.
+        keeps_off: kind of the roles that must not be on its machine; empty for none.
+        seeks: kind of the roles that it would be near; likewise.
+    """
+
+    role: str
+    bytes: int = 0
+    cpus: float = 0.0
+    resource: str | None = None
+    keeps_off: str = ""
+    seeks: str = ""
+
+    @property
+    def kind(self) -> str:
+        """`reader`, `trainer`, `embedding` or `dense`."""
+        return self.role.rpartition("-")[0]
+
+
+class Scheduler:
+    """The machines with what is on them.
+
+    Machines without CPUs are left to the driver, as on a KubeRay head.
+
+    Args:
+        machines: those that are there.
+        placed: roles that have a place already, each with its machine.
+    """
+
+    def __init__(self, machines: Sequence[Machine], placed: Iterable[tuple[RoleRequest, str]] = ()) -> None:
+        self._machines = [machine for machine in machines if machine.cpus > 0]
+        self._placed = list(placed)
+
+    def put(self, request: RoleRequest) -> LaunchRequest | None:
+        """The best place for a role, which it takes; None if there is none now.
+
+        Who fills memory goes where the least share of it is filled, everybody else where fewest of its kind are, and
+        before that where those are whom it seeks.
+        """
+        able = [machine for machine in self._machines if self._can_take(machine, request)]
+        if not able:
+            return None
+        best = min(able, key=lambda machine: self._rank(machine, request))
+        self._placed.append((request, best.id))
+        return LaunchRequest(request.role, best.id, request.cpus, request.resource)
+
+    def machines_of(self, kind: str) -> int:
+        """How many machines have a role of that kind."""
+        return len({machine for placed, machine in self._placed if placed.kind == kind})
+
+    def why_not(self, request: RoleRequest) -> str:
+        """Says what a role that found no place needs."""
+        wanted = [
+            *([f"{request.cpus:g} free CPU(s)"] if request.cpus else []),
+            *([f"{request.bytes / GIB:.1f} GiB of memory"] if request.bytes else []),
+            *([f"the resource {request.resource}"] if request.resource else []),
+            *([f"no {request.keeps_off} server"] if request.keeps_off else []),
+        ]
+        what = f" with {' and '.join(wanted)}" if wanted else ""
+        return f"{request.role} needs a machine{what}, and none of the {len(self._machines)} has room"
+
+    def _can_take(self, machine: Machine, request: RoleRequest) -> bool:
+        there = self._on(machine)
+        return (
+            (request.resource is None or request.resource in machine.resources)
+            and machine.cpus - sum(other.cpus for other in there) >= request.cpus
+            and all(other.kind != request.keeps_off for other in there)
+            and request.bytes <= machine.memory_bytes - sum(other.bytes for other in there)
+        )
+
+    def _rank(self, machine: Machine, request: RoleRequest) -> tuple[float, ...]:
+        there = self._on(machine)
+        kinds = Counter(other.kind for other in there)
+        same = kinds[request.kind]
+        if request.bytes:
+            filled = sum(other.bytes for other in there) + request.bytes
+            return (filled / max(1, machine.memory_bytes), same, len(there))
+        if request.seeks:
+            return (-min(1, kinds[request.seeks]), same, len(there))
+        return (same, len(there), -machine.cpus)
+
+    def _on(self, machine: Machine) -> list[RoleRequest]:
+        return [placed for placed, where in self._placed if where == machine.id]
+
+
+@dataclass
+class RestartPolicy:
+    """Since when places are vacant, and how often somebody died since the last progress; times are handed in.
+
+    Args:
+        lost_after_s: how long a place may be vacant, or trainers too few.
+        min_trainers: below that the job is not worth its servers.
+        most_deaths: without a row trained in between that was not trained before.
+    """
+
+    lost_after_s: float
+    min_trainers: int
+    most_deaths: int = MOST_DEATHS
+    _since: dict[str, float] = field(default_factory=dict)
+    _few_since: float | None = None
+    _furthest: int = -1
+    _deaths: int = 0
+
+    def died(self, role: str, trained: int, now: float) -> None:
+        """Somebody did, when so many rows were trained."""
+        self._since.setdefault(role, now)
+        if trained > self._furthest:
+            self._furthest, self._deaths = trained, 0
+        self._deaths += 1
+
+    def taken(self, role: str) -> None:
+        """Somebody has the place and is at work."""
+        self._since.pop(role, None)
+
+    def clear(self) -> None:
+        """Everybody is at work."""
+        self._since.clear()
+
+    def too_long(self, role: str, now: float) -> bool:
+        """The place has been vacant for longer than the job waits."""
+        return now - self._since.get(role, now) > self.lost_after_s
+
+    def too_few(self, trainers: int, now: float) -> str | None:
+        """Why the job ends for lack of trainers, if it does."""
+        if trainers >= self.min_trainers:
+            self._few_since = None
+            return None
+        self._few_since = now if self._few_since is None else self._few_since
+        if now - self._few_since <= self.lost_after_s:
+            return None
+        return f"fewer than cluster.min_trainers={self.min_trainers} trainers are left"
+
+    def hopeless(self, role: str) -> str | None:
+        """Why there is no use in replacing anybody any more, if so; `role` died last."""
+        if self._deaths <= self.most_deaths:
+            return None
+        return f"{self._deaths} roles died in a row while nothing new was trained, {role} the last of them"

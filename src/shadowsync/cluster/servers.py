@@ -1,0 +1,247 @@
+"""What the servers and readers of a job serve, each built from a specification that travels to its machine."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shadowsync.aggregation.dense_client import DenseShare
+from shadowsync.aggregation.stepping import DenseStepper
+from shadowsync.assembly import make_module, row_optimizer
+from shadowsync.cluster.context import JobContext
+from shadowsync.compression.codec import Codec
+from shadowsync.data.reader import Parser, ReaderOptions
+from shadowsync.dense_state import TrainerImage, check_image, dense_tensors, is_buffer
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.service import EmbeddingService
+from shadowsync.embedding.table import Shard
+from shadowsync.errors import DataError
+from shadowsync.memory.shared import Exclusive, SharedMemory
+from shadowsync.recovery.settings import row_tracking
+from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.served import Served, served
+from shadowsync.runtime.runtime import ProcessContext
+from shadowsync.sync.dense import DenseServer
+from shadowsync.sync.dense_wire import DenseService
+from shadowsync.training.pieces import by_parameter
+from shadowsync.training.replica import Replica
+
+IMAGE_S = 20.0
+"""Deadline of a pause and of each message of an image: rather no checkpoint than one for which all wait so long."""
+
+
+class Nothing:
+    """A part without methods, for a process that is to do nothing until it gets its next one."""
+
+
+def build_nothing(_: None, __: ProcessContext) -> Served:
+    """Ends what was there."""
+    return Served(Nothing())
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """An embedding server.
+
+    Attributes:
+        filled: its rows have their initial values; else they are zero, and all of them are to be loaded, or as they
+            stand in its memory.
+        memory: path of the memory that its rows are in, where trainers reach them without it.
+        inherits: the rows there are those of a server that is gone.
+    """
+
+    job: JobContext
+    shards: tuple[Shard, ...]
+    generation: int
+    filled: bool = True
+    memory: str | None = None
+    inherits: bool = False
+
+
+def build_embedding(spec: EmbeddingSpec, _: ProcessContext) -> EmbeddingService:
+    """Makes one."""
+    config, choices = spec.job.config, spec.job.choices
+    seed = config.train.seed
+    server = EmbeddingServer(
+        spec.shards,
+        choices.storage,
+        row_optimizer(config.embedding),
+        seed if spec.filled else None,
+        row_tracking(choices.recovery, seed),
+        None if spec.memory is None else SharedMemory.open(spec.memory),
+    )
+    if spec.inherits:
+        server.inherit()
+    pull, push, generation = choices.codecs["pull"], choices.codecs["push"], Generation(spec.generation)
+    return EmbeddingService(server, pull, push, generation=generation, streams=config.train.workers)
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """A dense server of so many parameters, zero until they are written; `memory` as in `EmbeddingSpec`."""
+
+    codec: Codec
+    length: int
+    generation: int
+    memory: str | None = None
+
+
+def build_dense(spec: DenseSpec, _: ProcessContext) -> Served:
+    """Makes one."""
+    return Served(DenseService(dense_server(spec.length, spec.memory), spec.codec, Generation(spec.generation)))
+
+
+def dense_server(length: int, memory: str | None) -> DenseServer:
+    """Of so many parameters, zero or as they stand in that memory."""
+    if memory is None:
+        return DenseServer(torch.zeros(length))
+    opened = SharedMemory.open(memory)
+    return DenseServer(opened.take(length, torch.float32), Exclusive(opened))
+
+
+@dataclass(frozen=True)
+class StepperSpec:
+    """A dense server of gradient methods: its parameters, and whether it has the module's buffers."""
+
+    job: JobContext
+    generation: int
+    part: DenseShare
+    first: bool
+
+
+def build_stepper(spec: StepperSpec, _: ProcessContext) -> Served:
+    """Makes one with the initial values."""
+    job = spec.job
+    module = make_module(job.config, job.choices, job.schema, job.tables, job.model)
+    replica = job.replica(spec.part.module(module, buffers=spec.first))
+    codec = by_parameter(job.choices.codecs["dense"], replica.slots, len(replica.flat))
+    generation, train = Generation(spec.generation), job.config.train
+    return Served(StepperPart(replica, train.clip_norm, codec=codec, generation=generation, streams=train.workers))
+
+
+@dataclass(frozen=True)
+class ReaderSpec:
+    """A reader of the training rows, with the driver's options."""
+
+    job: JobContext
+    options: ReaderOptions
+
+
+def build_reader(spec: ReaderSpec, process: ProcessContext) -> Served:
+    """Makes one.
+
+    Raises:
+        DataError: this machine sees other rows than the driver.
+    """
+    job = spec.job
+    source = job.choices.source.open("train", job.config.data.on_bad_row)
+    if source is None or source.rows != job.rows:
+        found = 0 if source is None else source.rows
+        raise DataError(
+            f"{process.role} finds {found} training rows on its machine, the driver {job.rows}: data.path must mean "
+            "the same on every machine"
+        )
+    return Served(Parser(source, spec.options))
+
+
+# --- images of dense parts -------------------------------------------------------------------------------------------
+
+
+class Imaged(ABC):
+    """A role with a dense part, of which images are taken and put back."""
+
+    @served(once=False, timeout_s=IMAGE_S)
+    def snapshot(self) -> TrainerImage:
+        """A copy, which may cross."""
+        return self._image().in_main_memory()
+
+    @served()
+    def restore(self, image: TrainerImage) -> None:
+        """Puts a copy back.
+
+        Raises:
+            DataError: it does not fit.
+        """
+        self._put_back(image)
+
+    @abstractmethod
+    def _image(self) -> TrainerImage: ...
+
+    @abstractmethod
+    def _put_back(self, image: TrainerImage) -> None: ...
+
+
+class StepperPart(DenseStepper, Imaged):
+    """A `DenseStepper` of which images are taken and put back."""
+
+    def _image(self) -> TrainerImage:
+        return TrainerImage.of(self.replica, {})
+
+    def _put_back(self, image: TrainerImage) -> None:
+        check_image(image.replica, dense_tensors(self.replica))
+        image.put_into(self.replica)
+        self.restart(self.newest.number, self._generation.number)
+
+
+class PartImages:
+    """Divides images among the servers, and puts theirs together.
+
+    Args:
+        parts: of the servers, in their order; the first has the module's buffers.
+        template: a replica of the whole; it is left as it is.
+    """
+
+    def __init__(self, parts: Sequence[DenseShare], template: Replica) -> None:
+        self._parts = parts
+        self._scalars = set(template.optimizer.per_parameter)
+        self._length, self._count = len(template.flat), len(template.slots)
+
+    def join(self, images: Sequence[TrainerImage]) -> TrainerImage:
+        """The image of the whole, of one from each server.
+
+        Raises:
+            DataError: they do not belong together.
+        """
+        if len(images) == 1:
+            return images[0]
+        first = images[0].replica
+        buffers = {name: tensor for name, tensor in first.items() if is_buffer(name)}
+        return TrainerImage({name: self._joined(name, images) for name in first if name not in buffers} | buffers, {})
+
+    def split(self, image: TrainerImage) -> list[TrainerImage]:
+        """The image for each server."""
+        if len(self._parts) == 1:
+            return [image]
+        return [
+            TrainerImage(
+                {
+                    name: tensor if is_buffer(name) else self._cut(name, part, tensor)
+                    for name, tensor in image.replica.items()
+                    if part is self._parts[0] or not is_buffer(name)
+                },
+                {},
+            )
+            for part in self._parts
+        ]
+
+    def _cut(self, name: str, part: DenseShare, tensor: Tensor) -> Tensor:
+        flat = tensor.view(-1)
+        return flat[list(part.indices)] if name in self._scalars else part.cut(flat)
+
+    def _joined(self, name: str, images: Sequence[TrainerImage]) -> Tensor:
+        pairs = [(part, self._tensor(name, image)) for part, image in zip(self._parts, images, strict=True)]
+        whole = pairs[0][1].new_zeros(self._count if name in self._scalars else self._length)
+        for part, tensor in pairs:
+            if name in self._scalars:
+                whole[list(part.indices)] = tensor
+            else:
+                part.put(tensor, whole)
+        return whole
+
+    def _tensor(self, name: str, image: TrainerImage) -> Tensor:
+        found = image.replica.get(name)
+        if found is None:
+            raise DataError(f"a dense server keeps no {name} for its parameters")
+        return found

@@ -1,0 +1,218 @@
+"""The processes of the roles: launched, watched and given up."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shadowsync.cluster.context import EventLog, RolePlace
+from shadowsync.metrics.roles import RoleState
+from shadowsync.rpc.connection import Connection, Connector
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.runtime.runtime import Builder, Endpoint, LaunchRequest, RoleProcess, Runtime
+
+_LOG = logging.getLogger(__name__)
+WATCH_S = 0.1
+UNREACHABLE_S = 3.5
+START_S = 120.0
+BUILD_S = 300.0
+
+
+@dataclass(eq=False)
+class Member:
+    """A role's present process.
+
+    Attributes:
+        request: what was asked for.
+        incarnation: how many processes the role had before.
+        process: it.
+        endpoint: where it is.
+        connection: the driver's, to what it serves.
+        state: as the driver sees it.
+        noted: it died, and the session has taken note: only then may another take its endpoint.
+        ready: a server's part is in place, so that others may be sent there.
+    """
+
+    request: LaunchRequest
+    incarnation: int
+    process: RoleProcess
+    endpoint: Endpoint
+    connection: Connection
+    state: RoleState = "alive"
+    noted: bool = False
+    ready: bool = False
+
+    @property
+    def role(self) -> str:
+        """Its name."""
+        return self.request.role
+
+    @property
+    def kind(self) -> str:
+        """`reader`, `trainer`, `embedding` or `dense`."""
+        return self.role.rpartition("-")[0]
+
+    @property
+    def index(self) -> int:
+        """Among its kind."""
+        return int(self.role.rpartition("-")[2])
+
+    @property
+    def living(self) -> bool:
+        """It was not given up."""
+        return self.state in ("alive", "unreachable")
+
+    def build(self, builder: Builder, spec: Any) -> None:
+        """Has a part made there and waits for it.
+
+        Raises:
+            PeerLost: the process ended meanwhile.
+            ShadowSyncError: what the builder raised.
+        """
+        try:
+            self.process.build(builder, spec).result(BUILD_S)
+        except TimeoutError as error:
+            raise PeerLost(f"{self.role} did not get ready within {BUILD_S:g} s") from error
+
+
+@dataclass
+class Supervisor:
+    """All members of a job, the newest of each role; a thread of its own looks after them.
+
+    Args:
+        runtime: starts processes.
+        courier: the driver's.
+        lost_after_s: silence after which a member is given up.
+        events: hears of what happens to them.
+        wake: called when somebody died.
+    """
+
+    runtime: Runtime
+    courier: Connector
+    lost_after_s: float
+    events: EventLog
+    wake: Callable[[], None]
+    members: dict[str, Member] = field(default_factory=dict)
+    _dead: list[Member] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _closed: threading.Event = field(default_factory=threading.Event, repr=False)
+    _listening_since: float = field(default=-math.inf, repr=False)
+    _looked_at: float = field(default=math.inf, repr=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        if not self.runtime.direct:
+            self._thread.start()
+
+    def launch(self, request: LaunchRequest) -> Member:
+        """Starts a process for a role, waits until it is there, and lets it take the place of the one before.
+
+        Raises:
+            PeerLost: it did not start, or ended at once.
+        """
+        process = self.runtime.start(request)
+        try:
+            endpoint = process.endpoint(START_S)
+        except BaseException:
+            process.kill()
+            raise
+        before = self.members.get(request.role)
+        incarnation = 0 if before is None else before.incarnation + 1
+        member = Member(request, incarnation, process, endpoint, self.courier.connect(endpoint.address))
+        with self._lock:
+            if self._closed.is_set():
+                process.kill()
+                raise PeerLost("the job has ended")
+            self.members[request.role] = member
+        self.events.add(request.role, "alive" if before is None else "restarted", endpoint.host)
+        return member
+
+    def of_kind(self, kind: str) -> list[Member]:
+        """The living members of a kind, by index."""
+        found = [member for member in list(self.members.values()) if member.kind == kind and member.living]
+        return sorted(found, key=lambda member: member.index)
+
+    def take_dead(self) -> list[Member]:
+        """Those that died since the last call; their places are vacant from now on."""
+        with self._lock:
+            dead, self._dead = self._dead, []
+            for member in dead:
+                member.noted = True
+        return dead
+
+    def occupied(self) -> set[str]:
+        """Roles that somebody has, or had until a death that nobody has taken note of."""
+        return {role for role, member in list(self.members.items()) if member.living or not member.noted}
+
+    @property
+    def anybody_died(self) -> bool:
+        """Somebody did, and nobody has taken note."""
+        return bool(self._dead)
+
+    def give_up(self, member: Member, reason: str, end: bool = True) -> None:
+        """Ends a member: calls to it fail from now on; if it is not to `end`, it only counts as dead."""
+        with self._lock:
+            if not member.living:
+                return
+            member.state = "dead"
+            if self._closed.is_set():
+                return
+            self._dead.append(member)
+        self.events.add(member.role, "dead", reason)
+        if end:
+            member.process.kill()
+            member.connection.redirect(None)
+        self.wake()
+
+    def places(self) -> dict[str, RolePlace]:
+        """Where the members are, by role."""
+        return {
+            role: RolePlace(member.endpoint.pid, member.endpoint.host, member.incarnation, member.endpoint.log)
+            for role, member in sorted(self.members.copy().items())
+        }
+
+    def close(self) -> None:
+        """Ends the watch; the members are the runtime's to end."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCH_S):
+            self.look_round(time.monotonic())
+
+    def look_round(self, now_s: float) -> None:
+        """Looks after everybody who lives; the clock is the system's steady one."""
+        if now_s - self._looked_at > UNREACHABLE_S:  # this process was stopped: who spoke meanwhile was not heard
+            self._listening_since = now_s
+        self._looked_at = now_s
+        for member in list(self.members.values()):
+            if member.living:
+                self._watch_one(member, now_s)
+
+    def _watch_one(self, member: Member, now_s: float) -> None:
+        try:
+            self._look_at(member, now_s)
+        except BaseException as error:  # one that cannot be looked after must not end the watch over the others
+            _LOG.exception("looking after %s failed", member.role)
+            self.give_up(member, f"it cannot be looked after: {error}")
+
+    def _look_at(self, member: Member, now_s: float) -> None:
+        reason = member.process.ended()
+        silent_s = min(member.connection.silent_s(), now_s - self._listening_since)
+        if reason is None and silent_s > self.lost_after_s:
+            reason = f"silent for {silent_s:.0f} s"
+        if reason is not None:
+            self.give_up(member, reason)
+        elif (silent_s > UNREACHABLE_S) != (member.state == "unreachable"):
+            member.state = "unreachable" if member.state == "alive" else "alive"
+            self.events.add(member.role, "unreachable" if member.state == "unreachable" else "reachable")
+
+
+def first_error(errors: Sequence[BaseException | None]) -> BaseException | None:
+    """The one to raise: what a part found wrong rather than that somebody is gone."""
+    found = [error for error in errors if error is not None]
+    return next((error for error in found if not isinstance(error, PeerLost)), found[0] if found else None)

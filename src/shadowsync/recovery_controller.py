@@ -1,0 +1,396 @@
+"""When a running job saves, what a save holds, and what failures of embedding servers have cost it."""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from shadowsync.checkpoint.deltas import Chain, rows_bytes
+from shadowsync.checkpoint.loading import LoadedCheckpoint, written_rows
+from shadowsync.checkpoint.parents import plain_name
+from shadowsync.checkpoint.saver import AsyncSaver
+from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
+from shadowsync.checkpoint.store import CheckpointStore, GivenUp, ParentLost
+from shadowsync.cluster.context import ServerLoss
+from shadowsync.cluster.session import Session
+from shadowsync.dense_state import job_state
+from shadowsync.embedding.table import Shard
+from shadowsync.errors import CheckpointError, SaveError
+from shadowsync.job_snapshot import take_snapshot
+from shadowsync.recovery.pls import PlsAccount
+from shadowsync.recovery.policy import Scale
+from shadowsync.recovery.scheduler import CheckpointScheduler, Due, Estimates
+from shadowsync.recovery.settings import EVERYTHING
+from shadowsync.rpc.errors import GONE
+
+AGAIN_S = 0.5
+"""Until a save is tried again that a failure prevented."""
+PROBE_S = 600.0
+"""The first save comes after this time if not sooner, to learn what one costs."""
+
+
+class _Saved(NamedTuple):
+    """A save that is on the disk."""
+
+    due: Due
+    samples: int
+    whole: bool
+    cost_s: float
+
+
+class RecoveryController:
+    """Has saved what a `CheckpointScheduler` says is due, makes fail what is to fail, and keeps the account.
+
+    The job's thread calls it. What follows a save is noted by the saver's thread and taken up at the next `look`.
+
+    Args:
+        session: whose state is saved.
+        store: where to.
+        given: the configuration as the user gave it, for checkpoints.
+        resumed: what the job goes on from.
+        own: `resumed` is in this store.
+
+    Attributes:
+        rounds: whole saves, and ends of rounds of saves by priority.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        store: CheckpointStore,
+        saver: AsyncSaver,
+        given: Mapping[str, Any],
+        resumed: LoadedCheckpoint | None = None,
+        own: bool = False,
+    ) -> None:
+        self.settings = session.choices.recovery
+        self.saver = saver
+        self._session, self._store, self._given = session, store, given
+        self._every_s = session.config.train.save_every_s
+        self._spent_s = dict.fromkeys(("save", "load", "lost", "wait"), 0.0)
+        self._total_samples, samples = max(1, session.total_samples), session.reader.trained
+        self._servers = range(len(session.row_shares()))
+        self.account = PlsAccount(self._total_samples, session.row_shares(), samples)
+        if resumed is not None:
+            self.account.pls = job_state(resumed).pls
+            if not resumed.exact:
+                self.account.failed(self._servers, resumed.samples, resumed.oldest)
+        schedule = self.settings.schedule
+        self._script = None if schedule is None else schedule.script(session.can_fail())
+        self._lock = threading.Lock()
+        self._ended: list[_Saved | None] = []
+        self._said: list[str] = []
+        self._chain = Chain(() if resumed is None else [layer.byte_count for layer in resumed.layers])
+        self._parent = resumed.name if resumed is not None and own else None
+        self._of_one_moment = resumed is None or resumed.exact
+        self._taken_samples = -1
+        self._exact_samples = samples if self._parent is not None else -1
+        self.rounds = self._repeated = 0
+        self._start_clock()
+        session.goes_back = self._goes_back
+
+    def _start_clock(self) -> None:
+        self._began = time.monotonic()
+        self._again_at = self._started = self._now()
+        goal = replace(self.settings.goal, interval_s=self.settings.goal.interval_s or self._every_s)
+        scale = Scale(len(self._servers), self.settings.job_s or math.inf)
+        estimates = Estimates(self.settings.priors, self._now())
+        probe_s = PROBE_S if self.settings.job_s is None else math.inf  # what an emulated save costs is known
+        self.scheduler = CheckpointScheduler(goal, scale, estimates, self.settings.share, probe_s=probe_s)
+
+    def _now(self) -> float:
+        """By the clock by which the job saves and fails: its own, or that of the longer job that it stands for."""
+        if self.settings.job_s is not None:
+            return self._emulated_s(self._session.reader.trained)
+        return time.monotonic() - self._began
+
+    def _emulated_s(self, samples: int) -> float:
+        return (self.settings.job_s or 0.0) * samples / self._total_samples
+
+    @property
+    def mode(self) -> str:
+        """What happens after a failure now: `full`, `partial` or `none`."""
+        return self.scheduler.decision.mode
+
+    @property
+    def why(self) -> str:
+        """The reason as a sentence; empty where nothing was to be chosen."""
+        return self.scheduler.decision.why if self.settings.saves else ""
+
+    @property
+    def interval_s(self) -> float | None:
+        """Seconds between saves, of whole rounds where rows are saved by priority; None for never."""
+        interval_s = self.scheduler.decision.interval_s if self.settings.saves else self._every_s
+        return interval_s if interval_s is not None and math.isfinite(interval_s) else None
+
+    @property
+    def target_pls(self) -> float | None:
+        """What the PLS may come to; None where nothing is meant to be lost."""
+        return self.settings.goal.target_pls if self.mode == "partial" else None
+
+    @property
+    def server_failures(self) -> int:
+        """Failures of embedding servers; several at once are one."""
+        return self.scheduler.estimates.failures
+
+    def seconds(self, load_s: float) -> dict[str, float]:
+        """What recovery has cost by kind as in `result.json`, with the seconds that a resume took to load."""
+        return {**self._spent_s, "load": load_s + self._spent_s["load"]}
+
+    @property
+    def lively(self) -> bool:
+        """Something may be due at any moment, so that whoever waits should look often."""
+        return self._script is not None or self.settings.job_s is not None
+
+    # --- in mid-run --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Training starts now."""
+        self._start_clock()
+        while self._script is not None and self._epochs and self._script.due(-1.0, self._epochs):
+            pass  # those of before a resume have happened
+
+    def take_stock(self) -> None:
+        """Takes note of saves and failures that are over."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for saved in ended:
+            if saved is None:
+                self._note_failed_save()
+            else:
+                self._note_save(saved)
+        for loss in self._session.losses():
+            self._note_loss(loss)
+
+    def look(self) -> list[str]:
+        """Takes note of what has happened, makes fail what is to fail now, and chooses anew if that is called for.
+
+        Returns:
+            Sentences for the user.
+        """
+        self.take_stock()
+        if self._script is not None:
+            for failure in self._script.due(self._now() - self._started, self._epochs):
+                self._session.inject_failure(failure.kind, failure.indices)
+            epochs = self._script.next_epochs
+            if epochs is not None and epochs <= self._session.config.data.epochs:
+                trained = math.ceil(epochs * self._session.train_source.rows)
+                self._session.reader.leases.alarm(trained, self._session.ended.set)
+        if self.settings.saves and (chosen := self.scheduler.revise(self._now())) is not None:
+            self._said.append(chosen)
+        self._session.goes_back = self._goes_back
+        with self._lock:
+            said, self._said = self._said, []
+        return said
+
+    @property
+    def _epochs(self) -> float:
+        return self._session.reader.trained / max(1, self._session.train_source.rows)
+
+    @property
+    def _goes_back(self) -> bool:
+        """There has to be something to go back to: after a change of mode that is the next save, due at once."""
+        return self.mode == "full" and self._of_one_moment
+
+    def seconds_left(self) -> float:
+        """Until a save is due, as far as one can tell now."""
+        if self.saver.busy or self.settings.job_s is not None:
+            return math.inf
+        return self._due_at - self._now()
+
+    @property
+    def _due_at(self) -> float:
+        if self.mode == "full" and not self._of_one_moment:
+            due_at = 0.0
+        elif self.settings.saves:
+            due_at = self.scheduler.due_at
+        else:
+            due_at = math.inf if self._every_s is None else self.scheduler.saved_at + self._every_s
+        return max(due_at, self._again_at)
+
+    def due(self) -> Due:
+        """What is to be saved now; nothing while a save is under way: a slow disk costs checkpoints, not training."""
+        if self.saver.busy or self._now() < self._due_at:
+            return Due.NOTHING
+        due = self.scheduler.due(self._now()) if self.settings.saves else Due.ROUND
+        return Due.ROUND if due is Due.NOTHING else due
+
+    # --- saves -------------------------------------------------------------------------------------------------------
+
+    def save(self, due: Due) -> bool:
+        """Has what is due saved in the background; false if somebody died, so that it is due still."""
+        self.scheduler.saving(due, self._now())
+        submitted = self._submit(due, "beside" if self.mode == "partial" else "copied")
+        if not submitted:
+            self._note_failed_save()
+        return submitted
+
+    def save_last(self) -> bool:
+        """Has everything saved as it is now, unless it is; false if somebody died.
+
+        Where nobody trains any more the rows are copied while they are written, and this waits for it.
+        """
+        self.saver.settle()
+        self.take_stock()
+        if self._session.alive() or self._session.given_up is not None:  # given up, trainers may be training still
+            return self._submit(Due.NOTHING, "copied")
+        submitted = self._submit(Due.NOTHING, "at rest")
+        self.saver.settle()
+        with self._lock:
+            lost = None in self._ended
+        self.take_stock()
+        return submitted and not lost
+
+    def _submit(self, due: Due, rows: Literal["copied", "at rest", "beside"]) -> bool:
+        """Has the state saved if there is news; false if somebody died.
+
+        Args:
+            due: what of the rows.
+            rows: how they are copied. `copied`: all at one moment, now; `at rest`: when they are written, as nobody
+                trains any more; `beside`: when they are written, while training goes on. Then a row may be some steps
+                ahead of the dense part and the position. Partial recovery bears much larger differences.
+        """
+        began = time.monotonic()
+        try:
+            with self._session.standing_still():
+                trained = self._session.reader.trained
+                if trained != self._exact_samples and (rows != "beside" or trained != self._taken_samples):
+                    copied = None if rows == "copied" else ()
+                    frame = take_snapshot(self._session, self._given, self.account.pls, copied)
+                    if rows == "beside":
+                        self._taken_samples = frame.samples
+                    else:
+                        self._exact_samples = frame.samples
+                    self._have_saved(frame, rows, due, time.monotonic() - began)
+                if self.settings.job_s is not None:
+                    self.saver.settle()  # next to the job that this one stands for, a save takes no time
+        except GONE:
+            return False
+        return True
+
+    def _have_saved(self, frame: Snapshot, rows: str, due: Due, stood_s: float) -> None:
+        """What goes on in the saver's thread costs training the time that it takes the processors."""
+        began_s, snapshot = 0.0, frame
+
+        def write() -> Snapshot:
+            nonlocal began_s, snapshot
+            began_s = time.thread_time()
+            if rows == "beside":
+                snapshot = self._with_rows(frame, due)
+            elif rows == "at rest":
+                snapshot = replace(frame, tables=self._session.rows_beside())
+            return snapshot
+
+        def saved(name: str) -> None:
+            self._parent = name
+            (self._chain.whole if snapshot.delta is None else self._chain.delta)(rows_bytes(snapshot.tables))
+            self._of_one_moment = snapshot.samples == self._exact_samples
+            cost_s = stood_s + self._tell_servers(name, snapshot)
+            cost_s += (time.thread_time() - began_s) / (os.cpu_count() or 1)
+            with self._lock:
+                self._ended.append(_Saved(due, snapshot.samples, snapshot.delta is None, cost_s))
+            if self._parent is not None and self._chain.is_long:
+                self._rewrite(name)
+
+        def failed(error: BaseException) -> bool:
+            """Takes in that a save came to nothing because somebody died, or because its parent is gone."""
+            if not isinstance(error, (*GONE, GivenUp, ParentLost)):
+                return False
+            if isinstance(error, ParentLost):
+                self._parent = None
+            with self._lock:
+                self._ended.append(None)
+            return True
+
+        self.saver.submit(write, saved, failed)
+
+    def _with_rows(self, frame: Snapshot, due: Due) -> Snapshot:
+        """In the saver's thread: with the rows that changed, on top of the last save, if that is worth it."""
+        if self._parent is not None:
+            rows = self._session.changed_rows(due is Due.ROUND)
+            if self._chain.takes(rows_bytes(rows)):
+                return replace(frame, tables=rows, delta=DeltaOf(self._parent, self.settings.priority == EVERYTHING))
+        return replace(frame, tables=self._session.rows_beside())
+
+    def _tell_servers(self, name: str, snapshot: Snapshot) -> float:
+        """Tells servers what is saved, for its cost as `Session.rows_saved`; what is not told comes up once more."""
+        if snapshot.delta is None and snapshot.samples == self._exact_samples:
+            return 0.0  # of one moment, so nobody copied them for a save
+        whole = [Shard(table, 0, table.rows) for table in self._session.tables]
+        try:
+            with written_rows(lambda: self._store.opened(name, whole)) as written:
+                return self._session.rows_saved(snapshot.tables, written)
+        except GONE:
+            pass
+        except CheckpointError as error:
+            self._parent = None  # nothing may build on what cannot be read
+            with self._lock:
+                self._said.append(str(error))
+        return 0.0
+
+    def _rewrite(self, name: str) -> None:
+        """A delta and all that it builds on as one; if that fails nothing is lost but room, and it is tried again."""
+        try:
+            self._parent = self._store.compact(name)
+            self._chain.rewritten()
+        except (GivenUp, SaveError) as error:
+            self._chain.put_off()
+            if isinstance(error, SaveError):
+                with self._lock:
+                    self._said.append(str(error))
+
+    # --- the account -------------------------------------------------------------------------------------------------
+
+    def _note_save(self, saved: _Saved) -> None:
+        ends_round = saved.whole or saved.due is Due.ROUND
+        if ends_round:
+            self.rounds += 1
+            for server in self._servers:
+                self.account.saved(server, saved.samples)
+        cost_s = saved.cost_s
+        if self.settings.job_s is not None:  # the one at the end is not there for failures
+            share = 1.0 if saved.whole else self.settings.share
+            cost_s = 0.0 if saved.due is Due.NOTHING else self.settings.priors.save_s * share
+        self._spent_s["save"] += cost_s
+        if self.settings.saves:
+            self.scheduler.saved(Due.ROUND if saved.whole else saved.due, cost_s)
+
+    def _note_failed_save(self) -> None:
+        """It is due as before, and tried again soon."""
+        self._again_at = self._now() + AGAIN_S
+        self._taken_samples = self._exact_samples = -1  # a save at these samples is on no disk
+        self.scheduler.not_saved()
+
+    def _note_loss(self, loss: ServerLoss) -> None:
+        """Books a loss; one of embedding servers also says what the next one will cost."""
+        estimates, load_s, restart_s = self.scheduler.estimates, loss.load_s, loss.restart_s
+        if loss.servers:
+            estimates.failed(len(loss.servers))
+        if self.settings.job_s is not None:
+            costs = estimates.costs(self._now())
+            load_s, restart_s = costs.load_s, costs.restart_s
+        elif loss.servers:
+            estimates.load.add(load_s)
+            estimates.restart.add(restart_s)
+        self._spent_s["load"] += load_s
+        self._spent_s["wait"] += restart_s
+        if self._parent is not None and plain_name(loss.loaded or "") != plain_name(self._parent):
+            self._parent = None  # what was saved last was not what they loaded, so nothing may build on it
+        if loss.back_to is None:
+            self.account.failed(loss.servers, loss.samples, loss.loaded_samples)
+        else:
+            self.account.went_back(loss.back_to)
+            self._repeated += loss.samples - loss.back_to
+            self._spent_s["lost"] += self._seconds_of(loss.samples - loss.back_to)
+
+    def _seconds_of(self, samples: int) -> float:
+        """How long so many samples take to train, at the speed of the job while it trained."""
+        if self.settings.job_s is not None:
+            return self._emulated_s(samples)
+        speed = self._session.recorder.speed()
+        trained = speed.eps * speed.seconds + self._repeated
+        training_s = speed.seconds - self._spent_s["load"] - self._spent_s["wait"]
+        return samples * training_s / trained if trained > 0 and training_s > 0 else 0.0

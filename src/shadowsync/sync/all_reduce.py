@@ -1,0 +1,525 @@
+"""How the vectors of trainers are averaged: whole or as differences, in one process or among several.
+
+`P` dense parameters, `n` members of an average; `w_i` the replica of member i, `v_i` what the others have of it, `r`
+the mean of all `v_i`.
+"""
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from shadowsync.compression.channel import Channel, Counter
+from shadowsync.compression.codec import Codec, Encoded, naming, received
+from shadowsync.compression.plain import Plain
+from shadowsync.errors import RunError
+from shadowsync.rpc.bundle import bundle, frames_of
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.errors import GONE
+from shadowsync.rpc.pending import Pending, ended
+from shadowsync.rpc.served import Client, ask, later
+from shadowsync.sync.averaging import AveragingService, MakeRing, Newest, Phase, Ring, Seat, Verdict
+from shadowsync.sync.schedule import Left, Rendezvous
+
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+_SELF = Client("")
+"""Stands for this trainer; the service knows by itself who asks."""
+SLICE_S = 0.2
+"""How often a wait for an answer looks whether the trainer has left."""
+LEAVING_S = 2.0
+"""How long a trainer that has left still waits for the end of a round that had started."""
+
+
+class Come(Protocol):
+    """Waits for what a ring promised; what it raises is to pass."""
+
+    def __call__(self, future: Future[T], /) -> T: ...
+
+
+@dataclass
+class Payload:
+    """A trainer's vector during one average, in which it may be sent several times.
+
+    Attributes:
+        vector: `[P]`, as it moves where vectors cross whole.
+        message: the difference, where the last attempt began with differences.
+        whole: the last attempt sent the vector.
+    """
+
+    vector: Tensor
+    message: Encoded | None = None
+    whole: bool = True
+
+
+class Strategy(ABC):
+    """One trainer's end of averages; what it keeps changes only where an average counts."""
+
+    @abstractmethod
+    def pack(self, weights: Tensor, live: bool = False) -> Payload:
+        """A payload of the replica `[P]`, as it is now; `live`: it is averaged at once, and needs no copy for that.
+
+        Raises:
+            NonFiniteTensor: it holds NaN or infinities, and the codec cannot carry them.
+        """
+
+    @abstractmethod
+    def mean(self, payload: Payload, ring: Ring, complete: bool, come: Come) -> Tensor:
+        """The average `[P]` through the ring, the same bits for all members; `complete` as in `Newest.common`."""
+
+    def mean_here(self, ends: Sequence["Strategy"], payloads: Sequence[Payload], complete: bool) -> Tensor:
+        """The average `[P]` of all members' payloads, in their order; `ends` are theirs."""
+        return mean_of([payload.vector.to(torch.float32) for payload in payloads])
+
+    @abstractmethod
+    def settle(self, payload: Payload, average: Tensor, members: int) -> None:
+        """The average counts, and so do its bytes."""
+
+    @abstractmethod
+    def missed(self, between: bool, common: bool) -> bool:
+        """As `Group.missed`, where others averaged without this trainer `between` its last two averages."""
+
+    @abstractmethod
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach`."""
+
+
+class Vectors(Strategy):
+    """Vectors cross, and are added up, in the codec's own type.
+
+    Bytes are counted as those of a ring all-reduce: each of n trainers sends 2 (n − 1) / n of what moves.
+    """
+
+    def __init__(self, codec: Codec, counter: Counter) -> None:
+        self._codec, self._counter = codec, counter
+
+    def pack(self, weights: Tensor, live: bool = False) -> Payload:
+        (vector,) = self._codec.encode(weights).frames
+        if not live and vector.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr():
+            vector = vector.clone()  # workers go on writing to it
+        return Payload(vector)
+
+    def mean(self, payload: Payload, ring: Ring, complete: bool, come: Come) -> Tensor:
+        return come(ring.mean(payload.vector))
+
+    def settle(self, payload: Payload, average: Tensor, members: int) -> None:
+        share, raw = 2 * (members - 1) / members, payload.vector.numel() * torch.float32.itemsize
+        self._counter.add("dense", round(payload.vector.nbytes * share), round(raw * share))
+
+    def missed(self, between: bool, common: bool) -> bool:
+        return between
+
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        weights.lerp_(target, alpha)
+
+
+class PublicCopy(Strategy):
+    """Differences cross, from each member to each other one; everything is as it was until an average counts.
+
+    `q_i = Q(w_i − v_i); v_i += q_i; r += Σ q_j / n`, after which `approach` takes replica and copy towards a target t
+    that all members know: `w_i += α (t − v_i); v_i += α (t − v_i); r += α (t − r)`. With t = r that is CHOCO-SGD
+    (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340) on a complete graph, with γ = α and `x̂_i` for `v_i`. There copies
+    move by `q_i` alone, so that the step towards the average crosses as well; here all members know it.
+
+    What the codec leaves out, `w_i − v_i`, stays in the replica and so in the next difference, and so does what workers
+    did since it was encoded; `approach` takes nothing of either away. So there is no residual beside it, `Σ w_i` is
+    conserved where t = r, and a member that forgot its copy loses nothing. Where one has none, or members are others
+    than those of r, vectors cross whole, and `v_i = w_i`; and so they do where the messages together, each of which
+    goes to n − 1 members, would be more than twice a vector, of which 2 (n − 1) / n cross.
+
+    All members add up the same messages in the same order, and `approach` is made of steps that round alike on all
+    processors, so that r has the same bits everywhere. It is the mean of the v_i within rounding errors, which shrink
+    by 1 − α in each round.
+
+    Args:
+        codec: as configured.
+        counter: adds up the bytes.
+        about: what messages are called in errors.
+
+    Attributes:
+        average: `[P]` r.
+        known: `[P]` v_i as of the last average; None before the first, which is of whole vectors.
+    """
+
+    def __init__(self, codec: Codec, counter: Counter, about: str) -> None:
+        self._codec, self._counter, self._about = codec.of_differences(), counter, about
+        self._state: Any = None
+        self.average = torch.zeros(0)
+        self.known: Tensor | None = None
+
+    def pack(self, weights: Tensor, live: bool = False) -> Payload:
+        return Payload(weights.clone())
+
+    def mean(self, payload: Payload, ring: Ring, complete: bool, come: Come) -> Tensor:
+        self._begin(payload, complete)
+        if payload.message is not None:
+            messages = come(ring.gather(bundle(payload.message.frames), 2 * payload.vector.nbytes))
+            if messages is not None:
+                payload.whole = False
+                return self._mean([frames_of(message) for message in messages])
+        return come(ring.mean(payload.vector))
+
+    def mean_here(self, ends: Sequence[Strategy], payloads: Sequence[Payload], complete: bool) -> Tensor:
+        for end, payload in zip(ends, payloads, strict=True):
+            assert isinstance(end, PublicCopy), "all members send alike"
+            end._begin(payload, complete and len(ends) > 1)
+        messages = [payload.message for payload in payloads if payload.message is not None]
+        if not messages or sum(each.byte_count for each in messages) > 2 * payloads[0].vector.nbytes:
+            return super().mean_here(ends, payloads, complete)
+        for payload in payloads:
+            payload.whole = False
+        return self._mean([message.frames for message in messages])
+
+    def settle(self, payload: Payload, average: Tensor, members: int) -> None:
+        message, vector = payload.message, payload.vector
+        if message is not None:
+            self._state = message.state  # also where vectors crossed: thresholds that let too much pass are to notice
+        raw = round(vector.nbytes * 2 * (members - 1) / members)
+        if payload.whole or message is None:
+            self.known = vector
+            self._counter.add("dense", raw, raw)
+        else:
+            self.known = self._known + self._decoded(message.frames)
+            self._counter.add("dense", message.byte_count * (members - 1), raw)
+            if self._codec.sparse:
+                self._counter.add_kept("dense", vector.numel(), message.kept_count, message.refreshes, message.early)
+        self.average = average
+
+    def missed(self, between: bool, common: bool) -> bool:
+        return not common
+
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        weights.add_((target - self._known).mul_(alpha))
+        self.known = _nearer(self._known, target, alpha)
+        if target is not self.average:
+            self.average = _nearer(self.average, target, alpha)
+
+    def _begin(self, payload: Payload, complete: bool) -> None:
+        """An attempt, with the message that it had before if that is one of differences too."""
+        payload.whole = True
+        if not complete:
+            payload.message = None
+        elif payload.message is None:
+            with naming(self._about):
+                payload.message = self._codec.encode(payload.vector - self._known, self._state)
+
+    def _mean(self, messages: Sequence[Sequence[Tensor]]) -> Tensor:
+        total = torch.zeros_like(self.average)
+        for frames in messages:
+            total.add_(self._decoded(frames))
+        return total.div_(len(messages)).add_(self.average)
+
+    def _decoded(self, frames: Sequence[Tensor]) -> Tensor:
+        with received("an average", self._codec):
+            return self._codec.decode(frames, tuple(self._known.shape))
+
+    @property
+    def _known(self) -> Tensor:
+        assert self.known is not None, "the first average is of whole vectors"
+        return self.known
+
+
+def _nearer(point: Tensor, target: Tensor, alpha: float) -> Tensor:
+    """`(1−α) point + α target` in single steps, exact at α = 1: one fused operation could round in a way of its own."""
+    return target - (target - point).mul_(1 - alpha)
+
+
+def mean_of(vectors: Sequence[Tensor]) -> Tensor:
+    """The mean `[P]` of vectors, added up in their order, so that every trainer would get the same result."""
+    total = vectors[0].clone()
+    for vector in vectors[1:]:
+        total.add_(vector)
+    return total.div_(len(vectors))
+
+
+def strategy_of(codec: Codec, counter: Counter, rank: int) -> Strategy:
+    """Vectors cross where they can be added up as they are encoded, else differences."""
+    if codec.everything or codec.levels[0].elementwise:
+        return Vectors(Plain() if codec.everything else codec, counter)
+    return PublicCopy(codec, counter, f"the replica of trainer {rank}")
+
+
+class Averaging:
+    """The all-reduce of the trainers in one process.
+
+    Args:
+        trainers: ranks.
+        channel: of the dense part.
+        waiting: entered while a trainer waits for others to come.
+    """
+
+    def __init__(
+        self, trainers: Sequence[int], channel: Channel, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._trainers, self._channel = trainers, channel
+        self._rendezvous: Rendezvous[Tensor, Tensor] = Rendezvous(trainers, self.combine, waiting)
+        self._begin()
+
+    def _begin(self) -> None:
+        codec, counter = self._channel.codec, self._channel.counter
+        self.ends = {rank: strategy_of(codec, counter, rank) for rank in self._trainers}
+        self.holds = dict.fromkeys(self._trainers, 0)
+        self._newest = Newest()
+        self._missed = dict.fromkeys(self._trainers, False)
+
+    def mean(self, rank: int, weights: Tensor) -> Tensor:
+        """As `Group.mean` of trainer `rank`: one tensor for all of them."""
+        return self._rendezvous.arrive(rank, weights)
+
+    def combine(self, replicas: Mapping[int, Tensor]) -> Tensor:
+        """The average `[P]` of replicas by rank, ascending, to which workers may be writing."""
+        members, ends = tuple(replicas), [self.ends[rank] for rank in replicas]
+        common, complete = self._newest.common(members, self.holds)
+        payloads = [end.pack(replica, live=True) for end, replica in zip(ends, replicas.values(), strict=True)]
+        average = ends[0].mean_here(ends, payloads, complete)
+        self._newest = Newest(self._newest.round + 1, members)
+        for rank, end, payload in zip(members, ends, payloads, strict=True):
+            end.settle(payload, average, len(members))
+            self._missed[rank] = end.missed(self._newest.round > self.holds[rank] + 1, common)
+            self.holds[rank] = self._newest.round
+        return average
+
+    def missed(self, rank: int) -> bool:
+        """As `Group.missed` of trainer `rank`."""
+        return self._missed[rank]
+
+    def approach(self, rank: int, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach` of trainer `rank`."""
+        self.ends[rank].approach(weights, target, alpha)
+
+    def forget(self) -> None:
+        """Replicas are about to become others; while nobody averages."""
+        if any(isinstance(end, PublicCopy) for end in self.ends.values()):
+            self._begin()
+
+    def join(self, rank: int) -> None:
+        """Trainer `rank` is waited for again."""
+        self._rendezvous.join(rank)
+
+    def leave(self, rank: int) -> None:
+        """Trainer `rank` is no longer waited for."""
+        self._rendezvous.leave(rank)
+
+
+@dataclass(frozen=True)
+class AveragingOptions:
+    """Patience.
+
+    Attributes:
+        poll_s: pause between two questions that were answered at once; more has slower rounds on a busy driver.
+        check_s: how often a reduction that does not end asks whether somebody has died.
+        give_up_s: an average that keeps failing for so long ends the trainer.
+    """
+
+    poll_s: float = 0.002
+    check_s: float = 0.25
+    give_up_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class RemoteBoard:
+    """The driver's board, for one ring (an `averaging.Board`)."""
+
+    connection: Connection
+    rank: int
+    epoch: int
+    poll_s: float
+
+    def pin(self, key: str, value: bytes) -> None:
+        ask(self.connection, AveragingService.note, _SELF, self.rank, self.epoch, key, value)
+
+    def read(self, keys: Sequence[str]) -> tuple[bytes, ...]:
+        wanted, pause = tuple(keys), threading.Event()
+        while (notes := ask(self.connection, AveragingService.notes, _SELF, self.rank, self.epoch, wanted)) is None:
+            pause.wait(self.poll_s)
+        return notes
+
+
+class _BrokenOff(Exception):
+    """This attempt gives no average; another one will."""
+
+
+class RemoteAveraging:
+    """The average of the trainers in other processes, for one of them.
+
+    A vector passes the codec and is copied when the round starts, so that it is fresh, and once only, so that a round
+    that failed is repeated with the same. Bytes are counted once the round counts. The ring is kept from round to round
+    as long as its members stay.
+
+    Args:
+        rank: of this trainer.
+        connection: to the driver's `AveragingService`.
+        make_ring: builds a ring, without waiting for the others.
+        codec: as configured; a sparse one looks at each parameter apart (`training.pieces`).
+        counter: adds up the bytes.
+        options: patience.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connection: Connection,
+        make_ring: MakeRing,
+        codec: Codec,
+        counter: Counter,
+        options: AveragingOptions = AveragingOptions(),
+    ) -> None:
+        self._rank, self._connection, self._make_ring, self._options = rank, connection, make_ring, options
+        self._strategy = strategy_of(codec, counter, rank)
+        self._turn = self._last_seen = 0
+        self._missed = False
+        self._ring: tuple[int, Ring] | None = None
+        self._one_at_a_time = threading.Lock()
+        self._left = threading.Event()
+        self._leaves = 0  # so far; that a round under way may notice one though the trainer has joined again
+        self._leaves_before = 0  # the round under way
+        self._failures, self._failing_since = 0, 0.0  # of the round under way
+
+    def mean(self, weights: Tensor) -> Tensor:
+        """As `Group.mean`: the average `[P]`, the same bits for all members.
+
+        Raises:
+            Left: this trainer left before the round started, or it started but has not ended soon after.
+            RunError: the driver is lost or has given this trainer up, or the trainers cannot reach each other.
+        """
+        with self._one_at_a_time:
+            self._turn += 1
+            self._leaves_before, self._failures = self._leaves, 0
+            try:
+                return self._mean(weights)
+            except BaseException:
+                self._drop_ring()
+                raise
+
+    def missed(self) -> bool:
+        """As `Group.missed`."""
+        return self._missed
+
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach`."""
+        self._strategy.approach(weights, target, alpha)
+
+    def join(self) -> None:
+        """This trainer is waited for.
+
+        Raises:
+            RunError: the driver is lost or has given this trainer up.
+        """
+        self._left.clear()
+        ask(self._connection, AveragingService.join, _SELF, self._rank)
+
+    def leave(self) -> None:
+        """This trainer is not waited for any more; a `mean` of another thread ends."""
+        self._leaves += 1
+        self._left.set()
+        said = later(self._connection, AveragingService.leave, _SELF, self._rank)
+        try:
+            if ended([said], LEAVING_S):
+                said.result()
+            else:
+                _LOG.info("trainer %d said that it leaves, and has no answer yet", self._rank)
+        except GONE as error:
+            _LOG.info("trainer %d could not say that it leaves: %s", self._rank, error)
+        if self._one_at_a_time.acquire(blocking=False):
+            self._drop_ring()
+            self._one_at_a_time.release()
+
+    def _mean(self, weights: Tensor) -> Tensor:
+        payload: Payload | None = None
+        average: Tensor | None = None
+        members, common = 1, False
+        verdict = self._arrive()
+        while verdict.phase is not Phase.DONE:
+            if verdict.phase is Phase.WAIT:
+                self._left.wait(self._options.poll_s)
+                verdict = self._arrive()
+                continue
+            if verdict.phase is Phase.OUT:
+                if self._left.is_set() or self._leaves != self._leaves_before:  # it may have joined again meanwhile
+                    raise Left
+                raise RunError(f"trainer {self._rank} was given up by the driver, so it cannot average any more")
+            succeeded = False
+            if verdict.phase is Phase.GO:
+                payload = payload or self._strategy.pack(weights)
+                members, common = len(verdict.members), verdict.common
+                try:
+                    average = self._reduce(payload, verdict)
+                    succeeded = True
+                except _BrokenOff:
+                    pass
+            if not succeeded:
+                self._drop_ring()
+            said = self._rank, self._turn, verdict.attempt, succeeded
+            verdict = self._await(later(self._connection, AveragingService.report, _SELF, *said))
+        assert payload is not None
+        assert average is not None
+        self._strategy.settle(payload, average, members)
+        self._missed = self._strategy.missed(verdict.round > self._last_seen + 1, common)
+        self._last_seen = verdict.round
+        return average
+
+    def _arrive(self) -> Verdict:
+        said = self._rank, self._turn, self._last_seen
+        return self._await(later(self._connection, AveragingService.arrive, _SELF, *said))
+
+    def _await(self, asked: Pending[Verdict]) -> Verdict:
+        patience_s, answered = LEAVING_S, threading.Event()
+        asked.then(lambda _: answered.set())
+        while not answered.wait(SLICE_S):
+            if self._leaves != self._leaves_before:
+                patience_s -= SLICE_S
+            if patience_s <= 0:
+                raise Left
+        return asked.result()
+
+    def _reduce(self, payload: Payload, verdict: Verdict) -> Tensor:
+        if len(verdict.members) == 1:
+            payload.message, payload.whole = None, True
+            return payload.vector.to(torch.float32)
+        if self._ring is None or self._ring[0] != verdict.epoch:
+            self._drop_ring()
+            board = RemoteBoard(self._connection, self._rank, verdict.epoch, self._options.poll_s)
+            seat = Seat(verdict.epoch, verdict.members.index(self._rank), len(verdict.members), board)
+            self._ring = (verdict.epoch, self._make_ring(seat))
+
+        def come(future: Future[T]) -> T:
+            while not wait([future], self._options.check_s).done:
+                asked = later(self._connection, AveragingService.check, _SELF, self._rank, self._turn)
+                if self._await(asked).phase is not Phase.GO:
+                    raise _BrokenOff
+            error = future.exception()
+            if error is not None:
+                self._bear(verdict, error)
+                raise _BrokenOff
+            return future.result()
+
+        average = self._strategy.mean(payload, self._ring[1], verdict.complete, come)
+        self._failures = 0
+        return average
+
+    def _bear(self, verdict: Verdict, error: BaseException) -> None:
+        """Once is normal: somebody died. Again and again, ever slower, they may be cut off from each other for good."""
+        _LOG.info("trainer %d: round with %s failed: %s", self._rank, verdict.members, error)
+        now = time.monotonic()
+        self._failing_since = self._failing_since if self._failures else now
+        self._failures += 1
+        if now - self._failing_since > self._options.give_up_s:
+            raise RunError(
+                f"trainer {self._rank} cannot average with trainers {list(verdict.members)}: {error}; "
+                "every trainer must reach every other one on any port"
+            ) from error
+        if self._failures > 1:
+            self._left.wait(min(1.0, 0.01 * 2.0**self._failures))
+
+    def _drop_ring(self) -> None:
+        if self._ring is not None:
+            self._ring[1].close()
+            self._ring = None

@@ -1,0 +1,86 @@
+"""Role processes that are objects in this process, behind the real wire."""
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+from shadowsync.errors import RunError
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.keys import JobKeys
+from shadowsync.runtime.host import RoleHost
+from shadowsync.runtime.runtime import LOOPBACK, Builder, Endpoint, LaunchRequest, Machine, RoleProcess, Runtime
+
+
+class HostedRole(RoleProcess):
+    """A role in this process."""
+
+    def __init__(self, request: LaunchRequest, keys: JobKeys) -> None:
+        self.request = request
+        self._host = RoleHost(request.role, keys, LOOPBACK, request.threads, request.forget_s)
+        self._ended: str | None = None
+
+    def endpoint(self, timeout_s: float) -> Endpoint:
+        if self._ended is not None:
+            raise PeerLost(f"{self.request.role} ended: {self._ended}")
+        return Endpoint(self._host.address, self.request.machine or LOOPBACK, "here", os.getpid())
+
+    def build(self, builder: Builder, spec: Any) -> Future[None]:
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                self._host.build(builder, spec)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        threading.Thread(target=run, name=f"build-{self.request.role}", daemon=True).start()
+        return future
+
+    def ended(self) -> str | None:
+        return self._ended
+
+    def kill(self) -> None:
+        if self._ended is None:
+            self._ended = "it was killed"
+            self._host.vanish()
+
+
+class Wired(Runtime):
+    """Every role in this process. Machines are names only.
+
+    Args:
+        keys: of the job.
+        machines: how many to pretend.
+        shares_memory: what roles hold is reached in memory that they have in common, as far as it can be.
+    """
+
+    name: ClassVar[str] = "wired"
+
+    def __init__(self, keys: JobKeys, machines: int = 1, shares_memory: bool = False) -> None:
+        self.keys = keys
+        self.shares_memory = shares_memory
+        self._machines = [Machine(f"machine-{i}", f"machine-{i}", 64.0, 1 << 40) for i in range(machines)]
+        self.processes: list[HostedRole] = []
+
+    def machines(self) -> Sequence[Machine]:
+        return self._machines
+
+    def reserve(self, requests: Sequence[LaunchRequest], timeout_s: float) -> None:
+        known = {machine.id for machine in self._machines}
+        if unknown := [request for request in requests if request.machine not in (None, *known)]:
+            raise RunError(f"{unknown[0].role} needs machine {unknown[0].machine}, which is not there")
+
+    def start(self, request: LaunchRequest) -> RoleProcess:
+        self.processes.append(HostedRole(request, self.keys))
+        return self.processes[-1]
+
+    def host(self) -> str:
+        return LOOPBACK
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()

@@ -139,7 +139,7 @@ def test_rows_of_a_dead_trainer_wake_those_who_wait():
     seen: list[list[int]] = []
     waiting = threading.Thread(target=lambda: seen.extend(drain(reader, 1)), daemon=True)
     waiting.start()
-    reader.abandon(0)
+    reader.leases.abandon(0)
     waiting.join(120)
     assert [sorted(rows) for rows in seen] == [list(range(8))]
     assert not reader.feed(0).done(held), "others have trained these rows"

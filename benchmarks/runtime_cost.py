@@ -1,6 +1,6 @@
 """What it costs to have every role in a process of its own: the demo in one process, in forked ones, on Ray, in turn.
 
-python benchmarks/runtime_cost.py [--rounds 5] [--rows 1325700] [key.path=value …]
+python benchmarks/runtime_cost.py [--rounds 5] [key.path=value …]
 """
 
 import argparse

@@ -37,9 +37,10 @@ BIG = 20
 class Watch:
     """Writes down what it is told."""
 
-    sees, compares, exact = True, True, False
+    sees, compares = True, True
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool) -> None:
+        self.exact = exact
         self.seen_rows: list[int] = []
         self.saved_rows: list[tuple[list[int], Tensor | None]] = []
         self.loaded_rows: list[tuple[list[int], Tensor]] = []
@@ -66,13 +67,14 @@ class Watch:
 class Watches:
     """Watches the shards of tables of at least `BIG` rows; half of their rows go into a save."""
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool = False) -> None:
         self.made: dict[str, Watch] = {}
+        self._exact = exact
 
     def watch(self, own: Rows, allocate: object = None) -> Watch | None:
         if own.table.rows < BIG:
             return None
-        return self.made.setdefault(f"{own.table.name} {own.start}", Watch())
+        return self.made.setdefault(f"{own.table.name} {own.start}", Watch(self._exact))
 
     def count(self, rows: int) -> int:
         return rows // 2
@@ -129,6 +131,16 @@ def test_the_word_comes_before_the_change_so_that_who_dies_in_between_has_told(m
         0.1,
     )
     assert met == [True, True]
+
+
+def test_rows_are_marked_before_their_push_though_another_push_empties_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watching.RowWatches, "_queued", property(lambda _: 0, lambda *_: None), raising=False)
+    (server, _), exact = watched(), Watches(exact=True)
+    shared = watching.RowWatches(server.state(), server.numbers, exact, shared=True)
+    shared.pushed((0,), Jagged(torch.tensor([3, 4]), None, None, 1, 2))
+    assert exact.made["user 0"].seen_rows == [3, 4]
 
 
 def test_a_push_that_fails_half_way_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ class RowWatches:
         self._seeing = {index: watch for index, watch in enumerate(self._watches) if watch is not None and watch.sees}
         self._of_slot = [index for index, own in enumerate(state) for _ in own.table.features]
         self._starts = numbers.starts
-        self._most_queued = 1 if shared and any(watch.exact for watch in self._seeing.values()) else QUEUED_IDS
+        self._at_once = shared and any(watch.exact for watch in self._seeing.values())
         self._queue: deque[tuple[tuple[int, ...], Jagged] | Tensor] = deque()
         self._queued = 0
         self._telling = threading.Lock()
@@ -145,8 +145,11 @@ class RowWatches:
 
     def _add(self, changed: tuple[tuple[int, ...], Jagged] | Tensor, ids: int) -> None:
         self._queue.append(changed)
+        if self._at_once:  # another thread may have taken this one out of the queue, and still be telling it
+            self._tell()
+            return
         self._queued += ids  # threads may lose a sum to each other: then the watches hear a little later
-        if self._queued >= self._most_queued and self._telling.acquire(blocking=self._most_queued == 1):
+        if self._queued >= QUEUED_IDS and self._telling.acquire(blocking=False):
             try:
                 self._empty()
             finally:

@@ -13,14 +13,14 @@ import torch
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.lease_service import LeaseClient, LeaseService, Rows
 from shadowsync.data.leases import Lease, LeaseBook, Plan
-from shadowsync.data.reader import PARSE_S, Feed, LeasedBatch, Parser, Reader, ReaderOptions, parse_elsewhere
+from shadowsync.data.reader import PARSE_S, Feed, LeasedBatch, Parser, Reader, ReaderOptions
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.client import Courier
 from shadowsync.rpc.connection import Answer, Connection, DirectConnection
 from shadowsync.rpc.errors import GONE, CallTimeout
 from shadowsync.rpc.keys import JobKeys
-from shadowsync.rpc.served import Served, ask
+from shadowsync.rpc.served import Packed, Served, ask, later
 from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.service import Service
 
@@ -79,7 +79,7 @@ def leases_of(source: OpenSource) -> LeaseService:
 
 
 def feed_over(connect: Connect, leases: LeaseService, source: OpenSource, trainer: int) -> Feed:
-    parse = partial(parse_elsewhere, connect(Served(Parser(source, OPTIONS))))
+    parse = partial(later, connect(Served(Parser(source, OPTIONS))), Parser.parse)
     return Feed(trainer, LeaseClient(connect(Served(leases))), parse, OPTIONS.prefetch)
 
 
@@ -111,6 +111,20 @@ def test_batches_are_those_of_a_reader_in_process(connect: Connect) -> None:
         assert torch.equal(mine.batch.dense, theirs.batch.dense)
     assert leases.finished
     assert leases.trained == 58
+
+
+def test_slices_are_decoded_by_those_who_train_them(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that serves all connections of a trainer would hold up its pulls meanwhile."""
+    threads, read = set(), Answer.read
+
+    def noted(answer: Answer, kind: type[Packed]) -> Packed:
+        if answer.tensors:
+            threads.add(threading.current_thread())
+        return read(answer, kind)
+
+    monkeypatch.setattr(Answer, "read", noted)
+    assert sum(len(leased.batch) for leased in drain(feed_over(connect, leases_of(Bags(29)), Bags(29), 0))) == 58
+    assert threads == {threading.current_thread()}
 
 
 def test_rows_of_a_dead_trainer_and_of_a_slow_one_are_trained_by_the_others(connect: Connect) -> None:
@@ -149,7 +163,7 @@ def test_an_error_of_the_data_reaches_the_trainer_in_its_own_words(connect: Conn
 def test_leases_of_other_data_are_refused(connect: Connect, lease: Lease) -> None:
     reader = connect(Served(Parser(Bags(29), OPTIONS)))
     with pytest.raises(DataError, match="does not fit this data"):
-        parse_elsewhere(reader, lease).result(120)
+        ask(reader, Parser.parse, lease)
 
 
 def test_rows_that_were_not_leased_cannot_be_reported_done(connect: Connect) -> None:
@@ -174,8 +188,8 @@ def test_a_reader_whose_file_system_hangs_is_no_peer_that_was_lost() -> None:
             answer.set_exception(CallTimeout("parse gave no answer"))
             return answer
 
-    service = Served(Parser(Bags(8), OPTIONS))
-    lease = Lease(0, 0, 0, 0, ((0, 8),))
+    parse = partial(later, Hanging(Served(Parser(Bags(8), OPTIONS))), Parser.parse)
+    feed = Feed(0, leases_of(Bags(8)), parse, OPTIONS.prefetch)
     with pytest.raises(RunError, match="no reader has read its rows within 900 s") as raised:
-        parse_elsewhere(Hanging(service), lease).result(1)
+        feed.next()
     assert not isinstance(raised.value, GONE)

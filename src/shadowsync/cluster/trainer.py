@@ -21,7 +21,7 @@ from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, Wor
 from shadowsync.compression.channel import Channel, CodecChoice
 from shadowsync.config import Config
 from shadowsync.data.lease_service import LeaseClient
-from shadowsync.data.reader import Feed, LeasedBatch, parse_elsewhere
+from shadowsync.data.reader import Feed, LeasedBatch, Parser
 from shadowsync.dense_state import TrainerImage
 from shadowsync.embedding.client import EmbeddingClient, Server
 from shadowsync.embedding.line import EmbeddingLine
@@ -34,7 +34,7 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.settings import row_tracking
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import GONE, Fault
-from shadowsync.rpc.served import Served, ask, served
+from shadowsync.rpc.served import Served, ask, later, served
 from shadowsync.runtime.runtime import ProcessContext, waiting_for
 from shadowsync.training.gate import Gate
 from shadowsync.training.kernels import Computing
@@ -150,7 +150,7 @@ class TrainerPart(Imaged):
     def _reach_driver(self, addresses: Addresses) -> None:
         driver = self._connect("driver", 0, addresses.driver)
         self._leases = LeaseClient(driver)
-        parse = partial(parse_elsewhere, self._connect("reader", 0, addresses.reader))
+        parse = partial(later, self._connect("reader", 0, addresses.reader), Parser.parse)
         self._feed = Feed(self._spec.rank, self._leases, parse, self._spec.job.config.data.prefetch)
         self._records = RecordSender(driver, self._spec.rank, self._spec.generation)
 

@@ -3,11 +3,10 @@
 `B` samples of a batch.
 """
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -20,9 +19,10 @@ from shadowsync.data.lease_service import Leases, LeaseService, LeaseStatus
 from shadowsync.data.leases import EpochCount, Lease, LeaseBook, Plan
 from shadowsync.data.source import OpenSource, Slice, check_ids
 from shadowsync.errors import CheckpointError, ConfigError, DataError, RunError
-from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import CallTimeout
-from shadowsync.rpc.served import later, served
+from shadowsync.rpc.fetched import Fetched
+from shadowsync.rpc.pending import Pending, ended
+from shadowsync.rpc.served import served
 
 _MOST_SLICES = 10_000_000
 _EVALUATION_ROWS = 32_768
@@ -118,24 +118,6 @@ class Parser:
         self.source.close()
 
 
-def parse_elsewhere(connection: Connection, lease: Lease) -> Future[Parsed]:
-    """As `Parser.parse`, by the reader at the other end; its errors are in the future."""
-    asked, parsed = later(connection, Parser.parse, lease), Future[Parsed]()
-
-    def pass_on(_: BaseException | None) -> None:
-        try:
-            parsed.set_result(asked.result())
-        except CallTimeout:  # it is not the trainer that is to be replaced, as after the loss of a peer
-            parsed.set_exception(
-                RunError(f"no reader has read its rows within {PARSE_S:g} s: does the file system of data.path answer?")
-            )
-        except BaseException as error:  # whoever waits is to hear of it, not the thread that serves the connection
-            parsed.set_exception(error)
-
-    asked.then(pass_on)
-    return parsed
-
-
 @dataclass(frozen=True)
 class LeasedBatch:
     """A batch with what is needed to report it done: rows `start … stop − 1` of the lease's permuted slice.
@@ -156,7 +138,7 @@ class _Block:
     """A leased slice; `batches` is None until it is parsed and opened."""
 
     lease: Lease
-    parsing: Future[Parsed]
+    parsing: Pending[Parsed]
     batches: deque[tuple[int, int, Batch]] | None = None
 
 
@@ -168,11 +150,11 @@ class Feed:
     Args:
         trainer: its rank.
         leases: says who trains what.
-        parse: starts to parse a lease.
+        parse: starts to parse a lease; the feed is closed before it cancels any.
         prefetch: slices parsed ahead, besides the one the trainer is at.
     """
 
-    def __init__(self, trainer: int, leases: Leases, parse: Callable[[Lease], Future[Parsed]], prefetch: int) -> None:
+    def __init__(self, trainer: int, leases: Leases, parse: Callable[[Lease], Pending[Parsed]], prefetch: int) -> None:
         self.trainer, self.leases, self.closed = trainer, leases, False
         self._parse, self._prefetch = parse, prefetch
         self._blocks: deque[_Block] = deque()
@@ -203,9 +185,7 @@ class Feed:
             if parsing is None:
                 self.leases.wait(status.version)
             else:
-                # `concurrent.futures.wait` would wait for ever for one that the end of its pool cancelled
-                with contextlib.suppress(CancelledError):
-                    parsing.exception()
+                ended([parsing])
         return None
 
     def done(self, leased: LeasedBatch) -> bool:
@@ -254,13 +234,15 @@ class Feed:
     def _open_parsed(self) -> bool:
         """Opens every block that has been parsed; whether the first one is among them."""
         for block in self._blocks:
-            if block.parsing.cancelled():
-                self.closed = True  # nobody parses any more
-                return False
             if block.batches is None and block.parsing.done():
                 if self.closed:
                     return False  # what went wrong with it may be that nobody wants it any more
-                parsed = block.parsing.result()
+                try:
+                    parsed = block.parsing.result()
+                except CallTimeout as error:  # it is not the trainer that is to be replaced, as after a peer's loss
+                    raise RunError(
+                        f"no reader has read its rows within {PARSE_S:g} s: does the file system of data.path answer?"
+                    ) from error
                 self._status, held = self.leases.opened(block.lease, parsed.rows)
                 block.batches = deque(parsed.batches if held else ())
         return self._blocks[0].batches is not None
@@ -373,13 +355,13 @@ class Reader:
         self.leases.wake()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _parse(self, lease: Lease) -> Future[Parsed]:
+    def _parse(self, lease: Lease) -> Pending[Parsed]:
         try:
-            return self._pool.submit(self._parser.parse, lease)
+            future = self._pool.submit(self._parser.parse, lease)
         except RuntimeError:  # the pool was shut down meanwhile
-            ended: Future[Parsed] = Future()
-            ended.cancel()
-            return ended
+            future = Future()
+            future.cancel()
+        return Fetched(future, lambda parsed: parsed)
 
 
 def batches(source: OpenSource, batch_size: int) -> Iterator[Batch]:

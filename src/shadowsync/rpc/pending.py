@@ -140,7 +140,7 @@ def all_of(parts: Sequence[Pending[Any]]) -> Pending[None]:
     return _All(waiting)
 
 
-def ended(parts: Sequence[Pending[Any]], timeout_s: float) -> bool:
+def ended(parts: Sequence[Pending[Any]], timeout_s: float | None = None) -> bool:
     """Waits until all parts have ended, well or not, but no longer than that; whether they have."""
     over = threading.Event()
     all_of(parts).then(lambda _: over.set())

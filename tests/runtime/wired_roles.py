@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar
+from typing import Any
 
 from shadowsync.errors import RunError
 from shadowsync.rpc.errors import PeerLost
@@ -57,8 +57,6 @@ class Wired(Runtime):
         machines: how many to pretend.
         shares_memory: what roles hold is reached in memory that they have in common, as far as it can be.
     """
-
-    name: ClassVar[str] = "wired"
 
     def __init__(self, keys: JobKeys, machines: int = 1, shares_memory: bool = False) -> None:
         self.keys = keys

@@ -71,7 +71,6 @@ class OwnRole(RoleProcess):
 class InProcess(Runtime):
     """The roles of one job, by name (a `rpc.connection.Connector` for those who ask them)."""
 
-    name: ClassVar[str] = "inprocess"
     direct: ClassVar[bool] = True
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from shadowsync.errors import ConfigError, RunError
 from shadowsync.memory.pages import memory_bytes
@@ -225,8 +225,6 @@ class Processes(Runtime):
     Args:
         cpus: what this machine offers; more than it has is no harm, since roles are only counted.
     """
-
-    name: ClassVar[str] = "processes"
 
     def __init__(self, cpus: float = 1.0) -> None:
         self.keys = JobKeys.make()

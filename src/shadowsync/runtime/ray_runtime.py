@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from shadowsync.errors import ConfigError, MissingExtra, RunError
 from shadowsync.memory.shared import can_share
@@ -146,8 +146,6 @@ class RayRuntime(Runtime):
         ConfigError: the address is none.
         RunError: there is no cluster at it.
     """
-
-    name: ClassVar[str] = "ray"
 
     def __init__(self, address: str | None, cpus: float = 1.0, resources: Mapping[str, float] | None = None) -> None:
         self.keys = JobKeys.make()

@@ -167,7 +167,6 @@ class RoleProcess(ABC):
 class Runtime(ABC):
     """Starts processes; made for one job with its keys. Used as a context, which ends all of them."""
 
-    name: ClassVar[str]
     direct: ClassVar[bool] = False
     """Roles are objects in the driver's process, which are called as they are: there is no wire, and nobody dies."""
     keys: JobKeys

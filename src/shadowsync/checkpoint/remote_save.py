@@ -1,4 +1,4 @@
-"""Who saves the rows of an embedding server behind a wire, beside training."""
+"""Who saves the rows of an embedding server beside training, wherever it is."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Rows and dense parts of a job whose roles are elsewhere: taken while everybody stands still, and put back."""
+"""Rows and dense parts of a job: taken while everybody stands still, and put back."""
 
 import itertools
 import threading
@@ -169,10 +169,10 @@ class Images:
     # --- dense part --------------------------------------------------------------------------------------------------
 
     def dense(self) -> DenseImage:
-        """Copies of every trainer's dense part, and the central one.
+        """Copies of the dense part of every living trainer (where none lives, of the fallen), and the central one.
 
         Raises:
-            PeerLost: no trainer is at work, or a dense server is not there.
+            PeerLost: no trainer is left, or a dense server is not there.
         """
         images = self.of(self._manager.statuses.at_work() or self._manager.fallen_trainers())
         if not images:

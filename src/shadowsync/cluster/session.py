@@ -85,7 +85,7 @@ class Session:
             looked at; None where that is not known.
 
     Raises:
-        UserError: the configuration does not fit the data; nothing was started.
+        UserError: the configuration does not fit the data.
         RunError: somebody finds no room, ended at once, or died again and again.
     """
 
@@ -662,7 +662,7 @@ class Session:
             self._images.load_rows(saved)
 
     def dense_image(self) -> DenseImage:
-        """Copies of the dense part of every living trainer (one that died, where none lives), and the central one."""
+        """Copies of the dense part of every living trainer (where none lives, of the fallen), and the central one."""
         self._check_settled()
         return self._dense.image()
 
@@ -733,7 +733,7 @@ class Session:
         return self._manager.statuses.computing()
 
     def role_states(self) -> dict[str, RoleState]:
-        """The state of each role that can die by itself."""
+        """The state of each role, by name."""
         states = {role: member.state for role, member in list(self._manager.supervisor.members.items())}
         return states | dict.fromkeys(list(self._installs), "restarting")
 

@@ -1,4 +1,4 @@
-"""Gradient methods on a cluster: the coordinator is the driver's, the dense part the dense servers'."""
+"""Gradient methods: the coordinator is the driver's, the dense part the dense servers'."""
 
 import contextlib
 import math

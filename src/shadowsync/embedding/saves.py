@@ -1,4 +1,4 @@
-"""Rows in and out of an embedding server behind a wire, for checkpoints and for saves beside training."""
+"""Rows in and out of an embedding server, wherever it is, for checkpoints and for saves beside training."""
 
 import contextlib
 import os

@@ -60,7 +60,7 @@ def tune(socket: Socket, max_message_bytes: int, link_timeout_s: float) -> None:
     socket.linger = 0
     socket.maxmsgsize = min(max_message_bytes, FRAME_BYTES) + _SEAL
     socket.copy_threshold = _COPIED
-    socket.sndhwm = 0  # what is open is bounded by the window of numbers
+    socket.sndhwm = 0  # nothing is ever dropped: whoever asks waits for answers, and asks no more meanwhile
     socket.handshake_ivl = 5_000  # less would turn honest peers away where many of them start on few cores
     socket.setsockopt(zmq.TCP_MAXRT, int(link_timeout_s * 1000))
     probe_s = max(1, int(link_timeout_s / 4))

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers import pause
 from rings import PATIENCE_S, Hall, until
 
 from shadowsync.compression.channel import Channel
@@ -65,7 +66,7 @@ class Cluster:
         self.ends.append(end)
 
         def hold() -> None:
-            with process.gate.pause():
+            with pause(process.gate):
                 complete.set()
                 end.wait(PATIENCE_S)
 
@@ -163,7 +164,7 @@ def test_processes_that_average_and_pause_again_and_again_never_hang(make: Calla
     def pauses(process: Process) -> int:
         count, between = 0, threading.Event()
         while not all(worker.done() for worker in workers):
-            with process.gate.pause():
+            with pause(process.gate):
                 before = process.weights.clone()
                 for _ in range(20):
                     assert torch.equal(process.weights, before)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers import WholeCopy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +25,7 @@ from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.generation import Generation
 from shadowsync.rpc.served import Client, Packed, Served, ask, later, served
 from shadowsync.rpc.service import Meta, Service
-from shadowsync.sync.dense import Crossing, DenseServer, DenseServers, split_evenly
+from shadowsync.sync.dense import Crossing, DenseServer, split_evenly
 from shadowsync.sync.dense_wire import MOST_TRAINERS, DenseRemote, DenseService, Exchange
 
 ODD_SIZE = 1003
@@ -79,7 +80,7 @@ def elastic(connection: Connection, asked: Exchange, frames: tuple[Tensor, ...],
 def test_remote_and_in_process_servers_agree_bit_for_bit(count: int, codec: Codec, connect: Connect) -> None:
     generator = torch.Generator().manual_seed(count)
     center, counters = torch.randn(ODD_SIZE, generator=generator), (WireCounter(), WireCounter())
-    near = DenseServers.split(center, count, Channel("dense", codec, counters[0]))
+    near = WholeCopy(center, count, Channel("dense", codec, counters[0]))
     far = remote(center, count, codec, connect, counters[1])
     for step in range(6):
         weights, rank = torch.randn(ODD_SIZE, generator=generator) * 3, step % 2
@@ -121,7 +122,7 @@ FEW = Threshold(keep=0.1, feedback=True)
 def test_differences_near_and_far_are_the_same_and_conserved(count: int, codec: Codec, connect: Connect) -> None:
     generator = torch.Generator().manual_seed(count)
     center, counters = torch.randn(ODD_SIZE, generator=generator), (WireCounter(), WireCounter())
-    near = DenseServers.split(center, count, Channel("dense", codec, counters[0]))
+    near = WholeCopy(center, count, Channel("dense", codec, counters[0]))
     far = remote(center, count, codec, connect, counters[1])
     trainers = [torch.randn(ODD_SIZE, generator=generator) for _ in range(2)]
     before = center + sum(trainers)
@@ -148,7 +149,7 @@ def test_differences_near_and_far_are_the_same_and_conserved(count: int, codec: 
 
 def test_what_a_threshold_leaves_out_comes_later() -> None:
     """Trainers that stand still meet the central copy, though a tenth of the elements moves at a time."""
-    servers = DenseServers.split(torch.zeros(ODD_SIZE), 1, Channel("dense", FEW, WireCounter()))
+    servers = WholeCopy(torch.zeros(ODD_SIZE), 1, Channel("dense", FEW, WireCounter()))
     trainer = torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0))
     apart = [float((trainer - servers.read()).norm())]
     for _ in range(60):
@@ -159,9 +160,7 @@ def test_what_a_threshold_leaves_out_comes_later() -> None:
 
 def test_the_central_copy_takes_at_once_what_it_knows_and_owes_it() -> None:
     """A replica that has crossed whole and stands still moves the central copy as it would without a codec."""
-    few, plain = (
-        DenseServers.split(torch.zeros(ODD_SIZE), 1, Channel("dense", c, WireCounter())) for c in (FEW, Plain())
-    )
+    few, plain = (WholeCopy(torch.zeros(ODD_SIZE), 1, Channel("dense", c, WireCounter())) for c in (FEW, Plain()))
     trainers = [torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
     for _ in range(8):
         for servers, trainer in zip((few, plain), trainers, strict=True):
@@ -175,18 +174,14 @@ def test_the_central_copy_takes_at_once_what_it_knows_and_owes_it() -> None:
 
 
 def test_after_a_write_differences_begin_anew(connect: Connect) -> None:
-    center = torch.zeros(ODD_SIZE)
-    near = DenseServers.split(center, 2, Channel("dense", FEW, WireCounter()))
-    far = remote(center, 2, FEW, connect, WireCounter())
-    generator = torch.Generator().manual_seed(0)
-    for servers in (near, far):
-        generator.manual_seed(0)
-        for _ in range(3):
-            servers.elastic(0, torch.randn(ODD_SIZE, generator=generator), 0.5)
-        servers.write(center)
-        moved = servers.elastic(0, torch.full((ODD_SIZE,), 2.0), 0.5)
-        assert torch.equal(moved, torch.ones(ODD_SIZE))
-        assert torch.equal(servers.read(), moved)
+    center, generator = torch.zeros(ODD_SIZE), torch.Generator().manual_seed(0)
+    servers = remote(center, 2, FEW, connect, WireCounter())
+    for _ in range(3):
+        servers.elastic(0, torch.randn(ODD_SIZE, generator=generator), 0.5)
+    servers.write(center)
+    moved = servers.elastic(0, torch.full((ODD_SIZE,), 2.0), 0.5)
+    assert torch.equal(moved, torch.ones(ODD_SIZE))
+    assert torch.equal(servers.read(), moved)
 
 
 def test_a_client_speaks_for_few_trainers() -> None:
@@ -204,7 +199,7 @@ def test_a_client_speaks_for_few_trainers() -> None:
 def test_who_keeps_everything_sends_the_vector_itself(connect: Connect) -> None:
     generator, counters = torch.Generator().manual_seed(0), (WireCounter(), WireCounter())
     center = torch.randn(ODD_SIZE, generator=generator)
-    plain = DenseServers.split(center, 2, Channel("dense", Plain(), counters[0]))
+    plain = WholeCopy(center, 2, Channel("dense", Plain(), counters[0]))
     kept = remote(center, 2, Threshold(keep=1, feedback=True), connect, counters[1])
     for _ in range(3):
         weights = torch.randn(ODD_SIZE, generator=generator)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import WholeCopy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rings import PATIENCE_S, Hall
@@ -27,7 +28,6 @@ from shadowsync.rpc.served import Served
 from shadowsync.sync.all_reduce import Averaging, AveragingOptions, PublicCopy, RemoteAveraging, mean_of, strategy_of
 from shadowsync.sync.averaging import AveragingService, MakeRing
 from shadowsync.sync.bmuf import Bmuf
-from shadowsync.sync.dense import DenseServers
 from shadowsync.sync.gloo import GlooRing
 from shadowsync.sync.group import InProcessGroup
 from shadowsync.sync.schedule import Synchronisation
@@ -262,7 +262,7 @@ def test_momentum_takes_all_to_one_point(nesterov: bool) -> None:
     """Also after one was away: all hold the same model and the same average, and differences cross again."""
     counter, method = WireCounter(), Bmuf(alpha=0.6, momentum=0.7, nesterov=nesterov)
     averaging = Averaging(range(3), Channel("dense", pieces(keep=0.05), counter), nullcontext)
-    no_servers = DenseServers.split(torch.zeros(1), 1, Channel("dense", Plain(), counter))
+    no_servers = WholeCopy(torch.zeros(1), 1, Channel("dense", Plain(), counter))
     parts = [
         Synchronisation(method, drawn(rank), InProcessGroup(rank, averaging, no_servers), 1, Gate())
         for rank in range(3)
@@ -287,14 +287,6 @@ def test_momentum_takes_all_to_one_point(nesterov: bool) -> None:
             for rank in members:
                 parts[rank].weights.add_(drawn(100 * step + rank, 0.1))
     assert counter.totals().elements["dense"] == (3 + 2 + 3 + 3) * SIZE, "four of seven averages were of differences"
-
-
-def test_after_forgetting_vectors_cross_whole() -> None:
-    trainers = Trainers(2, pieces(keep=0.02))
-    for _ in range(2):
-        trainers.round(range(2))
-    trainers.averages.forget()
-    assert torch.equal(trainers.average(range(2)), mean_of(trainers.weights))
 
 
 def test_a_message_that_was_given_up_is_the_same_again() -> None:

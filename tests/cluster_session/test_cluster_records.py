@@ -83,7 +83,7 @@ def test_counts_are_the_same_and_quality_is_near() -> None:
         sender.close()
     assert far.samples == near.samples == 40 * 32
     assert far.iterations() == near.iterations() == [20, 20]
-    assert far.unmeasured == 0
+    assert far.quality.lifetime.count == 40 * 32
     assert far.quality.lifetime.ne == pytest.approx(near.quality.lifetime.ne, abs=1e-3)
     assert far.quality.ne_window == pytest.approx(near.quality.ne_window, abs=1e-3)
     assert far.quality.auc == pytest.approx(near.quality.auc, abs=1e-3)
@@ -98,8 +98,7 @@ def test_logits_of_any_float_type_and_shape_are_taken(kind: torch.dtype) -> None
     sender.record(0, logits.to(kind), labels)
     assert sender.flush(5)
     sender.close()
-    assert recorder.samples == 32
-    assert recorder.unmeasured == 0
+    assert recorder.samples == recorder.quality.lifetime.count == 32
 
 
 def test_the_time_of_a_batch_is_when_it_was_done_not_when_it_was_told() -> None:
@@ -125,11 +124,11 @@ def test_a_driver_that_is_behind_with_answers_still_counts_everything() -> None:
     slow.answer()
     assert sender.flush(5)
     assert recorder.samples == 32 * len(made)
-    assert recorder.unmeasured == 32 * 3
+    assert recorder.samples - recorder.quality.lifetime.count == 32 * 3
     sender.record(0, *made[0])  # it has caught up
     sender.flush(0)
     slow.answer()
-    assert recorder.unmeasured == 32 * 3
+    assert recorder.samples - recorder.quality.lifetime.count == 32 * 3
     sender.close()
 
 
@@ -223,7 +222,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(wrong: Told) -> None:
     taker.records(*told())
     with pytest.raises(DataError):
         taker.records(*wrong)
-    assert (recorder.samples, list(recorder.iterations()), recorder.unmeasured) == (5, [2], 0)
+    assert (recorder.samples, list(recorder.iterations()), recorder.quality.lifetime.count) == (5, [2], 5)
 
 
 @pytest.mark.parametrize(

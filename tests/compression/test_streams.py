@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import WholeCopy
 from torch import Tensor
 
 from shadowsync.aggregation.dense_client import gradient_stream
@@ -24,7 +25,6 @@ from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import NonFiniteTensor
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.sync.all_reduce import Averaging
-from shadowsync.sync.dense import DenseServers
 from shadowsync.training.gate import Gate
 from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import Slot
@@ -74,7 +74,7 @@ def test_sent_and_residual_make_the_sum_in_every_stream() -> None:
 
 
 def test_every_trainer_has_a_stream_to_each_dense_server() -> None:
-    servers, books = DenseServers.split(torch.zeros(4), 2, rounded_line()), Books()
+    servers, books = WholeCopy(torch.zeros(4), 2, rounded_line()), Books()
     weights = [torch.tensor([0.4, 0.3, -0.4, -0.3]), torch.tensor([-0.3, -0.4, 0.3, 0.4])]
     for _ in range(ROUNDS):
         for rank in (0, 1):
@@ -84,9 +84,8 @@ def test_every_trainer_has_a_stream_to_each_dense_server() -> None:
 
 
 def test_every_trainer_has_a_stream_back_from_each_dense_server() -> None:
-    servers, books = DenseServers.split(torch.zeros(4), 2, rounded_line()), Books()
     center = torch.tensor([0.4, 0.3, -0.4, -0.3])
-    servers.write(center)
+    servers, books = WholeCopy(center, 2, rounded_line()), Books()
     for _ in range(ROUNDS):
         for rank in (0, 1):
             books.enter(rank, center, servers.sequential(rank, torch.full((4,), 0.35), 0.0))
@@ -172,7 +171,7 @@ def test_messages_of_the_dense_part_are_named_by_trainer_worker_server_and_param
     line = Channel("dense", by_parameter(codec, slots, 400), WireCounter())
     with pytest.raises(NonFiniteTensor, match=r"^the dense gradient of worker 0 of trainer 1 cannot .* top\.0\.bias"):
         gradient_stream(line, (1, 0), slots).encode(bad)
-    servers = DenseServers.split(torch.zeros(400), 2, Channel("dense", codec, WireCounter()))
+    servers = WholeCopy(torch.zeros(400), 2, Channel("dense", codec, WireCounter()))
     servers.elastic(3, torch.zeros(400), 0.5)
     with pytest.raises(NonFiniteTensor, match=r"^the replica of trainer 3 for dense server 1 cannot be sent"):
         servers.elastic(3, bad, 0.5)

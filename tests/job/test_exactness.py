@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import pytest
 import torch
+from helpers import WholeCopy
 from job_helpers import FEATURES, ROWS, settings, write_rows
 from torch import Tensor, nn
 
@@ -27,7 +28,6 @@ from shadowsync.embedding.memory import fill
 from shadowsync.embedding.table import Shard
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.sync.all_reduce import Averaging
-from shadowsync.sync.dense import DenseServers
 from shadowsync.sync.group import InProcessGroup
 from shadowsync.sync.ma import ModelAveraging
 from shadowsync.training.optimizers import Sgd
@@ -272,7 +272,7 @@ def test_replicas_averaged_after_every_step_equal_sgd_on_the_large_batch(tmp_pat
     replicas = [Replica(Tower(), Sgd(), dict.fromkeys(FEATURES, DIM)) for _ in range(trainers)]
     line = Channel("dense", Plain(), WireCounter())
     averaging = Averaging(range(trainers), line, contextlib.nullcontext)
-    method, no_servers = ModelAveraging(alpha=1.0), DenseServers.split(torch.zeros(1), 1, line)
+    method, no_servers = ModelAveraging(alpha=1.0), WholeCopy(torch.zeros(1), 1, line)
 
     def run(rank: int) -> None:
         worker, group = replicas[rank].worker_module(), InProcessGroup(rank, averaging, no_servers)

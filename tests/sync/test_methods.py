@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from helpers import WholeCopy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,7 +22,6 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.registry import build, members
 from shadowsync.sync.all_reduce import Averaging
 from shadowsync.sync.bmuf import Bmuf
-from shadowsync.sync.dense import DenseServers
 from shadowsync.sync.easgd import Easgd
 from shadowsync.sync.group import InProcessGroup, MainMemory
 from shadowsync.sync.ma import ModelAveraging
@@ -44,7 +44,7 @@ class Cluster:
         start = torch.randn(SIZE, generator=generator)
         line = Channel("dense", codec or Plain(), WireCounter())
         self.method = method.resolved(n, foreground=False)
-        self.servers = DenseServers.split(start, dense_servers, line)
+        self.servers = WholeCopy(start, dense_servers, line)
         self.averaging = Averaging(range(n), line, Gate().waiting)
         self.groups = [InProcessGroup(rank, self.averaging, self.servers) for rank in range(n)]
         self.ways: Sequence[Group] = self.groups
@@ -163,7 +163,7 @@ def make_lossy_codec() -> Codec:
 def test_elastic_and_sequential_by_hand() -> None:
     for form, expected in (("elastic", 10 - 0.25 * 8), ("sequential", 0.75 * 10 + 0.25 * (0.75 * 2 + 0.25 * 10))):
         line = Channel("dense", Plain(), WireCounter())
-        servers = DenseServers.split(torch.tensor([2.0]), 1, line)
+        servers = WholeCopy(torch.tensor([2.0]), 1, line)
         weights = torch.tensor([10.0])
         method = Easgd(alpha=0.25, form=form)  # type: ignore[arg-type]
         method.sync(weights, InProcessGroup(0, Averaging([0], line, Gate().waiting), servers), {})
@@ -188,7 +188,7 @@ def test_bmuf_without_momentum_equals_model_averaging(alpha: float) -> None:
 def test_bmuf_momentum_by_hand() -> None:
     for nesterov, expected in ((False, 1.0), (True, 1.0 + 0.5 * 1.0)):
         line = Channel("dense", Plain(), WireCounter())
-        group = InProcessGroup(0, Averaging([0], line, Gate().waiting), DenseServers.split(torch.zeros(1), 1, line))
+        group = InProcessGroup(0, Averaging([0], line, Gate().waiting), WholeCopy(torch.zeros(1), 1, line))
         method = Bmuf(alpha=1.0, momentum=0.5, nesterov=nesterov)
         weights = torch.zeros(1)
         state = method.init(weights)
@@ -254,7 +254,7 @@ def test_dense_servers_split_makes_no_difference() -> None:
 def test_traffic_is_counted() -> None:
     counter = WireCounter()
     line = Channel("dense", Plain(), counter)
-    servers = DenseServers.split(torch.zeros(SIZE), 2, line)
+    servers = WholeCopy(torch.zeros(SIZE), 2, line)
     Easgd(alpha=0.5).sync(torch.ones(SIZE), InProcessGroup(0, Averaging([0], line, Gate().waiting), servers), {})
     totals = counter.totals()
     assert totals.bytes["dense"] == totals.raw_bytes["dense"] == 2 * SIZE * 4

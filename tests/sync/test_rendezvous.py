@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import pytest
+from helpers import pause
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,7 +85,7 @@ def test_who_leaves_while_waiting_is_released_and_its_value_withdrawn() -> None:
     assert arrived.wait(TIMEOUT_S)
     meeting.leave(0)
     join_all([thread])
-    with gate.pause():  # the one that was released depends on nobody any more
+    with pause(gate):  # the one that was released depends on nobody any more
         pass
     results: list[int] = []
     last = threading.Thread(target=lambda: results.append(meeting.arrive(1, 10)), daemon=True)
@@ -127,7 +128,7 @@ def test_a_pause_never_deadlocks_with_a_barrier(steps: list[int], rests: bool) -
         thread.start()
     alive = True
     while alive:
-        with gate.pause():
+        with pause(gate):
             image = list(trained)
             assert trained == image
         alive = any(thread.is_alive() for thread in threads)
@@ -160,7 +161,7 @@ def test_a_pause_waits_for_one_meeting_and_not_for_many() -> None:
     meetings = []
     for _ in range(20):
         before = met[0]
-        with gate.pause():
+        with pause(gate):
             meetings.append(met[0] - before)
     stop.set()
     join_all(threads)
@@ -254,7 +255,7 @@ def test_nothing_moves_during_a_pause() -> None:
         gate.join()
         thread.start()
     for _ in range(50):
-        with gate.pause():
+        with pause(gate):
             before = list(counts)
             for _ in range(1000):
                 assert counts == before

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import WholeCopy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.registry import members
 from shadowsync.sync.all_reduce import Averaging
 from shadowsync.sync.background import Background
-from shadowsync.sync.dense import DenseServers
 from shadowsync.sync.easgd import Easgd
 from shadowsync.sync.every_k import EveryK
 from shadowsync.sync.group import InProcessGroup
@@ -34,7 +34,7 @@ def make_drivers(
     method: type[SyncMethod], schedule: Schedule, n: int, workers: int
 ) -> tuple[list[Driver], list[Synchronisation]]:
     gate, line, start = Gate(), Channel("dense", Plain(), WireCounter()), torch.zeros(5)
-    averaging, servers = Averaging(range(n), line, gate.waiting), DenseServers.split(start, 1, line)
+    averaging, servers = Averaging(range(n), line, gate.waiting), WholeCopy(start, 1, line)
     chosen = method().resolved(n, schedule.foreground)
     parts = [
         Synchronisation(

@@ -77,11 +77,6 @@ class ThresholdState(CodecState):
     early: int = 0
     draws: Draws | None = None
 
-    @property
-    def thresholds(self) -> tuple[float, ...]:
-        """τ of each group."""
-        return () if self.floors is None else tuple(self.floors.view(np.float32).tolist())
-
     def tensors(self) -> dict[str, Tensor]:
         found = {name: torch.tensor(getattr(self, name)) for name in _COUNTS}
         found |= {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in _SHARES}

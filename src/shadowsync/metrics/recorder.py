@@ -282,12 +282,6 @@ class Recorder:
         self.drain()
         return self._base.samples + self._all.samples
 
-    @property
-    def unmeasured(self) -> int:
-        """Samples since the last start that were trained but left out of the quality."""
-        self.drain()
-        return self._base.samples + self._all.samples - self._quality.lifetime.count
-
     def window_loss(self) -> tuple[float, int, int]:
         """As `Quality.window_loss`."""
         with self._lock:

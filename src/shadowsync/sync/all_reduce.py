@@ -259,16 +259,11 @@ class Averaging:
     def __init__(
         self, trainers: Sequence[int], channel: Channel, waiting: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._trainers, self._channel = trainers, channel
         self._rendezvous: Rendezvous[Tensor, Tensor] = Rendezvous(trainers, self.combine, waiting)
-        self._begin()
-
-    def _begin(self) -> None:
-        codec, counter = self._channel.codec, self._channel.counter
-        self.ends = {rank: strategy_of(codec, counter, rank) for rank in self._trainers}
-        self.holds = dict.fromkeys(self._trainers, 0)
+        self.ends = {rank: strategy_of(channel.codec, channel.counter, rank) for rank in trainers}
+        self.holds = dict.fromkeys(trainers, 0)
         self._newest = Newest()
-        self._missed = dict.fromkeys(self._trainers, False)
+        self._missed = dict.fromkeys(trainers, False)
 
     def mean(self, rank: int, weights: Tensor) -> Tensor:
         """As `Group.mean` of trainer `rank`: one tensor for all of them."""
@@ -294,11 +289,6 @@ class Averaging:
     def approach(self, rank: int, weights: Tensor, target: Tensor, alpha: float) -> None:
         """As `Group.approach` of trainer `rank`."""
         self.ends[rank].approach(weights, target, alpha)
-
-    def forget(self) -> None:
-        """Replicas are about to become others; while nobody averages."""
-        if any(isinstance(end, PublicCopy) for end in self.ends.values()):
-            self._begin()
 
     def join(self, rank: int) -> None:
         """Trainer `rank` is waited for again."""

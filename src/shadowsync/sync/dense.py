@@ -287,24 +287,8 @@ class DenseServers(CentralCopy):
         self._servers = servers
         self._ends: dict[tuple[int, int], CenterEnd] = {}
 
-    @classmethod
-    def split(cls, center: Tensor, count: int, channel: Channel) -> "DenseServers":
-        """So many new servers of a copy."""
-        parts = split_evenly(len(center), count)
-        return cls([DenseServer(center[start:stop].clone()) for start, stop in parts], channel)
-
     def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         return self._each(DenseServer.sequential, rank, weights, alpha)
-
-    def read(self) -> Tensor:
-        """A copy of the whole, `[P]`."""
-        return torch.cat([server.read() for server in self._servers])
-
-    def write(self, center: Tensor) -> None:
-        """Replaces the whole, `[P]`; trainers begin anew."""
-        self._ends.clear()
-        for server, (start, stop) in zip(self._servers, self.spans, strict=True):
-            server.write(center[start:stop])
 
     def _elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
         return self._each(DenseServer.elastic, rank, weights, alpha)

@@ -16,7 +16,6 @@ class Gate:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._turn = threading.Lock()
         self._paused = False
         self._members = 0
         self._still = 0
@@ -91,16 +90,6 @@ class Gate:
             with self._condition:
                 self._waiting -= 1
                 self._condition.notify_all()
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Inside, every member stands still."""
-        with self._turn:
-            self.hold()
-            try:
-                yield
-            finally:
-                self.release()
 
     def hold(self, timeout_s: float | None = None) -> bool:
         """Asks every member to stand still and waits until they do; `release` lets them go on.

@@ -237,16 +237,19 @@ def fastest_kernels(
         clock: seconds from any start; of this thread only, so that others on the machine do not count.
     """
     by_name = {_name(layer): _timed_shape(layer) for layer in layers}
-    races = _timed(by_name.values(), batch_size, dtype, clock)
+    (races,) = _timed(by_name.values(), batch_size, [dtype], clock)
     return Kernels(
         {name: "".join(race.fastest for race in races[shape]) for name, shape in by_name.items() if shape in races}
     )
 
 
 def bf16_leads(layers: Iterable[nn.Linear], batch_size: int, clock: Callable[[], float] = time.thread_time) -> bool:
-    """Whether all products of these layers take clearly less time in bf16 than in fp32; arguments as above."""
+    """Whether all products of these layers take clearly less time in bf16 than in fp32; arguments as above.
+
+    Both are timed in turn: what else the machine does while roles start slows caches and clock of both alike.
+    """
     shapes = [_timed_shape(layer) for layer in layers]
-    fp32, bf16 = (_timed(shapes, batch_size, dtype, clock) for dtype in (torch.float32, torch.bfloat16))
+    fp32, bf16 = _timed(shapes, batch_size, [torch.float32, torch.bfloat16], clock)
     both = [shape for shape in shapes if all(races.get(shape) and _all_ran(races[shape]) for races in (fp32, bf16))]
 
     def seconds(races: Mapping[_Shape, Sequence[_Race]]) -> float:
@@ -256,20 +259,21 @@ def bf16_leads(layers: Iterable[nn.Linear], batch_size: int, clock: Callable[[],
 
 
 def _timed(
-    shapes: Iterable["_Shape"], batch_size: int, dtype: torch.dtype, clock: Callable[[], float]
-) -> dict["_Shape", list["_Race"]]:
-    """The three products of layers of these shapes, as far as there is time; some may not have been run."""
-    until = clock() + TIMED_S
-    races: dict[_Shape, list[_Race]] = {}
-    for shape in shapes:
-        if shape not in races and clock() < until:
-            races[shape] = [_Race(libraries) for libraries in _libraries(shape, batch_size, dtype)]
+    shapes: Iterable["_Shape"], batch_size: int, dtypes: Sequence[torch.dtype], clock: Callable[[], float]
+) -> list[dict["_Shape", list["_Race"]]]:
+    """By type the three products of layers of these shapes, as far as there is time; some may not have been run."""
+    until = clock() + TIMED_S * len(dtypes)
+    timed: list[dict[_Shape, list[_Race]]] = [{} for _ in dtypes]
+    for shape in dict.fromkeys(shapes):
+        for races, dtype in zip(timed, dtypes, strict=True):
+            if clock() < until:
+                races[shape] = [_Race(libraries) for libraries in _libraries(shape, batch_size, dtype)]
     with torch.no_grad():
-        for race in itertools.cycle([race for triple in races.values() for race in triple]):
+        for race in itertools.cycle([race for races in timed for triple in races.values() for race in triple]):
             if clock() >= until:
                 break
             race.run(clock)
-    return races
+    return timed
 
 
 _Shape = tuple[int, int, bool]

@@ -42,7 +42,7 @@ from shadowsync.errors import ShadowSyncError
 from shadowsync.inference import score
 from shadowsync.metrics.quality import Quality, evaluate_scores
 from shadowsync.metrics.units import UnitActivity
-from shadowsync.training.rates import Rates
+from shadowsync.training.optimizers import Rates
 from shadowsync.training.replica import PRECISIONS
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.report.result import machine, versions
-from shadowsync.training.fast_linear import accelerate
-from shadowsync.training.kernels import multiplies_bf16, onednn_runs, parse_kernels
+from shadowsync.training.kernels import accelerate, multiplies_bf16, onednn_runs, parse_kernels
 
 
 def describe() -> list[str]:

@@ -47,9 +47,8 @@ from shadowsync.data.reader import batches as in_order
 from shadowsync.data.source import OpenSource
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.models.dlrm import DlrmModule
-from shadowsync.training.fast_linear import accelerate
-from shadowsync.training.kernels import parse_kernels
-from shadowsync.training.rates import Rates
+from shadowsync.training.kernels import accelerate, parse_kernels
+from shadowsync.training.optimizers import Rates
 
 sys.path.insert(0, str(Path(__file__).parent))
 from shares import share, share_of

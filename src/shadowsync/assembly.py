@@ -37,7 +37,7 @@ from shadowsync.memory.shared import can_share
 from shadowsync.models.model import ModelSpec
 from shadowsync.sync.background import Background
 from shadowsync.training.kernels import Computing, choose_computing
-from shadowsync.training.rates import Rates
+from shadowsync.training.optimizers import Rates
 from shadowsync.training.replica import Replica, copy_module
 
 GIB = 1 << 30

@@ -225,7 +225,7 @@ def restore_final(saved: LoadedCheckpoint, replica: Replica) -> None:
         CheckpointError: the checkpoint is of another model.
     """
     check_layout(saved, replica)
-    replica.load(saved.dense_tensor("final", len(replica.flat)))
+    replica.flat.copy_(saved.dense_tensor("final", len(replica.flat)))
     for name, tensor in dense_tensors(replica).items():
         if is_buffer(name):
             tensor.copy_(saved.dense_tensor(f"replica.0.{name}", tensor.numel()).view_as(tensor))

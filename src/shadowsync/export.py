@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, SaveError
 from shadowsync.models.vectors import JaggedVectors
-from shadowsync.training.fast_linear import FastLinear, FastTower
+from shadowsync.training.kernels import FastLinear, FastTower
 
 FORMAT = 1
 CHUNK_BYTES = 256 << 20

@@ -20,7 +20,7 @@ from shadowsync.data.leases import Lease
 from shadowsync.embedding.server import RowStep
 from shadowsync.errors import RunError
 from shadowsync.registry import members
-from shadowsync.training.rates import Rates
+from shadowsync.training.optimizers import Rates
 
 METHODS = {name: member() for name, member in members("shadowsync.aggregation", Aggregation).items()}
 A, B = (0, 0), (1, 0)

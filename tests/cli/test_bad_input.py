@@ -104,6 +104,7 @@ CONFIGURATION: dict[str, Mistake] = {
     "rows' optimizer's option": Mistake(
         train("embedding.beta2=0.5"), ["embedding.beta2", "embedding.optimizer=rowwise_adagrad"]
     ),
+    "an unknown decay": Mistake(train("train.decay=cosin"), ["train.decay=cosin", "cosine"]),
     "no decay": Mistake(train("train.final_lr=0.5"), ["train.final_lr", "train.decay"]),
     "no method to schedule": Mistake(
         train("sync.method=none", "sync.schedule=every_k", "sync.k=3"), ["sync.k", "sync.method=none"]

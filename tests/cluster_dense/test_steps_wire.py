@@ -42,9 +42,8 @@ from shadowsync.rpc.connection import Answer, Connection, DirectConnection
 from shadowsync.rpc.generation import Generation
 from shadowsync.rpc.served import Client, Packed, Served, ask
 from shadowsync.rpc.service import Service
-from shadowsync.training.optimizers import Adagrad
+from shadowsync.training.optimizers import Adagrad, Rates
 from shadowsync.training.pieces import by_parameter
-from shadowsync.training.rates import Rates
 from shadowsync.training.replica import Replica
 
 Connect = Callable[[Service, int], list[Connection]]

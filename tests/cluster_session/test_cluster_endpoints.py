@@ -17,7 +17,7 @@ from shadowsync.metrics.recorder import Recorder
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.generation import Generation
 from shadowsync.rpc.served import ask
-from shadowsync.training.rates import Rates
+from shadowsync.training.optimizers import Rates
 
 
 def make_leases() -> LeaseService:

@@ -43,7 +43,7 @@ from shadowsync.dense_state import job_state
 from shadowsync.embedding.server import RowStep
 from shadowsync.errors import DataError
 from shadowsync.runs import load_checkpoint
-from shadowsync.training.rates import Rates
+from shadowsync.training.optimizers import Rates
 from shadowsync.training.worker import TrainerLost
 
 pytestmark = pytest.mark.usefixtures("cluster")

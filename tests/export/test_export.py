@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, SaveError
 from shadowsync.export import ExportSpec, export_model
-from shadowsync.training.fast_linear import accelerate
-from shadowsync.training.kernels import onednn_runs, parse_kernels
+from shadowsync.training.kernels import accelerate, onednn_runs, parse_kernels
 
 SIMPLE = CASES["own module"]
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from shadowsync.metrics.units import UnitActivity, Units
 from shadowsync.models.dlrm import Dlrm
-from shadowsync.training.fast_linear import FastTower, accelerate
-from shadowsync.training.kernels import parse_kernels
+from shadowsync.training.kernels import FastTower, accelerate, parse_kernels
 
 
 def layer(biases: list[float]) -> nn.Linear:

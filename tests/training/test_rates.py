@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.errors import ConfigError
-from shadowsync.training.rates import DECAYS, Rates
+from shadowsync.training.optimizers import DECAYS, Rates
 
 few = settings(deadline=None, max_examples=60, derandomize=True)
 
@@ -71,11 +71,6 @@ def test_the_first_step_of_a_warm_up_moves() -> None:
 
 def test_the_default_changes_nothing() -> None:
     assert {Rates().factor(samples) for samples in (0, 1, 10_000)} == {1.0}
-
-
-def test_an_unknown_decay_is_named_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"train.decay=cosin is not known, did you mean cosine\?"):
-        Rates(decay="cosin", total_samples=10)
 
 
 def test_a_warm_up_that_leaves_no_room_for_the_decay_is_refused() -> None:

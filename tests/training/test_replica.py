@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shadowsync.errors import CheckpointError, ConfigError
+from shadowsync.errors import ConfigError
 from shadowsync.models.dcn import Dcn
 from shadowsync.models.deepfm import DeepFm
 from shadowsync.models.dlrm import Dlrm
 from shadowsync.models.model import ModelSpec
 from shadowsync.models.vectors import JaggedVectors, Pooled
-from shadowsync.training.fast_linear import accelerate
-from shadowsync.training.kernels import Computing, Kernels
+from shadowsync.training.kernels import Computing, Kernels, accelerate
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd
 from shadowsync.training.replica import Replica
 
@@ -291,31 +290,6 @@ def test_clipping_does_not_scale_a_gradient_twice_that_two_parameters_share() ->
 
     assert replica.flat.norm() == pytest.approx(0.001, rel=1e-2)
     assert torch.equal(replica.module.left, replica.module.right)
-
-
-def test_load_overwrites_in_place() -> None:
-    source, target = make_replica(), make_replica(SPECS[0].build(3, DIMS))
-    worker = source.worker_module()
-    worker.loss_and_gradients(*make_batch())
-    worker.step(0.1)
-    address = target.flat.data_ptr()
-    target.load(source.flat, source.state)
-
-    assert target.flat.data_ptr() == address
-    assert torch.equal(target.flat, source.flat)
-    assert torch.equal(target.state["sum"], source.state["sum"])
-    assert torch.equal(target.predict(*make_batch()[:2]), source.predict(*make_batch()[:2]))
-
-
-def test_load_of_another_model_or_optimizer_changes_nothing() -> None:
-    replica = make_replica()
-    before = replica.flat.clone()
-    with pytest.raises(CheckpointError, match=r"weight \[\d+\], sum \[\d+\], but weight \[7\]"):
-        replica.load(torch.zeros(7))
-    with pytest.raises(CheckpointError, match=r"exp_avg \[\d+\]"):
-        replica.load(torch.zeros_like(before), make_replica(optimizer=Adam()).state)
-
-    assert torch.equal(replica.flat, before)
 
 
 class Histories(nn.Module):

@@ -17,8 +17,7 @@ from shadowsync.errors import NonFiniteLoss
 from shadowsync.models.vectors import VectorGradients
 from shadowsync.rpc.pending import DONE, Pending
 from shadowsync.training.gate import Gate
-from shadowsync.training.optimizers import Sgd
-from shadowsync.training.rates import Rates
+from shadowsync.training.optimizers import Rates, Sgd
 from shadowsync.training.replica import Replica, WorkerModule
 from shadowsync.training.worker import Driver, LocalUpdate, TrainerContext, Worker
 

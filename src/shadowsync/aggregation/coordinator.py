@@ -21,7 +21,7 @@ from shadowsync.rpc.errors import CallTimeout
 from shadowsync.rpc.generation import FIRST, Generation
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import ask, later, served
-from shadowsync.training.rates import Rates
+from shadowsync.training.optimizers import Rates
 
 MOST_BEHIND = 2
 """Global batches that are decided and not carried out while batches are still begun; more rides out longer pauses of

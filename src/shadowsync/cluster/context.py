@@ -27,7 +27,7 @@ from shadowsync.sync.all_reduce import Averaging
 from shadowsync.sync.dense import DenseServers
 from shadowsync.training.gate import Gate
 from shadowsync.training.kernels import Computing
-from shadowsync.training.rates import Rates
+from shadowsync.training.optimizers import Rates
 from shadowsync.training.replica import Replica
 
 

@@ -718,7 +718,7 @@ class Session:
         image = self.dense_image()
         replica = self.job.replica(self.template.module)
         image.trainers[0].put_into(replica)
-        replica.load(self.final_weights(image))
+        replica.flat.copy_(self.final_weights(image))
         return replica
 
     # --- figures -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shadowsync.training.fast_linear import FastTower
+from shadowsync.training.kernels import FastTower
 
 
 class Units(msgspec.Struct, frozen=True, kw_only=True):

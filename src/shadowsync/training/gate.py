@@ -22,20 +22,18 @@ class Gate:
         self._waiting = 0
 
     def join(self) -> None:
-        """One more thread that a pause has to wait for."""
+        """One more thread that a pause has to wait for; not before the end of a pause."""
         with self._condition:
             self._condition.wait_for(lambda: not self._paused)
             self._members += 1
 
     def leave(self) -> None:
-        """One thread less."""
         with self._condition:
             self._members -= 1
             self._condition.notify_all()
 
     @property
     def pausing(self) -> bool:
-        """Members are asked to stand still."""
         return self._paused
 
     def step(self) -> None:
@@ -94,22 +92,18 @@ class Gate:
     def hold(self, timeout_s: float | None = None) -> bool:
         """Asks every member to stand still and waits until they do; `release` lets them go on.
 
-        Returns:
-            False if somebody does not stand still yet after `timeout_s`; they stay asked, and it may be called again.
+        False if somebody does not stand still yet after `timeout_s`; they stay asked, and it may be called again.
         """
         with self._condition:
             self._paused = True
             self._condition.notify_all()
-            return self._condition.wait_for(self._all_still, timeout_s)
+            return self._condition.wait_for(lambda: self._still == self._members and not self._waiting, timeout_s)
 
     def release(self) -> None:
         """Ends a pause, complete or not."""
         with self._condition:
             self._paused = False
             self._condition.notify_all()
-
-    def _all_still(self) -> bool:
-        return self._still == self._members and not self._waiting
 
     def _stand_still(self) -> None:
         if not self._paused:

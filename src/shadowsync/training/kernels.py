@@ -1,10 +1,11 @@
-"""Which precision workers compute in, and which library multiplies the matrices of which layer.
+"""How workers compute: the precision, the library for each product of each layer, and layers that are run by them.
 
 No library is the fastest everywhere. MKL leaves half of the vector unit of some AMD processors idle, where oneDNN does
 not; on others both are equal, or MKL is ahead for narrow layers; and oneDNN's bf16 products are not there at all on a
 processor without AVX-512. Nor is bf16: its instructions make twice the products of fp32 on Zen 4, and 0.6 of them on an
 Intel Xeon without AMX. So both are timed on the machine, for the layers of the model (`benchmarks/machine.py` prints
-the speeds).
+the speeds). A tower of layers is one autograd node, with the ReLUs and the casts inside, which keeps Python out of the
+way at small batches.
 
 `B` samples, `I` inputs, `O` outputs of a layer.
 """
@@ -17,9 +18,11 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from shadowsync.errors import ConfigError
 
@@ -66,11 +69,10 @@ _BY_WEIGHT: Mapping[str, Product] = {
     "o": lambda gradient, inputs: _by_onednn(gradient.t(), inputs),
     "O": lambda gradient, inputs: _by_onednn(inputs.t(), gradient).t().contiguous(),
 }
-_LETTERS = ("".join(_FORWARD), "".join(_BY_INPUT), "".join(_BY_WEIGHT))
+_LAYER = re.compile(rf"(\d+x\d+)=([{''.join(_FORWARD)}][{''.join(_BY_INPUT)}][{''.join(_BY_WEIGHT)}])")
 
 
-@dataclass(frozen=True)
-class LayerKernels:
+class LayerKernels(NamedTuple):
     """How the three products of a layer are computed."""
 
     forward: Forward
@@ -84,18 +86,13 @@ class Kernels:
 
     A layer is known by its `IxO` and has a letter for each of its products (forward, gradient of the input, gradient of
     the weight): `t` for torch's own, which is MKL for fp32 on x86, `o` for oneDNN; a capital computes the transposed
-    product.
-
-    Attributes:
-        layers: the letters by `IxO`.
-        otherwise: those of layers that are not named.
+    product. Layers that are not named have the letters `otherwise`.
     """
 
     layers: Mapping[str, str] = field(default_factory=dict)
     otherwise: str = "ttt"
 
     def of(self, layer: nn.Linear) -> LayerKernels:
-        """How this layer is computed."""
         letters = self.layers.get(_name(layer), self.otherwise)
         return LayerKernels(_FORWARD[letters[0]], _BY_INPUT[letters[1]], _BY_WEIGHT[letters[2]])
 
@@ -106,7 +103,6 @@ class Kernels:
 
 
 _WHOLE: Mapping[str, Kernels] = {"torch": Kernels(), "onednn": Kernels(otherwise="ooo")}
-_LAYER = re.compile(rf"(\d+x\d+)=([{_LETTERS[0]}][{_LETTERS[1]}][{_LETTERS[2]}])")
 
 
 def parse_kernels(text: str) -> Kernels:
@@ -128,13 +124,7 @@ def parse_kernels(text: str) -> Kernels:
 
 @dataclass(frozen=True)
 class Computing:
-    """How workers compute.
-
-    Attributes:
-        precision: a key of `PRECISIONS`.
-        kernels: of the layers on a CPU, as `parse_kernels` reads them.
-        why: what decided about that, for the user; empty if the user did.
-    """
+    """How workers compute: `kernels` are those of the layers on a CPU, and `why` is empty if the user decided."""
 
     precision: str = "fp32"
     kernels: str = "torch"
@@ -143,7 +133,7 @@ class Computing:
     @property
     def sentence(self) -> str:
         """For the user."""
-        letters = "".join(letters for letters in parse_kernels(self.kernels).layers.values()).lower()
+        letters = "".join(parse_kernels(self.kernels).layers.values()).lower()
         counted = f"oneDNN for {letters.count('o')} and torch for {letters.count('t')} of the layers' products"
         libraries = counted if letters else self.kernels
         return f"computing in {self.precision}{f' ({self.why})' if self.why else ''}, matrices by {libraries}"
@@ -153,15 +143,11 @@ IN_FP32 = Computing()
 
 
 def choose_computing(precision: str, kernels: str, device: str, module: nn.Module, batch_size: int) -> Computing:
-    """How workers on this machine compute.
+    """How workers on this machine compute, with batches of `B` samples.
 
-    Args:
-        precision: as in `train.precision`; `auto` is bf16 where the device multiplies it natively and, on a CPU, in
-            clearly less time than fp32; else fp32.
-        kernels: as in `train.kernels`; `auto` times the libraries.
-        device: as in `train.device`.
-        module: whose linear layers are timed.
-        batch_size: `B`.
+    `precision`, `kernels` and `device` are as in `train`. Precision `auto` is bf16 where the device multiplies it
+    natively and, on a CPU, the linear layers of `module` in clearly less time than fp32; kernels `auto` times the
+    libraries.
 
     Raises:
         ConfigError: `kernels` cannot be read.
@@ -228,13 +214,8 @@ def fastest_kernels(
 ) -> Kernels:
     """The fastest library for each product of each layer, timed in turn within about `TIMED_S` seconds.
 
-    Layers of about the same shape are timed as one. What the time does not suffice for is left to torch.
-
-    Args:
-        layers: of the model.
-        batch_size: `B`.
-        dtype: of all factors.
-        clock: seconds from any start; of this thread only, so that others on the machine do not count.
+    Layers of about the same shape are timed as one. What the time does not suffice for is left to torch. The clock is
+    that of this thread, so that others on the machine do not count.
     """
     by_name = {_name(layer): _timed_shape(layer) for layer in layers}
     (races,) = _timed(by_name.values(), batch_size, [dtype], clock)
@@ -250,47 +231,17 @@ def bf16_leads(layers: Iterable[nn.Linear], batch_size: int, clock: Callable[[],
     """
     shapes = [_timed_shape(layer) for layer in layers]
     fp32, bf16 = _timed(shapes, batch_size, [torch.float32, torch.bfloat16], clock)
-    both = [shape for shape in shapes if all(races.get(shape) and _all_ran(races[shape]) for races in (fp32, bf16))]
+    # those of which everything was run
+    both = [
+        shape
+        for shape in shapes
+        if shape in fp32 and shape in bf16 and all(math.isfinite(r.seconds) for r in (*fp32[shape], *bf16[shape]))
+    ]
 
     def seconds(races: Mapping[_Shape, Sequence[_Race]]) -> float:
         return sum(race.seconds * batch_size / _samples(shape, batch_size) for shape in both for race in races[shape])
 
     return seconds(bf16) < _BF16_LEAD * seconds(fp32)
-
-
-def _timed(
-    shapes: Iterable["_Shape"], batch_size: int, dtypes: Sequence[torch.dtype], clock: Callable[[], float]
-) -> list[dict["_Shape", list["_Race"]]]:
-    """By type the three products of layers of these shapes, as far as there is time; some may not have been run."""
-    until = clock() + TIMED_S * len(dtypes)
-    timed: list[dict[_Shape, list[_Race]]] = [{} for _ in dtypes]
-    for shape in dict.fromkeys(shapes):
-        for races, dtype in zip(timed, dtypes, strict=True):
-            if clock() < until:
-                races[shape] = [_Race(libraries) for libraries in _libraries(shape, batch_size, dtype)]
-    with torch.no_grad():
-        for race in itertools.cycle([race for races in timed for triple in races.values() for race in triple]):
-            if clock() >= until:
-                break
-            race.run(clock)
-    return timed
-
-
-_Shape = tuple[int, int, bool]
-"""Inputs, outputs, and whether there is a bias."""
-
-
-def _timed_shape(layer: nn.Linear) -> _Shape:
-    return _rounded(layer.in_features), _rounded(layer.out_features), layer.bias is not None
-
-
-def _rounded(width: int) -> int:
-    """A power of two not below it, as far as they are timed; narrow ones as they are."""
-    return width if width <= 16 else min(_MOST_WIDTH, 1 << (width - 1).bit_length())
-
-
-def _all_ran(races: Sequence["_Race"]) -> bool:
-    return all(math.isfinite(race.seconds) for race in races)
 
 
 class _Race:
@@ -309,7 +260,7 @@ class _Race:
 
     @property
     def seconds(self) -> float:
-        """Of the fastest library."""
+        """Of the fastest library; infinite if nothing was run."""
         return min(self._best.values())
 
     @property
@@ -317,6 +268,37 @@ class _Race:
         """Its letter; torch's where it leads by too little, or nothing is known."""
         found = min(self._best, key=self._best.__getitem__)
         return found if self._best[found] < _LEAD * self._best["t"] else "t"
+
+
+_Shape = tuple[int, int, bool]
+"""Inputs, outputs, and whether there is a bias."""
+
+
+def _timed(
+    shapes: Iterable[_Shape], batch_size: int, dtypes: Sequence[torch.dtype], clock: Callable[[], float]
+) -> list[dict[_Shape, list[_Race]]]:
+    """By type the three products of layers of these shapes, as far as there is time; some may not have been run."""
+    until = clock() + TIMED_S * len(dtypes)
+    timed: list[dict[_Shape, list[_Race]]] = [{} for _ in dtypes]
+    for shape in dict.fromkeys(shapes):
+        for races, dtype in zip(timed, dtypes, strict=True):
+            if clock() < until:
+                races[shape] = [_Race(libraries) for libraries in _libraries(shape, batch_size, dtype)]
+    with torch.no_grad():
+        for race in itertools.cycle([race for races in timed for triple in races.values() for race in triple]):
+            if clock() >= until:
+                break
+            race.run(clock)
+    return timed
+
+
+def _timed_shape(layer: nn.Linear) -> _Shape:
+    """Widths as powers of two not below them, as far as they are timed; narrow ones as they are."""
+    inputs, outputs = (
+        width if width <= 16 else min(_MOST_WIDTH, 1 << (width - 1).bit_length())
+        for width in (layer.in_features, layer.out_features)
+    )
+    return inputs, outputs, layer.bias is not None
 
 
 def _libraries(shape: _Shape, batch_size: int, dtype: torch.dtype) -> list[dict[str, Callable[[], Tensor]]]:
@@ -335,9 +317,110 @@ def _libraries(shape: _Shape, batch_size: int, dtype: torch.dtype) -> list[dict[
 
 
 def _samples(shape: _Shape, batch_size: int) -> int:
-    width, outputs, _ = shape
-    return max(1, min(batch_size, _MOST_PRODUCTS // max(1, width * outputs)))
+    return max(1, min(batch_size, _MOST_PRODUCTS // max(1, shape[0] * shape[1])))
 
 
 def _name(layer: nn.Linear) -> str:
     return f"{layer.in_features}x{layer.out_features}"
+
+
+class FastLinear(nn.Linear):
+    """An `nn.Linear` that computes by its kernels, in the dtype of the autocast where one is on."""
+
+    kernels: LayerKernels
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's name for it
+        if _fits(input):
+            return _run_tower(input, [self], [False])
+        return super().forward(input)
+
+
+class FastTower(nn.Sequential):
+    """An `nn.Sequential` of linear layers, some with a ReLU behind them, computed as one node of the graph."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Sequential's name for it
+        if not _fits(input):
+            output: Tensor = super().forward(input)  # type: ignore[no-untyped-call]
+            return output
+        layers = [layer for layer in self if isinstance(layer, FastLinear)]
+        behind = [*list(self)[1:], None]
+        relus = [isinstance(b, nn.ReLU) for a, b in zip(self, behind, strict=True) if isinstance(a, FastLinear)]
+        return _run_tower(input, layers, relus)
+
+
+def accelerate(module: nn.Module, kernels: Kernels) -> None:
+    """Makes every plain `nn.Linear` inside `module`, and every sequence of such layers and ReLUs, a fast one in place.
+
+    Parameters, names and places stay. Subclasses and modules with hooks are left alone: they may do more than a
+    product. Results differ from torch's in rounding only.
+    """
+    modules = list(module.modules())
+    for child in modules:
+        if _is_plain(child, nn.Sequential) and _is_tower(list(child.children())):
+            child.__class__ = FastTower
+    for child in modules:
+        if isinstance(child, nn.Linear) and _is_plain(child, nn.Linear):
+            own = kernels.of(child)
+            child.__class__ = FastLinear
+            vars(child)["kernels"] = own
+
+
+def _is_tower(layers: Sequence[nn.Module]) -> bool:
+    """Plain linear layers, each with at most one ReLU behind it."""
+    linear = [_is_plain(layer, nn.Linear) for layer in layers]
+    relu = [_is_plain(layer, nn.ReLU) for layer in layers]
+    known = all(a or b for a, b in zip(linear, relu, strict=True))
+    return bool(layers) and linear[0] and known and not any(a and b for a, b in itertools.pairwise(relu))
+
+
+def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) is kind and not any(hooks) and "forward" not in vars(layer)
+
+
+def _fits(inputs: Tensor) -> bool:
+    return inputs.dim() == 2 and inputs.device.type == "cpu" and inputs.dtype in (torch.float32, torch.bfloat16)
+
+
+def _run_tower(inputs: Tensor, layers: Sequence[FastLinear], relus: Sequence[bool]) -> Tensor:
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else layers[0].weight.dtype
+    parameters = [*(layer.weight for layer in layers), *(layer.bias for layer in layers)]
+    kernels = [layer.kernels for layer in layers]
+    result: Tensor = _Tower.apply(inputs.to(dtype), kernels, relus, *parameters)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Tower(torch.autograd.Function):
+    """`x ← relu(x Wᵀ + b)` layer after layer; casts weights to the dtype of the input, autograd casts back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, kernels: Sequence[LayerKernels], relus: Sequence[bool], *parameters: Tensor | None
+    ) -> Tensor:
+        torch.get_num_threads()  # a new thread takes over torch's setting when asked; oneDNN alone takes every core
+        cast: list[Any] = [None if parameter is None else parameter.to(inputs.dtype) for parameter in parameters]
+        weights, biases = cast[: len(relus)], cast[len(relus) :]
+        values = [inputs]
+        for kernel, weight, bias, relu in zip(kernels, weights, biases, relus, strict=True):
+            values.append(kernel.forward(values[-1], weight, bias, relu))
+        ctx.kernels, ctx.relus = kernels, relus
+        ctx.save_for_backward(*values, *weights)
+        return values[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        depth = len(ctx.relus)
+        values, weights = ctx.saved_tensors[: depth + 1], ctx.saved_tensors[depth + 1 :]
+        needs_inputs, _, _, *needs = ctx.needs_input_grad
+        found: list[Tensor | None] = [None] * (2 * depth)
+        for layer in reversed(range(depth)):
+            if ctx.relus[layer]:
+                gradient = torch.ops.aten.threshold_backward(gradient, values[layer + 1], 0)
+            if needs[layer]:
+                found[layer] = ctx.kernels[layer].by_weight(gradient, values[layer])
+            if needs[depth + layer]:
+                found[depth + layer] = gradient.sum(dim=0)
+            if layer > 0 or needs_inputs:
+                gradient = ctx.kernels[layer].by_input(gradient, weights[layer])
+        return gradient if needs_inputs else None, None, None, *found

@@ -1,10 +1,11 @@
-"""Optimizers of the dense part: torch's fused kernels on parameters whose state lives in shared flat tensors.
+"""Optimizers of the dense part, torch's fused kernels on state in shared flat tensors, and how learning rates move.
 
 `P` elements of a replica's flat tensor, `Q` parameters in it.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -12,8 +13,50 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from shadowsync.errors import ConfigError
+
 State = Mapping[str, list[Tensor]]
 """For each name of the state, the parts that belong to the parameters being stepped, in their order."""
+DECAYS: Mapping[str, Callable[[float], float]] = {
+    "none": lambda _: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    # half a period, without restarts (arXiv 1608.03983, equation 5)
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+"""Share of the way from the final to the full learning rate, from progress 0 (end of the warm-up) to 1 (end)."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The factor on both learning rates, the dense part's and the rows', as a pure function of progress.
+
+    It rises linearly from 0 to 1 over the first `warmup_samples` of the job, then falls as `decay` says to `final_lr`
+    at `total_samples`, all epochs, and stays there.
+    """
+
+    warmup_samples: int = 0
+    decay: str = "none"
+    final_lr: float = 0.0
+    total_samples: int = 0
+
+    def __post_init__(self) -> None:
+        if self.decay != "none" and self.warmup_samples >= self.total_samples:
+            raise ConfigError(
+                f"train.warmup_samples={self.warmup_samples} leaves nothing of the {self.total_samples} samples of the "
+                f"run for train.decay={self.decay}: shorten the warm-up, or set train.decay=none"
+            )
+
+    def factor(self, samples: int) -> float:
+        """The factor for a step that brings the job to `samples` trained samples, its own included, in [0, 1]."""
+        if samples < self.warmup_samples:
+            return samples / self.warmup_samples
+        span = max(self.total_samples - self.warmup_samples, 1)
+        progress = min((samples - self.warmup_samples) / span, 1.0)
+        return self.final_lr + (1.0 - self.final_lr) * DECAYS[self.decay](progress)
+
+    def settled(self, samples: int) -> bool:
+        """The factor is the same for all numbers of samples from here on."""
+        return samples >= (self.warmup_samples if self.decay == "none" else self.total_samples)
 
 
 class DenseOptimizer(ABC):
@@ -33,13 +76,10 @@ class DenseOptimizer(ABC):
 
     @abstractmethod
     def step(self, parameters: list[Tensor], gradients: list[Tensor], state: State, lr: float) -> None:
-        """Updates parameters and state in place. All tensors are contiguous float32 of one device.
+        """Updates parameters and state in place.
 
-        Args:
-            parameters: those that have a gradient; the others and their state stay as they are, as in torch.
-            gradients: of the same shapes.
-            state: views of the state of these parameters, of the same shapes (0-d for what is kept per parameter).
-            lr: the learning rate of this step.
+        All tensors are contiguous float32 of one device, and of the same shapes (0-d for what is kept per parameter).
+        Parameters without a gradient, and their state, are not among them: they stay as they are, as in torch.
         """
 
 
@@ -55,27 +95,16 @@ class Sgd(DenseOptimizer):
 
 @dataclass(frozen=True)
 class Adagrad(DenseOptimizer):
-    """Adagrad (Duchi et al., JMLR 12, 2011), without decay of the learning rate.
-
-    Attributes:
-        eps: added to the denominator; more damps the first steps.
-    """
+    """Adagrad (Duchi et al., JMLR 12, 2011), without decay of the learning rate; more `eps` damps the first steps."""
 
     name: ClassVar[str] = "adagrad"
     per_element: ClassVar[tuple[str, ...]] = ("sum",)
     eps: Annotated[float, Field(gt=0)] = 1e-8
 
     def step(self, parameters: list[Tensor], gradients: list[Tensor], state: State, lr: float) -> None:
-        on_cpu = parameters[0].device.type == "cpu"
-        (self._step_fused if on_cpu else self._step_plain)(parameters, gradients, state, lr)
-
-    def _step_plain(self, parameters: list[Tensor], gradients: list[Tensor], state: State, lr: float) -> None:
-        torch._foreach_addcmul_(state["sum"], gradients, gradients, value=1)
-        roots = list(torch._foreach_sqrt(state["sum"]))
-        torch._foreach_add_(roots, self.eps)
-        torch._foreach_addcdiv_(parameters, gradients, roots, value=-lr)
-
-    def _step_fused(self, parameters: list[Tensor], gradients: list[Tensor], state: State, lr: float) -> None:
+        if parameters[0].device.type != "cpu":
+            self._step_plain(parameters, gradients, state, lr)
+            return
         torch._fused_adagrad_(
             parameters,
             gradients,
@@ -88,18 +117,19 @@ class Adagrad(DenseOptimizer):
             maximize=False,
         )
 
+    def _step_plain(self, parameters: list[Tensor], gradients: list[Tensor], state: State, lr: float) -> None:
+        torch._foreach_addcmul_(state["sum"], gradients, gradients, value=1)
+        roots = list(torch._foreach_sqrt(state["sum"]))
+        torch._foreach_add_(roots, self.eps)
+        torch._foreach_addcdiv_(parameters, gradients, roots, value=-lr)
+
 
 @dataclass(frozen=True)
 class Adam(DenseOptimizer):
-    """Adam (arXiv 1412.6980).
+    """Adam (arXiv 1412.6980): more `eps` damps small gradients, more `beta1` and `beta2` smooth over more steps.
 
     Ours differs from the paper in that Hogwild workers share the counter of steps, which may lose a count when two
     of them step at the same moment; that touches the bias correction of the first steps only.
-
-    Attributes:
-        eps: added to the denominator; more damps small gradients.
-        beta1: decay of the mean of the gradients; more smooths over more steps.
-        beta2: decay of the mean of their squares; more smooths over more steps.
     """
 
     name: ClassVar[str] = "adam"

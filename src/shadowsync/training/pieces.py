@@ -1,11 +1,8 @@
-"""A flat tensor whose pieces, the parameters of a model, are encoded one by one.
+"""A flat tensor of `N` elements whose `Q` pieces, the parameters of a model, are encoded one by one."""
 
-`N` elements, `Q` pieces.
-"""
-
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -49,12 +46,7 @@ def renumbered(tensors: Mapping[str, Tensor], numbers: Mapping[int, int]) -> dic
 class Pieces(Codec):
     """Each piece has a threshold, a drift and a residual of its own, as DCT-DP has it (arXiv 2010.08899).
 
-    No member that can be chosen by name: it goes by that of the codec.
-
-    Attributes:
-        codec: of every piece.
-        names: of the pieces, for errors; `Q`.
-        widths: elements of each, `N` in all.
+    No member that can be chosen by name: it goes by that of the codec. The names of the pieces are for errors.
     """
 
     sparse: ClassVar[bool] = True
@@ -92,11 +84,10 @@ class Pieces(Codec):
         counts, rest = frames[0], frames[1:]
         if counts.dtype != torch.uint8 or counts.shape != (len(self.widths),) or int(counts.sum()) != len(rest):
             raise ValueError(f"{len(rest)} frames for {len(self.widths)} pieces are counted by {list(counts.shape)}")
-        ends = list(accumulate(counts.tolist()))
-        starts = [0, *ends[:-1]]
+        left = iter(rest)
         decoded = [
-            self.codec.decode_kept(rest[start:end], (width,))
-            for start, end, width in zip(starts, ends, self.widths, strict=True)
+            self.codec.decode_kept(list(itertools.islice(left, count)), (width,))
+            for count, width in zip(counts.tolist(), self.widths, strict=True)
         ]
         return Decoded(
             torch.cat([part.tensor for part in decoded]).view(shape), self._joined([p.kept for p in decoded])
@@ -126,7 +117,7 @@ class Pieces(Codec):
     def _joined(self, kept: Sequence[Tensor | None]) -> Tensor | None:
         if all(positions is None for positions in kept):
             return None
-        starts = accumulate(self.widths, initial=0)
+        starts = itertools.accumulate(self.widths, initial=0)
         parts = [
             torch.arange(start, start + width) if positions is None else positions + start
             for positions, start, width in zip(kept, starts, self.widths, strict=False)
@@ -135,12 +126,7 @@ class Pieces(Codec):
 
 
 def by_parameter(codec: Codec, slots: Sequence[Slot], length: int) -> Codec:
-    """The codec of flat tensors of a replica: a sparse one looks at each parameter apart, with the gap behind it.
-
-    Args:
-        codec: as configured.
-        slots: of the replica.
-        length: of its flat tensor.
+    """The codec of a replica's flat tensors: a sparse one looks at each parameter apart, with the gap behind it.
 
     Raises:
         ConfigError: there are too many parameters.

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shadowsync.errors import CheckpointError, ConfigError
+from shadowsync.errors import ConfigError
 from shadowsync.models.vectors import NO_SEQUENCES, JaggedVectors, Pooled, VectorGradients
-from shadowsync.training.fast_linear import accelerate
-from shadowsync.training.kernels import IN_FP32, PRECISIONS, Computing, parse_kernels
+from shadowsync.training.kernels import IN_FP32, PRECISIONS, Computing, accelerate, parse_kernels
 from shadowsync.training.optimizers import DenseOptimizer
 
 _ALIGNMENT = 16
@@ -48,7 +47,6 @@ class Replica:
     Attributes:
         module: the copy; its parameters are views of `flat`, so it is always up to date.
         dims: the pooled features with their widths, in the order of the columns of pooled vectors.
-        optimizer: the update rule.
         slots: the layout of `flat`, in the order of `module.named_parameters()`.
         flat: float32 `[P]`; the gaps between slots stay zero. Whoever writes to it changes every worker.
         state: the optimizer's tensors by name, `[P]`, or one element per slot.
@@ -58,12 +56,8 @@ class Replica:
         self, module: nn.Module, optimizer: DenseOptimizer, dims: Mapping[str, int], device: str = "cpu"
     ) -> None:
         """
-        Args:
-            module: called as `module(dense [B, N], {feature: [B, D_f]}) → logits [B]`; under a feature that is not
-                pooled stand `JaggedVectors`.
-            optimizer: steps the parameters.
-            dims: the pooled features with their widths.
-            device: where the replica lives and its workers compute.
+        The module is called as `module(dense [B, N], {feature: [B, D_f]}) → logits [B]`; under a feature that is not
+        pooled stand `JaggedVectors`.
 
         Raises:
             ConfigError: a parameter is not float32 or not initialised, the module cannot be copied, or there is no
@@ -83,40 +77,16 @@ class Replica:
         self.flat = torch.zeros(flat_length(self.slots), device=device)
         for slot, parameter in zip(self.slots, _trainable(self.module), strict=True):
             slot.view(self.flat).copy_(parameter.detach())
-        self._alias(self.module)
+        self.alias(self.module)
         self.state = optimizer.init(len(self.flat), len(self.slots), self.flat.device)
-
-    def load(self, flat: Tensor, state: Mapping[str, Tensor] | None = None) -> None:
-        """Overwrites the parameters, and the optimizer's state where it is given, in place.
-
-        Args:
-            flat: `[P]`.
-            state: by name, of the shapes of `self.state`.
-
-        Raises:
-            CheckpointError: names or sizes are those of another model or optimizer; nothing was changed.
-        """
-        given = {"weight": flat} | dict(self.state if state is None else state)
-        own = {"weight": self.flat} | self.state
-        if {name: tensor.shape for name, tensor in given.items()} != {name: own[name].shape for name in own}:
-            raise CheckpointError(
-                f"the dense part has {_describe(own)}, but {_describe(given)} were given: "
-                "load it with the model and train.optimizer that it was made with"
-            )
-        for name, tensor in given.items():
-            own[name].copy_(tensor)
 
     def worker_module(self, computing: Computing = IN_FP32, clip_norm: float | None = None) -> "WorkerModule":
         """A worker's own module over the shared parameters, with `clip_norm` as in `Stepper`; one per worker thread."""
         return WorkerModule(self, computing, clip_norm)
 
     def predict(self, dense: Tensor, pooled: Tensor, sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES) -> Tensor:
-        """Logits `[B]` in float32 with the parameters as they are.
-
-        Args:
-            dense: float32 `[B, N]`.
-            pooled: float32 `[B, Σ D_f]`, the features in the order of `dims`.
-            sequences: the other features.
+        """Logits `[B]` in float32 with the parameters as they are, of `dense`, float32 `[B, N]`, the pooled features in
+        the order of `dims`, float32 `[B, Σ D_f]`, and the other features.
         """
         self.module.eval()
         with torch.inference_mode():
@@ -125,14 +95,6 @@ class Replica:
             logits: Tensor = self.module(dense.to(device), Pooled(pooled.to(device), self.dims, placed))
         return logits.float().cpu()
 
-    def private_copy(self) -> nn.Module:
-        """A copy of the module whose parameters, frozen ones and buffers are shared with the replica."""
-        twin = copy.deepcopy(self.module)
-        self._alias(twin)
-        for own, shared in zip(_shared(twin), _shared(self.module), strict=True):
-            own.data = shared.data
-        return twin.train()
-
     def parts(self, name: str) -> list[Tensor]:
         """The optimizer's tensor `name` cut into what belongs to each slot, as views."""
         tensor = self.state[name]
@@ -140,17 +102,16 @@ class Replica:
             return list(tensor.unbind())
         return [slot.view(tensor) for slot in self.slots]
 
-    def _alias(self, module: nn.Module) -> None:
+    def alias(self, module: nn.Module) -> None:
+        """Makes the trained parameters of a copy of the module views of `flat`."""
         for slot, parameter in zip(self.slots, _trainable(module), strict=True):
             parameter.data = slot.view(self.flat)
 
 
 class Stepper:
-    """Applies the replica's optimizer, without a lock.
+    """Applies the replica's optimizer in place, without a lock.
 
-    Args:
-        replica: whose parameters and state are stepped in place.
-        clip_norm: a gradient of a larger L2 norm is scaled down to it; None leaves it alone.
+    A gradient of a larger L2 norm than `clip_norm` is scaled down to it; None leaves it alone.
     """
 
     def __init__(self, replica: Replica, clip_norm: float | None) -> None:
@@ -160,12 +121,9 @@ class Stepper:
         self._state = {name: replica.parts(name) for name in replica.state}
 
     def step(self, gradients: Sequence[Tensor | None], lr: float, norm: float | None = None) -> None:
-        """One step.
+        """One step with a gradient for each slot in its order; a slot without one, and its state, stay as they are.
 
-        Args:
-            gradients: one for each slot in its order; a slot without one, and its state, stay as they are.
-            lr: the learning rate.
-            norm: L2 norm of the gradient that these are a part of; None if they are all of it.
+        `norm` is the L2 norm of the gradient that these are a part of; None if they are all of it.
         """
         where = [index for index, found in enumerate(gradients) if found is not None]
         # the fused kernels read memory in order: sparse and expanded gradients are written out
@@ -192,7 +150,11 @@ class WorkerModule:
     """
 
     def __init__(self, replica: Replica, computing: Computing, clip_norm: float | None) -> None:
-        self.module = replica.private_copy()
+        self.module = copy.deepcopy(replica.module)
+        replica.alias(self.module)
+        for own, shared in zip(_untrained(self.module), _untrained(replica.module), strict=True):
+            own.data = shared.data
+        self.module.train()
         if replica.flat.device.type == "cpu":
             accelerate(self.module, parse_kernels(computing.kernels))
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(replica.slots)
@@ -208,11 +170,8 @@ class WorkerModule:
     ) -> tuple[Tensor, Tensor, VectorGradients]:
         """The forward and the backward pass; `gradients` are there afterwards, and nothing has been stepped.
 
-        Args:
-            dense: float32 `[B, N]`.
-            pooled: float32 `[B, Σ D_f]`, the features in the order of `dims`.
-            labels: float32 `[B]`, 0 or 1.
-            sequences: the features that are not pooled.
+        `dense` and `pooled` as in `Replica.predict`; `labels` float32 `[B]`, 0 or 1; `sequences` are the features that
+        are not pooled.
 
         Returns:
             The mean log loss, 0-d; the logits, float32 `[B]`; the loss's gradient by `pooled` and by the values of
@@ -305,7 +264,8 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _shared(module: nn.Module) -> Iterator[Tensor]:
+def _untrained(module: nn.Module) -> Iterator[Tensor]:
+    """What all workers share: frozen parameters and buffers."""
     frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)
     return itertools.chain(frozen, module.buffers())
 
@@ -366,7 +326,3 @@ def copy_module(module: nn.Module) -> nn.Module:
         raise ConfigError(
             f"the model {type(module).__name__} cannot be copied for each worker: {str(error).splitlines()[0]}"
         ) from error
-
-
-def _describe(tensors: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())

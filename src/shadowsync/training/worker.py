@@ -22,7 +22,7 @@ from shadowsync.errors import NonFiniteLoss, ShadowSyncError
 from shadowsync.models.vectors import JaggedVectors, VectorGradients
 from shadowsync.rpc.pending import Pending
 from shadowsync.training.gate import Gate
-from shadowsync.training.rates import Rates
+from shadowsync.training.optimizers import Rates
 from shadowsync.training.replica import Replica, WorkerModule
 
 _Ready = tuple[LeasedBatch, Pulled]
@@ -65,9 +65,8 @@ class Update(Protocol):
     def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
         """The worker has taken a batch, and asks to compute it.
 
-        Returns:
-            waits for the answer; when it returns the batch's rows are pulled, or nothing is to be trained any more if
-            it says False.
+        What is returned waits for the answer; True: the batch's rows are pulled next. False: there is nothing to train
+        any more.
         """
         ...
 
@@ -80,14 +79,9 @@ class Update(Protocol):
     ) -> None:
         """Takes the gradients of one batch; the worker's next step starts when it returns.
 
-        Whoever implements it also says `Feed.done`, once, as soon as the gradients are in the parameters.
-
-        Args:
-            leased: the batch; its `number` is its place in the order in which the reader handed batches out.
-            pulled: the vectors it was trained with.
-            module: holds the gradients of the dense part.
-            gradient: of the mean loss with respect to these vectors, float32; not written to again.
-            factor: on all learning rates, in [0, 1].
+        Whoever implements it also says `Feed.done`, once, as soon as the gradients are in the parameters. The module
+        holds the gradients of the dense part; `gradient` is that of the mean loss by the vectors in `pulled`, float32,
+        and not written to again; `factor`, in [0, 1], is on all learning rates.
         """
         ...
 
@@ -116,12 +110,8 @@ class Update(Protocol):
 class LocalUpdate(Update):
     """Replica methods: the worker steps its trainer's replica without a lock, and the servers step the rows at once.
 
-    A batch is done when all embedding servers have acknowledged its gradients; meanwhile the worker goes on. An error
-    of a push is raised by a later `apply`, or by `settle`.
-
-    Attributes:
-        dense_lr, embedding_lr: learning rates before warm-up and decay.
-        most_under_way: pushes that may be unacknowledged when `apply` returns; more ride out a longer delay.
+    A batch is done when all embedding servers have acknowledged its gradients; meanwhile the worker goes on, as long as
+    no more than `most_under_way` are missing. An error of a push is raised by a later `apply`, or by `settle`.
     """
 
     embeddings: EmbeddingClient
@@ -155,8 +145,7 @@ class LocalUpdate(Update):
         while self._under_way:
             self._under_way.popleft().result()
 
-    def idle(self) -> None:
-        self.settle()
+    idle = settle
 
     def left(self) -> None:
         """Nobody waits for a worker."""
@@ -166,23 +155,11 @@ class LocalUpdate(Update):
             self.feed.done(leased)
 
 
-def _untold(computed_s: float, waited_s: float) -> None:
-    """Nobody wants to know."""
-
-
-def _even(worker: int, seconds: float) -> float:  # noqa: ARG001 - the signature of a slowness
-    return 1.0
-
-
 @dataclass(frozen=True)
 class TrainerContext:
     """What the workers of a trainer step with. Whatever is called from the hot path must return at once.
 
     Attributes:
-        rank: of the trainer.
-        driver: synchronises the replica.
-        gate: where threads stand still for a checkpoint.
-        rates: the factor on all learning rates, from the samples trained so far.
         prefetch: pulls under way per worker.
         record: trainer rank, logits `[B]` and labels `[B]` after each step.
         trained: samples trained by the whole job so far.
@@ -211,10 +188,10 @@ class TrainerContext:
     before_step: Callable[[int, int], None]
     place: Callable[[LeasedBatch], str]
     ended: Callable[[], None]
-    stepped: Callable[[float, float], None] = _untold
+    stepped: Callable[[float, float], None] = lambda *_: None
     emulate_step_s: float | None = None
     compute: bool = True
-    slowness: Callable[[int, float], float] = _even
+    slowness: Callable[[int, float], float] = lambda *_: 1.0
 
 
 class Worker:
@@ -243,7 +220,7 @@ class Worker:
         update: Update,
     ) -> None:
         self._context, self._index, self._number = context, index, number
-        self._module, self._embeddings, self._update = module, embeddings, update
+        self._module, self._embeddings, self.update = module, embeddings, update
         self._settled_factor: float | None = None
         self.iterations = 0
         self.idle = False
@@ -256,26 +233,16 @@ class Worker:
         with contextlib.closing(self._pulled()) as batches:
             for leased, pulled in batches:
                 if not self._train(leased, pulled):
-                    self._update.settle()
+                    self.update.settle()
                     break
-        self._update.settle()
-
-    @property
-    def quiet(self) -> bool:
-        """All gradients of its steps are where they belong; to be asked while it stands still."""
-        return self._update.quiet
-
-    def ended(self) -> None:
-        """Tells the job that this worker is done."""
-        self._update.left()
-        self._context.ended()
+        self.update.settle()
 
     def _train(self, leased: LeasedBatch, pulled: Pulled) -> bool:
         """One step; whether there is to be another."""
         context, batch = self._context, leased.batch
         context.before_step(context.rank, self.iterations + 1)
         began = time.monotonic()
-        self._update.ready(leased)
+        self.update.ready(leased)
         factor, started = self._factor(len(batch)), time.monotonic()
         forward_and_backward = self._module.loss_and_gradients if context.compute else _nothing_computed
         loss, logits, gradient = forward_and_backward(batch.dense, pulled.pooled, batch.labels, pulled.sequences)
@@ -286,13 +253,13 @@ class Worker:
             if (left := started + least - time.monotonic()) > 0:
                 context.gate.rest(left, context.stopping)
         computed_s = time.monotonic() - started
-        self._update.apply(leased, pulled, self._module, gradient, factor)
+        self.update.apply(leased, pulled, self._module, gradient, factor)
         self.iterations += 1
         context.record(context.rank, logits, batch.labels)
         context.driver.after_step(self._index, self.iterations)
         context.stepped(computed_s, self._waited_s + time.monotonic() - began - computed_s)
         if context.gate.pausing:
-            self._update.settle()
+            self.update.settle()
         context.gate.step()
         return not context.stopping()
 
@@ -331,27 +298,42 @@ class Worker:
     def _pulled(self) -> Generator[_Ready, None, None]:
         """Batches with their pooled embeddings; when there is none now, waits for what others may give back."""
         context = self._context
-        name = f"pull-{context.rank}.{self._index}"
-        with _Prefetcher(self._fetch, self._update.left, context.prefetch, context.gate, name) as ahead:
-            while True:
-                began = time.monotonic()
-                ready = ahead.next()
-                self._waited_s = time.monotonic() - began
-                ready = ready or self._wait_for_more()
-                if ready is None:
-                    return
-                yield ready
+        ahead: deque[Future[_Ready | None]] = deque()
+        with ThreadPoolExecutor(1, f"pull-{context.rank}.{self._index}") as pool:  # starts no thread without prefetch
+            try:
+                while True:
+                    began = time.monotonic()
+                    with context.gate.resting():
+                        ready = self._next(pool, ahead) if context.prefetch else self._fetch(wait=False)
+                    self._waited_s = time.monotonic() - began
+                    ready = ready or self._wait_for_more()
+                    if ready is None:
+                        return
+                    yield ready
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                # before it is waited for: a pull may wait for a batch that was begun and will not be computed
+                self.update.left()
+
+    def _next(self, pool: ThreadPoolExecutor, ahead: deque[Future[_Ready | None]]) -> _Ready | None:
+        """The next batch while others are pulled in the pool's thread, or None when there is none now."""
+        while len(ahead) <= self._context.prefetch:
+            ahead.append(pool.submit(self._fetch, False))
+        while ahead:
+            if (ready := ahead.popleft().result()) is not None:
+                return ready
+        return None
 
     def _fetch(self, wait: bool) -> _Ready | None:
         leased = self._context.feed.next(wait)
         if leased is None:
             return None
-        admitted = self._update.begin(leased)
+        admitted = self.update.begin(leased)
         prepared = self._embeddings.prepare(leased.batch.ids)
         return (leased, self._embeddings.fetch(prepared)) if admitted() else None
 
     def _wait_for_more(self) -> _Ready | None:
-        self._update.idle()
+        self.update.idle()
         self._context.driver.worker_idle(self._index)
         self.idle = True
         with self._context.gate.resting():
@@ -362,6 +344,11 @@ class Worker:
         self._context.driver.worker_back(self._index)
         return ready
 
+    def ended(self) -> None:
+        """Tells the job that this worker is done."""
+        self.update.left()
+        self._context.ended()
+
 
 def _nothing_computed(
     _: Tensor, pooled: Tensor, labels: Tensor, sequences: Mapping[str, JaggedVectors]
@@ -370,53 +357,10 @@ def _nothing_computed(
     return torch.zeros(()), torch.zeros_like(labels), VectorGradients.zeros(pooled, sequences)
 
 
-class _Prefetcher:
-    """Pulls the next batches of a worker in a thread of its own while the worker trains; with 0, in the worker's.
-
-    At the end it leaves: a pull under way may wait for a batch that was begun and will not be computed.
-    """
-
-    def __init__(
-        self, fetch: Callable[[bool], _Ready | None], leave: Callable[[], None], depth: int, gate: Gate, name: str
-    ) -> None:
-        self._fetch, self._leave, self._depth, self._resting = fetch, leave, depth, gate.resting
-        self._pool = ThreadPoolExecutor(1, name) if depth else None
-        self._under_way: deque[Future[_Ready | None]] = deque()
-
-    def next(self) -> _Ready | None:
-        """The next batch, or None when there is none now."""
-        with self._resting():
-            if self._pool is None:
-                return self._fetch(False)
-            while len(self._under_way) <= self._depth:
-                self._under_way.append(self._pool.submit(self._fetch, False))
-            while self._under_way:
-                ready = self._under_way.popleft().result()
-                if ready is not None:
-                    return ready
-        return None
-
-    def __enter__(self) -> "_Prefetcher":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        try:
-            self._leave()
-        finally:
-            if self._pool is not None:
-                self._pool.shutdown(wait=True)
-
-
 class Trainer:
-    """Trains one replica with several workers in threads (a role).
+    """Trains one replica, which the modules of its workers alias, with these in threads.
 
-    Args:
-        rank: among the trainers.
-        replica: the dense part, which the workers' modules alias.
-        driver: synchronises the replica.
-        gate: where threads stand still for a checkpoint.
+    The driver synchronises the replica; at the gate threads stand still for a checkpoint.
     """
 
     def __init__(self, rank: int, replica: Replica, driver: Driver, gate: Gate) -> None:
@@ -465,7 +409,7 @@ class Trainer:
     @property
     def quiet(self) -> bool:
         """All gradients are where they belong; to be asked while everybody stands still."""
-        return all(worker.quiet for worker in self._workers)
+        return all(worker.update.quiet for worker in self._workers)
 
     def finish(self) -> None:
         """Waits for the workers and stops the shadow; what went wrong is kept in `error`."""

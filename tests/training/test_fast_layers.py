@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shadowsync.training.fast_linear import FastLinear, FastTower, accelerate
-from shadowsync.training.kernels import Kernels, onednn_runs, parse_kernels
+from shadowsync.training.kernels import FastLinear, FastTower, Kernels, accelerate, onednn_runs, parse_kernels
 
 BY_TORCH = Kernels()
 ALL_KERNELS = ("ttt", "ttT", "ooo", "ooO", "otT", "toO")

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from shadowsync import Interrupted, Job, Result, Trained
 from shadowsync.config import Config, load
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 
 QUIET = ("report.html=false", "report.tensorboard=false", "train.trainers=1")
 SYNTHETIC = (

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shadowsync import Job
 from shadowsync.config import load
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 
 sys.path.insert(0, str(Path(__file__).parent))
 from machine import describe, table

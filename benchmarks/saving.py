@@ -45,7 +45,6 @@ from shadowsync.cluster.session import Session
 from shadowsync.config import parse
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.memory.pages import keep_freed_memory
-from shadowsync.metrics.recorder import RecoveryStats
 from shadowsync.runtime.inprocess import InProcess
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -245,7 +244,7 @@ def measure_training(variant: str, saving: bool, rows: int, arguments: argparse.
             else:
                 train(made)
                 saves, size, seconds = 0, 0, 0.0
-        frame = made.recorder.frame(made.counts(saves, RecoveryStats()), ended=True)
+        frame = made.recorder.frame(made.counts(saves), made.wire_totals(), made.aggregation, ended=True)
         auc = frame.auc if frame.auc is not None else float("nan")
         return Measured(made.recorder.speed().eps, auc, saves, size / 1e9, seconds)
 

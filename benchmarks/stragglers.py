@@ -31,7 +31,7 @@ from clustered import Cells, load_average
 from emulated import METHODS, auc_of, train_until, workers
 from machine import describe, table
 
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 
 WORKERS, BATCH = 8, 256
 SLOW = "share=0.25,slow=3-10"

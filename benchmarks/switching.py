@@ -35,7 +35,7 @@ from clustered import Cells, load_average
 from emulated import METHODS, SYNTHETIC, auc_of, train, train_until, workers
 from machine import describe, table
 
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 
 PER_STEP = 16
 """Batches of a global step."""

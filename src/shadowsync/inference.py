@@ -30,7 +30,7 @@ from shadowsync.job_snapshot import column_difference
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.metrics.units import UnitActivity
 from shadowsync.places import advice, unfollowed, without
-from shadowsync.remarks import left_out, undefined
+from shadowsync.report.words import left_out
 from shadowsync.runs import load_checkpoint
 from shadowsync.training.replica import Replica
 
@@ -176,7 +176,7 @@ class Trained:
             if not measured.samples:
                 raise DataError(f"{data or 'the test rows'}: none of the rows can be used")
         bad = left_out(opened.rows - measured.samples, opened.rows, "rows")
-        self._remark(unscaled, undefined(measured, "these rows"), bad)
+        self._remark(unscaled, measured.undefined("these rows"), bad)
         return measured
 
     def predict(self, data: Path | str, out: Path | str, keep: Sequence[str] = ()) -> int:

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from shadowsync import sections
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import untold
 from shadowsync.assembly import codec_remarks, prefetch
@@ -37,19 +36,17 @@ from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, S
 from shadowsync.inference import Predictor, score
 from shadowsync.job_snapshot import column_difference, put_back
 from shadowsync.memory.pages import keep_freed_memory
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import About, Frame, RoleEvent
 from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_scores
-from shadowsync.metrics.recorder import RecoveryStats
-from shadowsync.metrics.roles import About, RoleEvent
 from shadowsync.metrics.units import UnitActivity, Units
 from shadowsync.places import advice, as_stored, local_path, unfollowed, without
 from shadowsync.recovery.scheduler import Due
 from shadowsync.recovery.signals import StopRequest, stop_on_signals
 from shadowsync.recovery_controller import RecoveryController
-from shadowsync.remarks import left_out, one_label, too_short, undefined
 from shadowsync.report.files import frames_until, read_events, read_frames, write_atomically
 from shadowsync.report.reporter import Reporter
-from shadowsync.report.result import Result, machine, versions
+from shadowsync.report.result import Result
+from shadowsync.report.words import left_out
 from shadowsync.rpc.errors import GONE
 from shadowsync.runs import (
     check_folder,
@@ -64,9 +61,11 @@ from shadowsync.runs import (
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Runtime
 from shadowsync.runtime_choice import where_roles_run, with_runtime
+from shadowsync.sections import make_result
 
 _ODD_NATS = 20.0  # of mean log loss: what happens was predicted with a probability of 2e-9
 _JUDGED_SAMPLES = 20_000  # a bad start of some thousand samples may be recovered from
+_FEW_STEPS = 20  # below that a job learns next to nothing
 _MOST_EXTREMES = 100  # samples in a window whose loss is extreme, as single rows that are wrong may make it
 
 LOOK_S, QUICK_S = 0.25, 0.01
@@ -292,7 +291,9 @@ class _Run:
             self._check_rows(test)
             self.keeping.take_stock()
             roles.notice(self.session, saving=False)  # who died meanwhile
-            reporter.finish(result := self._result(started - self.began, test, units))
+            config, startup_s = resolved(self.config, self.choices, self.session.warmup_samples), started - self.began
+            result = make_result(config, self.session, self.keeping, startup_s, self.load_s, test, units)
+            reporter.finish(result)
         return result
 
     def _reporter(self) -> Reporter:
@@ -383,8 +384,17 @@ class _Run:
         return self.keeping.save_last() or self.session.given_up is not None
 
     def _show(self, reporter: Reporter, *, ended: bool = False) -> None:
-        counts = self.session.counts(self.saver.saves, self._recovery_stats(), self.saver.busy)
-        frame = self.session.recorder.frame(counts, ended=ended)
+        session, keeping = self.session, self.keeping
+        counts = session.counts(self.saver.saves, self.saver.busy)
+        if keeping.settings.saves or keeping.account.pls:  # else of no interest: nobody saves, and nothing was lost
+            counts = msgspec.structs.replace(
+                counts,
+                pls=keeping.account.pls,
+                target_pls=keeping.target_pls,
+                recovery_seconds=keeping.seconds(self.load_s),
+                emulated_job_s=keeping.settings.job_s,
+            )
+        frame = session.recorder.frame(counts, session.wire_totals(), session.aggregation, ended=ended)
         reporter.show(frame)
         self._check_sense(frame, ended)
         self._check_labels(ended)
@@ -423,7 +433,11 @@ class _Run:
         judged = ended or samples >= min(self.config.report.window, _JUDGED_SAMPLES)
         if label is not None and judged and not self._told_of_labels:
             self._told_of_labels = True
-            self._tell(one_label(samples, label, getattr(self.choices.source, "label", None)))
+            column = getattr(self.choices.source, "label", None)
+            asked = (
+                "nothing can be learnt from them" if column is None else f"is data.label ({column}) the right column?"
+            )
+            self._tell(f"all {samples:,} labels so far are {label}: {asked}")
 
     def _check_rows(self, test: TestMetrics | None) -> None:
         """Says what is odd about the rows that were read."""
@@ -435,18 +449,10 @@ class _Run:
             used, example = 0 if test is None else test.samples, next(iter(rows.bad_rows.examples), None)
             found += [left_out(rows.rows - used, rows.rows, "test rows", example)]
         if test is not None:
-            found += [undefined(test, "the test rows")]
+            found += [test.undefined("the test rows")]
         for sentence in found:
             if sentence is not None:
                 self._tell(sentence)
-
-    def _recovery_stats(self) -> RecoveryStats:
-        """Of failures so far; nothing where it is of no interest, because nobody saves and nothing was lost."""
-        keeping = self.keeping
-        if not keeping.settings.saves and not keeping.account.pls:
-            return RecoveryStats()
-        seconds, job_s = keeping.seconds(self.load_s), keeping.settings.job_s
-        return RecoveryStats(keeping.account.pls, keeping.target_pls, seconds, job_s)
 
     def _raise_if_unfinished(self, request: StopRequest) -> None:
         reader = self.session.reader
@@ -490,26 +496,6 @@ class _Run:
                 return attempt()
             except GONE:
                 self.session.settle()
-
-    def _result(self, startup_s: float, test: TestMetrics | None, units: Units | None) -> Result:
-        session, train = self.session, self.config.train
-        speed = session.recorder.speed()
-        return Result(
-            config=resolved(self.config, self.choices, session.warmup_samples),
-            seed=train.seed,
-            versions=versions(),
-            machine=machine(),
-            data=sections.data(session, test),
-            test=sections.test(session, test),
-            units=units,
-            train=sections.train(session),
-            computing=sections.computing(session),
-            throughput=sections.throughput(train, speed, startup_s),
-            sync=sections.sync(session, speed),
-            wire=sections.wire(session),
-            aggregation=sections.aggregation(session),
-            recovery=sections.recovery(session, self.keeping, self.load_s),
-        )
 
 
 @dataclass
@@ -654,6 +640,28 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], o
             "aggregation.global_batch to a multiple of it"
         )
     return with_written(config, given)
+
+
+def too_short(config: Config, total_samples: int) -> list[str]:
+    """What is odd about a job of so few samples: nearly no steps, or learning rates that rise to its end."""
+    train, found = config.train, []
+    if config.aggregation.method is None:
+        size, steps = train.batch_size * train.trainers, "step(s) of each replica"
+        made_of, lower = f"{train.batch_size:,} x {train.trainers:,} trainer(s)", "train.batch_size or train.trainers"
+    else:
+        size, steps = global_batch(config), "global step(s)"
+        made_of, lower = f"{size:,} samples", "aggregation.global_batch, train.batch_size or train.trainers"
+    if total_samples <= (_FEW_STEPS - 1) * size:
+        found.append(
+            f"the job makes only {-(-total_samples // size)} {steps}, {total_samples:,} samples in all by {made_of}, "
+            f"and learns next to nothing: lower {lower}, or raise data.epochs"
+        )
+    if train.warmup_samples is not None and train.warmup_samples >= total_samples:
+        found.append(
+            f"train.warmup_samples={train.warmup_samples} is not less than the {total_samples:,} samples of the job, "
+            "so that the learning rates rise to its end and never reach what is set: lower it, or leave it out"
+        )
+    return found
 
 
 def _followed(stored: dict[str, Any], changed: Mapping[str, Any], resume: Path, out: Path | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import shadowsync.job
 from shadowsync import Interrupted, Job, Trained
 from shadowsync.cluster.context import EventLog, Material, Newest
 from shadowsync.cluster.session import Session
-from shadowsync.metrics.roles import RoleEvent
+from shadowsync.metrics.history import RoleEvent
 from shadowsync.report.files import read_events
 from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime.runtime import Runtime

@@ -13,7 +13,7 @@ import yaml
 
 from shadowsync.choices import choose_all
 from shadowsync.config import ClusterConfig, load
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text("utf-8")

@@ -7,7 +7,7 @@ import pytest
 from shadowsync.assembly import prefetch
 from shadowsync.choices import choose_all, server_count, warmup_samples
 from shadowsync.config import merge, parse
-from shadowsync.remarks import too_short
+from shadowsync.job import too_short
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from shadowsync import Job
 from shadowsync.errors import ShadowSyncError
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 from shadowsync.report.files import read_events
 from shadowsync.training.worker import TrainerLost
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.metrics.roles import Event, RoleEvent, RoleState, Span, role_order, spans, state_after
+from shadowsync.metrics.history import Event, RoleEvent, RoleState, Span, role_order, spans, state_after
 
 DEATH = [
     RoleEvent(0.0, "embedding-1", "alive"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
-from shadowsync.metrics.quality import entropy, evaluate_scores, normalized_entropy
+from shadowsync.metrics.quality import evaluate_scores, normalized_entropy
 
 LOGITS = st.lists(st.tuples(st.integers(-60, 60), st.booleans()), min_size=1, max_size=60)
 
@@ -104,7 +104,5 @@ def test_bins_hold_equal_counts_where_logits_are_distinct() -> None:
     assert [point.count for point in evaluate_scores(logits, torch.ones(100), bins=10).curve] == [10] * 10
 
 
-@pytest.mark.parametrize("mean", [0.0, 1.0])
-def test_entropy_of_a_certain_label_is_not_defined(mean: float) -> None:
-    assert entropy(mean) is None
-    assert normalized_entropy(1.0, mean * 5, 5) is None
+def test_the_ne_of_a_certain_label_is_not_defined() -> None:
+    assert normalized_entropy(1.0, 0.0, 5) is normalized_entropy(1.0, 5.0, 5) is None

@@ -9,9 +9,8 @@ import torch
 
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.config import Config
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame, RoleEvent
 from shadowsync.metrics.quality import evaluate_scores
-from shadowsync.metrics.roles import RoleEvent
 from shadowsync.report.result import (
     Aggregation,
     Data,

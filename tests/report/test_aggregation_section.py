@@ -14,7 +14,7 @@ from fake_runs import (
     make_switch_events,
 )
 
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 from shadowsync.report.aggregation_section import histogram
 from shadowsync.report.aggregation_section import make_aggregation as make_section
 from shadowsync.report.compare import Run, columns_of, compare

@@ -22,7 +22,7 @@ from fake_runs import (
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from shadowsync.metrics.roles import RoleEvent
+from shadowsync.metrics.history import RoleEvent
 from shadowsync.report.compare import Run, render_comparison
 from shadowsync.report.page import render_page
 from shadowsync.report.result import Throughput

@@ -11,7 +11,7 @@ from fake_runs import make_events, make_frames, make_recovery_result, make_resul
 from rich.console import Console
 
 from shadowsync.errors import DataError
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 from shadowsync.report.compare import (
     COLUMNS,
     Run,

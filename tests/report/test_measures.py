@@ -6,7 +6,7 @@ from typing import Any, cast
 import msgspec
 from fake_runs import make_frames, make_gradient_result, make_recovery_result, make_result
 
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 from shadowsync.report.compare import COLUMNS
 from shadowsync.report.measures import MEASURES, figures, scalars
 from shadowsync.report.result import Computing

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from shadowsync.config import ReportConfig
 from shadowsync.errors import ConfigError
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 from shadowsync.report.reporter import Reporter
 
 prometheus = pytest.importorskip("shadowsync.report.prometheus", reason="needs prometheus-client")

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from fake_runs import make_decisions, make_events, make_failing_frames, make_frames, make_recovery_result, make_result
 
-from shadowsync.metrics.roles import RoleEvent
+from shadowsync.metrics.history import RoleEvent
 from shadowsync.report.page import render_page
 from shadowsync.report.recovery_section import RecoverySection, make_recovery, make_timeline
 from shadowsync.report.result import Recovery, RecoverySeconds, Wire

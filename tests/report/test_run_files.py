@@ -9,7 +9,7 @@ import pytest
 from fake_runs import make_events, make_frames
 
 from shadowsync.errors import DataError, SaveError
-from shadowsync.metrics.roles import RoleEvent
+from shadowsync.metrics.history import RoleEvent
 from shadowsync.report.files import frames_until, read_events, read_frames, write_events, write_frames
 
 

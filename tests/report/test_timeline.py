@@ -2,7 +2,7 @@
 
 from fake_runs import make_events, make_frames
 
-from shadowsync.metrics.roles import RoleEvent
+from shadowsync.metrics.history import RoleEvent
 from shadowsync.report.recovery_section import Timeline, make_timeline
 
 

@@ -20,8 +20,8 @@ from shadowsync.data.source import OpenSource, Schema
 from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard, Table
+from shadowsync.metrics.history import About, Event
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.metrics.roles import About, Event
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.sync.all_reduce import Averaging
 from shadowsync.sync.dense import DenseServers

@@ -34,8 +34,8 @@ from shadowsync.dense_state import DenseImage, job_state, restored_dense
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Rows, RowSet, shares_of
 from shadowsync.errors import RunError
-from shadowsync.metrics.recorder import GlobalSteps, JobCounts, Recorder, RecoveryStats
-from shadowsync.metrics.roles import RoleState
+from shadowsync.metrics.history import JobCounts, RoleState
+from shadowsync.metrics.recorder import Recorder
 from shadowsync.metrics.wire import WireCounter, WireTotals
 from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.rpc.served import ask
@@ -769,39 +769,25 @@ class Session:
         kinds = [kind for kind, codec in given.items() if not only_chosen or len(codec.levels) > 1]
         return {kind: _in_order(given[kind], now.get(kind, ())) for kind in kinds}
 
-    def counts(self, saves: int, recovery: RecoveryStats, checkpointing: bool = False) -> JobCounts:
-        """What the recorder does not know by itself, beside checkpoints and what failures have cost."""
+    def counts(self, saves: int, checkpointing: bool = False) -> JobCounts:
+        """What the recorder does not know by itself, but for what failures have cost."""
         if self._direct:  # it costs nothing to be up to date
             self._news.set()
             self._hear()
+        held = self._dense.held_bytes
+        if held is not None:
+            self.most_held_bytes = max(self.most_held_bytes or 0, held)
         return JobCounts(
             total_samples=self.total_samples,
             sync_count=self.sync_count,
-            wire=self.wire_totals(),
-            wire_codecs=self.codecs(only_chosen=True),
-            saves=saves,
             replica_distance=self._dense.distance(self._manager.statuses.sketches()),
+            saves=saves,
+            wire_codecs=self.codecs(only_chosen=True),
             checkpointing=checkpointing,
             failures=self.failures,
             roles=self.role_states(),
             queue_depth=self._manager.statuses.waiting(),
             emulated_step_ms=self.config.train.emulate_step_ms,
-            recovery=recovery,
-            steps=self._global_steps(),
-        )
-
-    def _global_steps(self) -> GlobalSteps | None:
-        if (done := self.aggregation) is None:
-            return None
-        held = self._dense.held_bytes
-        if held is not None:
-            self.most_held_bytes = max(self.most_held_bytes or 0, held)
-        return GlobalSteps(
-            mode=done.mode,
-            count=done.global_steps,
-            dropped=done.dropped,
-            applied=done.applied,
-            staleness_sum=done.staleness_sum,
             step_seconds=by_name(self.recent_step_s()),
             held_bytes=held,
         )

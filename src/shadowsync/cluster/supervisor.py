@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shadowsync.cluster.context import EventLog, RolePlace
-from shadowsync.metrics.roles import RoleState
+from shadowsync.metrics.history import RoleState
 from shadowsync.rpc.connection import Connection, Connector
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.runtime.runtime import Builder, Endpoint, LaunchRequest, RoleProcess, Runtime

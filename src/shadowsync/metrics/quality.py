@@ -10,7 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,8 +38,7 @@ class CurvePoint(msgspec.Struct, frozen=True):
     count: int
 
 
-@dataclass(frozen=True)
-class Groups:
+class LogitGroups(NamedTuple):
     """Samples grouped by their logit, ascending: it and how many have label 1 and label 0, float64 `[K]` each."""
 
     logit: Tensor
@@ -50,11 +49,8 @@ class Groups:
 class Peak(msgspec.Struct, frozen=True):
     """The worst stretch of a training: steps that are too long show there, however well it ends.
 
-    Attributes:
-        ne: of the predictions made in it before training on them; None if it holds one label only.
-        logloss: their mean log loss in nats.
-        samples: its length.
-        end: samples trained when it ended.
+    `ne` (None if it holds one label only) and `logloss` are of the predictions made in it before training on them;
+    `end` is the number of samples trained when it ended.
     """
 
     ne: float | None
@@ -65,16 +61,11 @@ class Peak(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TestMetrics:
-    """Quality on a fixed set of samples.
+    """Quality on a fixed set of samples, with a calibration curve in bins of equal count, ascending.
 
-    Attributes:
-        samples: in the set.
-        auc: area under the ROC curve, exact; None unless both labels are there.
-        ne: mean log loss over the entropy of the mean label; None as above.
-        logloss: mean log loss in nats; None without samples.
-        calibration: mean prediction over mean label; None without a positive label.
-        curve: bins of equal count, ascending.
-        only_label: the label that all samples have; None if there are both, or no samples.
+    `auc` (exact) and `ne` are None unless both labels are there, `logloss` (mean, in nats) without samples,
+    `calibration` (mean prediction over mean label) without a positive label. `only_label` is the label that all samples
+    have; None if there are both, or no samples.
     """
 
     __test__ = False  # pytest would take the class for a test
@@ -87,6 +78,15 @@ class TestMetrics:
     curve: tuple[CurvePoint, ...]
     only_label: int | None = None
 
+    def undefined(self, rows: str) -> str | None:
+        """Why AUC and NE of `rows` are not defined, if they are not."""
+        if self.only_label is None:
+            return None
+        return (
+            f"AUC and NE of {rows} are not defined, as all {self.samples:,} labels are {self.only_label}: give rows of "
+            "both labels"
+        )
+
 
 def evaluate_scores(logits: Tensor, labels: Tensor, bins: int = 20) -> TestMetrics:
     """Exact quality of `logits [B]` against `labels [B]` (0 or 1), with a calibration curve of at most `bins` bins.
@@ -97,7 +97,11 @@ def evaluate_scores(logits: Tensor, labels: Tensor, bins: int = 20) -> TestMetri
     logits, labels = logits.detach().double().cpu(), labels.detach().double().cpu()
     sums = Sums()
     sums.add(logits, labels)
-    groups = group_exactly(logits, labels)
+    values, group_of = torch.unique(logits, sorted=True, return_inverse=True)
+    positive = (labels >= 0.5).double()
+    by_label = torch.zeros(2, len(values), dtype=torch.float64)
+    by_label.index_add_(1, group_of, torch.stack([positive, 1.0 - positive]))
+    groups = LogitGroups(values, *by_label)
     return TestMetrics(
         samples=sums.count,
         auc=area_under_roc(groups),
@@ -113,10 +117,7 @@ class Quality:
     """Streaming quality of predictions made before each sample was trained on; used off the hot path.
 
     Every measure is None until it is defined: the log loss needs a sample, the calibration a positive label, NE and
-    AUC both labels. Not thread-safe: `Recorder` guards it.
-
-    Attributes:
-        lifetime: sums over all samples so far.
+    AUC both labels. `lifetime` are the sums over all samples so far. Not thread-safe: `Recorder` guards it.
     """
 
     def __init__(self, window: int) -> None:
@@ -136,7 +137,6 @@ class Quality:
 
     @property
     def ne_window(self) -> float | None:
-        """Normalized entropy over the last `window` samples."""
         return normalized_entropy(*self._window.sums())
 
     def window_loss(self) -> tuple[float, int, int]:
@@ -198,12 +198,10 @@ class Sums:
 
     @property
     def logloss(self) -> float | None:
-        """Mean, in nats."""
         return self.loss / self.count if self.count else None
 
     @property
     def ne(self) -> float | None:
-        """Normalized entropy."""
         return normalized_entropy(self.loss, self.label, self.count)
 
     @property
@@ -221,7 +219,6 @@ class _Window:
         self._chunks: deque[Tensor] = deque()
 
     def add(self, loss: Tensor, labels: Tensor) -> None:
-        """Takes `[B]` new samples and forgets as many of the oldest as are beyond the window."""
         chunk = torch.stack([loss, labels, (loss > EXTREME_NATS).to(loss.dtype)])[:, -self._size :]
         self._count += chunk.shape[1]
         if self._chunks and self._chunks[-1].shape[1] < _CHUNK_SAMPLES:
@@ -263,7 +260,6 @@ class _Stretches:
     worst: Peak | None = None
 
     def add(self, loss: Tensor, labels: Tensor) -> None:
-        """Takes `[B]` new samples."""
         while len(labels):
             room = _STRETCH_SAMPLES - self.count
             self.loss += float(loss[:room].sum(dtype=torch.float64))
@@ -297,11 +293,11 @@ class LogitHistogram:
         index = bin_of(logits).mul_(2).add_(labels >= 0.5)
         self._counts.scatter_add_(0, index, torch.ones_like(index))
 
-    def groups(self) -> Groups:
+    def groups(self) -> LogitGroups:
         """The bins that hold samples, ascending."""
         negatives, positives = self._counts.view(BINS, 2).double().unbind(1)
         kept = (negatives + positives).nonzero().squeeze(1)
-        return Groups(_centre_of(kept), positives[kept], negatives[kept])
+        return LogitGroups(_centre_of(kept), positives[kept], negatives[kept])
 
     def state(self) -> str:
         """The bins that hold samples with their counts, packed into text for a checkpoint's JSON values."""
@@ -341,24 +337,20 @@ def _centre_of(bins: Tensor) -> Tensor:
     return torch.where(signed == 0, torch.zeros_like(magnitude), magnitude.copysign(signed))
 
 
-def entropy(mean_label: float) -> float | None:
-    """Entropy of a coin of this mean, in nats; None where it is 0 (only one label was seen)."""
-    if not 0.0 < mean_label < 1.0:
-        return None
-    return -mean_label * math.log(mean_label) - (1.0 - mean_label) * math.log1p(-mean_label)
-
-
 def normalized_entropy(loss_sum: float, label_sum: float, count: float) -> float | None:
     """Mean log loss over the entropy of the mean label; None until both labels were seen.
 
     Defined by He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014), section 3: below 1
     is better than always predicting the mean, and unlike the log loss it can be compared between data sets.
     """
-    background = entropy(label_sum / count) if count else None
-    return None if background is None else loss_sum / count / background
+    if not 0.0 < label_sum < count:
+        return None
+    mean = label_sum / count
+    entropy = -mean * math.log(mean) - (1.0 - mean) * math.log1p(-mean)
+    return loss_sum / count / entropy
 
 
-def area_under_roc(groups: Groups) -> float | None:
+def area_under_roc(groups: LogitGroups) -> float | None:
     """Chance that a random positive has a higher logit than a random negative, ties counting half.
 
     The Mann-Whitney form of the area under the ROC curve; None unless both labels are there.
@@ -371,7 +363,7 @@ def area_under_roc(groups: Groups) -> float | None:
     return float(ordered / positives / negatives)
 
 
-def calibration_curve(groups: Groups, bins: int) -> tuple[CurvePoint, ...]:
+def calibration_curve(groups: LogitGroups, bins: int) -> tuple[CurvePoint, ...]:
     """Mean prediction against mean label in at most `bins` bins of nearly equal count, ascending.
 
     Bins of equal count rather than of equal width: where clicks are rare nearly all samples share the first bins of
@@ -390,12 +382,3 @@ def calibration_curve(groups: Groups, bins: int) -> tuple[CurvePoint, ...]:
         for count, label, prediction in sums.T.tolist()
         if count
     )
-
-
-def group_exactly(logits: Tensor, labels: Tensor) -> Groups:
-    """One group per distinct logit of `logits [B]`; a label of 0.5 or more counts as 1."""
-    values, group_of = torch.unique(logits.double(), sorted=True, return_inverse=True)
-    positive = (labels >= 0.5).double()
-    sums = torch.zeros(2, len(values), dtype=torch.float64)
-    sums.index_add_(1, group_of, torch.stack([positive, 1.0 - positive]))
-    return Groups(values, sums[0], sums[1])

@@ -4,6 +4,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+Crossed = Mapping[str, Mapping[str, int]]
+"""`WireTotals.by_name`."""
+
 
 @dataclass(frozen=True)
 class WireTotals:
@@ -30,10 +33,10 @@ class WireTotals:
         return {each.name: dict(getattr(self, each.name)) for each in fields(self)}
 
 
-def kept_shares(wire: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """By kind, the share of elements that crossed, of totals `by_name`; kinds that cross whole are left out."""
+def kept_shares(wire: Crossed) -> dict[str, float]:
+    """By kind, the share of elements that crossed; kinds that cross whole are left out."""
     elements, kept = wire.get("elements", {}), wire.get("kept", {})
-    return {kind: kept.get(kind, 0) / count for kind, count in elements.items() if count}
+    return {kind: kept.get(kind, 0) / count for kind, count in elements.items() if count > 0}
 
 
 class WireCounter:
@@ -45,20 +48,16 @@ class WireCounter:
 
     def add(self, kind: str, sent: int, raw: int) -> None:
         """Counts one message: `sent` bytes of it on the wire, `raw` bytes of it uncompressed."""
-        with self._lock:
-            for sums, amount in ((self._totals.bytes, sent), (self._totals.raw_bytes, raw)):
-                sums[kind] = sums.get(kind, 0) + amount
+        self._add(kind, bytes=sent, raw_bytes=raw)
 
     def add_kept(self, kind: str, elements: int, kept: int, refreshes: int, early: int) -> None:
         """Counts of one message the elements, those that crossed, and the thresholds chosen for it."""
-        totals = self._totals
+        self._add(kind, elements=elements, kept=kept, refreshes=refreshes, early=early)
+
+    def _add(self, kind: str, **amounts: int) -> None:
         with self._lock:
-            for sums, amount in (
-                (totals.elements, elements),
-                (totals.kept, kept),
-                (totals.refreshes, refreshes),
-                (totals.early, early),
-            ):
+            for name, amount in amounts.items():
+                sums = getattr(self._totals, name)
                 sums[kind] = sums.get(kind, 0) + amount
 
     def totals(self) -> WireTotals:

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import groupby
 from statistics import median
 
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 from shadowsync.report import words
 from shadowsync.report.charts import SAMPLES, SECONDS, Card, curve, curve_card, kept
 from shadowsync.report.measures import KeyNumber

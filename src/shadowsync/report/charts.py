@@ -11,7 +11,7 @@ from functools import partial
 
 from markupsafe import Markup
 
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 from shadowsync.metrics.units import Units
 from shadowsync.report import words
 from shadowsync.report.plots import Axis, Band, Bar, Line, bar_chart, calibration_chart, line_chart

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shadowsync.config import DataConfig
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 from shadowsync.report import words
 from shadowsync.report.charts import SAMPLES, SECONDS, Card, curve, kept, three_digits
 from shadowsync.report.files import read_events, read_frames, write_atomically

@@ -14,8 +14,7 @@ from typing import BinaryIO, Generic, TypeVar
 import msgspec
 
 from shadowsync.errors import DataError, SaveError
-from shadowsync.metrics.frame import Frame
-from shadowsync.metrics.roles import RoleEvent
+from shadowsync.metrics.history import Frame, RoleEvent
 
 _METRICS, _EVENTS = "metrics.jsonl", "events.jsonl"
 S = TypeVar("S", bound=msgspec.Struct)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
-from shadowsync.metrics.frame import Frame
-from shadowsync.metrics.roles import RoleState, role_order
+from shadowsync.metrics.history import Frame, RoleState, role_order
 from shadowsync.report import words
 from shadowsync.report.result import COIN, Result, dead_of, mostly_dead, notable_recovery, went_astray
 

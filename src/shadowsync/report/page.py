@@ -7,8 +7,7 @@ from typing import Any
 
 import jinja2
 
-from shadowsync.metrics.frame import Frame
-from shadowsync.metrics.roles import RoleEvent
+from shadowsync.metrics.history import Frame, RoleEvent
 from shadowsync.recovery.policy import spoken
 from shadowsync.report import words
 from shadowsync.report.aggregation_section import AGGREGATION_TERMS, make_aggregation

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 from shadowsync.metrics.quality import TestMetrics
 from shadowsync.report import words
 from shadowsync.report.measures import figures, key_numbers

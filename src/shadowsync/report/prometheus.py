@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from shadowsync.errors import ConfigError, MissingExtra
-from shadowsync.metrics.frame import Frame
+from shadowsync.metrics.history import Frame
 from shadowsync.report.measures import MEASURES
 
 try:

@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from shadowsync.metrics.frame import Frame
-from shadowsync.metrics.roles import RoleEvent, Span, role_order, spans
+from shadowsync.metrics.history import Frame, RoleEvent, Span, role_order, spans
 from shadowsync.recovery.policy import spoken
 from shadowsync.report import words
 from shadowsync.report.charts import SAMPLES, Card, curve, kept

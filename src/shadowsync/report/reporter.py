@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from shadowsync.config import ReportConfig
-from shadowsync.metrics.frame import Frame
-from shadowsync.metrics.roles import RoleEvent
+from shadowsync.metrics.history import Frame, RoleEvent
 from shadowsync.report.files import write_events, write_frames
 from shadowsync.report.progress import Progress, final_table
 from shadowsync.report.result import Result, warnings, write_result

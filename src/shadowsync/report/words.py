@@ -6,6 +6,7 @@ from typing import Any
 
 MISSING = "—"
 _PROPORTION = 1e6
+_MANY = 0.1  # of the rows left out as bad
 
 
 def _undefined(value: float | None) -> bool:
@@ -96,6 +97,14 @@ def clock(seconds: float | None) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def left_out(bad: int, all_rows: int, rows: str, example: str | None = None) -> str | None:
+    """On `bad` of `all_rows` rows that were skipped, where those are many."""
+    if bad <= _MANY * all_rows:
+        return None
+    shown = f", for instance {example}" if example else ""
+    return f"{bad:,} of {all_rows:,} {rows} ({percent(bad / all_rows)}) were left out by data.on_bad_row=skip{shown}"
 
 
 def plural(number: int, noun: str, several: str | None = None) -> str:

@@ -2,7 +2,6 @@
 
 import fcntl
 import importlib.util
-import os
 
 import market_samples
 import numpy as np
@@ -12,22 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.data import completejourney
-from shadowsync.data.completejourney import CompleteJourney, make_task
-from shadowsync.data.promotion import History, Sums, draw_exposures, read_market
+from shadowsync.data.completejourney import CompleteJourney, History, make_task
 from shadowsync.errors import DataError, MissingExtra, SaveError
 
 HOUSEHOLDS, STORES, PRODUCTS = [1, 2], [10, 11, 12], [100, 200, 300, 400]
 
 
-def market(tables=None):
-    tables = tables or market_samples.tables()
-    return read_market(tables["transactions"], tables["promotions"], tables["products"])
+def task(tables=None, **options):
+    return make_task(tables or market_samples.tables(), CompleteJourney(**options))[0]
 
 
-def rows_of(negatives=1, seed=0):
-    found = draw_exposures(market(), negatives, seed)
-    columns = (found.household, found.store, found.product, found.week, found.bought)
-    return {(HOUSEHOLDS[h], STORES[s], PRODUCTS[p], int(w), int(y)) for h, s, p, w, y in zip(*columns, strict=True)}
+def rows_of(**options):
+    columns = task(**options).select("household", "store", "product", "week", "label").rows()
+    return {(HOUSEHOLDS[h], STORES[s], PRODUCTS[p], w, y) for h, s, p, w, y in columns}
 
 
 def test_every_purchase_on_promotion_is_a_row():
@@ -40,7 +36,7 @@ def test_every_purchase_on_promotion_is_a_row():
 def test_the_others_were_on_promotion_where_the_household_was_and_not_bought(seed):
     offers = {(product, store, week) for product, store, week, *_ in market_samples.PROMOTIONS}
     visits = {(h, s, w) for h, s, _, w in market_samples.PURCHASES}
-    left = [row[:4] for row in rows_of(5, seed) if row[4] == 0]
+    left = [row[:4] for row in rows_of(negatives=5, seed=seed) if row[4] == 0]
     assert left
     for household, store, product, week in left:
         assert (product, store, week) in offers
@@ -48,15 +44,11 @@ def test_the_others_were_on_promotion_where_the_household_was_and_not_bought(see
         assert (household, store, product, week) not in market_samples.PURCHASES
 
 
-def test_a_promotion_listed_twice_counts_once_and_keeps_its_places():
-    found = market()
-    assert len(found.offers) == len(market_samples.PROMOTIONS) - 1
-    rows = draw_exposures(found, 1, 0)
+def test_a_promotion_listed_twice_keeps_its_first_places():
     listed = {(p, s, w): (d, m) for p, s, w, d, m in reversed(market_samples.PROMOTIONS)}
-    for k in range(len(rows.offer)):
-        key = (PRODUCTS[rows.product[k]], STORES[rows.store[k]], int(rows.week[k]))
-        letters = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-        assert (letters[found.codes[rows.offer[k]] // 64], letters[found.codes[rows.offer[k]] % 64]) == listed[key]
+    letters = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    for p, s, w, display, mailer in task().select("product", "store", "week", "display", "mailer").rows():
+        assert (letters[display], letters[mailer]) == listed[PRODUCTS[p], STORES[s], w]
 
 
 def test_a_household_that_bought_everything_adds_no_negatives():
@@ -64,41 +56,39 @@ def test_a_household_that_bought_everything_adds_no_negatives():
     week_1 = {
         name: frame.filter(pl.col("week") == 1) if "week" in frame.columns else frame for name, frame in tables.items()
     }
-    found = draw_exposures(market(week_1), 4, 0)
-    assert found.bought.tolist() == [1]
+    assert task(week_1)["label"].to_list() == [1]
 
 
-def columns_of(tables, first_test_week=5):
-    """Every column of the task by (household, store, product, week), unscaled."""
-    task = make_task(tables, CompleteJourney(negatives=8, first_test_week=first_test_week))
-    ids = zip(task.ids["household"], task.ids["store"], task.ids["product"], task.week, strict=True)
-    frame = task.frame(np.arange(len(task.week)))
-    return dict(zip((tuple(map(int, row)) for row in ids), frame.rows(named=True), strict=True)), task
-
-
-def unscaled(tables, monkeypatch):
+@pytest.fixture
+def unscaled(monkeypatch):
+    """Gives every column of the task by (household, store, product, week)."""
     monkeypatch.setattr(completejourney, "_scaled", lambda column, training: column)
-    return columns_of(tables)[0]
+
+    def rows(tables):
+        found = task(tables, negatives=8, first_test_week=5).rows(named=True)
+        return {(row["household"], row["store"], row["product"], row["week"]): row for row in found}
+
+    return rows
 
 
 @pytest.mark.parametrize("week", [2, 3, 4])
-def test_no_row_depends_on_its_own_week_or_a_later_one(week, monkeypatch):
+def test_no_row_depends_on_its_own_week_or_a_later_one(week, unscaled):
     """Purchases of a week and those after change, promotions and the set of visits do not: earlier rows stay equal."""
     tables = market_samples.tables()
     extra = [(h, s, p, w) for h, s, _, w in market_samples.PURCHASES for p in (200, 300, 400) if w >= week]
     changed = pl.concat(
         [tables["transactions"], pl.DataFrame(extra, schema=tables["transactions"].schema, orient="row")]
     )
-    before, after = unscaled(tables, monkeypatch), unscaled({**tables, "transactions": changed}, monkeypatch)
+    before, after = unscaled(tables), unscaled({**tables, "transactions": changed})
     shared = [key for key in before if key in after and key[3] <= week]
     assert any(key[3] == week for key in shared)
     for key in shared:
         assert {**before[key], "label": 0} == {**after[key], "label": 0}, key
 
 
-def test_values_of_one_row_by_hand(monkeypatch):
+def test_values_of_one_row_by_hand(unscaled):
     """Household 1 in store 10, week 3, product 100: it bought it in weeks 1 and 2, and product 200 in week 1."""
-    row = unscaled(market_samples.tables(), monkeypatch)[0, 0, 0, 3]
+    row = unscaled(market_samples.tables())[0, 0, 0, 3]
     pace = 26 / 2
 
     def log(count):
@@ -121,28 +111,27 @@ def test_values_of_one_row_by_hand(monkeypatch):
     assert (row["category"], row["brand"], row["package_size"]) == (bread, 1, 0)
 
 
-def test_the_first_week_knows_nothing(monkeypatch):
-    row = unscaled(market_samples.tables(), monkeypatch)[0, 0, 0, 1]
+def test_the_first_week_knows_nothing(unscaled):
+    row = unscaled(market_samples.tables())[0, 0, 0, 1]
     assert row["recent_categories"] == []
     assert row["product_bought"] == row["household_purchases"] == row["product_seen"] == 0
     assert row["product_recency"] == pytest.approx(1 / 64)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_only_the_last_categories_are_kept(monkeypatch, count):
-    task = make_task(market_samples.tables(), CompleteJourney(recent=count))
-    assert task.recent[1].max() == min(count, 4)
-    assert task.recent[1].sum() == len(task.recent[0])
+def test_only_the_last_categories_are_kept(count):
+    whole, cut = (task(recent=recent)["recent_categories"].to_list() for recent in (100, count))
+    assert cut == [categories[-count:] for categories in whole]
+    assert max(map(len, whole)) == 4
 
 
 def test_dense_columns_are_scaled_over_the_training_rows():
-    _, task = columns_of(market_samples.tables(), first_test_week=4)
-    training = task.week < 4
-    for name, column in task.dense.items():
-        assert column[training].mean() == pytest.approx(0, abs=1e-4), name
-        assert column[training].std() == pytest.approx(1, abs=1e-3) or column[training].std() == pytest.approx(
-            0, abs=1e-3
-        )
+    rows = task(negatives=8, first_test_week=4)
+    training = rows.filter(pl.col("week") < 4).select(pl.col(pl.Float32))
+    assert training.width == 18
+    for column in training:
+        assert column.mean() == pytest.approx(0, abs=1e-4), column.name
+        assert min(abs(column.std(ddof=0) - 1), column.std(ddof=0)) < 1e-3, column.name
 
 
 EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 53)), max_size=30)
@@ -154,14 +143,12 @@ def test_histories_count_what_is_strictly_earlier(events, questions, weeks):
     key, week = np.array([*events, (0, 0)][: len(events)], dtype=np.int64).reshape(-1, 2).T
     asked_key, asked_week = np.array(questions, dtype=np.int64).reshape(-1, 2).T
     earlier = [[w for k, w in events if k == key and w < week] for key, week in questions]
-    history = History.of(key, week)
+    history = History(key, week)
     assert history.before(asked_key, asked_week).tolist() == [len(found) for found in earlier]
     since = [week - max(found) if found else 64 for found, (_, week) in zip(earlier, questions, strict=True)]
     assert history.weeks_since(asked_key, asked_week).tolist() == since
-    sums = Sums.of(key * 64 + week, 4)
-    assert sums.before(asked_key, asked_week).tolist() == [len(found) for found in earlier]
     recent = [sum(w >= week - weeks for w in found) for found, (_, week) in zip(earlier, questions, strict=True)]
-    assert sums.before(asked_key, asked_week, weeks).tolist() == recent
+    assert history.before(asked_key, asked_week, weeks).tolist() == recent
 
 
 @pytest.fixture
@@ -178,7 +165,7 @@ def test_it_is_prepared_once_and_again_if_a_file_was_cut(tmp_path, shop):
     assert len(shop) == 1
     assert CompleteJourney(cache=str(tmp_path / "new"), first_test_week=4, seed=1).open("train", "error").rows == rows
     assert len(shop) == 2
-    (path,) = source._folder().glob("train.parquet")
+    (path,) = source.folder().glob("train.parquet")
     path.write_bytes(path.read_bytes()[:-10])
     assert source.open("train", "error").rows == rows
     assert len(shop) == 3
@@ -187,17 +174,25 @@ def test_it_is_prepared_once_and_again_if_a_file_was_cut(tmp_path, shop):
 
 def test_what_a_killed_preparation_left_goes_with_the_next_one(tmp_path, shop):
     source = CompleteJourney(cache=str(tmp_path), first_test_week=4)
-    remains, held = (tmp_path / f".{source._folder().name}.{name}" for name in ("killed", "alive"))
-    for folder in (remains, held):
-        folder.mkdir()
-        (folder / "train.parquet").write_bytes(b"PAR1")
-    descriptor = os.open(held, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        assert source.open("train", "error").rows > 0
-    finally:
-        os.close(descriptor)
-    assert {path.name for path in tmp_path.iterdir()} == {source._folder().name, held.name}
+    remains = tmp_path / f".{source.folder().name}.killed"
+    remains.mkdir()
+    (remains / "train.parquet").write_bytes(b"PAR1")
+    assert source.open("train", "error").rows > 0
+    assert list(tmp_path.iterdir()) == [source.folder()]
+
+
+def test_who_had_to_wait_takes_what_the_other_prepared(tmp_path, shop, monkeypatch):
+    source = CompleteJourney(cache=str(tmp_path), first_test_week=4)
+
+    def wait(_, how):
+        monkeypatch.undo()
+        monkeypatch.setattr(completejourney, "read_package", market_samples.tables)
+        assert how == fcntl.LOCK_EX
+        source.open("train", "error")
+
+    monkeypatch.setattr(fcntl, "flock", wait)
+    assert source.open("train", "error").rows > 0
+    assert shop == []
 
 
 def test_training_rows_can_be_capped(tmp_path, shop):

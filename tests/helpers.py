@@ -1,13 +1,15 @@
 """What tests of several folders share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from shadowsync.compression.channel import Channel
-from shadowsync.sync.dense import DenseServer, DenseServers, split_evenly
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.served import ask, direct, later
+from shadowsync.sync.dense import CentralCopy, DenseServer, split_evenly
 from shadowsync.training.gate import Gate
 
 
@@ -21,12 +23,42 @@ def pause(gate: Gate) -> Iterator[None]:
         gate.release()
 
 
-class WholeCopy(DenseServers):
-    """New dense servers for all parts of a central copy, and what they hold together."""
+class WholeCopy:
+    """New dense servers for all parts of a central copy, and each trainer's way to them.
 
-    def __init__(self, center: Tensor, count: int, channel: Channel) -> None:
-        parts = [center[start:stop].clone() for start, stop in split_evenly(len(center), count)]
-        super().__init__([DenseServer(part) for part in parts], channel)
+    Args:
+        connect: makes the way to a server; by default as in one process.
+    """
+
+    def __init__(
+        self, center: Tensor, count: int, channel: Channel, connect: Callable[[DenseServer], Connection] = direct
+    ) -> None:
+        self.spans = split_evenly(len(center), count)
+        self.servers = [DenseServer(center[start:stop].clone(), channel.codec) for start, stop in self.spans]
+        self._driver = [connect(server) for server in self.servers]
+        self._channel, self._connect = channel, connect
+        self._ways: dict[int, CentralCopy] = {}
+
+    def of(self, rank: int) -> CentralCopy:
+        """That trainer's end."""
+        if rank not in self._ways:
+            connections = [self._connect(server) for server in self.servers]
+            self._ways[rank] = CentralCopy(rank, connections, self.spans, self._channel)
+        return self._ways[rank]
+
+    def elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
+        return self.of(rank).elastic(weights, alpha)
+
+    def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
+        return self.of(rank).sequential(weights, alpha)
+
+    def catch_up(self, rank: int) -> bool:
+        return self.of(rank).catch_up()
 
     def read(self) -> Tensor:
-        return torch.cat([server.read() for server in self._servers])
+        """As the driver reads it."""
+        return torch.cat([asked.result() for asked in [later(way, DenseServer.read) for way in self._driver]])
+
+    def write(self, center: Tensor) -> None:
+        for way, (start, stop) in zip(self._driver, self.spans, strict=True):
+            ask(way, DenseServer.write, center[start:stop])

@@ -17,7 +17,7 @@ from shadowsync.rpc.served import Served
 from shadowsync.sync.all_reduce import AveragingOptions, RemoteAveraging
 from shadowsync.sync.averaging import AveragingService
 from shadowsync.sync.background import Background
-from shadowsync.sync.dense_wire import DenseRemote
+from shadowsync.sync.dense import CentralCopy
 from shadowsync.sync.every_k import EveryK
 from shadowsync.sync.group import RemoteGroup
 from shadowsync.sync.ma import ModelAveraging
@@ -35,7 +35,7 @@ class Process:
         self.gate, self.weights = Gate(), torch.full((3,), float(rank))
         averaging = RemoteAveraging(rank, DirectConnection(Served(service)), hall.ring, Plain(), WireCounter(), OPTIONS)
         self.group = RemoteGroup(
-            rank, averaging, DenseRemote([], [], Channel("dense", Plain(), WireCounter())), self.gate
+            rank, averaging, CentralCopy(rank, [], [], Channel("dense", Plain(), WireCounter())), self.gate
         )
         method = ModelAveraging(alpha=1.0)
         self.driver: Driver = schedule.drive(Synchronisation(method, self.weights, self.group, 2, self.gate))

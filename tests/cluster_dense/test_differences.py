@@ -264,7 +264,7 @@ def test_momentum_takes_all_to_one_point(nesterov: bool) -> None:
     averaging = Averaging(range(3), Channel("dense", pieces(keep=0.05), counter), nullcontext)
     no_servers = WholeCopy(torch.zeros(1), 1, Channel("dense", Plain(), counter))
     parts = [
-        Synchronisation(method, drawn(rank), InProcessGroup(rank, averaging, no_servers), 1, Gate())
+        Synchronisation(method, drawn(rank), InProcessGroup(rank, averaging, no_servers.of(rank)), 1, Gate())
         for rank in range(3)
     ]
     for part in parts:

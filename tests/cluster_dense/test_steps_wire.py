@@ -22,8 +22,8 @@ from shadowsync.aggregation.stepping import (
     DenseGradient,
     DenseStep,
     DenseStepper,
-    Message,
     ParameterReceiver,
+    Parameters,
     ParameterSender,
     Version,
 )
@@ -31,6 +31,7 @@ from shadowsync.aggregation.synchronous import Sync
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.differences import Message
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
@@ -105,7 +106,7 @@ def test_a_client_has_as_many_streams_as_a_trainer_has_workers() -> None:
     service = stepper(Int8(), streams=2)
     connection = DirectConnection(Served(service))
 
-    def newer(stream: int) -> Message | None:
+    def newer(stream: int) -> Parameters | None:
         return ask(connection, DenseStepper.newer, Client(""), stream, -1, "", 0)
 
     for stream in (0, 1, 0):
@@ -171,7 +172,7 @@ class Versions:
     def cross(self, version: Version) -> Version:
         return self.receiver.take(self.codec, self.answer(version))
 
-    def answer(self, version: Version) -> Message:
+    def answer(self, version: Version) -> Parameters:
         """What is sent to the worker as it is now."""
         return self.sender.answer(self.codec, version, self.receiver.having)
 
@@ -193,7 +194,7 @@ def test_what_a_threshold_leaves_out_of_parameters_comes_later(values: Literal["
 def test_a_worker_that_missed_an_answer_gets_the_parameters_whole() -> None:
     versions = Versions(Threshold(keep=0.05, feedback=True))
     versions.cross(versions.move())
-    assert not versions.answer(versions.move()).whole  # and it is lost
+    assert not versions.answer(versions.move()).message.whole  # and it is lost
     newest = versions.move()
     assert torch.equal(versions.cross(newest).flat, newest.flat)
     assert not torch.equal(versions.cross(versions.move()).flat, versions.replica.flat)
@@ -237,7 +238,7 @@ def test_a_change_that_goes_on_from_nothing_is_refused() -> None:
     with pytest.raises(DataError, match="what has changed to a worker that has nothing"):
         other.receiver.take(other.codec, message)
     with pytest.raises(DataError, match="frames of the dense parameters are none of codec threshold"):
-        versions.receiver.take(versions.codec, replace(message, frames=message.frames[1:]))
+        versions.receiver.take(versions.codec, replace(message, message=Message(message.message.frames[1:], False)))
 
 
 def test_the_whole_is_as_new_as_its_oldest_part(connect: Connect) -> None:

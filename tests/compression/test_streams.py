@@ -88,7 +88,7 @@ def test_every_trainer_has_a_stream_back_from_each_dense_server() -> None:
     servers, books = WholeCopy(center, 2, rounded_line()), Books()
     for _ in range(ROUNDS):
         for rank in (0, 1):
-            books.enter(rank, center, servers.sequential(rank, torch.full((4,), 0.35), 0.0))
+            books.enter(rank, center, servers.sequential(rank, torch.full((4,), 0.35), 1e-9))
 
 
 def test_every_trainer_has_a_stream_to_the_average() -> None:

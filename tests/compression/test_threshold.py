@@ -184,12 +184,12 @@ def test_a_share_that_cannot_be_reached_is_not_tried_again_and_again():
 def test_differences_from_what_the_receiver_has_keep_their_share_too():
     codec, vector, mirror = Threshold(keep=0.01), torch.zeros(5000), Differences("a test")
     shares, refreshes, early = [], 0, 0
-    for message in range(400):
-        vector = vector + drifting(5000, 0.5, message)
-        encoded, whole = mirror.encode(codec, vector)
-        if not whole:
-            shares.append(encoded.kept_count / 5000)
-            refreshes, early = refreshes + encoded.refreshes, early + encoded.early
+    for number in range(400):
+        vector = vector + drifting(5000, 0.5, number)
+        message = mirror.encode(codec, vector)
+        if not message.whole:
+            shares.append(message.kept / 5000)
+            refreshes, early = refreshes + message.refreshes, early + message.early
     assert sum(shares[100:]) / len(shares[100:]) == pytest.approx(0.01, rel=0.2)
     assert early < refreshes < 12
 

@@ -275,7 +275,7 @@ def test_replicas_averaged_after_every_step_equal_sgd_on_the_large_batch(tmp_pat
     method, no_servers = ModelAveraging(alpha=1.0), WholeCopy(torch.zeros(1), 1, line)
 
     def run(rank: int) -> None:
-        worker, group = replicas[rank].worker_module(), InProcessGroup(rank, averaging, no_servers)
+        worker, group = replicas[rank].worker_module(), InProcessGroup(rank, averaging, no_servers.of(rank))
         for batch in batches[rank::trainers]:
             worker.loss_and_gradients(batch.dense, pool(batch), batch.labels)
             worker.step(lr)

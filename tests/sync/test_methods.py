@@ -46,7 +46,7 @@ class Cluster:
         self.method = method.resolved(n, foreground=False)
         self.servers = WholeCopy(start, dense_servers, line)
         self.averaging = Averaging(range(n), line, Gate().waiting)
-        self.groups = [InProcessGroup(rank, self.averaging, self.servers) for rank in range(n)]
+        self.groups = [InProcessGroup(rank, self.averaging, self.servers.of(rank)) for rank in range(n)]
         self.ways: Sequence[Group] = self.groups
         self.states: list[State] = [self.method.init(start) for _ in range(n)]
         self.weights = [start + torch.randn(SIZE, generator=generator) for _ in range(n)]
@@ -130,7 +130,7 @@ def test_what_workers_do_while_a_replica_on_another_device_is_averaged_is_kept()
 
     cluster = Cluster(1, ModelAveraging(alpha=1.0))
     before = cluster.weights[0].clone()
-    cluster.ways = [MainMemory(Meanwhile(0, cluster.averaging, cluster.servers), torch.device("cpu"))]
+    cluster.ways = [MainMemory(Meanwhile(0, cluster.averaging, cluster.servers.of(0)), torch.device("cpu"))]
     cluster.sync_one(0)
     torch.testing.assert_close(cluster.weights[0], before + 1.0)
 
@@ -166,7 +166,7 @@ def test_elastic_and_sequential_by_hand() -> None:
         servers = WholeCopy(torch.tensor([2.0]), 1, line)
         weights = torch.tensor([10.0])
         method = Easgd(alpha=0.25, form=form)  # type: ignore[arg-type]
-        method.sync(weights, InProcessGroup(0, Averaging([0], line, Gate().waiting), servers), {})
+        method.sync(weights, InProcessGroup(0, Averaging([0], line, Gate().waiting), servers.of(0)), {})
         assert weights.item() == pytest.approx(expected)
         assert servers.read().item() == pytest.approx(2 + 0.25 * 8)
 
@@ -188,7 +188,7 @@ def test_bmuf_without_momentum_equals_model_averaging(alpha: float) -> None:
 def test_bmuf_momentum_by_hand() -> None:
     for nesterov, expected in ((False, 1.0), (True, 1.0 + 0.5 * 1.0)):
         line = Channel("dense", Plain(), WireCounter())
-        group = InProcessGroup(0, Averaging([0], line, Gate().waiting), WholeCopy(torch.zeros(1), 1, line))
+        group = InProcessGroup(0, Averaging([0], line, Gate().waiting), WholeCopy(torch.zeros(1), 1, line).of(0))
         method = Bmuf(alpha=1.0, momentum=0.5, nesterov=nesterov)
         weights = torch.zeros(1)
         state = method.init(weights)
@@ -255,7 +255,7 @@ def test_traffic_is_counted() -> None:
     counter = WireCounter()
     line = Channel("dense", Plain(), counter)
     servers = WholeCopy(torch.zeros(SIZE), 2, line)
-    Easgd(alpha=0.5).sync(torch.ones(SIZE), InProcessGroup(0, Averaging([0], line, Gate().waiting), servers), {})
+    Easgd(alpha=0.5).sync(torch.ones(SIZE), InProcessGroup(0, Averaging([0], line, Gate().waiting), servers.of(0)), {})
     totals = counter.totals()
     assert totals.bytes["dense"] == totals.raw_bytes["dense"] == 2 * SIZE * 4
 

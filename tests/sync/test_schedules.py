@@ -38,7 +38,12 @@ def make_drivers(
     chosen = method().resolved(n, schedule.foreground)
     parts = [
         Synchronisation(
-            chosen, start.clone() + rank, InProcessGroup(rank, averaging, servers), workers, gate, chosen.init(start)
+            chosen,
+            start.clone() + rank,
+            InProcessGroup(rank, averaging, servers.of(rank)),
+            workers,
+            gate,
+            chosen.init(start),
         )
         for rank in range(n)
     ]

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from shadowsync.aggregation.stepping import DenseGradient, DenseStepper, Message, ParameterReceiver, Version
+from shadowsync.aggregation.stepping import DenseGradient, DenseStepper, ParameterReceiver, Parameters, Version
 from shadowsync.compression.channel import Channel, Stream
 from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
@@ -160,7 +160,7 @@ class _Server:
     def _asked(self, codec: Codec) -> tuple[int, int, str, int]:
         return self._worker[1], self.version, codec.name, self._receiver.having
 
-    def _take(self, codec: Codec, message: Message | None) -> Version | None:
+    def _take(self, codec: Codec, message: Parameters | None) -> Version | None:
         if message is None:
             return None
         found = self._receiver.take(codec, message)

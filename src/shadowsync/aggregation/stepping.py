@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec, received
-from shadowsync.compression.differences import Differences
+from shadowsync.compression.differences import Differences, Message
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.step_messages import check_batch, checked_weights
 from shadowsync.errors import DataError
@@ -66,23 +66,12 @@ class Version:
 
 
 @dataclass(frozen=True)
-class Message:
-    """Parameters on their way to a worker.
-
-    Attributes:
-        version: their number.
-        serial: counts the messages to this worker, from 1 on.
-        whole: all of them come, and not what has changed since the version that the worker has.
-        kept, refreshes, early: as in `Encoded`.
-    """
+class Parameters:
+    """Parameters of a version on their way to a worker; `serial` counts the messages to it, from 1 on."""
 
     version: int
-    frames: tuple[Tensor, ...]
     serial: int
-    whole: bool = True
-    kept: int = 0
-    refreshes: int = 0
-    early: int = 0
+    message: Message
 
 
 class ParameterSender:
@@ -105,15 +94,13 @@ class ParameterSender:
         self._serial = 0
         self._lock = threading.Lock()
 
-    def answer(self, codec: Codec, version: Version, having: int) -> Message:
+    def answer(self, codec: Codec, version: Version, having: int) -> Parameters:
         """The message in that codec that brings a worker to this version, who had message `having` last."""
         with self._lock:
             expected, self._serial = self._serial, self._serial + 1
             if having != expected:
                 self._differences.forget()
-            encoded, whole = self._differences.encode(codec, version.flat.cpu())
-            told = encoded.kept_count, encoded.refreshes, encoded.early
-            return Message(version.number, encoded.frames, self._serial, whole, *told)
+            return Parameters(version.number, self._serial, self._differences.encode(codec, version.flat.cpu()))
 
 
 class ParameterReceiver:
@@ -132,21 +119,19 @@ class ParameterReceiver:
         self._line, self._length = line, length
         self._differences = Differences("the dense parameters")
 
-    def take(self, codec: Codec, message: Message) -> Version:
+    def take(self, codec: Codec, came: Parameters) -> Version:
         """The parameters after a message in that codec, counted.
 
         Raises:
             DataError: it goes on from a message that never came, or the frames are none of such a message.
         """
-        known = self._differences.take(codec, message.frames, (self._length,), message.whole)
+        known = self._differences.take(codec, came.message, (self._length,))
         if known is None:
             raise DataError("the dense server sent what has changed to a worker that has nothing")
         flat = known if codec.everything else known.clone()  # the next message is added to it
-        self.having = message.serial
-        self._line.count(sum(frame.nbytes for frame in message.frames), flat.nbytes)
-        if codec.sparse and not message.whole:
-            self._line.count_kept(self._length, message.kept, message.refreshes, message.early)
-        return Version(message.version, flat)
+        self.having = came.serial
+        came.message.count(self._line, self._length)
+        return Version(came.version, flat)
 
 
 class DenseStepper:
@@ -200,7 +185,7 @@ class DenseStepper:
     # --- called by workers -------------------------------------------------------------------------------------------
 
     @served(once=False)
-    def newer(self, client: Client, stream: int, than: int, codec: str, having: int) -> Message | None:
+    def newer(self, client: Client, stream: int, than: int, codec: str, having: int) -> Parameters | None:
         """The newest parameters in that codec, or None if their version is not above `than`.
 
         Args:

@@ -24,7 +24,7 @@ from shadowsync.metrics.history import About, Event
 from shadowsync.metrics.recorder import Recorder
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.sync.all_reduce import Averaging
-from shadowsync.sync.dense import DenseServers
+from shadowsync.sync.dense import DenseServer
 from shadowsync.training.gate import Gate
 from shadowsync.training.kernels import Computing
 from shadowsync.training.optimizers import Rates
@@ -144,10 +144,10 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Merging:
-    """How trainers of one process merge their replicas: `averaging` each other and by the central copy."""
+    """How trainers of one process merge their replicas: `averaging` each other and by the servers of a central copy."""
 
     averaging: Averaging
-    center: DenseServers
+    servers: tuple[DenseServer, ...]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.sync.all_reduce import Averaging
-from shadowsync.sync.dense import DenseServers
 from shadowsync.training.gate import Gate
 
 
@@ -167,8 +166,7 @@ class Merged(DenseSide):
         spec = self._manager.spec
         codec, collective = spec.job.choices.codecs["dense"].levels[0], spec.job.choices.method.collective
         averaged = Channel("dense", averaged_codec(codec, collective, spec.template), counter)
-        center = DenseServers([service.server for service in servers], Channel("dense", codec, counter))
-        return Merging(Averaging(range(spec.trainers), averaged, gate.waiting), center)
+        return Merging(Averaging(range(spec.trainers), averaged, gate.waiting), tuple(servers))
 
     def fill(self) -> None:
         self._images.write_center(self._manager.spec.template.flat.detach().cpu())

@@ -30,7 +30,7 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import ended
 from shadowsync.rpc.served import ask, later
-from shadowsync.sync.dense_wire import DenseService
+from shadowsync.sync.dense import DenseServer
 
 T = TypeVar("T", bound=Rows | RowSet)
 
@@ -204,7 +204,7 @@ class Images:
 
     def read_center(self) -> Tensor:
         """The central copy, `[P]`."""
-        asked = [later(member.connection, DenseService.read) for member in self._manager.dense_servers()]
+        asked = [later(member.connection, DenseServer.read) for member in self._manager.dense_servers()]
         return torch.cat([answered.result() for answered in asked])
 
     def write_center(self, center: Tensor) -> None:
@@ -215,4 +215,4 @@ class Images:
     def write_part(self, server: Member, center: Tensor) -> None:
         """Fills one dense server with its part of `[P]`."""
         start, stop = self._manager.spec.spans[server.index]
-        ask(server.connection, DenseService.write, center[start:stop])
+        ask(server.connection, DenseServer.write, center[start:stop])

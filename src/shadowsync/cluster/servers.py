@@ -24,7 +24,6 @@ from shadowsync.rpc.generation import Generation
 from shadowsync.rpc.served import Served, served
 from shadowsync.runtime.runtime import ProcessContext
 from shadowsync.sync.dense import DenseServer
-from shadowsync.sync.dense_wire import DenseService
 from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import Replica
 
@@ -90,15 +89,16 @@ class DenseSpec:
 
 def build_dense(spec: DenseSpec, _: ProcessContext) -> Served:
     """Makes one."""
-    return Served(DenseService(dense_server(spec.length, spec.memory), spec.codec, Generation(spec.generation)))
+    return Served(dense_server(spec))
 
 
-def dense_server(length: int, memory: str | None) -> DenseServer:
-    """Of so many parameters, zero or as they stand in that memory."""
-    if memory is None:
-        return DenseServer(torch.zeros(length))
-    opened = SharedMemory.open(memory)
-    return DenseServer(opened.take(length, torch.float32), Exclusive(opened))
+def dense_server(spec: DenseSpec) -> DenseServer:
+    """A server of such parameters, in this process."""
+    generation = Generation(spec.generation)
+    if spec.memory is None:
+        return DenseServer(torch.zeros(spec.length), spec.codec, generation)
+    opened = SharedMemory.open(spec.memory)
+    return DenseServer(opened.take(spec.length, torch.float32), spec.codec, generation, Exclusive(opened))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from shadowsync.aggregation.dense_client import DenseClient, DenseShare, divide
 from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.aggregation.update import Authority, GradientUpdate
 from shadowsync.cluster.context import Addresses, Merging, Stepping, TrainerSpec
-from shadowsync.cluster.servers import dense_server
+from shadowsync.cluster.servers import DenseSpec, dense_server
 from shadowsync.compression.channel import Channel, restore_all
 from shadowsync.compression.codec import Codec
 from shadowsync.data.reader import Feed
@@ -19,9 +19,9 @@ from shadowsync.dense_state import TrainerImage, below, check_image, dense_tenso
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.served import direct
 from shadowsync.sync.all_reduce import RemoteAveraging
-from shadowsync.sync.dense import DenseServers, split_evenly
-from shadowsync.sync.dense_wire import DenseRemote
+from shadowsync.sync.dense import CentralCopy, split_evenly
 from shadowsync.sync.group import InProcessGroup, RemoteGroup, for_replica
 from shadowsync.sync.method import Group
 from shadowsync.sync.schedule import Synchronisation
@@ -196,10 +196,13 @@ def _group(context: WorkerContext, replica: Replica) -> Group:
     spec, others = context.spec, context.spec.others
     if not isinstance(others, Addresses):
         assert isinstance(others.dense, Merging)
-        return InProcessGroup(spec.rank, others.dense.averaging, others.dense.center)
+        servers, length = [direct(server) for server in others.dense.servers], len(replica.flat)
+        spans = split_evenly(length, len(servers))
+        center = CentralCopy(spec.rank, servers, spans, context.line, spec.generation)
+        return InProcessGroup(spec.rank, others.dense.averaging, center)
     from shadowsync.sync.gloo import GlooOptions, GlooRing  # noqa: PLC0415 only processes of their own need it
 
-    options, choices, length = GlooOptions(context.host), spec.job.choices, len(replica.flat)
+    options, choices = GlooOptions(context.host), spec.job.choices
     averaging = RemoteAveraging(
         spec.rank,
         context.connect("averaging", 0, others.averaging),
@@ -207,13 +210,16 @@ def _group(context: WorkerContext, replica: Replica) -> Group:
         averaged_codec(choices.codecs["dense"], choices.method.collective, replica),
         context.counter,
     )
-    spans = split_evenly(length, max(1, len(others.dense)))[: len(others.dense)]
-    shared = [place.memory for place in others.dense if place.memory is not None]
-    center: DenseServers | DenseRemote
-    if others.dense and len(shared) == len(others.dense):  # in this machine's memory
-        servers = [dense_server(stop - start, path) for path, (start, stop) in zip(shared, spans, strict=True)]
-        center = DenseServers(servers, Channel("dense", choices.codecs["dense"], context.counter))
+    spans = split_evenly(len(replica.flat), len(others.dense))
+    if others.dense and all(place.memory is not None for place in others.dense):  # in this machine's memory
+        codec = choices.codecs["dense"].levels[0]  # nothing can be measured
+        connections: Sequence[Connection] = [
+            direct(dense_server(DenseSpec(codec, stop - start, spec.generation, place.memory)))
+            for place, (start, stop) in zip(others.dense, spans, strict=True)
+        ]
+        line = Channel("dense", codec, context.counter)
     else:
         connections = [context.connect("dense", index, place.wire) for index, place in enumerate(others.dense)]
-        center = DenseRemote(connections, spans, context.line, spec.generation)
+        line = context.line
+    center = CentralCopy(spec.rank, connections, spans, line, spec.generation)
     return RemoteGroup(spec.rank, averaging, center, context.gate)

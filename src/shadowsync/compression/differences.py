@@ -3,14 +3,42 @@
 `p` elements.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shadowsync.compression.channel import Stream
+from shadowsync.compression.channel import Channel, Stream
 from shadowsync.compression.codec import Codec, Encoded, received
 from shadowsync.errors import DataError
+
+
+@dataclass(frozen=True)
+class Message:
+    """What crosses of a vector, in either direction.
+
+    Attributes:
+        frames: of the codec.
+        whole: nothing is left out; where differences may cross, the one frame is the float32 vector itself.
+        kept: number of elements that cross, of a difference; `refreshes` and `early` as in `Encoded`.
+    """
+
+    frames: tuple[Tensor, ...]
+    whole: bool = True
+    kept: int = 0
+    refreshes: int = 0
+    early: int = 0
+
+    @classmethod
+    def of_difference(cls, encoded: Encoded) -> "Message":
+        """A difference as it was encoded."""
+        return cls(encoded.frames, False, encoded.kept_count, encoded.refreshes, encoded.early)
+
+    def count(self, channel: Channel, elements: int) -> None:
+        """Counts the message, of a vector of so many elements."""
+        channel.count(sum(frame.nbytes for frame in self.frames), elements * torch.float32.itemsize)
+        if not self.whole and channel.codec.sparse:
+            channel.count_kept(elements, self.kept, self.refreshes, self.early)
 
 
 class Differences:
@@ -33,26 +61,27 @@ class Differences:
         self._codec: Codec | None = None
         self.known: Tensor | None = None
 
-    def encode(self, codec: Codec, vector: Tensor) -> tuple[Encoded, bool]:
-        """The next message, and whether it is the vector itself; this end counts on its arrival."""
+    def encode(self, codec: Codec, vector: Tensor) -> Message:
+        """The next message; this end counts on its arrival."""
         self._begin(codec)
         if codec.everything:
-            return Encoded((vector,), tuple(vector.shape)), True
+            return Message((vector,))
         if self.known is None:
             self.known = vector.clone()  # who trains goes on writing to it
-            return Encoded((self.known.clone(),), tuple(vector.shape)), True
+            return Message((self.known.clone(),))
         encoded = self._stream.encode(vector - self.known)
         self.known.add_(self._stream.codec.decode(encoded.frames, encoded.shape))
-        return encoded, False
+        return Message.of_difference(encoded)
 
-    def take(self, codec: Codec, frames: Sequence[Tensor], shape: tuple[int, ...], whole: bool) -> Tensor | None:
+    def take(self, codec: Codec, message: Message, shape: tuple[int, ...]) -> Tensor | None:
         """The receiver's end: what is known after that message; None if it needs one before that never came.
 
         Raises:
             DataError: the frames are none of such a message.
         """
         self._begin(codec)
-        if whole:
+        frames = message.frames
+        if message.whole:
             if len(frames) != 1 or frames[0].shape != shape or frames[0].dtype != torch.float32:
                 raise DataError(
                     f"the frames of {self._about} are none of codec {codec.name}: {len(frames)} are not a float32 "

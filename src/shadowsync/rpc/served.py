@@ -123,6 +123,12 @@ class Served:
             close()
 
 
+def direct(role: object) -> Direct:
+    """A connection to a role in this process."""
+    service = Served(role)
+    return Direct(lambda: service)
+
+
 @overload
 def later(
     connection: Connection, method: Callable[Concatenate[Any, P], "Future[R]"], /, *args: P.args, **kwargs: P.kwargs
@@ -152,7 +158,6 @@ def later(connection: Connection, method: Callable[..., Any], /, *args: Any, **k
 
 def _call_direct(connection: Direct, plan: _Plan, given: Mapping[str, Any]) -> Pending[Any]:
     """Calls a method of a role in this process at once, with what it is given as it is; its errors as they are."""
-    called: Promise[Any] = Promise()
     try:
         own = connection.part().methods[plan.name].own
         assert own is not None, f"{plan.name} is served in messages only"
@@ -160,10 +165,12 @@ def _call_direct(connection: Direct, plan: _Plan, given: Mapping[str, Any]) -> P
             given = {**given, plan.parameters[plan.client]: connection.client}
         result = own(*[given[name] for name in plan.parameters])
     except Exception as error:
-        called.fail(error)
-        return called
+        failed: Promise[Any] = Promise()
+        failed.fail(error)
+        return failed
     if not isinstance(result, Future):
         return Done(result)
+    called: Promise[Any] = Promise()
 
     def pass_on(done: "Future[Any]") -> None:
         if (error := done.exception()) is not None:

@@ -1,15 +1,13 @@
-"""The central dense copy: the servers that hold its parts, and the trainers' exchanges with all of them.
+"""The central dense copy: the servers that hold its parts, and a trainer's exchanges with all of them.
 
-`P` dense parameters, `p` of them on one server; `w_i` the replica of trainer i, `w_PS` the central copy, `v_i` what has
-arrived of `w_i`, `e_i` what the trainer has not been told yet of what the central copy took from it.
+`P` dense parameters, of which server j holds the `p` of span j; `w_i` the replica of trainer i, `w_PS` the central
+copy, `v_i` what has arrived of `w_i`, `e_i` what the trainer has not been told yet of what the central copy took from
+it.
 """
 
-import itertools
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,89 +15,153 @@ from torch import Tensor
 
 from shadowsync.compression.channel import Channel, Stream
 from shadowsync.compression.codec import Codec, NotFinite, naming, received
-from shadowsync.compression.differences import Differences
+from shadowsync.compression.differences import Differences, Message
 from shadowsync.compression.plain import Plain
 from shadowsync.errors import DataError
+from shadowsync.rpc.connection import Connection, Direct
+from shadowsync.rpc.generation import FIRST, Generation
+from shadowsync.rpc.kept import PerClient
+from shadowsync.rpc.pending import all_of
+from shadowsync.rpc.served import Client, later, served
 
-Sent = Callable[[Tensor], Tensor]
-"""What a tensor looks like at the other side: a lossy codec there and back."""
-
-
-class DenseServer:
-    """Parameters `start … start + p − 1` of the central copy `w_PS` (a role; needed by centralised methods only).
-
-    Exchanges take turns, so that every one of them sees all of the one before.
-
-    Args:
-        values: the initial copy, `[p]`; kept and changed in place.
-        lock: for turns, where the values are in memory that other processes have in common.
-    """
-
-    def __init__(self, values: Tensor, lock: AbstractContextManager[Any] | None = None) -> None:
-        self._values = values
-        self._lock = lock or threading.Lock()
-
-    @property
-    def length(self) -> int:
-        """Parameters held, `p`."""
-        return len(self._values)
-
-    def elastic(self, local: Tensor, alpha: float, sent: Sent | None = None) -> Tensor:
-        """Adds `d = α (local − w_PS)` as it arrives at the trainer to the central copy and returns it, `[p]`.
-
-        `sent` of it, so that both sides apply the same difference.
-        """
-        with self._lock:
-            difference = (local - self._values).mul_(alpha)
-            difference = difference if sent is None else sent(difference)
-            self._values.add_(difference)
-        return difference
-
-    def sequential(self, local: Tensor, alpha: float, sent: Sent | None = None) -> Tensor:
-        """`w_PS ← (1−α) w_PS + α local`; returns a copy of the new `w_PS` as it arrives at the trainer, `[p]`."""
-        with self._lock:
-            self._values.lerp_(local, alpha)
-            center = self._values.clone()
-            return center if sent is None else sent(center)
-
-    def read(self) -> Tensor:
-        """A copy of the part, `[p]`."""
-        with self._lock:
-            return self._values.clone()
-
-    def write(self, values: Tensor) -> None:
-        """Replaces the part, `[p]`."""
-        with self._lock:
-            self._values.copy_(values)
-
+READ_S = 20.0
+"""Deadline of a copy: it is for a checkpoint, for which all trainers wait."""
+CPU_S_PER_BYTE = 3e-9
+"""What a byte of an exchange costs in other threads than the caller's, both ends together: to encrypt and decrypt it
+(most of it), to copy it and to add it up. Measured on one machine; see docs/decisions.md."""
 
 Span = tuple[int, int]
 """First parameter of a part and the one after its last."""
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """What crosses between a trainer and a dense server, in either direction.
+def split_evenly(length: int, parts: int) -> list[Span]:
+    """`parts` consecutive ranges that cover `0 … length − 1` and differ by at most one in size."""
+    return [(length * part // parts, length * (part + 1) // parts) for part in range(parts)]
 
-    Attributes:
-        frames: of the codec.
-        whole: nothing is left out; under a sparse codec the frame is the float32 vector itself.
-        refreshes, early: as in `Encoded`.
+
+class DenseServer:
+    """Parameters `start … start + p − 1` of the central copy `w_PS` (a role; needed by centralised methods only).
+
+    Exchanges take turns, so that every one of them sees all of the one before. Vectors cross as frames of the codec;
+    what it remembers of the way back belongs to one connection, and each trainer has its own. `read` and `write` carry
+    float32 as it stands: they serve checkpoints and new trainers.
+
+    Args:
+        values: the initial copy, `[p]`; kept and changed in place.
+        codec: of exchanges.
+        generation: whose trainers are heard.
+        lock: for turns, where the values are in memory that other processes have in common.
     """
 
-    frames: tuple[Tensor, ...]
-    whole: bool
-    refreshes: int = 0
-    early: int = 0
+    def __init__(
+        self,
+        values: Tensor,
+        codec: Codec,
+        generation: Generation = FIRST,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self._values, self._codec, self._generation = values, codec, generation
+        self._lock = lock or threading.Lock()
+        self._ends = PerClient[dict[str, Stream | CenterEnd]](dict)  # by codec
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all frames."""
-        return sum(frame.nbytes for frame in self.frames)
+    def client_gone(self, client: str) -> None:
+        """Forgets what the codec remembers of that connection."""
+        self._ends.forget(client)
+
+    @served()
+    def elastic(
+        self, client: Client, trainer: int, alpha: float, codec: str, sent: Message, generation: int = FIRST.number
+    ) -> Message | None:
+        """`d = α (w_i − w_PS); w_PS += d`, with `d` as it arrives at the trainer; under a sparse codec as
+        `CenterEnd.answer`.
+
+        Args:
+            trainer: its rank, for messages.
+            alpha: in (0, 1].
+            codec: of both directions, by name.
+            sent: the replica's part.
+            generation: of the parts that the trainer belongs to.
+        """
+        return self._exchange(self._move_by_difference, client, trainer, alpha, codec, sent, generation)
+
+    @served()
+    def sequential(
+        self, client: Client, trainer: int, alpha: float, codec: str, sent: Message, generation: int = FIRST.number
+    ) -> Message | None:
+        """`w_PS ← (1−α) w_PS + α w_i`; answers with the new `w_PS`. What is given is as in `elastic`."""
+        return self._exchange(self._move_towards, client, trainer, alpha, codec, sent, generation)
+
+    @served(once=False, timeout_s=READ_S)
+    def read(self) -> Tensor:
+        """A copy of the part, `[p]`."""
+        with self._lock:
+            return self._values.clone()
+
+    @served()
+    def write(self, values: Tensor) -> None:
+        """Replaces the part, `[p]`; differences begin anew."""
+        with self._lock:
+            self._values.copy_(self._fitting(values))
+        for ends in self._ends.values():
+            for name in [name for name, end in ends.items() if isinstance(end, CenterEnd)]:
+                ends.pop(name, None)
+
+    def _move_by_difference(self, local: Tensor, alpha: float, arriving: "Arriving") -> Tensor:
+        with self._lock:
+            difference = arriving((local - self._values).mul_(alpha))
+            self._values.add_(difference)
+        return difference
+
+    def _move_towards(self, local: Tensor, alpha: float, arriving: "Arriving") -> Tensor:
+        with self._lock:
+            self._values.lerp_(local, alpha)
+            return arriving(self._values.clone())
+
+    def _exchange(
+        self, move: "Move", client: str, trainer: int, alpha: float, level: str, sent: Message, generation: int
+    ) -> Message | None:
+        self._generation.check(generation)
+        if not 0 < alpha <= 1:
+            raise DataError(f"an exchange came with alpha {alpha}: it lies in (0, 1]")
+        codec = self._codec.level(level)
+        end = self._end(client, trainer, codec)
+        if isinstance(end, CenterEnd):
+            return end.answer(sent, alpha, move)
+        with received("an exchange", codec):
+            local = codec.decode(sent.frames, (len(self._values),))
+        answers: list[Message] = []
+
+        def arriving(tensor: Tensor) -> Tensor:
+            encoded = end.encode(tensor)
+            answers.append(Message(encoded.frames))
+            return codec.decode(encoded.frames, encoded.shape)
+
+        move(self._fitting(local), alpha, arriving)
+        return answers[0]
+
+    def _fitting(self, values: Tensor) -> Tensor:
+        if values.dtype != torch.float32 or values.shape != self._values.shape:
+            came = f"{values.dtype} {list(values.shape)}"
+            raise DataError(f"a dense server of {len(self._values)} float32 parameters got {came}")
+        return values
+
+    def _end(self, client: str, trainer: int, codec: Codec) -> "Stream | CenterEnd":
+        ends = self._ends.of(client)
+        if (found := ends.get(codec.name)) is not None:
+            return found
+        about = f"what the dense server has for trainer {trainer}"
+        made = CenterEnd(codec, len(self._values), about) if codec.sparse else Stream(codec, about)
+        return ends.setdefault(codec.name, made)  # which is atomic: of several threads that ask first, all get one
+
+
+Arriving = Callable[[Tensor], Tensor]
+"""What a tensor looks like at the trainer: a lossy codec there and back."""
+Move = Callable[[Tensor, float, Arriving], Tensor]
+"""Moves the central copy by a replica's part with that alpha; gives what arrives at the trainer."""
 
 
 class CenterEnd:
-    """The dense server's end towards one trainer.
+    """The dense server's end towards one trainer, under a sparse codec.
 
     The central copy takes all of `d = α (u_i − w_PS)` at once, where `u_i = v_i − e_i` is the replica as it will be
     when its trainer has heard of everything; of `e_i += d` crosses what the codec lets pass. So `w_PS + Σ (w_i − e_i)`
@@ -108,7 +170,7 @@ class CenterEnd:
     A message that comes whole is answered whole: after it, `v_i = w_i` and `e_i = 0`.
 
     Args:
-        codec: of the dense part, sparse.
+        codec: of the dense part.
         length: `p`.
         about: what answers are called in errors.
     """
@@ -120,56 +182,47 @@ class CenterEnd:
         self._owed = torch.zeros(length)
         self._turn = threading.Lock()
 
-    def answer(self, server: DenseServer, sent: Crossing, alpha: float) -> Crossing | None:
+    def answer(self, sent: Message, alpha: float, move: Move) -> Message | None:
         """One exchange; None, and nothing was done, if it knows nothing that the message is a difference from.
 
         Raises:
             NonFiniteTensor: it would send NaN or infinities; nothing was done.
             DataError: the frames are none of such a message.
         """
-        answers: list[tuple[Crossing, Tensor]] = []
+        answers: list[tuple[Message, Tensor]] = []
 
         def encode(difference: Tensor) -> Tensor:
             answers.append(self._encode(self._owed + difference, sent.whole))
             return difference
 
         with self._turn:
-            expected = self._expected.take(self._codec, sent.frames, tuple(self._owed.shape), sent.whole)
+            expected = self._expected.take(self._codec, sent, tuple(self._owed.shape))
             if expected is None:
                 return None
             if sent.whole:
                 expected = self._expected.known = expected - self._owed
             try:
-                expected.sub_(server.elastic(expected, alpha, encode))
+                expected.sub_(move(expected, alpha, encode))
             except BaseException:
                 self._expected.forget()
                 raise
             (answer, self._owed) = answers[0]
         return answer
 
-    def _encode(self, owed: Tensor, whole: bool) -> tuple[Crossing, Tensor]:
+    def _encode(self, owed: Tensor, whole: bool) -> tuple[Message, Tensor]:
         """What crosses of `e_i`, and what is left of it."""
         if whole:
             if not self._codec.everything and not bool(torch.isfinite(owed).all()):
                 with naming(self._about):
                     raise NotFinite(owed)
-            return Crossing((owed,), True), torch.zeros_like(owed)
+            return Message((owed,)), torch.zeros_like(owed)
         encoded = self._stream.encode(owed)
         left = owed - self._stream.codec.decode(encoded.frames, encoded.shape)
-        return Crossing(encoded.frames, False, encoded.refreshes, encoded.early), left
+        return Message.of_difference(encoded), left
 
 
-def split_evenly(length: int, parts: int) -> list[Span]:
-    """`parts` consecutive ranges that cover `0 … length − 1` and differ by at most one in size."""
-    edges = [length * part // parts for part in range(parts + 1)]
-    return list(itertools.pairwise(edges))
-
-
-Mix = Callable[[DenseServer, Tensor, float, Sent], Tensor]
-
-
-class CentralCopy(ABC):
-    """The trainers' end towards all dense servers.
+class CentralCopy:
+    """A trainer's end towards all dense servers.
 
     Under a sparse codec, what it lets pass of `w_i − v_i` crosses (`Differences`), and both ends add it to `v_i`; what
     comes back is taken off `w_i` and `v_i`. What is left out stays in the replica, and so in the next difference. The
@@ -177,135 +230,120 @@ class CentralCopy(ABC):
     ends see differences in one order.
 
     Args:
-        spans: of the servers' parts.
-        channel: of the dense part; exchanges are counted there.
+        rank: of the trainer.
+        connections: one to each dense server.
+        spans: what each of them holds, in the same order (`split_evenly`).
+        channel: of exchanges in both directions; its codec is the servers'.
+        generation: of the parts that the trainer belongs to.
+
+    Attributes:
+        cpu_s: as `Group.cpu_s`.
     """
 
-    def __init__(self, spans: Sequence[Span], channel: Channel) -> None:
-        self.spans, self.channel = spans, channel
-        self._known: dict[int, list[Differences]] = {}
-        self._turns: dict[int, threading.Lock] = {}
-        self._behind: set[int] = set()
+    def __init__(
+        self,
+        rank: int,
+        connections: Sequence[Connection],
+        spans: Sequence[Span],
+        channel: Channel,
+        generation: int = FIRST.number,
+    ) -> None:
+        self.connections, self.spans, self.cpu_s = connections, spans, 0.0
+        self._rank, self._channel, self._generation = rank, channel, generation
+        self._abouts = [f"the replica of trainer {rank} for dense server {at}" for at in range(len(spans))]
+        self._known = [Differences(about) for about in self._abouts]
+        self._behind = False
+        self._turn = threading.Lock()
+        self._there: dict[tuple[int, str], Stream] = {}
 
-    @property
-    @abstractmethod
-    def cpu_s(self) -> float:
-        """As `Group.cpu_s`."""
-
-    @abstractmethod
-    def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        """As `Group.sequential` of trainer `rank`, at all servers.
+    def sequential(self, weights: Tensor, alpha: float) -> Tensor:
+        """As `Group.sequential`, at all servers.
 
         Raises:
             RunError: a server was given up or did not answer in time; the others have their exchange done.
         """
+        return self._exchange(DenseServer.sequential, weights, alpha)
 
-    @abstractmethod
-    def _elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        """`elastic` under a codec that is not sparse."""
-
-    @abstractmethod
-    def _carry(self, sent: Mapping[int, Crossing], rank: int, alpha: float) -> Mapping[int, Crossing | None]:
-        """Takes messages of trainer `rank` to dense servers, by their positions, all at once; gives what
-        `CenterEnd.answer` gave at each."""
-
-    def elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        """As `Group.elastic` of trainer `rank`, at all servers; raises as `sequential`."""
-        if not self.channel.now.codec.sparse:
-            return self._elastic(rank, weights, alpha)
-        # setdefault is atomic: of several workers that come first, all get one
-        with self._turns.setdefault(rank, threading.Lock()):
-            made = [
-                Differences(f"the replica of trainer {rank} for dense server {at}") for at in range(len(self.spans))
-            ]
-            known = self._known.setdefault(rank, made)
+    def elastic(self, weights: Tensor, alpha: float) -> Tensor:
+        """As `Group.elastic`, at all servers; raises as `sequential`."""
+        codec = self._channel.now.codec
+        if not codec.sparse:
+            return self._exchange(DenseServer.elastic, weights, alpha)
+        with self._turn:
             try:
-                parts = self._exchange(rank, known, weights, alpha)
+                return self._exchange_differences(codec, weights, alpha)
             except BaseException:
-                for differences in known:
-                    differences.forget()
+                self._forget(range(len(self.spans)))
                 raise
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def catch_up(self, rank: int) -> bool:
-        """As `Group.catch_up` of trainer `rank`."""
-        if rank not in self._behind:
-            return False
-        with self._turns.setdefault(rank, threading.Lock()):
-            for differences in self._known[rank]:
-                differences.forget()
-        return True
+    def catch_up(self) -> bool:
+        """As `Group.catch_up`."""
+        with self._turn:
+            if self._behind:
+                self._forget(range(len(self.spans)))
+            return self._behind
 
-    def count(self, sent: int, raw: int) -> None:
-        """Counts one message, in bytes."""
-        self.channel.count(sent, raw)
+    def _forget(self, servers: Iterable[int]) -> None:
+        for at in servers:
+            self._known[at].forget()
 
-    def _exchange(self, rank: int, known: Sequence[Differences], weights: Tensor, alpha: float) -> list[Tensor]:
+    def _exchange(self, method: Callable[..., Message | None], weights: Tensor, alpha: float) -> Tensor:
+        """One exchange under a codec that leaves nothing out."""
+        codec, sent = self._channel.now.codec, {}
+        for at, (start, stop) in enumerate(self.spans):
+            stream = self._there.setdefault((at, codec.name), Stream(codec, self._abouts[at]))
+            sent[at] = Message(stream.encode(weights[start:stop]).frames)
+        parts = []
+        for at, answer in self._carry(method, sent, alpha, codec).items():
+            frames, (start, stop) = () if answer is None else answer.frames, self.spans[at]
+            with received("an exchange", codec):
+                parts.append(codec.decode(frames, (stop - start,)))
+        return _joined(parts)
+
+    def _exchange_differences(self, codec: Codec, weights: Tensor, alpha: float) -> Tensor:
         parts = [weights[start:stop] for start, stop in self.spans]
-        sent = {at: self._sent(known[at], part) for at, part in enumerate(parts)}
-        answers = dict(self._carry(sent, rank, alpha))
-        unknown = [at for at, answer in answers.items() if answer is None]
-        for at in unknown:
-            known[at].forget()
-            sent[at] = self._sent(known[at], parts[at])
-        answers |= self._carry({at: sent[at] for at in unknown}, rank, alpha)
-        if all(crossing.whole for crossing in sent.values()):
-            self._behind.discard(rank)
-        else:
-            self._behind.add(rank)
-        return [self._taken(known[at], answers[at], len(part)) for at, part in enumerate(parts)]
+        sent = {at: self._known[at].encode(codec, part) for at, part in enumerate(parts)}
+        answers = self._carry(DenseServer.elastic, sent, alpha, codec)
+        if unknown := [at for at, answer in answers.items() if answer is None]:
+            self._forget(unknown)
+            again = {at: self._known[at].encode(codec, parts[at]) for at in unknown}
+            sent |= again
+            answers |= self._carry(DenseServer.elastic, again, alpha, codec)
+        self._behind = not all(message.whole for message in sent.values())
+        moved = []
+        for at, answer in answers.items():
+            if answer is None:
+                raise DataError("a dense server does not accept a replica that comes whole")
+            back = Plain() if answer.whole else codec.of_differences()
+            with received("an exchange", codec):
+                moved.append(back.decode(answer.frames, tuple(parts[at].shape)))
+            self._known[at].moved(moved[-1])
+        return _joined(moved)
 
-    def _sent(self, known: Differences, part: Tensor) -> Crossing:
-        encoded, whole = known.encode(self.channel.codec, part)
-        self.count(encoded.byte_count, part.nbytes)
-        if not whole:
-            self.channel.count_kept(part.numel(), encoded.kept_count, encoded.refreshes, encoded.early)
-        return Crossing(encoded.frames, whole, encoded.refreshes, encoded.early)
-
-    def _taken(self, known: Differences, answer: Crossing | None, length: int) -> Tensor:
-        if answer is None:
-            raise DataError("a dense server does not accept a replica that comes whole")
-        codec = Plain() if answer.whole else self.channel.codec.of_differences()
-        with received("an exchange", codec):
-            decoded = codec.decode_kept(answer.frames, (length,))
-        moved = decoded.tensor
-        self.count(answer.nbytes, moved.nbytes)
-        if not answer.whole:
-            self.channel.count_kept(moved.numel(), decoded.kept_count, answer.refreshes, answer.early)
-        known.moved(moved)
-        return moved
-
-
-class DenseServers(CentralCopy):
-    """The central copy in this process, split over its servers, which come in the order of their parts."""
-
-    cpu_s = 0.0
-
-    def __init__(self, servers: Sequence[DenseServer], channel: Channel) -> None:
-        spans = split_evenly(sum(server.length for server in servers), max(1, len(servers)))[: len(servers)]
-        super().__init__(spans, channel)
-        self._servers = servers
-        self._ends: dict[tuple[int, int], CenterEnd] = {}
-
-    def sequential(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        return self._each(DenseServer.sequential, rank, weights, alpha)
-
-    def _elastic(self, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        return self._each(DenseServer.elastic, rank, weights, alpha)
-
-    def _carry(self, sent: Mapping[int, Crossing], rank: int, alpha: float) -> Mapping[int, Crossing | None]:
-        answers = {}
-        for at, part in sent.items():
-            if (rank, at) not in self._ends:
-                about = f"what dense server {at} has for trainer {rank}"
-                self._ends[rank, at] = CenterEnd(self.channel.codec, self._servers[at].length, about)
-            answers[at] = self._ends[rank, at].answer(self._servers[at], part, alpha)
+    def _carry(
+        self, method: Callable[..., Message | None], sent: Mapping[int, Message], alpha: float, codec: Codec
+    ) -> dict[int, Message | None]:
+        """Takes messages to servers, by their positions, all at once, and gives their answers; both are counted."""
+        for at, message in sent.items():
+            self._count(at, message)
+        calls = [
+            later(self.connections[at], method, Client(""), self._rank, alpha, codec.name, message, self._generation)
+            for at, message in sent.items()
+        ]
+        all_of(calls).result()  # all of them, so that an error leaves no call behind
+        answers = {at: call.result() for at, call in zip(sent, calls, strict=True)}
+        for at, answer in answers.items():
+            if answer is not None:
+                self._count(at, answer)
         return answers
 
-    def _each(self, exchange: Mix, rank: int, weights: Tensor, alpha: float) -> Tensor:
-        replies = []
-        for at, (server, (start, stop)) in enumerate(zip(self._servers, self.spans, strict=True)):
-            there = self.channel.stream(("there", rank, at), f"the replica of trainer {rank} for dense server {at}")
-            back = self.channel.stream(("back", rank, at), f"what dense server {at} has for trainer {rank}")
-            replies.append(exchange(server, there.send(weights[start:stop]), alpha, back.send))
-        return replies[0] if len(replies) == 1 else torch.cat(replies)
+    def _count(self, at: int, message: Message) -> None:
+        start, stop = self.spans[at]
+        message.count(self._channel, stop - start)
+        if not isinstance(self.connections[at], Direct):  # where nothing crosses, all is done in the caller's thread
+            # of several workers at once a message may be missed
+            self.cpu_s += sum(frame.nbytes for frame in message.frames) * CPU_S_PER_BYTE
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -29,13 +29,13 @@ class InProcessGroup(Group):
         self.averaging.approach(self.rank, weights, target, alpha)
 
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
-        return self.servers.elastic(self.rank, weights, alpha)
+        return self.servers.elastic(weights, alpha)
 
     def catch_up(self) -> bool:
-        return self.servers.catch_up(self.rank)
+        return self.servers.catch_up()
 
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
-        return self.servers.sequential(self.rank, weights, alpha)
+        return self.servers.sequential(weights, alpha)
 
     def cpu_s(self) -> float:
         return self.servers.cpu_s
@@ -72,13 +72,13 @@ class RemoteGroup(Group):
         self.averaging.approach(weights, target, alpha)
 
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
-        return self.servers.elastic(self.rank, weights, alpha)
+        return self.servers.elastic(weights, alpha)
 
     def catch_up(self) -> bool:
-        return self.servers.catch_up(self.rank)
+        return self.servers.catch_up()
 
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
-        return self.servers.sequential(self.rank, weights, alpha)
+        return self.servers.sequential(weights, alpha)
 
     def cpu_s(self) -> float:
         return self.servers.cpu_s

@@ -16,6 +16,7 @@ from torch import Tensor
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.differences import Message
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import DataError, RunError
@@ -23,10 +24,9 @@ from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.rpc.connection import Answer, Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.generation import Generation
-from shadowsync.rpc.served import Client, Packed, Served, ask, later, served
+from shadowsync.rpc.served import Client, Packed, Served, ask, served
 from shadowsync.rpc.service import Meta, Service
-from shadowsync.sync.dense import Crossing, DenseServer, split_evenly
-from shadowsync.sync.dense_wire import MOST_TRAINERS, DenseRemote, DenseService, Exchange
+from shadowsync.sync.dense import CPU_S_PER_BYTE, CentralCopy, DenseServer
 
 ODD_SIZE = 1003
 Connect = Callable[[Service, int], list[Connection]]
@@ -46,42 +46,36 @@ class Rounded(Codec):
         return frames[0].view(shape).to(torch.float32)
 
 
-def services(center: Tensor, count: int, codec: Codec) -> list[DenseService]:
-    spans = split_evenly(len(center), count)
-    return [DenseService(DenseServer(center[start:stop].clone()), codec) for start, stop in spans]
+def over(connect: Connect) -> Callable[[DenseServer], Connection]:
+    return lambda server: connect(Served(server), 1)[0]
 
 
-class Remote(DenseRemote):
-    """With the driver's way to the central copy."""
-
-    def read(self) -> Tensor:
-        return torch.cat([answer.result() for answer in [later(way, DenseService.read) for way in self.connections]])
-
-    def write(self, center: Tensor) -> None:
-        for way, (start, stop) in zip(self.connections, self.spans, strict=True):
-            ask(way, DenseService.write, center[start:stop])
+def server(values: Tensor, codec: Codec, connect: Connect | None = None) -> tuple[DenseServer, Connection]:
+    made = DenseServer(values, codec)
+    return made, DirectConnection(Served(made)) if connect is None else connect(Served(made), 1)[0]
 
 
-def remote(center: Tensor, count: int, codec: Codec, connect: Connect, counter: WireCounter) -> Remote:
-    connections = [connect(Served(service), 1)[0] for service in services(center, count, codec)]
-    return Remote(connections, split_evenly(len(center), count), Channel("dense", codec, counter))
+def copies(
+    center: Tensor, count: int, codec: Codec, connect: Connect
+) -> tuple[WholeCopy, WholeCopy, tuple[WireCounter, WireCounter]]:
+    """A central copy in this process, the same behind connections, and what was counted of either."""
+    counters = WireCounter(), WireCounter()
+    near, far = (Channel("dense", codec, counter) for counter in counters)
+    return WholeCopy(center, count, near), WholeCopy(center, count, far, over(connect)), counters
 
 
-def direct(service: Service, clients: int) -> list[Connection]:
-    return [DirectConnection(service) for _ in range(clients)]
-
-
-def elastic(connection: Connection, asked: Exchange, frames: tuple[Tensor, ...], whole: bool = True) -> Crossing | None:
-    return ask(connection, DenseService.elastic, Client(""), asked, Crossing(frames, whole))
+def elastic(
+    connection: Connection, frames: tuple[Tensor, ...], alpha: float = 0.5, codec: str = "", whole: bool = True
+) -> Message | None:
+    return ask(connection, DenseServer.elastic, Client(""), 0, alpha, codec, Message(frames, whole))
 
 
 @pytest.mark.parametrize("codec", [Plain(), Bf16(), Rounded()], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_remote_and_in_process_servers_agree_bit_for_bit(count: int, codec: Codec, connect: Connect) -> None:
     generator = torch.Generator().manual_seed(count)
-    center, counters = torch.randn(ODD_SIZE, generator=generator), (WireCounter(), WireCounter())
-    near = WholeCopy(center, count, Channel("dense", codec, counters[0]))
-    far = remote(center, count, codec, connect, counters[1])
+    center = torch.randn(ODD_SIZE, generator=generator)
+    near, far, counters = copies(center, count, codec, connect)
     for step in range(6):
         weights, rank = torch.randn(ODD_SIZE, generator=generator) * 3, step % 2
         for exchange in ("elastic", "sequential"):
@@ -107,7 +101,7 @@ def test_what_a_trainer_loses_the_center_gains(
     length, count = sizes
     generator = torch.Generator().manual_seed(length)
     trainers = [torch.randn(length, generator=generator) for _ in range(4)]
-    servers = remote(torch.randn(length, generator=generator), count, codec, direct, WireCounter())
+    servers = WholeCopy(torch.randn(length, generator=generator), count, Channel("dense", codec, WireCounter()))
     before = servers.read() + sum(trainers)
     for rank in ranks:
         trainers[rank] -= servers.elastic(rank, trainers[rank], alpha)
@@ -121,9 +115,8 @@ FEW = Threshold(keep=0.1, feedback=True)
 @pytest.mark.parametrize("count", [1, 2])
 def test_differences_near_and_far_are_the_same_and_conserved(count: int, codec: Codec, connect: Connect) -> None:
     generator = torch.Generator().manual_seed(count)
-    center, counters = torch.randn(ODD_SIZE, generator=generator), (WireCounter(), WireCounter())
-    near = WholeCopy(center, count, Channel("dense", codec, counters[0]))
-    far = remote(center, count, codec, connect, counters[1])
+    center = torch.randn(ODD_SIZE, generator=generator)
+    near, far, counters = copies(center, count, codec, connect)
     trainers = [torch.randn(ODD_SIZE, generator=generator) for _ in range(2)]
     before = center + sum(trainers)
     for step in range(40):
@@ -175,7 +168,7 @@ def test_the_central_copy_takes_at_once_what_it_knows_and_owes_it() -> None:
 
 def test_after_a_write_differences_begin_anew(connect: Connect) -> None:
     center, generator = torch.zeros(ODD_SIZE), torch.Generator().manual_seed(0)
-    servers = remote(center, 2, FEW, connect, WireCounter())
+    servers = WholeCopy(center, 2, Channel("dense", FEW, WireCounter()), over(connect))
     for _ in range(3):
         servers.elastic(0, torch.randn(ODD_SIZE, generator=generator), 0.5)
     servers.write(center)
@@ -184,59 +177,46 @@ def test_after_a_write_differences_begin_anew(connect: Connect) -> None:
     assert torch.equal(servers.read(), moved)
 
 
-def test_a_client_speaks_for_few_trainers() -> None:
-    (service,) = services(torch.ones(5), 1, FEW)
-    connection = DirectConnection(Served(service))
-    for rank in range(MOST_TRAINERS):
-        elastic(connection, Exchange(rank, 0.5), (torch.ones(5),))
-    with pytest.raises(DataError, match="names more than 16 trainers"):
-        elastic(connection, Exchange(MOST_TRAINERS, 0.5), (torch.ones(5),))
-    elastic(connection, Exchange(0, 0.5), (torch.ones(5),))
-    service.client_gone(connection.client)
-    elastic(connection, Exchange(99, 0.5), (torch.ones(5),))
-
-
 def test_who_keeps_everything_sends_the_vector_itself(connect: Connect) -> None:
-    generator, counters = torch.Generator().manual_seed(0), (WireCounter(), WireCounter())
+    generator = torch.Generator().manual_seed(0)
     center = torch.randn(ODD_SIZE, generator=generator)
-    plain = WholeCopy(center, 2, Channel("dense", Plain(), counters[0]))
-    kept = remote(center, 2, Threshold(keep=1, feedback=True), connect, counters[1])
+    plain, _, (counted, _) = copies(center, 2, Plain(), connect)
+    _, kept, (_, counted_kept) = copies(center, 2, Threshold(keep=1, feedback=True), connect)
     for _ in range(3):
         weights = torch.randn(ODD_SIZE, generator=generator)
         assert torch.equal(kept.elastic(0, weights, 0.3), plain.elastic(0, weights, 0.3))
     assert torch.equal(kept.read(), plain.read())
-    assert counters[1].totals().bytes == counters[0].totals().bytes
+    assert counted_kept.totals().bytes == counted.totals().bytes
 
 
 def test_a_server_that_took_anothers_place_gets_the_replica_whole() -> None:
     """And so does one of which nobody knows what it has heard."""
-    made = services(torch.zeros(ODD_SIZE), 1, FEW)[0]
-    connection, counter = DirectConnection(Served(made)), WireCounter()
-    servers = DenseRemote([connection], [(0, ODD_SIZE)], Channel("dense", FEW, counter))
+    counter = WireCounter()
+    made, connection = server(torch.zeros(ODD_SIZE), FEW)
+    servers = CentralCopy(0, [connection], [(0, ODD_SIZE)], Channel("dense", FEW, counter))
     weights = torch.randn(ODD_SIZE, generator=torch.Generator().manual_seed(0))
-    servers.elastic(0, weights, 0.5)
+    servers.elastic(weights, 0.5)
     whole = counter.totals().bytes["dense"]
     made.client_gone(connection.client)
-    second = servers.elastic(0, weights, 0.5)
+    second = servers.elastic(weights, 0.5)
     assert counter.totals().bytes["dense"] > 1.9 * whole
     assert int((second != 0).sum()) > 0.9 * ODD_SIZE, "what comes whole is answered whole"
     with pytest.raises(DataError, match="alpha"):
-        servers.elastic(0, weights, 7.0)
+        servers.elastic(weights, 7.0)
     third = counter.totals().bytes["dense"]
-    servers.elastic(0, weights - second, 0.5)
+    servers.elastic(weights - second, 0.5)
     assert counter.totals().bytes["dense"] - third >= 4 * ODD_SIZE
 
 
 @pytest.mark.parametrize("frames", [(), (torch.zeros(3),), (torch.zeros(5).double(),), (torch.zeros(5),) * 2])
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_no_difference_changes_nothing(frames: tuple[Tensor, ...], whole: bool) -> None:
-    made = services(torch.ones(5), 1, FEW)[0]
-    connection = DirectConnection(Served(made))
-    elastic(connection, Exchange(0, 0.5), (torch.ones(5),))
+    _, connection = server(torch.ones(5), FEW)
+    elastic(connection, (torch.ones(5),))
     if not (frames == () and not whole):
         with pytest.raises(DataError, match="none of codec threshold"):
-            elastic(connection, Exchange(0, 0.5), frames, whole)
-    assert torch.equal(ask(connection, DenseService.read), torch.ones(5))
+            elastic(connection, frames, whole=whole)
+    assert torch.equal(ask(connection, DenseServer.read), torch.ones(5))
 
 
 class Held(Connection):
@@ -259,59 +239,73 @@ class Held(Connection):
         self._inner.close()
 
 
-class Garbled(DenseService):
+class Garbled(DenseServer):
     """A server that answers with other frames."""
 
     frames: tuple[Tensor, ...] = ()
 
     @served()
-    def elastic(self, client: Client, asked: Exchange, sent: Crossing) -> Crossing | None:
-        return Crossing(self.frames, sent.whole)
+    def elastic(
+        self, client: Client, trainer: int, alpha: float, codec: str, sent: Message, generation: int = 0
+    ) -> Message | None:
+        return Message(self.frames, sent.whole)
 
 
 @pytest.mark.parametrize("codec", [FEW, Bf16()], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("frames", [(), (torch.ones(2),) * 4], ids=["nothing", "too many"])
 def test_an_answer_that_is_no_exchange_is_an_error_in_a_sentence(codec: Codec, frames: tuple[Tensor, ...]) -> None:
-    garbled = Garbled(DenseServer(torch.ones(5)), codec)
+    garbled = Garbled(torch.ones(5), codec)
     garbled.frames = frames
-    servers = DenseRemote(
-        [DirectConnection(Served(garbled))], split_evenly(5, 1), Channel("dense", codec, WireCounter())
-    )
+    servers = CentralCopy(0, [DirectConnection(Served(garbled))], [(0, 5)], Channel("dense", codec, WireCounter()))
     with pytest.raises(DataError, match="the frames of an exchange are none of codec"):
-        servers.elastic(0, torch.zeros(5), 0.5)
+        servers.elastic(torch.zeros(5), 0.5)
 
 
 def test_all_servers_are_asked_before_any_answer_is_awaited() -> None:
     """With one at a time this would never end; the answers come in the wrong order."""
     center, count, waiting = torch.arange(11.0), 3, []
-    connections = [Held(Served(service), waiting, count) for service in services(center, count, Plain())]
-    servers = Remote(connections, split_evenly(11, count), Channel("dense", Plain(), WireCounter()))
+    servers = WholeCopy(
+        center,
+        count,
+        Channel("dense", Plain(), WireCounter()),
+        lambda server: Held(Served(server), waiting, count),
+    )
     assert torch.equal(servers.read(), center)
     assert torch.equal(servers.elastic(0, center + 2, 0.5), torch.ones(11))
     assert torch.equal(servers.sequential(0, center, 0.5), center + 0.5)
 
 
 def test_a_server_that_is_lost_is_told_after_the_others_are_done() -> None:
-    center = torch.zeros(6)
-    parts = services(center, 2, Plain())
-    connections = [DirectConnection(Served(part)) for part in parts]
-    servers = DenseRemote(connections, split_evenly(6, 2), Channel("dense", Plain(), WireCounter()))
-    connections[0].close()
+    servers = WholeCopy(
+        torch.zeros(6), 2, Channel("dense", Plain(), WireCounter()), lambda server: DirectConnection(Served(server))
+    )
+    servers.of(0).connections[0].close()
     with pytest.raises(PeerLost):
         servers.elastic(0, torch.ones(6), 0.5)
-    assert ask(connections[1], DenseService.read).tolist() == [0.5] * 3
+    assert servers.read().tolist() == [0.0] * 3 + [0.5] * 3
+
+
+def test_exchanges_cost_other_threads_time_where_they_cross() -> None:
+    """Also of the way back; in one process there are no other threads."""
+    near, far, _ = copies(torch.zeros(1000), 2, Plain(), lambda service, _: [DirectConnection(service)])
+    for servers in (near, far):
+        servers.elastic(0, torch.ones(1000), 0.5)
+    assert near.of(0).cpu_s == 0
+    assert far.of(0).cpu_s == pytest.approx(8000 * CPU_S_PER_BYTE)
 
 
 def test_a_connection_that_goes_takes_its_residuals_along(connect: Connect) -> None:
-    (service,) = services(torch.zeros(1), 1, Rounded())
+    service = DenseServer(torch.zeros(1), Rounded())
     (first, second) = connect(Served(service), 2)
     half = torch.tensor([0.4])
 
     def sequential(connection: Connection) -> float:
         """With a local copy that leaves the center where it is, so that only the way back rounds."""
-        ask(connection, DenseService.write, half)
-        sent = Crossing((torch.zeros(1, dtype=torch.int8),), True)
-        return float(ask(connection, DenseService.sequential, Client(""), Exchange(0, 1e-9), sent).frames[0])
+        ask(connection, DenseServer.write, half)
+        sent = Message((torch.zeros(1, dtype=torch.int8),))
+        answer = ask(connection, DenseServer.sequential, Client(""), 0, 1e-9, "", sent)
+        assert answer is not None
+        return float(answer.frames[0])
 
     assert [sequential(first), sequential(first)] == [0, 1], "0.4, then 0.8 with what was left out"
     assert sequential(second) == 0, "another connection has no part in it"
@@ -322,8 +316,10 @@ def test_a_connection_that_goes_takes_its_residuals_along(connect: Connect) -> N
 Call = Callable[[Connection], object]
 
 
-def exchange(method: str, asked: Exchange, frames: tuple[Tensor, ...]) -> Call:
-    return lambda connection: ask(connection, getattr(DenseService, method), Client(""), asked, Crossing(frames, True))
+def exchange(method: str, frames: tuple[Tensor, ...], alpha: float = 0.5, codec: str = "", generation: int = 0) -> Call:
+    return lambda connection: ask(
+        connection, getattr(DenseServer, method), Client(""), 0, alpha, codec, Message(frames), generation
+    )
 
 
 def sends(method: str, arguments: Sequence[Any], tensors: tuple[Tensor, ...] = ()) -> Call:
@@ -332,22 +328,22 @@ def sends(method: str, arguments: Sequence[Any], tensors: tuple[Tensor, ...] = (
 
 
 MISFITS = [
-    exchange("elastic", Exchange(0, 0.5), ()),
-    exchange("elastic", Exchange(0, 0.5), (torch.zeros(4),)),
-    exchange("elastic", Exchange(0, 0.0), (torch.ones(3),)),
-    exchange("elastic", Exchange(0, 1.5), (torch.ones(3),)),
-    exchange("elastic", Exchange(0, float("nan")), (torch.ones(3),)),
-    exchange("elastic", Exchange(0, 0.5, 0, "int8"), (torch.ones(3),)),
-    exchange("sequential", Exchange(0, 0.5, 0, "no such codec" * 1000), (torch.ones(3),)),
+    exchange("elastic", ()),
+    exchange("elastic", (torch.zeros(4),)),
+    exchange("elastic", (torch.ones(3),), 0.0),
+    exchange("elastic", (torch.ones(3),), 1.5),
+    exchange("elastic", (torch.ones(3),), float("nan")),
+    exchange("elastic", (torch.ones(3),), codec="int8"),
+    exchange("sequential", (torch.ones(3),), codec="no such codec" * 1000),
     sends("elastic", (), (torch.ones(3),)),
     sends("write", ()),
     sends("write", (0, 1), (torch.zeros(3), torch.zeros(3))),
-    lambda connection: ask(connection, DenseService.write, torch.zeros(2)),
-    lambda connection: ask(connection, DenseService.write, torch.zeros(3, dtype=torch.bfloat16)),
+    lambda connection: ask(connection, DenseServer.write, torch.zeros(2)),
+    lambda connection: ask(connection, DenseServer.write, torch.zeros(3, dtype=torch.bfloat16)),
 ]
 ONLY_PLAIN = [
-    exchange("elastic", Exchange(0, 0.5), (torch.zeros(3, dtype=torch.float64),)),
-    exchange("sequential", Exchange(0, 0.5), (torch.zeros(3, dtype=torch.int32),)),
+    exchange("elastic", (torch.zeros(3, dtype=torch.float64),)),
+    exchange("sequential", (torch.zeros(3, dtype=torch.int32),)),
 ]
 
 
@@ -356,22 +352,20 @@ ONLY_PLAIN = [
     [(Plain(), misfit) for misfit in MISFITS + ONLY_PLAIN] + [(Bf16(), misfit) for misfit in MISFITS],
 )
 def test_what_does_not_fit_changes_nothing(codec: Codec, call: Call, connect: Connect) -> None:
-    (service,) = services(torch.arange(3.0), 1, codec)
-    (connection,) = connect(Served(service), 1)
+    _, connection = server(torch.arange(3.0), codec, connect)
     with pytest.raises(DataError):
         call(connection)
-    assert ask(connection, DenseService.read).tolist() == [0, 1, 2]
+    assert ask(connection, DenseServer.read).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("method", ["elastic", "sequential"])
 def test_an_exchange_of_another_generation_changes_nothing(method: str, connect: Connect) -> None:
-    (connection,) = connect(Served(DenseService(DenseServer(torch.zeros(3)), Plain(), Generation(2))), 1)
+    (connection,) = connect(Served(DenseServer(torch.zeros(3), Plain(), Generation(2))), 1)
     with pytest.raises(RunError, match="gone back"):
-        exchange(method, Exchange(0, 0.5, 1), (torch.ones(3),))(connection)
-    assert ask(connection, DenseService.read).tolist() == [0, 0, 0]
+        exchange(method, (torch.ones(3),), generation=1)(connection)
+    assert ask(connection, DenseServer.read).tolist() == [0, 0, 0]
 
 
 def test_an_unknown_method_is_an_error(connect: Connect) -> None:
-    (service,) = services(torch.zeros(1), 1, Plain())
     with pytest.raises(RunError, match="elastic, read, sequential, write"):
-        connect(Served(service), 1)[0].call("steal").result()
+        server(torch.zeros(1), Plain(), connect)[1].call("steal").result()

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from shadowsync.aggregation.coordinator import StepRule
+from shadowsync.checkpoint.job_state import match_optimizer, match_tables
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.matching import match_optimizer, match_tables
 from shadowsync.choices import Aggregating, Choices, server_count
 from shadowsync.compression.channel import Situation, pulled_and_pushed_bytes
 from shadowsync.config import Config, EmbeddingConfig, TableConfig

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shadowsync.assembly import Embeddings, make_embeddings, make_module, make_replica, restore_tables
+from shadowsync.checkpoint.job_state import column_difference, job_state, restore_final
 from shadowsync.choices import Choices, choose_all
 from shadowsync.config import Config, load, parse
 from shadowsync.data.batch import Batch
@@ -22,11 +23,9 @@ from shadowsync.data.reader import batches
 from shadowsync.data.rows import FileRows, large_columns
 from shadowsync.data.source import OpenSource, Schema, Source
 from shadowsync.data.writer import is_csv, write_parquet, writing_table
-from shadowsync.dense_state import job_state, restore_final
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
-from shadowsync.job_snapshot import column_difference
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.metrics.units import UnitActivity
 from shadowsync.places import advice, unfollowed, without

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import untold
 from shadowsync.assembly import codec_remarks, prefetch
+from shadowsync.checkpoint.job_state import column_difference, job_state, match_data
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.matching import match_data
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import Choices, choose_all, global_batch, server_count, without_foreign_options
@@ -30,11 +30,9 @@ from shadowsync.config import Config, load, merge, parse, read_given, with_writt
 from shadowsync.data.reader import Position
 from shadowsync.data.rows import large_columns, largest_column
 from shadowsync.data.source import OpenSource
-from shadowsync.dense_state import job_state
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, SaveError, ShadowSyncError
 from shadowsync.inference import Predictor, score
-from shadowsync.job_snapshot import column_difference, put_back
 from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.metrics.history import About, Frame, RoleEvent
 from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_scores
@@ -42,7 +40,7 @@ from shadowsync.metrics.units import UnitActivity, Units
 from shadowsync.places import advice, as_stored, local_path, unfollowed, without
 from shadowsync.recovery.scheduler import Due
 from shadowsync.recovery.signals import StopRequest, stop_on_signals
-from shadowsync.recovery_controller import RecoveryController
+from shadowsync.recovery_controller import RecoveryController, put_back
 from shadowsync.report.files import frames_until, read_events, read_frames, write_atomically
 from shadowsync.report.reporter import Reporter
 from shadowsync.report.result import Result
@@ -217,7 +215,7 @@ class _Run:
             self._print(sentence)  # before trainers are made: so many may take minutes
         position = None if self.saved is None else self.saved.position
         material = Material(self.config, self.choices, job.own, train, test, position)
-        self.saver = AsyncSaver(store)
+        self.saver = AsyncSaver(store.save)
         self.session = Session(material, partial(_runtime_of, self.config), self._newest)
         stack.callback(self.session.close)
         self.load_s = self._restore()
@@ -261,7 +259,7 @@ class _Run:
                 load(self.saved)
             yield self.saved
             return
-        with self.store.opened(None, shards) if load is None else self.store.loading(shards, load) as found:
+        with self.store.opened(None, shards, load or LoadedCheckpoint.verify) as found:
             for sentence in found.skipped:
                 self._tell(sentence)
             yield self.store.load(found.name) if shards is None else found

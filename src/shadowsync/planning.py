@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table as ShownTable
 from rich.text import Text
 
+from shadowsync.checkpoint.format import MANIFEST
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.manifest import MANIFEST
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import server_count
 from shadowsync.config import parse

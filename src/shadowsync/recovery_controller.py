@@ -1,27 +1,28 @@
-"""When a running job saves, what a save holds, and what failures of embedding servers have cost it."""
+"""When a running job saves, what a save holds and how it is put back, and what failures of embedding servers cost."""
 
 import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from shadowsync.checkpoint.deltas import Chain, rows_bytes
+import msgspec
+import torch
+
+from shadowsync.aggregation.counts import AggregationState
+from shadowsync.checkpoint.format import plain_name
+from shadowsync.checkpoint.job_state import JobState, column_difference, job_state, layout, restored_dense
 from shadowsync.checkpoint.loading import LoadedCheckpoint, written_rows
-from shadowsync.checkpoint.parents import plain_name
 from shadowsync.checkpoint.saver import AsyncSaver
-from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
-from shadowsync.checkpoint.store import CheckpointStore, GivenUp, ParentLost
+from shadowsync.checkpoint.snapshot import DeltaOf, GivenUp, Snapshot
+from shadowsync.checkpoint.store import CheckpointStore, ParentLost
 from shadowsync.cluster.context import ServerLoss
 from shadowsync.cluster.session import Session
-from shadowsync.dense_state import job_state
-from shadowsync.embedding.table import Shard
-from shadowsync.errors import CheckpointError, SaveError
-from shadowsync.job_snapshot import take_snapshot
-from shadowsync.recovery.pls import PlsAccount
-from shadowsync.recovery.policy import Scale
+from shadowsync.embedding.table import Rows, RowSet, Shard
+from shadowsync.errors import CheckpointError, NonFiniteLoss, SaveError
+from shadowsync.recovery.policy import PlsAccount, Scale
 from shadowsync.recovery.scheduler import CheckpointScheduler, Due, Estimates
 from shadowsync.recovery.settings import EVERYTHING
 from shadowsync.rpc.errors import GONE
@@ -30,6 +31,113 @@ AGAIN_S = 0.5
 """Until a save is tried again that a failure prevented."""
 PROBE_S = 600.0
 """The first save comes after this time if not sooner, to learn what one costs."""
+MOST_LAYERS = 16
+"""Of a chain, the whole one included: each is opened to load the newest."""
+MOST_SHARE = 1.0
+"""Bytes of the deltas over those of the whole one below them: all of them are kept, and read to load the newest."""
+
+
+def take_snapshot(
+    session: Session, given: Mapping[str, Any], pls: float = 0.0, rows: Sequence[Rows] | None = None
+) -> Snapshot:
+    """A copy of everything that moves; everybody must stand still.
+
+    Replicas of trainers that died are left out and the others numbered through, so that nobody goes on from them.
+    `given` is the configuration as the user gave it; `rows` come in place of copies of all rows. `NonFiniteLoss` if a
+    dense parameter is NaN or infinite, which no checkpoint should hold.
+    """
+    image = session.dense_image()
+    final = session.final_weights(image).clone()
+    if not torch.isfinite(final).all():
+        raise NonFiniteLoss(
+            f"a dense parameter is no longer finite after {session.reader.trained} samples: lower train.lr or "
+            "embedding.lr, or set train.clip_norm=1"
+        )
+    dense = {"final": final} | ({} if image.center is None else {"center": image.center})
+    dense |= {f"feedback.{name}": tensor for name, tensor in image.feedback.items()}
+    for number, trainer in enumerate(image.trainers):
+        dense |= {f"replica.{number}.{name}": tensor for name, tensor in trainer.replica.items()}
+        dense |= {f"sync.{number}.{name}": tensor for name, tensor in trainer.method.items()}
+    state = JobState(
+        recorder=session.recorder.state(),
+        syncs=session.sync_count,
+        wire=session.wire_totals(),
+        schema=session.schema,
+        tables=[table.name for table in session.tables],
+        trainers=len(image.trainers),
+        layout=layout(session.template),
+        own_model=session.choices.model is None,
+        pls=pls,
+        aggregation=session.aggregation or AggregationState(),
+        data=session.train_source.marks(),
+    )
+    return Snapshot(
+        config=dict(given),
+        samples=session.reader.trained,
+        tables=session.rows() if rows is None else tuple(rows),
+        dense=dense,
+        position=session.reader.state(),
+        random={"torch": torch.get_rng_state()},
+        extra=msgspec.to_builtins(state),
+    )
+
+
+def put_back(session: Session, saved: LoadedCheckpoint) -> None:
+    """Fills rows, the dense part of all trainers, method states and counts; the reader was made with the position.
+
+    `CheckpointError` if it is of another model, other tables, another optimizer or other data.
+    """
+    state = job_state(saved)
+    if (difference := column_difference(state.schema, session.schema)) is not None:
+        raise CheckpointError(f"{saved.name} was trained on {difference}: give the same columns in the same order")
+    session.load_rows(saved)
+    session.load_dense(restored_dense(saved, session.choices.method, session.template, session.dense_copies))
+    session.go_on(state.syncs, state.wire, state.aggregation)
+    try:
+        torch.set_rng_state(saved.random["torch"])
+        session.recorder.restore(state.recorder)
+    except (LookupError, TypeError, ValueError, RuntimeError, msgspec.ValidationError) as error:
+        raise CheckpointError(f"{saved.name}: its counts or random state are not those of a job: {error}") from error
+
+
+class Chain:
+    """A whole checkpoint and the deltas on it, by the bytes of their rows; nothing before the first save."""
+
+    def __init__(self, layers: Sequence[int] = ()) -> None:
+        self._whole_bytes = layers[0] if layers else 0
+        self._deltas = list(layers[1:])
+
+    def whole(self, size: int) -> None:
+        """A whole checkpoint begins a new chain."""
+        self._whole_bytes, self._deltas = size, []
+
+    def delta(self, size: int) -> None:
+        """One more lies on top."""
+        self._deltas.append(size)
+
+    def takes(self, size: int) -> bool:
+        """A delta of so many bytes is worth it: else a whole one costs little more and need not be rewritten soon."""
+        return size <= MOST_SHARE * self._whole_bytes / 2
+
+    @property
+    def is_long(self) -> bool:
+        """It is time to rewrite it. A single delta never is a reason: it can hardly be larger than a whole one."""
+        large = len(self._deltas) > 1 and sum(self._deltas) > MOST_SHARE * self._whole_bytes
+        return large or 1 + len(self._deltas) > MOST_LAYERS
+
+    def rewritten(self) -> None:
+        """It has become a whole checkpoint, as large as the one below was: tables do not grow."""
+        self._deltas = []
+
+    def put_off(self) -> None:
+        """It could not be rewritten: it is long again when about half as much has been added once more."""
+        self._deltas = [size // 2 for size in self._deltas[: MOST_LAYERS // 2 - 1]]
+
+
+def rows_bytes(tables: Sequence[Rows | RowSet]) -> int:
+    """Bytes of rows with all that belongs to them."""
+    numbers = sum(rows.numbers.nbytes for rows in tables if isinstance(rows, RowSet))
+    return numbers + sum(tensor.nbytes for rows in tables for tensor in rows.tensors.values())
 
 
 class _Saved(NamedTuple):
@@ -49,6 +157,7 @@ class RecoveryController:
     Args:
         session: whose state is saved.
         store: where to.
+        saver: writes there.
         given: the configuration as the user gave it, for checkpoints.
         resumed: what the job goes on from.
         own: `resumed` is in this store.
@@ -168,8 +277,7 @@ class RecoveryController:
     def look(self) -> list[str]:
         """Takes note of what has happened, makes fail what is to fail now, and chooses anew if that is called for.
 
-        Returns:
-            Sentences for the user.
+        Returns sentences for the user.
         """
         self.take_stock()
         if self._script is not None:
@@ -247,11 +355,9 @@ class RecoveryController:
     def _submit(self, due: Due, rows: Literal["copied", "at rest", "beside"]) -> bool:
         """Has the state saved if there is news; false if somebody died.
 
-        Args:
-            due: what of the rows.
-            rows: how they are copied. `copied`: all at one moment, now; `at rest`: when they are written, as nobody
-                trains any more; `beside`: when they are written, while training goes on. Then a row may be some steps
-                ahead of the dense part and the position. Partial recovery bears much larger differences.
+        What of the rows is `due` is copied all at one moment, now (`copied`); when they are written, as nobody trains
+        any more (`at rest`); or when they are written, while training goes on (`beside`): then a row may be some steps
+        ahead of the dense part and the position. Partial recovery bears much larger differences.
         """
         began = time.monotonic()
         try:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shadowsync.aggregation.dense_client import DenseShare, divide
 from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper
+from shadowsync.checkpoint.job_state import TrainerImage, dense_tensors
 from shadowsync.cluster.servers import PartImages
-from shadowsync.dense_state import TrainerImage, dense_tensors
 from shadowsync.errors import DataError
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd
 from shadowsync.training.replica import Replica, flat_length, laid_out

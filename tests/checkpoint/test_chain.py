@@ -3,8 +3,8 @@
 import torch
 from checkpoint_helpers import USERS, full_table, make_snapshot
 
-from shadowsync.checkpoint.deltas import MOST_LAYERS, Chain, rows_bytes
 from shadowsync.embedding.table import RowSet
+from shadowsync.recovery_controller import MOST_LAYERS, Chain, rows_bytes
 
 
 def test_many_small_deltas_are_a_long_chain() -> None:

@@ -13,9 +13,9 @@ from checkpoint_helpers import assert_holds, make_snapshot, small_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.checkpoint import manifest as manifests
+from shadowsync.checkpoint import format as manifests
 from shadowsync.checkpoint.files import LocalFiles
-from shadowsync.checkpoint.manifest import MANIFEST, DamagedCheckpoint, FileEntry, Manifest, TensorEntry, decode, encode
+from shadowsync.checkpoint.format import MANIFEST, DamagedCheckpoint, FileEntry, Manifest, TensorEntry, decode, encode
 from shadowsync.errors import CheckpointError
 
 NEWEST = "samples-000000000020"

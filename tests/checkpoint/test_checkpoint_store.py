@@ -18,9 +18,9 @@ from checkpoint_helpers import (
 )
 
 from shadowsync.checkpoint.files import open_files
+from shadowsync.checkpoint.format import place
 from shadowsync.checkpoint.snapshot import TABLE_WIDE, Snapshot
 from shadowsync.checkpoint.store import CheckpointStore
-from shadowsync.checkpoint.tensors import place
 from shadowsync.embedding.optimizers import Extent, rule_class
 from shadowsync.embedding.table import Rows
 from shadowsync.errors import CheckpointError, SaveError

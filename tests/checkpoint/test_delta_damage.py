@@ -12,7 +12,7 @@ import torch
 from checkpoint_helpers import ScriptedLocal, Steps
 from delta_helpers import Model, State, assert_state, chain, tight_store
 
-from shadowsync.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest, Piece, Scattered, decode, encode
+from shadowsync.checkpoint.format import MANIFEST, DamagedCheckpoint, Manifest, Piece, Scattered, decode, encode
 from shadowsync.errors import CheckpointError, SaveError
 
 OLD, BASE, FIRST, SECOND = (f"samples-{samples:012d}" for samples in range(4))

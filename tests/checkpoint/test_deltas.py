@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shadowsync.checkpoint.files import LocalFiles, open_files
-from shadowsync.checkpoint.manifest import MANIFEST, decode
+from shadowsync.checkpoint.format import MANIFEST, decode
 from shadowsync.checkpoint.snapshot import DeltaOf
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.table import Rows, RowSet, Shard

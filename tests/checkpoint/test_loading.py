@@ -60,7 +60,7 @@ def test_each_block_is_read_once(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), files=files)
     found: list[Rows] = []
     shards = [Shard(BIG, 100, 2900), Shard(OTHER, 0, 700)]
-    with store.loading(shards, lambda saved: found.extend(saved.rows_of(shards))) as loaded:
+    with store.opened(None, shards, lambda saved: found.extend(saved.rows_of(shards))) as loaded:
         assert loaded.name == name
         assert loaded.skipped == ()
     for shard in shards:
@@ -78,7 +78,7 @@ def test_each_block_is_read_once(tmp_path: Path) -> None:
 def test_each_file_of_a_chain_is_read_once(tmp_path: Path) -> None:
     chain(tmp_path)
     files = Counting(tmp_path)
-    with tight_store(tmp_path, files=files).loading(SHARDS, lambda saved: list(saved.rows_of(SHARDS))) as loaded:
+    with tight_store(tmp_path, files=files).opened(None, SHARDS, lambda saved: list(saved.rows_of(SHARDS))) as loaded:
         assert loaded.name == SECOND
     assert len({path.partition("/")[0] for path, _, _ in files.ranges}) == 3
     assert set(files.ranges.values()) == {1}
@@ -98,7 +98,7 @@ def test_damage_that_shows_while_rows_are_loaded_leads_to_the_one_before(tmp_pat
         for part in saved.rows_of(SHARDS):
             rows[part.start : part.start + len(part.tensors["weight"])] = part.tensors["weight"]
 
-    with tight_store(tmp_path).loading(SHARDS, load) as loaded:
+    with tight_store(tmp_path).opened(None, SHARDS, load) as loaded:
         assert (loaded.name, tried) == (FIRST, [SECOND, FIRST])
         assert torch.equal(rows, states[FIRST]["user"]["weight"][: EDGES[1]])
         (sentence,) = loaded.skipped
@@ -112,7 +112,7 @@ def test_damage_in_rows_of_others_does_not_matter(tmp_path: Path) -> None:
     for path in (tmp_path / SECOND).glob("rows-*"):
         path.write_bytes(bytes(len(path.read_bytes())))
     (tmp_path / SECOND / "dense.safetensors").unlink()
-    with tight_store(tmp_path).loading([], lambda saved: None) as loaded:
+    with tight_store(tmp_path).opened(None, [], lambda saved: None) as loaded:
         assert loaded.name == SECOND
 
 
@@ -125,7 +125,7 @@ def test_what_else_goes_wrong_while_rows_are_loaded_is_not_taken_for_damage(tmp_
         tried.append(saved.name)
         raise error
 
-    with pytest.raises(type(error), match=str(error)), tight_store(tmp_path).loading(SHARDS, load):
+    with pytest.raises(type(error), match=str(error)), tight_store(tmp_path).opened(None, SHARDS, load):
         raise AssertionError
     assert tried == [SECOND]
 
@@ -142,7 +142,7 @@ def test_of_a_state_that_is_there_twice_the_other_one_is_loaded(tmp_path: Path) 
         found[:] = []
         found.extend(saved.rows_of(SHARDS))
 
-    with store.loading(SHARDS, load) as loaded:
+    with store.opened(None, SHARDS, load) as loaded:
         assert loaded.samples == 3
     weights = torch.cat([part.tensors["weight"] for part in found])
     assert torch.equal(weights, states[SECOND]["user"]["weight"][: EDGES[1]])

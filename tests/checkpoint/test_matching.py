@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from checkpoint_helpers import ITEMS, LONE, USERS
 
-from shadowsync.checkpoint.matching import match_optimizer, match_tables
+from shadowsync.checkpoint.job_state import match_optimizer, match_tables
 from shadowsync.errors import CheckpointError
 
 TABLES = (USERS, ITEMS, LONE)

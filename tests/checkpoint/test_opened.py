@@ -8,7 +8,7 @@ from checkpoint_helpers import USERS, make_snapshot, small_store
 from delta_helpers import EDGES, Model, State, assert_state, chain, tight_store
 
 from shadowsync.checkpoint.files import LocalFiles
-from shadowsync.checkpoint.manifest import MANIFEST
+from shadowsync.checkpoint.format import MANIFEST
 from shadowsync.checkpoint.store import CheckpointStore, ParentLost
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import CheckpointError, SaveError

@@ -42,7 +42,7 @@ class FailingStore:
 
 def test_saves_happen_elsewhere_and_in_order() -> None:
     store = GatedStore()
-    saver = AsyncSaver(store)
+    saver = AsyncSaver(store.save)
     store.go_on.release(2)
     for samples in (1, 2):
         saver.submit(make_snapshot(samples))
@@ -54,7 +54,7 @@ def test_saves_happen_elsewhere_and_in_order() -> None:
 
 def test_one_waits_and_gives_way_to_a_newer_one() -> None:
     store = GatedStore()
-    saver = AsyncSaver(store)
+    saver = AsyncSaver(store.save)
     saver.submit(make_snapshot(1))
     assert store.started.acquire(timeout=120)
     for samples in (2, 3, 4):
@@ -68,7 +68,7 @@ def test_one_waits_and_gives_way_to_a_newer_one() -> None:
 
 def test_an_error_surfaces_in_wait_and_saving_goes_on() -> None:
     store = FailingStore()
-    saver = AsyncSaver(store)
+    saver = AsyncSaver(store.save)
     saver.submit(make_snapshot(1))
     with pytest.raises(SaveError, match="disk full at 1"):
         saver.wait()
@@ -81,7 +81,7 @@ def test_an_error_surfaces_in_wait_and_saving_goes_on() -> None:
 
 def test_an_error_surfaces_in_the_next_submit_which_is_saved_none_the_less() -> None:
     store = FailingStore()
-    saver = AsyncSaver(store)
+    saver = AsyncSaver(store.save)
     saver.submit(make_snapshot(1))
     while saver.busy:
         pass
@@ -100,7 +100,7 @@ def test_of_several_errors_none_is_lost() -> None:
             store.save(snapshot)
             return failing.save(snapshot)
 
-    saver = AsyncSaver(Both())
+    saver = AsyncSaver(Both().save)
     saver.submit(make_snapshot(1))
     assert store.started.acquire(timeout=120)
     saver.submit(make_snapshot(3))
@@ -112,13 +112,13 @@ def test_of_several_errors_none_is_lost() -> None:
 
 
 def test_leaving_the_block_waits_and_raises() -> None:
-    with pytest.raises(SaveError, match="disk full at 5"), AsyncSaver(FailingStore()) as saver:
+    with pytest.raises(SaveError, match="disk full at 5"), AsyncSaver(FailingStore().save) as saver:
         saver.submit(make_snapshot(5))
 
 
 def test_an_error_of_the_block_comes_first_with_that_of_the_save_beside_it() -> None:
     def run() -> None:
-        with AsyncSaver(FailingStore()) as saver:
+        with AsyncSaver(FailingStore().save) as saver:
             saver.submit(make_snapshot(5))
             raise RuntimeError("first")
 
@@ -129,7 +129,7 @@ def test_an_error_of_the_block_comes_first_with_that_of_the_save_beside_it() -> 
 
 def test_many_submits_end_with_the_newest() -> None:
     store = FailingStore()
-    saver = AsyncSaver(store)
+    saver = AsyncSaver(store.save)
     for samples in range(0, 400, 2):
         saver.submit(make_snapshot(samples))
     saver.wait()

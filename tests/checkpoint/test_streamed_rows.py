@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shadowsync.checkpoint.loading import Written, written_rows
-from shadowsync.checkpoint.snapshot import DeltaOf
-from shadowsync.checkpoint.store import CheckpointStore, GivenUp
+from shadowsync.checkpoint.snapshot import DeltaOf, GivenUp
+from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.errors import CheckpointError
 from shadowsync.rpc.errors import CallTimeout, PeerLost

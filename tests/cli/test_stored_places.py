@@ -14,7 +14,7 @@ import pytest
 import yaml
 from command_line import CommandLine, assert_sentence, everything_in, train
 
-from shadowsync.checkpoint.manifest import MANIFEST, decode, encode, raw_json
+from shadowsync.checkpoint.format import MANIFEST, decode, encode, raw_json
 from shadowsync.places import as_stored, is_remote, redacted, unfollowed
 from shadowsync.runs import only_writer
 

@@ -36,10 +36,10 @@ from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.dense_client import DenseClient
 from shadowsync.aggregation.stepping import DenseStep, DenseStepper
 from shadowsync.aggregation.update import GradientUpdate
+from shadowsync.checkpoint.job_state import job_state
 from shadowsync.cluster import stepped, trainer_dense
 from shadowsync.compression.threshold import Threshold
 from shadowsync.data.leases import Lease
-from shadowsync.dense_state import job_state
 from shadowsync.embedding.server import RowStep
 from shadowsync.errors import DataError
 from shadowsync.runs import load_checkpoint

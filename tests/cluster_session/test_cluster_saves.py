@@ -32,7 +32,7 @@ from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.cluster.session import Session
 from shadowsync.embedding import memory
 from shadowsync.embedding.table import Rows, RowSet, Shard
-from shadowsync.job_snapshot import take_snapshot
+from shadowsync.recovery_controller import take_snapshot
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.keys import JobKeys
 
@@ -50,7 +50,7 @@ def newest_of(
     """As `Newest`, of a store."""
     if store.newest() is None:
         return nullcontext()
-    return store.opened(None, shards) if load is None else store.loading(shards, load)
+    return store.opened(None, shards, load or LoadedCheckpoint.verify)
 
 
 class Started:

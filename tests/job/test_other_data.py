@@ -16,7 +16,7 @@ from rich.console import Console
 from shadowsync import Job
 from shadowsync.checkpoint.snapshot import Snapshot
 from shadowsync.errors import CheckpointError, RunError
-from shadowsync.job_snapshot import take_snapshot
+from shadowsync.recovery_controller import take_snapshot
 
 ROWS = 60
 

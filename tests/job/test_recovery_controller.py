@@ -12,7 +12,6 @@ import pytest
 from saving_sessions import Pause, assert_same, by_table, loaded_rows, lose, material
 from torch import Tensor
 
-from shadowsync.checkpoint import deltas
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.cluster.session import Session
@@ -22,6 +21,8 @@ from shadowsync.recovery.scheduler import Due
 from shadowsync.recovery_controller import RecoveryController
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.runtime.inprocess import InProcess
+
+MOST_SHARE = "shadowsync.recovery_controller.MOST_SHARE"
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ class Kept:
     def __init__(self, folder: Path, session: Session) -> None:
         self.session = session
         self.store = CheckpointStore(str(folder / "checkpoints"), keep=1000)
-        self.saver = AsyncSaver(self.store)
+        self.saver = AsyncSaver(self.store.save)
         self.controller = RecoveryController(session, self.store, self.saver, {})
 
     def save(self) -> str:
@@ -123,7 +124,7 @@ def test_a_server_that_is_lost_in_the_middle_of_the_last_save_is_heard_of(
 def test_a_server_that_is_lost_in_the_middle_of_a_delta_costs_that_delta(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with kept(tmp_path) as job, mock.patch.object(deltas, "MOST_SHARE", 100.0):  # nearly all rows have changed
+    with kept(tmp_path) as job, mock.patch(MOST_SHARE, 100.0):  # nearly all rows have changed
         first = job.save()
         job.session.start()
         job.session.finish()
@@ -165,7 +166,7 @@ def test_deltas_that_outgrow_what_they_lie_on_are_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, expected: list[int]
 ) -> None:
     """Every save but the first holds all rows, and with their numbers is a little larger than the whole one."""
-    monkeypatch.setattr(deltas, "MOST_SHARE", share)
+    monkeypatch.setattr(MOST_SHARE, share)
     pauses = [Pause(iteration) for iteration in (5, 10, 15)]
 
     def failures(rank: int, iteration: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.recovery.pls import PlsAccount
+from shadowsync.recovery.policy import PlsAccount
 
 
 def account_of(total: int, servers: int, begun: int = 0) -> PlsAccount:

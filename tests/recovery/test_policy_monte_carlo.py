@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from shadowsync.recovery.pls import PlsAccount
-from shadowsync.recovery.policy import Costs, Full, Goal, Scale, decide
+from shadowsync.recovery.policy import Costs, Full, Goal, PlsAccount, Scale, decide
 from shadowsync.recovery.scheduler import CheckpointScheduler, Due, Estimates, Priors
 
 HOUR = 3600.0

@@ -1,4 +1,4 @@
-"""What is complete below a root: what is written or read there now, and how a checkpoint is opened.
+"""What is complete below a root: which checkpoint builds on which, what is written or read now, how one is opened.
 
 Manifests and sizes are compared before a row is read.
 """
@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,31 +15,86 @@ import msgspec
 from torch import Tensor
 
 from shadowsync.checkpoint.files import Files
-from shadowsync.checkpoint.layers import BlockReader, Layer
-from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.manifest import (
+from shadowsync.checkpoint.format import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
+    NAME,
     DamagedCheckpoint,
     Manifest,
     Piece,
     damaged,
     decode,
-    form,
+    order,
+    plain_name,
+    whole_name,
 )
-from shadowsync.checkpoint.parents import NAME, Parents, order, plain_name, whole_name
+from shadowsync.checkpoint.loading import BlockReader, Layer, LoadedCheckpoint
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import CheckpointError
 
 _RELISTINGS = 5
 
 
-class Pins:
-    """Which checkpoints the threads of this process are writing or reading, so that nobody clears them away.
+@dataclass(frozen=True)
+class Parents:
+    """The complete checkpoints of a folder: by name what each builds on, None for a whole one. Pure bookkeeping."""
 
-    Attributes:
-        lock: held by whoever removes checkpoints or chooses the name of a new one.
-        written: names of those that are being written.
+    parents: Mapping[str, str | None]
+
+    def resolve(self, name: str) -> str | None:
+        """Who holds the state called `name`: it as a whole if there is that, else itself; None if both are gone."""
+        return next((found for found in (whole_name(name), name) if found in self.parents), None)
+
+    def chain(self, name: str) -> tuple[str, ...] | None:
+        """What must be read to load `name`, from the whole one on; None if something is missing."""
+        found: list[str] = []
+        at: str | None = name
+        while at is not None:
+            if at not in self.parents:
+                return None
+            found.append(at)
+            parent = self.parents[at]
+            at = None if parent is None else self.resolve(parent) or parent
+        return tuple(reversed(found))
+
+    def restorable(self) -> list[str]:
+        """Those that can be loaded, oldest first; of one that was rewritten as a whole only the rewritten one."""
+        names = sorted(self.parents, key=order)
+        return [name for name in names if self.chain(name) is not None and self.resolve(name) == name]
+
+    def kept(self, keep: int, given_up: Collection[str], in_use: Collection[str]) -> set[str]:
+        """The newest that can be loaded of each of `keep` families, those in use, and what all of these need.
+
+        A family is a whole checkpoint with all that builds on it. Two share no file, so that one wrong byte ends one
+        of them at most. The newest of a family needs nearly all the rest of it, so little is on the disk beyond it:
+        at most `keep` times a whole checkpoint with the deltas up to the next one, that next one while it is being
+        written, and what is in use. `given_up` are plain names of checkpoints of a course that was left, not counted;
+        `in_use` are names whose chains somebody reads.
+        """
+        newest: dict[str, tuple[str, ...]] = {}
+        for name in reversed(self.restorable()):
+            chain = self.chain(name) or ()
+            if plain_name(name) not in given_up:
+                newest.setdefault(chain[0], chain)
+        found = {link for chain in list(newest.values())[:keep] for link in chain}
+        return found.union(*map(self.readable, in_use))
+
+    def readable(self, name: str) -> set[str]:
+        """What somebody who opened `name` may read: where a state is there twice, both."""
+        found: set[str] = set()
+        ahead = [name]
+        while ahead:
+            at = ahead.pop()
+            there = {one for one in (plain_name(at), whole_name(at)) if one in self.parents} - found
+            found |= there
+            ahead += [parent for one in there if (parent := self.parents[one]) is not None]
+        return found
+
+
+class Pins:
+    """Which checkpoints threads of this process are writing (`written`) or reading, so that nobody clears them away.
+
+    `lock` is held by whoever removes checkpoints or chooses the name of a new one.
     """
 
     def __init__(self) -> None:
@@ -88,7 +143,6 @@ class Catalog:
     pins: Pins
 
     def names(self) -> list[str]:
-        """Of the complete checkpoints, oldest first."""
         found = [name for name in self.files.guarded("", self.files.names) if NAME.fullmatch(name)]
         return sorted(filter(self.complete, found), key=order)
 
@@ -135,14 +189,11 @@ class Catalog:
         self,
         shards: Sequence[Shard] | None,
         given_up: Collection[str],
-        load: Callable[[LoadedCheckpoint], object] = LoadedCheckpoint.verify,
+        load: Callable[[LoadedCheckpoint], object],
     ) -> Iterator[LoadedCheckpoint]:
         """Opens the newest that is whole; lists anew when another process has removed what was listed.
 
-        Args:
-            shards: the rows that are needed; None for everything.
-            given_up: plain names of those that are left out.
-            load: reads all that is needed of it; called with older and older ones until one is not found damaged.
+        `shards` and `load` as in `CheckpointStore.opened`; `given_up` are plain names of those that are left out.
         """
 
         def names() -> list[str]:
@@ -190,14 +241,13 @@ class Catalog:
     def _open(self, name: str, shards: Sequence[Shard] | None, prefer_whole: bool = True) -> LoadedCheckpoint:
         """Reads the manifests of a checkpoint and of what it builds on, compares all sizes, reads the small parts.
 
-        Args:
-            shards: open only what their rows need, without the dense part.
-            prefer_whole: of what it builds on, as in `standing`.
+        With `shards` only what their rows need, without the dense part. `prefer_whole` as in `standing`.
         """
 
         def is_wanted(piece: Piece) -> bool:
             return shards is None or any(
-                piece.table == shard.table.name and piece.overlaps(shard.start, shard.stop) for shard in shards
+                piece.table == shard.table.name and piece.start < shard.stop and shard.start < piece.stop
+                for shard in shards
             )
 
         chain = list(self._manifests(name, prefer_whole))
@@ -253,7 +303,7 @@ class Catalog:
             name = parent
 
     def _reader(self, name: str, manifest: Manifest, needed: Collection[str]) -> BlockReader:
-        """Of the files that are needed, whose sizes are as the manifest says."""
+        """Of the files that are needed; compares their sizes with the manifest's."""
         entries = [entry for entry in manifest.files if entry.name in needed]
         reader = BlockReader(self.files, name, entries, manifest.block_bytes)
         reader.check_sizes()
@@ -267,7 +317,7 @@ def table_difference(parent: Manifest, child: Manifest, names: Iterable[str]) ->
     for name in names:
         if sizes[0].get(name) != sizes[1].get(name):
             return f"another table {name}"
-        there, here = (form(first[name]) if name in first else None for first in firsts)
+        there, here = (first[name].form if name in first else None for first in firsts)
         if there != here:
             return f"other tensors in table {name}"
     return None

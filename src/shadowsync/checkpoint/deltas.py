@@ -1,4 +1,4 @@
-"""Rows that changed from one checkpoint to another, as files for a serving system, and how long chains of deltas get.
+"""Rows that changed from one checkpoint to another, as files for a serving system.
 
 OUT/                            files that are read without shadowsync
     rows-00000.safetensors …   `<table>[<start>:<stop>].numbers`, int64 [K], beside `….weight`, float32 [K, D]
@@ -6,18 +6,18 @@ OUT/                            files that are read without shadowsync
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 import torch
 from torch import Tensor
 
-from shadowsync.checkpoint.files import Files, open_files
+from shadowsync.checkpoint.files import open_files
+from shadowsync.checkpoint.format import plain_name
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.parents import plain_name
+from shadowsync.checkpoint.snapshot import write_tensors
 from shadowsync.checkpoint.store import CheckpointStore
-from shadowsync.checkpoint.tensors import BlockSums, Chunk, chunks, place
-from shadowsync.embedding.table import Rows, RowSet
+from shadowsync.embedding.table import RowSet
 from shadowsync.errors import CheckpointError, SaveError
 
 FORMAT = 1
@@ -25,57 +25,6 @@ LIST = "delta.json"
 FILE_BYTES = 128 << 20
 _ONE_SUM = 1 << 62
 WEIGHT = frozenset({"weight"})
-MOST_LAYERS = 16
-"""Of a chain, the whole one included: each is opened to load the newest."""
-MOST_SHARE = 1.0
-"""Bytes of the deltas over those of the whole one below them: all of them are kept, and read to load the newest."""
-
-
-class Chain:
-    """A whole checkpoint and the deltas on it, by the bytes of their rows.
-
-    Args:
-        layers: bytes of each, the whole one first; nothing before the first save.
-    """
-
-    def __init__(self, layers: Sequence[int] = ()) -> None:
-        self._whole_bytes = layers[0] if layers else 0
-        self._deltas = list(layers[1:])
-
-    def whole(self, size: int) -> None:
-        """A whole checkpoint begins a new chain."""
-        self._whole_bytes, self._deltas = size, []
-
-    def delta(self, size: int) -> None:
-        """One more lies on top."""
-        self._deltas.append(size)
-
-    def takes(self, size: int) -> bool:
-        """A delta of so many bytes is worth it: else a whole one costs little more and need not be rewritten soon."""
-        return size <= MOST_SHARE * self._whole_bytes / 2
-
-    @property
-    def is_long(self) -> bool:
-        """It is time to rewrite it. A single delta never is a reason: it can hardly be larger than a whole one."""
-        large = len(self._deltas) > 1 and sum(self._deltas) > MOST_SHARE * self._whole_bytes
-        return large or 1 + len(self._deltas) > MOST_LAYERS
-
-    def rewritten(self) -> None:
-        """It has become a whole checkpoint, as large as the one below was: tables do not grow."""
-        self._deltas = []
-
-    def put_off(self) -> None:
-        """It could not be rewritten: it is long again when about half as much has been added once more."""
-        self._deltas = [size // 2 for size in self._deltas[: MOST_LAYERS // 2 - 1]]
-
-
-def rows_bytes(tables: Sequence[Rows | RowSet]) -> int:
-    """Bytes of rows with all that belongs to them."""
-    numbers = sum(rows.numbers.nbytes for rows in tables if isinstance(rows, RowSet))
-    return numbers + sum(tensor.nbytes for rows in tables for tensor in rows.tensors.values())
-
-
-# --- what changed ----------------------------------------------------------------------------------------------------
 
 
 def changed_rows(
@@ -87,14 +36,8 @@ def changed_rows(
     trained, though it may have come back to its value), and nothing else is read. Otherwise, and for tables that a
     delta holds as a whole, both are compared byte by byte. Laid over `since` the result is `until`, in either case.
 
-    Args:
-        store: where both are.
-        since: name of a checkpoint.
-        until: name of another; None for the newest that is not damaged.
-        names: the tensors wanted and compared; weights are enough to serve from.
-
-    Raises:
-        CheckpointError: one of them cannot be loaded, or they have different tables.
+    `until` is None for the newest that is not damaged; `names` are the tensors wanted and compared: weights are enough
+    to serve from. `CheckpointError` if one of them cannot be loaded, or they have different tables.
     """
     newer = store.open(until)
     names_of_layers = [plain_name(layer.name) for layer in newer.layers]
@@ -138,9 +81,6 @@ def _bytes_by_row(tensor: Tensor) -> Tensor:
     return tensor.view(len(tensor), -1).view(torch.uint8)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
 class TableChange(msgspec.Struct):
     """A table, and how many of its rows changed."""
 
@@ -177,11 +117,7 @@ def write_delta(
         out: a local path or any URL that fsspec knows; nothing may be there.
         since: name of the checkpoint that the changes are laid over.
         until: name of the one that comes out.
-        changes: from `changed_rows`; no more than `file_bytes` of them are held at a time.
-        file_bytes: a file of more rows is begun at this size.
-
-    Returns:
-        what was written.
+        changes: from `changed_rows`; no more than `file_bytes` of them are held at a time, and go into one file.
 
     Raises:
         ConfigError: fsspec does not know the URL.
@@ -196,11 +132,11 @@ def write_delta(
         files.remove(staged, LIST)  # the remains of one that was cut off
         tables: dict[str, TableChange] = {}
         try:
-            written = tuple(
-                _write_file(files, staged, f"rows-{number:05d}.safetensors", group)
-                for number, group in enumerate(_groups(changes, tables, file_bytes))
-            )
-            made = DeltaList(FORMAT, since, until, tuple(tables.values()), written)
+            written = []
+            for number, group in enumerate(_groups(changes, tables, file_bytes)):
+                file, _ = write_tensors(files, staged, f"rows-{number:05d}.safetensors", group, block_bytes=_ONE_SUM)
+                written.append(FileOfRows(file.name, file.bytes, file.crc32[0]))
+            made = DeltaList(FORMAT, since, until, tuple(tables.values()), tuple(written))
             files.publish(folder, LIST, msgspec.json.format(msgspec.json.encode(made)))
         except BaseException:
             for name in {staged, folder}:
@@ -230,19 +166,3 @@ def _groups(changes: Iterable[RowSet], tables: dict[str, TableChange], file_byte
             group, taken = {}, 0
     if group:
         yield group
-
-
-def _write_file(files: Files, folder: str, name: str, tensors: dict[str, Tensor]) -> FileOfRows:
-    head, offsets = place(list(tensors.items()))
-    sums = BlockSums(_ONE_SUM)
-
-    def stream() -> Iterator[Chunk]:
-        sums.add(head)
-        yield head
-        for key in offsets:
-            for chunk in chunks(tensors[key]):
-                sums.add(chunk)
-                yield chunk
-
-    files.write(f"{folder}/{name}", stream())
-    return FileOfRows(name, sums.total_bytes, sums.sums[0])

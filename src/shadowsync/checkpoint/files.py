@@ -20,8 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
-from shadowsync.checkpoint.manifest import damaged
-from shadowsync.checkpoint.tensors import Chunk
+from shadowsync.checkpoint.format import Chunk, damaged
 from shadowsync.errors import CheckpointError, ConfigError
 from shadowsync.memory.pages import HUGE_PAGE_BYTES, zeros
 from shadowsync.places import redacted
@@ -37,8 +36,7 @@ _kept = threading.local()
 class Files(ABC):
     """A folder of checkpoints. Every member writes a whole file or a whole folder so that nothing half-written shows.
 
-    Attributes:
-        root: as the user wrote it, for messages.
+    `root` is as the user wrote it, for messages.
     """
 
     root: str
@@ -70,10 +68,7 @@ class Files(ABC):
 
     @abstractmethod
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
-        """Writes a file, made durable where the file system can; its folder is made if need be.
-
-        What `chunks` raises passes through as it is.
-        """
+        """Writes a file, made durable where the file system can; its folder is made if need be."""
 
     @abstractmethod
     def staging(self, folder: str) -> str:
@@ -203,11 +198,7 @@ class RemoteFiles(Files):
 
 
 def open_files(root: str) -> Files:
-    """The files below `root`, a local path or a URL that fsspec knows; nothing is made yet.
-
-    Raises:
-        ConfigError: fsspec does not know the protocol, or its package is not installed.
-    """
+    """The files below `root`, a local path or a URL; nothing is made yet. `ConfigError` if fsspec does not know it."""
     try:
         filesystem, path = url_to_fs(root)  # type: ignore[no-untyped-call]
     except (ImportError, ValueError, OSError) as error:
@@ -245,15 +236,12 @@ def _flush_folder(path: Path) -> None:
 
 
 def write_file(path: Path, chunks: Iterable[Chunk]) -> None:
-    """Writes and flushes a file, past the page cache where its file system lets one.
+    """Writes and flushes a file, past the page cache where its file system lets one. What `chunks` raises passes.
 
     A checkpoint is written once and read seldom. Through the page cache each of its bytes costs the kernel a page,
     which it then has to write back and reclaim; the processor's time for that is taken from training. Written directly
     from one aligned buffer, which is used again and again, the disk fetches the bytes itself. What does not fill the
     buffer, as small files, goes the ordinary way.
-
-    Raises:
-        OSError: what the file system raised; what `chunks` raises passes through.
     """
     buffer, filled = _buffer(), 0
     with path.open("wb", buffering=0) as file:

@@ -23,13 +23,8 @@ EARLY_BYTES = 4 << 20
 class RemoteSave:
     """One save of a server (`SaveMethods`), from the word that it begins to the word that it is written.
 
-    To pick or copy rows raises `PeerLost` if another server has taken the place.
-
-    Attributes:
-        compares: the server wants to hear what was written.
-        forms: a copy of no rows of each shard.
-        chunk_bytes: weights in one message.
-        early_bytes: weights of small shards that are copied as soon as the save begins.
+    To pick or copy rows raises `PeerLost` if another server has taken the place. `compares`: the server wants to hear
+    what was written; `forms`: a copy of no rows of each shard; `chunk_bytes`: weights in one message.
     """
 
     connection: Connection
@@ -52,10 +47,7 @@ class RemoteSave:
             yield self._whole(index, shard, left)
 
     def changed(self, shards: Sequence[Shard], end_of_round: bool) -> Iterator[Rows | RowSet]:
-        """The rows that are to be saved now, one `RowSet` or `Rows` a shard, which are copied when they are read.
-
-        At the `end_of_round` small tables are due too.
-        """
+        """As `everything`, of what is to be saved now; at the `end_of_round` small tables are due too."""
         left = [self.early_bytes]
         for index, shard in enumerate(shards):
             picked = self._pick(index, end_of_round)
@@ -66,10 +58,7 @@ class RemoteSave:
                 yield live_set(shard, picked, self.forms[index], self._early(index, shard, len(picked), copy, left))
 
     def saved(self, index: int, shard: Shard, rows: Rows | RowSet, written: Written) -> None:
-        """Rows of the shard at position `index` are safely written, as given out for this save.
-
-        A server that took the place does not hear of it.
-        """
+        """Rows of shard number `index` are safely written; a server that took the place does not hear of it."""
         for part in parts_of(rows, self._rows_at_once(shard)):
             run = part if isinstance(part, range) else range(rows.start, shard.stop)
             single = None if isinstance(part, range) else part.to(id_type(shard.table.rows))

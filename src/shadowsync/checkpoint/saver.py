@@ -5,19 +5,12 @@ import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from shadowsync.checkpoint.snapshot import Snapshot
 
 NICENESS = 10
 """Of the saver's thread, so that it takes from training only what training leaves."""
-
-
-class Store(Protocol):
-    """Where snapshots go; `CheckpointStore` is one."""
-
-    def save(self, snapshot: Snapshot) -> str:
-        """Writes a snapshot and returns the checkpoint's name."""
 
 
 class AsyncSaver:
@@ -26,13 +19,12 @@ class AsyncSaver:
     `submit` never waits for a disk: a disk slower than the interval between checkpoints costs checkpoints, not
     training. The newest snapshot is always written. The thread lives only while there is something to save.
 
-    Attributes:
-        saves: checkpoints written.
+    `write` writes a snapshot and returns the checkpoint's name (`CheckpointStore.save`); `saves` have been written.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, write: Callable[[Snapshot], str]) -> None:
         self.saves = 0
-        self._store = store
+        self._write = write
         self._waiting: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self._errors: list[BaseException] = []
@@ -44,20 +36,16 @@ class AsyncSaver:
         saved: Callable[[str], object] = lambda _: None,
         failed: Callable[[BaseException], bool] = lambda _: False,
     ) -> None:
-        """Has a snapshot saved; its tensors must not change until it is.
+        """Has a snapshot saved, or what makes it in the saver's thread; its tensors must not change until it is.
 
-        Args:
-            snapshot: or what makes it, in the saver's thread.
-            saved: told the checkpoint's name in the saver's thread, when it is complete.
-            failed: told there what went wrong; true if that need not be raised any more.
-
-        Raises:
-            SaveError: (or whatever else was raised) an earlier save failed; this snapshot is saved none the less.
+        In that thread `saved` is told the checkpoint's name when it is complete, and `failed` what went wrong, which
+        answers whether that need not be raised any more. If an earlier save failed its `SaveError`, or whatever else it
+        was, is raised here, and this snapshot is saved none the less.
         """
 
         def save() -> None:
             try:
-                saved(self._store.save(snapshot() if callable(snapshot) else snapshot))
+                saved(self._write(snapshot() if callable(snapshot) else snapshot))
                 self.saves += 1
             except BaseException as error:  # it is raised again where somebody can act on it
                 if not failed(error):
@@ -91,11 +79,7 @@ class AsyncSaver:
             thread.join()
 
     def wait(self) -> None:
-        """Returns when everything submitted has been saved.
-
-        Raises:
-            SaveError: (or whatever else was raised) a save failed. Of several errors each call raises one, in order.
-        """
+        """As `settle`, but raises what a save raised: of several errors each call one, in order."""
         self.settle()
         if self._errors:
             raise self._errors.pop(0)

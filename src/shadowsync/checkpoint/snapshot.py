@@ -7,11 +7,24 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from shadowsync.checkpoint.files import Files
-from shadowsync.checkpoint.manifest import FileEntry, Group, Manifest, Piece, Scattered, TensorEntry, raw_json
-from shadowsync.checkpoint.tensors import CODES, BlockSums, Chunk, chunks, place
+from shadowsync.checkpoint.format import (
+    CODES,
+    BlockSums,
+    Chunk,
+    FileEntry,
+    Manifest,
+    Piece,
+    Scattered,
+    TensorEntry,
+    TensorGroup,
+    chunks,
+    place,
+    raw_json,
+)
 from shadowsync.embedding.table import Rows, RowSet, span_of
 from shadowsync.errors import ShadowSyncError
 
@@ -27,11 +40,9 @@ class GivenUp(ShadowSyncError):
 
 @dataclass(frozen=True)
 class DeltaOf:
-    """What a snapshot that does not hold every row builds on.
+    """What a snapshot without every row builds on: the checkpoint `parent`, whose rows stand where it has none.
 
-    Attributes:
-        parent: name of the checkpoint whose rows stand where the snapshot has none.
-        complete: the snapshot has every row that changed since the parent was taken.
+    The snapshot is `complete` if it has every row that changed since the parent was taken.
     """
 
     parent: str
@@ -43,16 +54,14 @@ class Snapshot:
     """A consistent image of a job; its rows are in memory, or read when they are written.
 
     Attributes:
-        config: as the user gave it.
+        config: as the user gave it; like `position` (of the reader) and `extra` plain JSON values.
         samples: trained so far; also the name of the checkpoint, so it only grows.
         tables: rows, in any cut. In a delta a table is either here as a whole (`Rows`), or of every run of its rows
             those that are to be written (`RowSet`, which may hold none).
         dense: tensors by name: `final`, what the job would be evaluated with; `center` where there is one;
             `replica.<i>.weight`, `replica.<i>.<name>` of the optimizer, `replica.<i>.buffer.<name>` of the module;
             `sync.<i>.<name>` of the sync method.
-        position: the reader's position (plain JSON values).
         random: random states by name (uint8 tensors).
-        extra: further plain JSON values (counts that go on after a resume).
         delta: what this one builds on; None for a whole one.
     """
 
@@ -66,96 +75,95 @@ class Snapshot:
     delta: DeltaOf | None = None
 
 
-class SnapshotWriter:
-    """Writes the files of one snapshot into a folder; rows that are not in memory are read in their turn.
+def write_snapshot(
+    files: Files, folder: str, snapshot: Snapshot, version: int, piece_bytes: int, given_up: Callable[[], bool]
+) -> Manifest:
+    """Writes everything but the manifest, which it returns; rows that are not in memory are read in their turn.
 
     Args:
         files: where to.
         folder: where in it.
+        snapshot: whose rows were copied after `version` samples.
+        version: of all its rows.
         piece_bytes: no file of rows grows beyond this, but for a single row that is wider.
-        given_up: asked before each chunk; true ends it with `GivenUp`.
+        given_up: asked before each chunk.
+
+    Raises:
+        OSError: what the file system raised.
+        ValueError: the snapshot does not hold every row of its tables exactly once, or holds what no checkpoint can.
+        CheckpointError, RunError: what a source of rows raised.
+        GivenUp: nobody wants it any more.
     """
-
-    def __init__(self, files: Files, folder: str, piece_bytes: int, given_up: Callable[[], bool]) -> None:
-        self._given_up = given_up
-        self._files = files
-        self._folder = folder
-        self._piece_bytes = piece_bytes
-        self._written: list[FileEntry] = []
-
-    def write(self, snapshot: Snapshot, version: int) -> Manifest:
-        """Writes everything but the manifest, which it returns; rows were copied after `version` samples.
-
-        Raises:
-            OSError: what the file system raised.
-            ValueError: the snapshot does not hold every row of its tables exactly once, or holds what no checkpoint
-                can.
-            CheckpointError, RunError: what a source of rows raised.
-            GivenUp: nobody wants it any more.
-        """
-        config, position, extra = (raw_json(what, getattr(snapshot, what)) for what in ("config", "position", "extra"))
-        tables = _by_table(snapshot.tables, may_be_sets=snapshot.delta is not None)
-        cuts = [cut for table in tables for cut in _cut_table(table, self._piece_bytes)]
-        pieces: list[Piece] = []
-        for group in _fill(cuts, self._piece_bytes):
-            name = f"rows-{len(self._written):05d}.safetensors"
-            pieces += self._write_rows(name, group, version)
-        return Manifest(
-            samples=snapshot.samples,
-            config=config,
-            position=position,
-            extra=extra,
-            tables=tuple(rows[0].table for rows in tables),
-            pieces=tuple(pieces),
-            dense=self._write_group("dense.safetensors", snapshot.dense),
-            random=self._write_group("random.safetensors", snapshot.random),
-            block_bytes=BLOCK_BYTES,
-            files=tuple(self._written),
-            parent=None if snapshot.delta is None else snapshot.delta.parent,
-        )
-
-    def _write_rows(self, name: str, cuts: Sequence["_Cut"], version: int) -> Iterator[Piece]:
-        tensors = {cut.key(key): tensor for cut in cuts for key, tensor in cut.all_tensors.items()}
-        late = {cut.key(key) for cut in cuts for key in (*cut.wide, *cut.numbers)}
-        read = {cut.key(key): partial(cut.bytes_of, key) for cut in cuts for key in cut.all_tensors}
-        offsets = self._write_file(name, tensors, lambda key: read[key](), late)
-        for cut in cuts:
+    config, position, extra = (raw_json(what, getattr(snapshot, what)) for what in ("config", "position", "extra"))
+    write = partial(write_tensors, files, folder, block_bytes=BLOCK_BYTES, given_up=given_up)
+    written: list[FileEntry] = []
+    tables = _by_table(snapshot.tables, may_be_sets=snapshot.delta is not None)
+    cuts = [cut for table in tables for cut in _cut_table(table, piece_bytes)]
+    pieces: list[Piece] = []
+    for group in _fill(cuts, piece_bytes):
+        name = f"rows-{len(written):05d}.safetensors"
+        rows_tensors = {cut.key(key): tensor for cut in group for key, tensor in cut.all_tensors.items()}
+        late = {cut.key(key) for cut in group for key in (*cut.wide, *cut.numbers)}
+        read = {cut.key(key): partial(cut.bytes_of, key) for cut in group for key in cut.all_tensors}
+        file, entries = write(name, rows_tensors, read=read, late=late)
+        written.append(file)
+        for cut in group:
             rows, wide, numbers = (
-                tuple(_entry(key, tensor, offsets[cut.key(key)]) for key, tensor in found.items())
+                tuple(replace(entries[cut.key(key)], name=key) for key in found)
                 for found in (cut.tensors, cut.wide, cut.numbers)
             )
             scattered = Scattered(cut.stop, numbers[0]) if numbers else None
-            yield Piece(cut.table, cut.start, cut.rows, version, name, rows, wide, scattered)
-
-    def _write_group(self, name: str, tensors: Mapping[str, Tensor]) -> Group:
-        offsets = self._write_file(name, tensors, lambda key: chunks(tensors[key]))
-        return Group(name, tuple(_entry(key, tensor, offsets[key]) for key, tensor in tensors.items()))
-
-    def _write_file(
-        self,
-        name: str,
-        tensors: Mapping[str, Tensor],
-        read: Callable[[str], Iterator[Chunk]],
-        late: Collection[str] = (),
-    ) -> dict[str, int]:
-        """Where each tensor begins in the file."""
-        head, offsets = place(list(tensors.items()), late)
-        sums = BlockSums(BLOCK_BYTES)
-
-        def stream() -> Iterator[Chunk]:
-            for chunk in itertools.chain([head], *map(read, offsets)):
-                if self._given_up():
-                    raise GivenUp(f"{self._folder} was given up while it was written")
-                sums.add(chunk)
-                yield chunk
-
-        self._files.write(f"{self._folder}/{name}", stream())
-        self._written.append(FileEntry(name, sums.total_bytes, tuple(sums.sums)))
-        return offsets
+            pieces.append(Piece(cut.table, cut.start, cut.rows, version, name, rows, wide, scattered))
+    small: list[TensorGroup] = []
+    for name, tensors in (("dense.safetensors", snapshot.dense), ("random.safetensors", snapshot.random)):
+        file, entries = write(name, tensors)
+        written.append(file)
+        small.append(TensorGroup(name, tuple(entries.values())))
+    return Manifest(
+        samples=snapshot.samples,
+        config=config,
+        position=position,
+        extra=extra,
+        tables=tuple(rows[0].table for rows in tables),
+        pieces=tuple(pieces),
+        dense=small[0],
+        random=small[1],
+        block_bytes=BLOCK_BYTES,
+        files=tuple(written),
+        parent=None if snapshot.delta is None else snapshot.delta.parent,
+    )
 
 
-def _entry(name: str, tensor: Tensor, offset: int) -> TensorEntry:
-    return TensorEntry(name, CODES[tensor.dtype], tuple(tensor.shape), offset)
+def write_tensors(
+    files: Files,
+    folder: str,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    read: Mapping[str, Callable[[], Iterator[Chunk]]] | None = None,
+    late: Collection[str] = (),
+    block_bytes: int,
+    given_up: Callable[[], bool] = lambda: False,
+) -> tuple[FileEntry, dict[str, TensorEntry]]:
+    """Writes a safetensors file; its entry, and one for each tensor.
+
+    `read` gives the bytes by the tensors' names, where they are not in memory; `late` as in `place`; if `given_up` says
+    so before a chunk, it ends with `GivenUp`.
+    """
+    head, offsets = place(list(tensors.items()), late)
+    sums = BlockSums(block_bytes)
+
+    def stream() -> Iterator[Chunk]:
+        parts = (chunks(tensors[key]) if read is None else read[key]() for key in offsets)
+        for chunk in itertools.chain([head], *parts):
+            if given_up():
+                raise GivenUp(f"{folder} was given up while it was written")
+            sums.add(chunk)
+            yield chunk
+
+    files.write(f"{folder}/{name}", stream())
+    entries = {n: TensorEntry(n, CODES[t.dtype], tuple(t.shape), offsets[n]) for n, t in tensors.items()}
+    return FileEntry(name, sums.total_bytes, tuple(sums.sums)), entries
 
 
 # --- cutting ---------------------------------------------------------------------------------------------------------
@@ -163,13 +171,9 @@ def _entry(name: str, tensor: Tensor, offset: int) -> TensorEntry:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Rows small enough for one file.
+    """Rows small enough for one file: `rows` of the run `start … stop − 1` of a table.
 
     Attributes:
-        table: the table's name.
-        start: first row of the run that the piece speaks of.
-        stop: one beyond its last row.
-        rows: how many of them the piece holds.
         tensors: of those rows.
         wide: of the table as a whole.
         numbers: the rows' numbers, by the name `numbers`; nothing where all of the run are held.

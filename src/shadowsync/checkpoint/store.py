@@ -20,17 +20,28 @@ from torch import Tensor
 
 from shadowsync.checkpoint.catalog import Catalog, Pins, table_difference
 from shadowsync.checkpoint.files import Files, open_files
+from shadowsync.checkpoint.format import (
+    DTYPES,
+    MANIFEST,
+    NAME,
+    STAGED,
+    Manifest,
+    encode,
+    new_name,
+    order,
+    plain_name,
+    whole_name,
+)
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.manifest import MANIFEST, Manifest, encode
-from shadowsync.checkpoint.parents import NAME, STAGED, ParentLost, new_name, order, plain_name, whole_name
-from shadowsync.checkpoint.snapshot import GivenUp, Snapshot, SnapshotWriter
-from shadowsync.checkpoint.tensors import DTYPES
+from shadowsync.checkpoint.snapshot import Snapshot, write_snapshot
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.errors import CheckpointError, SaveError
 
-__all__ = ["CheckpointStore", "GivenUp", "LoadedCheckpoint", "ParentLost"]
-
 PIECE_BYTES = 512 << 20
+
+
+class ParentLost(SaveError):
+    """What a delta builds on cannot be built on any more; a whole checkpoint can be saved all the same."""
 
 
 class CheckpointStore:
@@ -39,13 +50,10 @@ class CheckpointStore:
     A store may be used from several threads: a compaction runs beside saves.
 
     Args:
-        root: a local folder or any URL that fsspec knows; made at the first save.
+        root: a local folder or any URL that fsspec knows (else `ConfigError`); made at the first save.
         keep: how many to keep that share no file (`Parents.kept`), and all that these build on.
         files: in place of what `root` says (tests hand in file systems that fail).
         piece_bytes: no file of rows grows beyond this.
-
-    Raises:
-        ConfigError: fsspec does not know the URL.
     """
 
     def __init__(self, root: str, keep: int = 2, *, files: Files | None = None, piece_bytes: int = PIECE_BYTES) -> None:
@@ -61,7 +69,6 @@ class CheckpointStore:
         self._catalog = Catalog(self._files, self._pins)
 
     def names(self) -> list[str]:
-        """Of the complete checkpoints, oldest first."""
         return self._catalog.names()
 
     def newest(self) -> str | None:
@@ -104,10 +111,8 @@ class CheckpointStore:
         """Rewrites a delta with all that it builds on as a whole checkpoint, and removes what that makes superfluous.
 
         Takes the memory of a few chunks of rows, whatever the size of the tables. May run in a thread of its own
-        while others save: deltas saved meanwhile, or later, on `name` stand on what it is rewritten as.
-
-        Returns:
-            the whole one's name; one that is whole already stays as it is.
+        while others save: deltas saved meanwhile, or later, on `name` stand on what it is rewritten as. Returns the
+        whole one's name; one that is whole already stays as it is.
 
         Raises:
             SaveError: it cannot be read or written. Everything is as it was.
@@ -121,7 +126,12 @@ class CheckpointStore:
             loaded = self.open(whole if NAME.fullmatch(whole) and self._catalog.complete(whole) else name)
             if len(loaded.layers) == 1:
                 return loaded.name
-            with self._pins.writing(lambda: self._cleaned(whole)):
+
+            def choose() -> str:
+                self._clean()
+                return whole
+
+            with self._pins.writing(choose):
                 self._write(whole, as_whole(loaded), loaded.oldest, loaded.exact)
         with self._as_save_error("an old checkpoint could not be removed", f"{whole} is complete"):
             self._prune()
@@ -148,40 +158,33 @@ class CheckpointStore:
             return loaded
 
     def open(self, name: str | None = None, shards: Sequence[Shard] | None = None) -> LoadedCheckpoint:
-        """Opens a checkpoint. The store may remove it as soon as it is open: what is to be read later is `opened`.
+        """As `opened`, but the store may remove it as soon as it is open."""
+        with self.opened(name, shards) as loaded:
+            return loaded
+
+    def opened(
+        self,
+        name: str | None = None,
+        shards: Sequence[Shard] | None = None,
+        load: Callable[[LoadedCheckpoint], object] = LoadedCheckpoint.verify,
+    ) -> AbstractContextManager[LoadedCheckpoint]:
+        """Opens a checkpoint; within the block this store removes nothing that is read of it.
 
         Args:
             name: which one; its sizes are checked at once and every byte when it is read. None takes the newest one
                 whose every byte is what was written, and says in `skipped` what was lost; none that was given up.
             shards: look at nothing but the rows of these: damage elsewhere is of no matter, and the dense part is
                 left out.
+            load: of the newest one, reads all rows of the shards, so that they are compared and taken in one pass. If
+                that shows a defect (`DamagedCheckpoint`) it is called anew with an older checkpoint; nobody may see
+                before the end what it has taken.
 
         Raises:
             CheckpointError: there is none, or it cannot be loaded.
         """
-        with self.opened(name, shards) as loaded:
-            return loaded
-
-    def opened(
-        self, name: str | None = None, shards: Sequence[Shard] | None = None
-    ) -> AbstractContextManager[LoadedCheckpoint]:
-        """As `open`; within the block this store removes nothing that is read of it."""
-        return self._catalog.newest(shards, self._given_up) if name is None else self._catalog.named(name, shards)
-
-    def loading(
-        self, shards: Sequence[Shard] | None, load: Callable[[LoadedCheckpoint], object]
-    ) -> AbstractContextManager[LoadedCheckpoint]:
-        """As `opened` of the newest one, in one pass over its rows: it is compared while `load` reads it.
-
-        Args:
-            shards: as in `open`.
-            load: reads all rows of the shards. If that shows a defect (`DamagedCheckpoint`) it is called anew with an
-                older checkpoint; nobody may see before the end what it has taken.
-
-        Raises:
-            CheckpointError: there is none that can be loaded.
-        """
-        return self._catalog.newest(shards, self._given_up, load)
+        if name is None:
+            return self._catalog.newest(shards, self._given_up, load)
+        return self._catalog.named(name, shards)
 
     def _new_name(self, samples: int) -> str:
         self._clean()
@@ -197,16 +200,14 @@ class CheckpointStore:
         number = max((order(name)[1] for name in names if order(name)[0] == samples), default=-1) + 1
         return new_name(samples, number)
 
-    def _cleaned(self, name: str) -> str:
-        self._clean()
-        return name
-
     def _write(self, name: str, snapshot: Snapshot, version: int, exact: bool, parent: Manifest | None = None) -> None:
         """Writes all of a snapshot, whose rows were copied after `version` samples, or nothing."""
         staged = self._files.staging(name)
         try:
-            writer = SnapshotWriter(self._files, staged, self._piece_bytes, lambda: self._impatient > 0)
-            manifest = msgspec.structs.replace(writer.write(snapshot, version), exact=exact)
+            manifest = write_snapshot(
+                self._files, staged, snapshot, version, self._piece_bytes, lambda: self._impatient > 0
+            )
+            manifest = msgspec.structs.replace(manifest, exact=exact)
             scattered = {piece.table for piece in manifest.pieces if piece.scattered is not None}
             if parent is not None and (defect := table_difference(parent, manifest, scattered)) is not None:
                 raise ValueError(f"the checkpoint that a delta builds on has {defect} than the delta")

@@ -12,6 +12,7 @@ from torch import Tensor
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.coordinator import StepCoordinator
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.checkpoint.job_state import DenseImage, TrainerImage
 from shadowsync.cluster.context import Merging, Stepping
 from shadowsync.cluster.images import Images
 from shadowsync.cluster.manager import ClusterManager
@@ -19,7 +20,6 @@ from shadowsync.cluster.supervisor import Member
 from shadowsync.cluster.trainer_dense import averaged_codec
 from shadowsync.compression.channel import Channel
 from shadowsync.data.reader import Reader
-from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.errors import PeerLost

@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shadowsync.checkpoint.job_state import DenseImage, TrainerImage, match_optimizer, match_tables
 from shadowsync.checkpoint.loading import LoadedCheckpoint, Written
-from shadowsync.checkpoint.matching import match_optimizer, match_tables
 from shadowsync.checkpoint.remote_save import RemoteSave
 from shadowsync.cluster.manager import ClusterManager
 from shadowsync.cluster.servers import IMAGE_S, Imaged
@@ -21,7 +21,6 @@ from shadowsync.cluster.supervisor import Member
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
-from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.saves import RemoteRows, SaveMethods

@@ -10,10 +10,10 @@ from torch import Tensor
 from shadowsync.aggregation.dense_client import DenseShare
 from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.assembly import make_module, row_optimizer
+from shadowsync.checkpoint.job_state import TrainerImage, check_image, dense_tensors, is_buffer
 from shadowsync.cluster.context import JobContext
 from shadowsync.compression.codec import Codec
 from shadowsync.data.reader import Parser, ReaderOptions
-from shadowsync.dense_state import TrainerImage, check_image, dense_tensors, is_buffer
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Shard

@@ -12,6 +12,7 @@ from torch import Tensor
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import computing_here, make_module, make_tables, step_rule
+from shadowsync.checkpoint.job_state import DenseImage, job_state, restored_dense
 from shadowsync.checkpoint.loading import LoadedCheckpoint, Written
 from shadowsync.choices import warmup_samples
 from shadowsync.cluster.context import EventLog, JobContext, Material, Near, Newest, RolePlace, ServerLoss
@@ -30,7 +31,6 @@ from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config
 from shadowsync.data.reader import Reader, ReaderOptions
-from shadowsync.dense_state import DenseImage, job_state, restored_dense
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Rows, RowSet, shares_of
 from shadowsync.errors import RunError

@@ -16,6 +16,7 @@ from shadowsync.aggregation.coordinator import Rows, StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.step_times import Paces
 from shadowsync.aggregation.stepping import DenseStep, DenseStepper
+from shadowsync.checkpoint.job_state import DenseImage, TrainerImage
 from shadowsync.cluster.context import Stepping
 from shadowsync.cluster.dense_side import DenseSide, NobodyLeft
 from shadowsync.cluster.images import Images
@@ -25,7 +26,6 @@ from shadowsync.cluster.supervisor import Member
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.data.reader import Reader
-from shadowsync.dense_state import DenseImage, TrainerImage
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.server import EmbeddingServer, RowStep
 from shadowsync.metrics.wire import WireCounter

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.assembly import codec_situation, computing_here, make_module, row_optimizer, unique_rows
+from shadowsync.checkpoint.job_state import TrainerImage
 from shadowsync.choices import choose_all
 from shadowsync.cluster.context import Addresses, Near, ServerAddress, TrainerSpec
 from shadowsync.cluster.endpoints import DriverService
@@ -22,7 +23,6 @@ from shadowsync.compression.channel import Channel, CodecChoice
 from shadowsync.config import Config
 from shadowsync.data.lease_service import LeaseClient
 from shadowsync.data.reader import Feed, LeasedBatch, Parser
-from shadowsync.dense_state import TrainerImage
 from shadowsync.embedding.client import EmbeddingClient, Server
 from shadowsync.embedding.line import EmbeddingLine
 from shadowsync.embedding.remote import EmbeddingRemote, Remote

@@ -10,12 +10,12 @@ from shadowsync.aggregation.coordinator import RemoteCoordinator
 from shadowsync.aggregation.dense_client import DenseClient, DenseShare, divide
 from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.aggregation.update import Authority, GradientUpdate
+from shadowsync.checkpoint.job_state import TrainerImage, below, check_image, dense_tensors
 from shadowsync.cluster.context import Addresses, Merging, Stepping, TrainerSpec
 from shadowsync.cluster.servers import DenseSpec, dense_server
 from shadowsync.compression.channel import Channel, restore_all
 from shadowsync.compression.codec import Codec
 from shadowsync.data.reader import Feed
-from shadowsync.dense_state import TrainerImage, below, check_image, dense_tensors
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Connection

@@ -1,6 +1,9 @@
-"""What a job keeps in a checkpoint beside its rows: counts, and the dense part, which any number of trainers takes."""
+"""What a job keeps in a checkpoint beside its rows, and whether a checkpoint is of the job that wants to load it.
 
-from collections.abc import Mapping
+That is counts, and the dense part, which any number of trainers takes.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +13,8 @@ from torch import Tensor
 
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.data.source import Mark, Schema
+from shadowsync.data.source import Mark, Schema, summary
+from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError, DataError
 from shadowsync.sync.method import State, SyncMethod
 from shadowsync.training.replica import Replica
@@ -23,15 +27,10 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         recorder: of `metrics.recorder.Recorder`.
-        syncs: synchronisations, all trainers.
         wire: as `metrics.wire.WireTotals.by_name`.
-        schema: of the source that was trained on.
         tables: names in the job's order, which is the order of a model's columns.
         trainers: how many replicas there are.
         layout: shape of each dense parameter, in their order.
-        own_model: the dense part is a module of the user's own.
-        pls: portion of samples that failures have lost so far.
-        aggregation: what gradient methods did.
         data: by what the training rows are known again; empty where that cannot be said, or an older version wrote it.
     """
 
@@ -49,11 +48,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def job_state(saved: LoadedCheckpoint) -> JobState:
-    """The state in a checkpoint.
-
-    Raises:
-        CheckpointError: it is not what a job writes.
-    """
+    """The state in a checkpoint; `CheckpointError` if it is not what a job writes."""
     try:
         state = msgspec.convert(saved.extra, JobState)
     except msgspec.ValidationError as error:
@@ -65,12 +60,7 @@ def job_state(saved: LoadedCheckpoint) -> JobState:
 
 @dataclass(frozen=True)
 class TrainerImage:
-    """One trainer's dense part.
-
-    Attributes:
-        replica: as `dense_tensors` names them.
-        method: what the replica method keeps.
-    """
+    """One trainer's dense part: its replica as `dense_tensors` names it, and what the replica method keeps."""
 
     replica: Mapping[str, Tensor]
     method: State
@@ -95,11 +85,9 @@ class TrainerImage:
 
 @dataclass(frozen=True)
 class DenseImage:
-    """The dense part of a job.
+    """The dense part of a job, with the central copy `[P]`, None where the method keeps none.
 
-    Attributes:
-        center: the central copy `[P]`, None where the method keeps none.
-        feedback: what workers of a gradient method have not sent of their gradients, by `trainer.worker.name`.
+    `feedback` is what workers of a gradient method have not sent of their gradients, by `trainer.worker.name`.
     """
 
     trainers: tuple[TrainerImage, ...]
@@ -135,11 +123,7 @@ def is_buffer(name: str) -> bool:
 
 
 def check_image(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Compares the tensors of an image with those that it is to be put into.
-
-    Raises:
-        DataError: names, types or sizes differ.
-    """
+    """`DataError` if names, types or sizes of an image's tensors are not those of what it is to be put into."""
 
     def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, int]]:
         return {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
@@ -169,30 +153,19 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
     What workers had not sent of their gradients is that of the worker of the same number; where there is none, it is
     lost. Of another replica method than before each state is that at the start.
 
-    Args:
-        saved: the checkpoint.
-        method: of the job that goes on.
-        template: a replica of the job that goes on; says what is needed and is left as it is.
-        trainers: of the job that goes on.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model or dense optimizer.
+    `method` and `template`, a replica that is left as it is, are of the job that goes on. `CheckpointError` if the
+    checkpoint is of another model or dense optimizer.
     """
     check_layout(saved, template)
-    needed = dense_tensors(template)
-    there = below(saved.dense, "replica.0").keys()
-    if there != needed.keys():
-        raise CheckpointError(
-            f"{saved.name} keeps {', '.join(sorted(there)) or 'nothing'} for each replica and this job needs "
-            f"{', '.join(sorted(needed))}: set train.optimizer to the one it was trained with"
-        )
-    count = job_state(saved).trainers
+    needed, count = dense_tensors(template), job_state(saved).trainers
+    for rank in range(count):
+        if (there := below(saved.dense, f"replica.{rank}").keys()) != needed.keys():
+            raise CheckpointError(
+                f"{saved.name} keeps {', '.join(sorted(there)) or 'nothing'} for each replica and this job needs "
+                f"{', '.join(sorted(needed))}: set train.optimizer to the one it was trained with"
+            )
 
     def of_replica(rank: int, name: str) -> Tensor:
-        if f"replica.{rank}.{name}" not in saved.dense:
-            raise CheckpointError(
-                f"{saved.name} has no {name} of the dense optimizer: set train.optimizer to the one it was trained with"
-            )
         return saved.dense_tensor(f"replica.{rank}.{name}", needed[name].numel())
 
     def mean(name: str) -> Tensor:
@@ -221,11 +194,90 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
 def restore_final(saved: LoadedCheckpoint, replica: Replica) -> None:
     """Fills a replica with the parameters a finished job is evaluated with, and the buffers of the first trainer.
 
-    Raises:
-        CheckpointError: the checkpoint is of another model.
+    `CheckpointError` if the checkpoint is of another model.
     """
     check_layout(saved, replica)
     replica.flat.copy_(saved.dense_tensor("final", len(replica.flat)))
     for name, tensor in dense_tensors(replica).items():
         if is_buffer(name):
             tensor.copy_(saved.dense_tensor(f"replica.0.{name}", tensor.numel()).view_as(tensor))
+
+
+# --- is it of this job? ----------------------------------------------------------------------------------------------
+
+
+def match_tables(saved: Sequence[Table], wanted: Sequence[Table]) -> None:
+    """`CheckpointError` names the first difference of a checkpoint's tables from those of the job, in any order."""
+    by_name = {table.name: table for table in saved}
+    for table in wanted:
+        if table.name not in by_name:
+            raise _other(f"the checkpoint has no table {table.name} (it has {', '.join(by_name) or 'none'})")
+        there = _described(by_name[table.name])
+        for what, here in _described(table).items():
+            if here != there[what]:
+                raise _other(f"table {table.name} has {what} {there[what]} in the checkpoint and {here} in this job")
+    if surplus := by_name.keys() - {table.name for table in wanted}:
+        raise _other(f"the checkpoint has a table {min(surplus)} that this job has not")
+
+
+def _other(difference: str) -> CheckpointError:
+    return CheckpointError(f"{difference}: configure the tables that the checkpoint was trained with")
+
+
+def _described(table: Table) -> dict[str, object]:
+    poolings = sorted(table.poolings.items())
+    kinds = {pooling for _, pooling in poolings}
+    pooling = kinds.pop() if len(kinds) == 1 else ", ".join(f"{kind} of {feature}" for feature, kind in poolings)
+    return {"rows": table.rows, "dim": table.dim, "pooling": pooling, "features": ", ".join(sorted(table.features))}
+
+
+def match_optimizer(saved: Mapping[str, Collection[str]], wanted: Mapping[str, Collection[str]]) -> None:
+    """`CheckpointError` names the first table whose optimizer state is another one's, by the names of its tensors."""
+    for table, names in wanted.items():
+        kept = saved.get(table, ())
+        if set(names) != set(kept):
+            has, needs = (", ".join(sorted(set(state) - {"weight"})) or "nothing" for state in (kept, names))
+            raise CheckpointError(
+                f"the optimizer of table {table} kept {has} in the checkpoint and needs {needs} in this job: set "
+                "embedding.optimizer to the one it was trained with"
+            )
+
+
+def match_data(name: str, saved: Sequence[Mark], given: Sequence[Mark], accepted: str | None) -> None:
+    """`CheckpointError` says how the data given differs from what was trained on, and how to go on.
+
+    Where either is empty it is not known. `accepted` is `data.accept`, the summary of data to go on with all the same.
+    """
+    if not saved or not given or tuple(saved) == tuple(given) or accepted == (word := summary(given)):
+        return
+    had, has = ([mark.name for mark in marks] for marks in (saved, given))
+    if had != has and sorted(had) == sorted(has):
+        difference = f"its files came in another order, from {had[0]} to {had[-1]}"
+    elif len(had) != len(has):
+        difference = f"it had {len(had)} file(s), {had[0]} to {had[-1]}, and this is {len(has)}, {has[0]} to {has[-1]}"
+    else:
+        there, here = next(pair for pair in zip(saved, given, strict=True) if pair[0] != pair[1])
+        if there.name != here.name:
+            difference = f"it was {there.name}, this is {here.name}"
+        elif there.size != here.size:
+            difference = f"{here.name} was of size {there.size:,} and is of size {here.size:,}"
+        else:
+            difference = f"{here.name} is of the same size and has other contents"
+    raise CheckpointError(
+        f"{name} was trained on other data: {difference}; give it the same data, or set data.accept={word} to go on "
+        "with this data from the same row"
+    )
+
+
+def column_difference(there: Schema, here: Schema) -> str | None:
+    """What differs in names or order of the columns, as `the … columns X, this data has Y`; None if nothing does."""
+    trained, given = (
+        {"dense": schema.dense, "categorical": tuple(feature.name for feature in schema.features)}
+        for schema in (there, here)
+    )
+    for kind, columns in trained.items():
+        if columns != given[kind]:
+            return (
+                f"the {kind} columns {', '.join(columns) or 'none'}, this data has {', '.join(given[kind]) or 'none'}"
+            )
+    return None

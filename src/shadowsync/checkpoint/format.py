@@ -1,26 +1,34 @@
-"""The manifest of a checkpoint: what its files hold, checked in full before anything is read or allocated.
+"""The format of a checkpoint: its name, its manifest, and tensors as bytes.
+
+A name is `samples-000000001024`, of a second one of as many samples `samples-000000001024-1`. `NAME-whole` holds what
+`NAME` holds, without a parent: wherever `NAME` is asked for, it can stand in.
+
+The manifest says what the files hold, and is checked in full before anything is read or allocated:
 
     {"format": 1, "crc32": of the body's bytes, "body": {…}}
 
 A checkpoint may come from anywhere, so nothing in it is believed: sizes are compared with the files, file names
-cannot leave the folder, and no pickle is involved.
+cannot leave the folder, and no pickle is involved. Format 2 adds the delta: a checkpoint with a `parent`, over whose
+rows its own are laid. A manifest without any of that is still written as format 1, which older versions read.
 
-Format 2 adds the delta: a checkpoint with a `parent`, over whose rows its own are laid. A manifest without any of that
-is still written as format 1, which older versions read.
+Tensors are in the safetensors layout, written in one pass from their own memory, with block checksums. The safetensors
+library writes a file only as a whole and to a local path; here the header and then each tensor go out in chunks, so
+that any file system takes them, no copy is made, and the checksums cost no second reading. The files are plain
+safetensors files, which the library opens.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
 
 import msgspec
+import torch
 from isal.isal_zlib import crc32
+from torch import Tensor
 
-from shadowsync.checkpoint.parents import NAME
-from shadowsync.checkpoint.tensors import DTYPES
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError
 
@@ -34,10 +42,61 @@ of many more would take a minute to refuse."""
 MAX_CONFIG_BYTES = 4 << 20
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,99}\.safetensors")
 _BLOCK_BYTES = (1 << 10, 256 << 20)
+NAME = re.compile(r"samples-(\d{12,18})(?:-([1-9]\d{0,5}))?(-whole)?")
+STAGED = re.compile(rf"\.{NAME.pattern}\.part")
+_WHOLE = "-whole"
+Chunk = bytes | memoryview
+CHUNK_BYTES = 4 << 20
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint that is not what was written: torn, cut, altered, or with files missing."""
+
+
+def damaged(place: str, defect: str) -> DamagedCheckpoint:
+    """The error for the file or folder at `place`."""
+    return DamagedCheckpoint(f"{place} {defect}: use an older checkpoint, or copy this one again")
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def order(name: str) -> tuple[int, int, bool]:
+    """Sorts names from the oldest on: samples, number among those of as many samples, rewritten as a whole."""
+    match = NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0), match[3] is not None
+
+
+def new_name(samples: int, number: int) -> str:
+    """The name of a new checkpoint, the `number`-th of so many samples."""
+    return f"samples-{samples:012d}" + (f"-{number}" if number else "")
+
+
+def whole_name(name: str) -> str:
+    """The name of the checkpoint that holds the same as a whole."""
+    return name if name.endswith(_WHOLE) else name + _WHOLE
+
+
+def plain_name(name: str) -> str:
+    """The name under which the state was saved first."""
+    return name.removesuffix(_WHOLE)
+
+
+# --- the manifest ----------------------------------------------------------------------------------------------------
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -56,9 +115,8 @@ class TensorEntry(msgspec.Struct, frozen=True):
 class Scattered(msgspec.Struct, frozen=True):
     """Which rows of a run a piece of a delta holds; the others are as in the parent.
 
-    Attributes:
-        stop: one beyond the last row of the run, which begins at the piece's `start`.
-        numbers: of the rows, distinct and ascending, int64 `[rows]`.
+    `stop` is one beyond the last row of the run, which begins at the piece's `start`; the `numbers` of the rows are
+    distinct and ascending, int64 `[rows]`.
     """
 
     stop: int
@@ -66,13 +124,12 @@ class Scattered(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rows `start … start + rows − 1` of a table, or `rows` rows of a longer run.
+    """Rows `start … start + rows − 1` of a table, or, if `scattered`, `rows` rows of a longer run.
 
     Attributes:
         version: samples trained when these rows were copied.
         tensors: of first dimension `rows`.
         wide: tensors of the table as a whole, as they stood with these rows.
-        scattered: which rows these are, if not all of the run.
     """
 
     table: str
@@ -93,12 +150,14 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     def all_tensors(self) -> tuple[TensorEntry, ...]:
         return self.tensors + self.wide + (() if self.scattered is None else (self.scattered.numbers,))
 
-    def overlaps(self, start: int, stop: int) -> bool:
-        """Whether it speaks of any of the rows `start … stop − 1`."""
-        return self.start < stop and start < self.stop
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What must be alike in all pieces of a table, those of a parent included."""
+        rows = tuple(sorted((tensor.name, tensor.dtype, tensor.shape[1:]) for tensor in self.tensors))
+        return rows, tuple(sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in self.wide))
 
 
-class Group(msgspec.Struct, frozen=True):
+class TensorGroup(msgspec.Struct, frozen=True):
     """A file of tensors that are always read together."""
 
     file: str
@@ -128,22 +187,21 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     extra: msgspec.Raw
     tables: tuple[Table, ...]
     pieces: tuple[Piece, ...]
-    dense: Group
-    random: Group
+    dense: TensorGroup
+    random: TensorGroup
     block_bytes: int
     files: tuple[FileEntry, ...]
     parent: str | None = None
     exact: bool = True
 
 
-class _Envelope(msgspec.Struct, frozen=True):
-    format: int
-    crc32: int
-    body: msgspec.Raw
-
-
 class _Version(msgspec.Struct, frozen=True):
     format: int
+
+
+class _Envelope(_Version, frozen=True):
+    crc32: int
+    body: msgspec.Raw
 
 
 def raw_json(what: str, value: Any) -> msgspec.Raw:
@@ -191,17 +249,6 @@ def decode(content: bytes, place: str) -> Manifest:
     return manifest
 
 
-def damaged(place: str, defect: str) -> DamagedCheckpoint:
-    """The error for the file or folder at `place`."""
-    return DamagedCheckpoint(f"{place} {defect}: use an older checkpoint, or copy this one again")
-
-
-def form(piece: Piece) -> tuple[Any, ...]:
-    """What must be alike in all pieces of a table, those of a parent included."""
-    rows = tuple(sorted((tensor.name, tensor.dtype, tensor.shape[1:]) for tensor in piece.tensors))
-    return rows, tuple(sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in piece.wide))
-
-
 # --- what contradicts itself, as endings of a sentence ---------------------------------------------------------------
 
 
@@ -233,7 +280,7 @@ def _defects(manifest: Manifest) -> Iterator[str]:
     for small in (manifest.dense, manifest.random):
         if len({tensor.name for tensor in small.tensors}) < len(small.tensors):
             yield f"lists a tensor of {small.file} twice"
-    for group in (manifest.dense, manifest.random, *(Group(p.file, p.all_tensors) for p in manifest.pieces)):
+    for group in (manifest.dense, manifest.random, *(TensorGroup(p.file, p.all_tensors) for p in manifest.pieces)):
         if group.file not in files:
             yield f"speaks of a file {group.file!r} that it does not list"
             return
@@ -280,7 +327,7 @@ def _table_defects(manifest: Manifest) -> Iterator[str]:
             yield from _piece_defects(table, piece)
         if row != table.rows or row == 0:
             yield f"holds {row} of the {table.rows} rows of table {table.name}"
-        if len(set(map(form, found))) > 1:
+        if len({piece.form for piece in found}) > 1:
             yield f"holds different tensors for different rows of table {table.name}"
         if len({piece.scattered is None for piece in found}) > 1:
             yield f"holds table {table.name} half as a whole and half as single rows"
@@ -297,3 +344,68 @@ def _piece_defects(table: Table, piece: Piece) -> Iterator[str]:
     weights = [(t.dtype, t.shape) for t in piece.tensors if t.name == "weight"]
     if weights != [("F32", (piece.rows, table.dim))] or table.dim < 1:
         yield f"holds no float32 rows of width {table.dim} for table {table.name}"
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def place(tensors: Sequence[tuple[str, Tensor]], late: Collection[str] = ()) -> tuple[bytes, dict[str, int]]:
+    """The head of a safetensors file, and at which byte of it each tensor begins, in the order of the file.
+
+    Tensors of wider elements come first, so that each stands at a multiple of its element's width. Those named in
+    `late` come behind all others; where they are of wider elements they stand in their place if the others all have
+    elements of one width. `ValueError` if two tensors have one name, or a dtype has no code.
+    """
+    if len({name for name, _ in tensors}) < len(tensors):
+        raise ValueError(f"names of tensors are not unique: {', '.join(name for name, _ in tensors)}")
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins: dict[str, int] = {}
+    widths: dict[str, int] = {}
+    stop = 0
+    for name, tensor in sorted(tensors, key=lambda item: (item[0] in late, -item[1].element_size())):
+        if tensor.dtype not in CODES:
+            raise ValueError(f"tensor {name} has dtype {tensor.dtype}, which checkpoints do not hold")
+        begins[name], widths[name] = stop, tensor.element_size()
+        stop += tensor.nbytes
+        offsets = [begins[name], stop]
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    fits = (n for n in range(8) if not any((len(text) + n + begins[name]) % widths[name] for name in begins))
+    text += b" " * next(fits, -len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + begin for name, begin in begins.items()}
+
+
+def chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, in views of at most `CHUNK_BYTES`."""
+    view = bytes_of(tensor.detach().cpu().contiguous())
+    for start in range(0, len(view), CHUNK_BYTES):
+        yield view[start : start + CHUNK_BYTES]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Writable view of the bytes of a contiguous CPU tensor."""
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
+class BlockSums:
+    """CRC-32 of each block of `block_bytes` of a stream, the last one shorter.
+
+    A checksum per block lets a reader check exactly what it reads, be it one row, in the same pass.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.sums: list[int] = []
+        self.total_bytes = 0
+
+    def add(self, chunk: Chunk) -> None:
+        view = memoryview(chunk)
+        while view:
+            used = self.total_bytes % self.block_bytes
+            part = view[: self.block_bytes - used]
+            if used == 0:
+                self.sums.append(0)
+            self.sums[-1] = crc32(part, self.sums[-1])
+            self.total_bytes += len(part)
+            view = view[len(part) :]

@@ -197,7 +197,7 @@ class PlainLoop:
         self.model.eval()
         activity = UnitActivity(self.model.dense_part)
         with torch.inference_mode():
-            logits, labels = score(self, self.test, activity)  # type: ignore[arg-type]
+            logits, labels = score(self.model, self.test, activity)
         measured = evaluate_scores(logits, labels)
         return {
             "auc": measured.auc,
@@ -207,10 +207,6 @@ class PlainLoop:
             "eps": samples / seconds,
             "warmup_samples": self.rates.warmup_samples,
         }
-
-    def logits(self, batch: Batch) -> Tensor:
-        """As a `Predictor`: in fp32, whatever it was trained in."""
-        return self.model(batch)
 
     def _step(self, batch: Batch, factor: float) -> Tensor:
         with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):

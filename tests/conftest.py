@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from shadowsync import runtime_choice
-
 
 @pytest.fixture(autouse=True)
 def few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that leave open where their roles run have them in one process on any machine."""
-    monkeypatch.setattr(runtime_choice, "cores", lambda: 2)
+    monkeypatch.setattr("shadowsync.job.cores", lambda: 2)
 
 
 @pytest.fixture(autouse=True)

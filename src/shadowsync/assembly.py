@@ -2,18 +2,15 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from shadowsync.aggregation.coordinator import StepRule
-from shadowsync.checkpoint.job_state import match_optimizer, match_tables
-from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Aggregating, Choices, server_count
 from shadowsync.compression.channel import Situation, pulled_and_pushed_bytes
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
-from shadowsync.data.batch import Jagged
 from shadowsync.data.source import OpenSource, Schema
 from shadowsync.embedding.catalog import (
     check_rows,
@@ -24,13 +21,11 @@ from shadowsync.embedding.catalog import (
     widths,
     with_pooling,
 )
-from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.placement import Probe, Servers, measure_costs, place, row_wise
 from shadowsync.embedding.routing import NEVER, UniqueRows
-from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer
-from shadowsync.embedding.table import Rows, Shard, Table
+from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import memory_bytes
 from shadowsync.memory.shared import can_share
@@ -38,29 +33,14 @@ from shadowsync.models.model import ModelSpec
 from shadowsync.sync.background import Background
 from shadowsync.training.kernels import Computing, choose_computing
 from shadowsync.training.optimizers import Rates
-from shadowsync.training.replica import Replica, copy_module
+from shadowsync.training.replica import copy_module
 
 GIB = 1 << 30
 PREFETCH = 2
 PROFILED_ROWS = 2048
 PROFILED_SLICES = 4
-LOADED_ROWS = 1 << 20
 _SEEDING = threading.Lock()
 """torch has one generator for all threads, and roles of one process may be made at the same time."""
-
-
-@dataclass(frozen=True)
-class Embeddings:
-    """The embedding servers with their client and the traffic between them."""
-
-    tables: tuple[Table, ...]
-    servers: tuple[EmbeddingServer, ...]
-    client: EmbeddingClient
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """Width of each pooled feature's vector, in the order in which a model receives them."""
-        return {feature: columns.stop - columns.start for feature, columns in self.client.columns.items()}
 
 
 def make_tables(
@@ -70,17 +50,12 @@ def make_tables(
 
     What `embedding.pooling` says of a feature counts most, then what the model wants as sequences, then the tables.
 
-    Args:
-        config: of the job.
-        schema: of the source.
-        own: the user's.
-        model: the dense part, if it is not the user's.
-
     Raises:
         ConfigError: tables and features do not fit each other.
     """
     given = config.embedding.pooling
-    tables = tuple(own or ()) or _configured(config.embedding) or default_tables(schema, config.model.embedding_dim)
+    configured = tuple(_table(table) for table in config.embedding.tables or ())
+    tables = tuple(own or ()) or configured or default_tables(schema, config.model.embedding_dim)
     check_tables(tables, [feature.name for feature in schema.features])
     check_rows(tables, schema)
     tables = with_pooling(tables, given, "embedding.pooling")
@@ -91,33 +66,11 @@ def make_tables(
     return with_pooling(tables, dict.fromkeys(wanted, "none"), "model.targets")
 
 
-def make_embeddings(
-    config: Config,
-    choices: Choices,
-    schema: Schema,
-    tables: tuple[Table, ...],
-    source: OpenSource | None,
-) -> Embeddings:
-    """Places the tables and makes their servers and client.
-
-    Args:
-        config: sizes and the optimizer.
-        choices: the storage and the codecs.
-        schema: of the source whose ids are looked up.
-        tables: from `make_tables`.
-        source: whose first rows the costs are profiled on; None where speed does not matter.
-    """
-    servers = tuple(
-        EmbeddingServer(shards, choices.storage, row_optimizer(config.embedding), config.train.seed)
-        for shards in place_tables(config, choices, schema, tables, source)
-    )
-    return Embeddings(tables, servers, EmbeddingClient(tables, [feature.name for feature in schema.features], servers))
-
-
 def place_tables(
     config: Config, choices: Choices, schema: Schema, tables: tuple[Table, ...], source: OpenSource | None
 ) -> tuple[tuple[Shard, ...], ...]:
-    """What each embedding server holds; arguments and errors as `make_embeddings`. Servers left without rows drop out.
+    """What each embedding server holds; servers left without rows drop out. Costs are profiled on the first rows of the
+    source; None where speed does not matter.
 
     Raises:
         ConfigError: the tables do not fit the servers' memory.
@@ -126,18 +79,23 @@ def place_tables(
     capacity = None if memory is None else int(memory * GIB)
     bins = Servers(server_count(config), capacity, split_rows=config.embedding.split_rows)
     rule = rule_class(row_optimizer(config.embedding).name)
-    placed = {
-        "row_wise": lambda: row_wise(tables, rule, bins),
-        "table_wise": lambda: place(tables, _costs(config, choices, schema, tables, source), rule, bins),
-    }[config.embedding.sharding]()
+    if config.embedding.sharding == "row_wise":
+        placed = row_wise(tables, rule, bins)
+    else:
+        placed = place(tables, _costs(config, choices, schema, tables, source), rule, bins)
     return tuple(shards for shards in placed if shards)
 
 
 def _costs(
     config: Config, choices: Choices, schema: Schema, tables: tuple[Table, ...], source: OpenSource | None
 ) -> Mapping[str, float]:
-    """Of each table by name, measured with the first ids; alike where there are none, or nothing to choose."""
-    if server_count(config) == 1 or source is None or (ids := _first_ids(source)) is None:
+    """Of each table by name, measured with the first ids that can be used; alike where there are none among the first
+    few thousand rows, or nothing to choose."""
+    ids = None
+    if server_count(config) > 1 and source is not None:
+        parts = (source.read(part) for part in source.slices(PROFILED_ROWS)[:PROFILED_SLICES])
+        ids = next((batch.ids for batch in parts if len(batch)), None)
+    if ids is None:
         return {table.name: 1.0 for table in tables}
     names = [feature.name for feature in schema.features]
     return measure_costs(tables, names, [ids], Probe(choices.storage, row_optimizer(config.embedding)))
@@ -192,24 +150,6 @@ def _on_one_machine(config: Config) -> bool:
     return config.cluster.runtime != "inprocess" and config.cluster.address is None and can_share()
 
 
-def restore_tables(embeddings: Embeddings, saved: LoadedCheckpoint) -> None:
-    """Loads every server's rows, a bounded number at a time, from whatever pieces the checkpoint has.
-
-    Raises:
-        CheckpointError: the checkpoint has other tables, another optimizer, or is damaged.
-    """
-    match_tables(saved.tables, embeddings.tables)
-    held = [(server, own) for server in embeddings.servers for own in server.state()]
-    match_optimizer(
-        {t.name: saved.tensor_names(t.name) for t in saved.tables}, {o.table.name: o.tensors for _, o in held}
-    )
-    for server, own in held:
-        stop = own.start + len(own.tensors["weight"])
-        for start in range(own.start, stop, LOADED_ROWS):
-            rows = saved.rows(own.table.name, start, min(start + LOADED_ROWS, stop))
-            server.load([Rows(own.table, start, rows)], partial=True)
-
-
 def make_module(
     config: Config, choices: Choices, schema: Schema, tables: Sequence[Table], own: nn.Module | None
 ) -> nn.Module:
@@ -223,20 +163,16 @@ def make_module(
     assert choices.model is not None
     inputs = len(schema.dense), widths(tables), sequence_inputs(tables, schema)
     with torch.device("meta"):
-        _check_fits(choices.model.build(*inputs))
-    with _SEEDING, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.train.seed)
-        return choices.model.build(*inputs)
-
-
-def _check_fits(module: nn.Module) -> None:
-    needed = 2 * sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+        needed = 2 * sum(p.numel() * p.itemsize for p in choices.model.build(*inputs).parameters())
     here = memory_bytes()
     if here is not None and needed > here:
         raise ConfigError(
             f"the dense part and its gradients take {needed / GIB:,.1f} GiB, more than the {here / GIB:,.1f} GiB of "
             "this machine: lower the widths of the model's layers (model.top, model.bottom, model.deep)"
         )
+    with _SEEDING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        return choices.model.build(*inputs)
 
 
 def computing_here(config: Config, module: nn.Module) -> Computing:
@@ -245,18 +181,9 @@ def computing_here(config: Config, module: nn.Module) -> Computing:
     return choose_computing(train.precision, train.kernels, train.device, module, train.batch_size)
 
 
-def make_replica(config: Config, choices: Choices, module: nn.Module, dims: Mapping[str, int]) -> Replica:
-    """A replica of its own of the dense part."""
-    return Replica(module, choices.optimizer, dims, config.train.device)
-
-
 def row_optimizer(config: EmbeddingConfig) -> RowOptimizer:
     """The optimizer of the rows."""
     return RowOptimizer(config.optimizer, config.eps, config.beta1, config.beta2)
-
-
-def _configured(config: EmbeddingConfig) -> tuple[Table, ...]:
-    return tuple(_table(given) for given in config.tables or ())
 
 
 def _table(given: TableConfig) -> Table:
@@ -264,12 +191,6 @@ def _table(given: TableConfig) -> Table:
     if isinstance(given.pooling, dict):
         return with_pooling([table], given.pooling, f"embedding.tables: pooling of {given.name}")[0]
     return replace(table, pooling=given.pooling)
-
-
-def _first_ids(source: OpenSource) -> Jagged | None:
-    """Ids of the first rows that can be used; None if there are none among the first few thousand."""
-    batches = (source.read(part) for part in source.slices(PROFILED_ROWS)[:PROFILED_SLICES])
-    return next((batch.ids for batch in batches if len(batch)), None)
 
 
 def codec_situation(config: Config, choices: Choices) -> Situation:

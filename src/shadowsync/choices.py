@@ -3,23 +3,12 @@
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.compression.codec import Codec, in_vain
-from shadowsync.config import (
-    AggregationConfig,
-    ClusterConfig,
-    CodecConfig,
-    Config,
-    DataConfig,
-    EmbeddingConfig,
-    ModelConfig,
-    SyncConfig,
-    TrainConfig,
-    parse,
-)
+from shadowsync.config import ClusterConfig, CodecConfig, Config, SyncConfig, merge, parse
 from shadowsync.data.source import Source
 from shadowsync.embedding.optimizers import RowRule
 from shadowsync.embedding.storage import Storage, storage_class
@@ -34,18 +23,33 @@ from shadowsync.sync.schedule import Schedule
 from shadowsync.training.optimizers import DenseOptimizer
 
 WARMUP_SAMPLES, WARMUP_STEPS = 50_000, 20
-
-T = TypeVar("T")
-_CHOOSING = ("data", "model", "sync", "aggregation")
-RAYS_OWN = {"CPU", "GPU", "memory", "object_store_memory"}
-IN_PROCESS_KEYS = {"runtime", "dense_servers", "server_memory_gib"}
-CLUSTER_KEYS: Mapping[str, set[str]] = {
-    "auto": IN_PROCESS_KEYS | {"address"},
-    "inprocess": IN_PROCESS_KEYS,
-    "processes": IN_PROCESS_KEYS | {"readers", "min_trainers", "max_trainers", "lost_after_s"},
+_IN_PROCESS_KEYS = {"runtime", "dense_servers", "server_memory_gib"}
+_CLUSTER_KEYS: Mapping[str, set[str]] = {
+    "auto": _IN_PROCESS_KEYS | {"address"},
+    "inprocess": _IN_PROCESS_KEYS,
+    "processes": _IN_PROCESS_KEYS | {"readers", "min_trainers", "max_trainers", "lost_after_s"},
     "ray": set(ClusterConfig.model_fields),
 }
 """Keys of `cluster` that matter, by its runtime."""
+
+
+@dataclass(frozen=True)
+class Aggregating:
+    """A gradient method and what it makes a global step of.
+
+    Attributes:
+        size: gradients in a global batch, M.
+        rows_by_buffer: rows' gradients are divided by M, not by the batches that contain the row.
+    """
+
+    method: Aggregation
+    size: int
+    rows_by_buffer: bool
+
+    @property
+    def waits(self) -> bool:
+        """Workers wait for each other in rounds, at least at the start."""
+        return self.method.start(self.size).waits
 
 
 @dataclass(frozen=True)
@@ -68,26 +72,7 @@ class Choices:
     codecs: Mapping[str, Codec]
     optimizer: DenseOptimizer
     recovery: RecoverySettings
-    aggregation: "Aggregating | None" = None
-
-
-@dataclass(frozen=True)
-class Aggregating:
-    """A gradient method and what it makes a global step of.
-
-    Attributes:
-        size: gradients in a global batch, M.
-        rows_by_buffer: rows' gradients are divided by M, not by the batches that contain the row.
-    """
-
-    method: Aggregation
-    size: int
-    rows_by_buffer: bool
-
-    @property
-    def waits(self) -> bool:
-        """Workers wait for each other in rounds, at least at the start."""
-        return self.method.start(self.size).waits
+    aggregation: Aggregating | None = None
 
 
 def choose_all(config: Config, own_model: bool) -> Choices:
@@ -107,9 +92,10 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     if recovery.schedule is not None:
         recovery.schedule.check_roles(_most_roles(config, method))
     optimizer = choose("train.optimizer", config.train.optimizer, "shadowsync.training", DenseOptimizer)
+    chosen = _chosen_members(config)
     return Choices(
-        source=_choose_one("data", config.data, "shadowsync.data", Source),
-        model=None if own_model else _choose_one("model", config.model, "shadowsync.models", ModelSpec),
+        source=_built("data", config, chosen)[0],
+        model=None if own_model else _built("model", config, chosen)[0],
         storage=storage_class(config.embedding.storage),
         method=method,
         schedule=schedule,
@@ -118,7 +104,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
             optimizer, {option: getattr(config.train, option) for option in option_names(optimizer)}, "train"
         ),
         recovery=recovery,
-        aggregation=_choose_aggregation(config),
+        aggregation=_choose_aggregation(config, chosen),
     )
 
 
@@ -128,106 +114,162 @@ def server_count(config: Config) -> int:
     return given if given is not None else 1 if config.cluster.address is None else 2
 
 
-def _most_roles(config: Config, method: SyncMethod) -> dict[str, int]:
-    """How many of each kind may fail at most; servers that get no rows or no parameters drop out later."""
-    cluster, trainers = config.cluster, config.train.trainers
-    most = {"embedding": server_count(config), "trainer": trainers}
-    if cluster.runtime in ("auto", "inprocess"):
-        return most
-    readers = cluster.readers or (1 if cluster.address is None else trainers)
-    central = method.centralised or config.aggregation.method is not None
-    return most | {"dense": cluster.dense_servers if central else 0, "reader": readers}
+def global_batch(config: Config) -> int:
+    """Samples of a global step; where there are none, of a step of every worker."""
+    train = config.train
+    return config.aggregation.global_batch or train.batch_size * train.trainers * train.workers
 
 
-def without_foreign_options(values: dict[str, Any], changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A stored configuration after overrides chose other members: options that those do not have are left out.
+def warmup_samples(config: Config, total_samples: int) -> int:
+    """Samples of a job of `total_samples` over which the learning rates rise, if the configuration leaves it open.
 
-    Args:
-        values: with the overrides laid over it.
-        changed: the overrides. Options of codecs that are not among them and have no effect any more are left out too.
+    Adagrad's first steps are as long as the rate in every coordinate however small a gradient is, so there are some
+    steps at least, which in a short job are more than the twentieth of it that a long one takes.
     """
+    share = min(WARMUP_SAMPLES, total_samples // 20)
+    return max(share, min(WARMUP_STEPS * global_batch(config), total_samples // 4))
+
+
+# --- going on from a stored configuration ----------------------------------------------------------------------------
+
+
+def resumed(stored: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration with what is given now laid over it.
+
+    Where that chooses other members, stored options that those do not have are left out, and so are stored codecs,
+    options of codecs and a number of dense servers that have no effect any more. What is given now all stays, so that
+    it is refused where it has no effect.
+    """
+    kept = _without_foreign_options(merge(stored, changed, []))
+    given = changed.get("cluster")
+    if "dense_servers" not in (given if isinstance(given, Mapping) else {}) and _one_dense_server(parse(kept)):
+        kept = {**kept, "cluster": {k: v for k, v in (kept.get("cluster") or {}).items() if k != "dense_servers"}}
+    return merge(_without_idle_codecs(kept, changed.get("compression")), changed, [])
+
+
+def _without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Without the options of members that are not chosen any more."""
     selectors: dict[str, Any] = {}
-    for name in (name for name in _CHOOSING if name in values):
-        section = values[name]  # what is no map is for `parse` to refuse
-        keys = _keys_of(name)
-        given = isinstance(section, Mapping)
-        selectors[name] = {key: section[key] for key in section if key in keys} if given else section
+    for name in ("data", "model", "sync", "aggregation"):
+        if name in values:
+            section = values[name]  # what is no map is for `parse` to refuse
+            own = _own_keys(name)
+            selectors[name] = (
+                {key: section[key] for key in section if key in own} if isinstance(section, Mapping) else section
+            )
     config = parse(selectors)
     kept = dict(values)
     for name, chosen in _chosen_members(config).items():
         if name in values:
-            known = {*_keys_of(name), *(option for member in chosen for option in option_names(member))}
+            known = {*_own_keys(name), *(option for member in chosen.values() for option in option_names(member))}
             kept[name] = {key: value for key, value in values[name].items() if key in known}
     if isinstance(codecs := values.get("compression"), Mapping):
-        kept["compression"] = {kind: _own_codec_options(kind, codec) for kind, codec in codecs.items()}
+        kept["compression"] = dict(codecs)
+        for kind, codec in codecs.items():
+            if isinstance(codec, Mapping):  # else a name alone, or for `parse` to refuse
+                name = codec.get("name", "plain")
+                member = choose(f"compression.{kind}", name, "shadowsync.compression", Codec)
+                known = {*CodecConfig.model_fields, *option_names(member)}
+                kept["compression"][kind] = {key: value for key, value in codec.items() if key in known}
     kept.pop("aggregation" if config.aggregation.method is None else "sync", None)
     if "cluster" in values:
-        known_keys = CLUSTER_KEYS[parse({"cluster": values["cluster"]}).cluster.runtime]
+        known_keys = _CLUSTER_KEYS[parse({"cluster": values["cluster"]}).cluster.runtime]
         kept["cluster"] = {key: value for key, value in values["cluster"].items() if key in known_keys}
-    if changed is None:
-        return kept
-    kept = _without_idle_servers(kept, changed.get("cluster") or {})
-    return _without_idle_codecs(kept, changed.get("compression") or {})
-
-
-def _without_idle_servers(values: dict[str, Any], changed: Any) -> dict[str, Any]:
-    """Without a stored number of dense servers that has no effect any more, where nobody gave it now."""
-    stored = values.get("cluster") or {}
-    if "dense_servers" not in stored or "dense_servers" in changed or not _one_dense_server(parse(values)):
-        return values
-    return {**values, "cluster": {key: value for key, value in stored.items() if key != "dense_servers"}}
+    return kept
 
 
 def _without_idle_codecs(values: dict[str, Any], changed: Any) -> dict[str, Any]:
     """Without stored codecs and options of them that have no effect any more, where nobody gave them now."""
+
+    def given(kind: str, option: str) -> bool:
+        return isinstance(changed, Mapping) and option in (changed.get(kind) or {})
+
     config = parse(values)
     stored = {kind: dict(codec) for kind, codec in (values.get("compression") or {}).items()}
     method, _ = _choose_sync(config)
-    if config.aggregation.method is None and not method.active and not _given(changed, "dense", "name"):
+    if config.aggregation.method is None and not method.active and not given("dense", "name"):
         stored.pop("dense", None)
-    codecs = _codecs(config, method)
-    for kind, option, _ in list(_idle(config, codecs, method)):
-        if not _given(changed, kind, option) and kind in stored:
+    for kind, option, _ in list(_idle(config, _codecs(config, method), method)):
+        if not given(kind, option) and kind in stored:
             stored[kind].pop(option, None)
     return {**values, "compression": stored} if stored or "compression" in values else values
 
 
-def _given(changed: Any, kind: str, option: str) -> bool:
-    return isinstance(changed, Mapping) and option in (changed.get(kind) or {})
+# --- members of sections ----------------------------------------------------------------------------------------------
 
 
-def _own_codec_options(kind: str, codec: Any) -> Any:
-    if not isinstance(codec, Mapping):
-        return codec  # a name alone, or for `parse` to refuse
-    member = choose(f"compression.{kind}", codec.get("name", "plain"), "shadowsync.compression", Codec)
-    known = {*CodecConfig.model_fields, *option_names(member)}
-    return {key: value for key, value in codec.items() if key in known}
-
-
-def _keys_of(section: str) -> Mapping[str, Any]:
+def _own_keys(section: str) -> Mapping[str, Any]:
     """The keys that a section has whatever is chosen in it."""
     fields: Mapping[str, Any] = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
     return fields
 
 
-def _chosen_members(config: Config) -> dict[str, list[type[Any]]]:
-    """The members whose options stand in a section, by the section."""
-    method = choose("sync.method", config.sync.method, "shadowsync.sync", SyncMethod)
-    schedule = choose("sync.schedule", config.sync.schedule, "shadowsync.sync", Schedule)
-    gradients, package = config.aggregation.method, "shadowsync.aggregation"
+def _chosen_members(config: Config) -> dict[str, dict[str, type[Any]]]:
+    """The members whose options stand in a section, by the section and `key=name`."""
+
+    def chosen(key: str, package: str, seam: type[Any]) -> dict[str, type[Any]]:
+        section, _, selector = key.partition(".")
+        name = getattr(getattr(config, section), selector)
+        return {f"{key}={name}": choose(key, name, f"shadowsync.{package}", seam)}
+
+    method, schedule = chosen("sync.method", "sync", SyncMethod), chosen("sync.schedule", "sync", Schedule)
+    steps = config.aggregation.method is not None
     return {
-        "data": [choose("data.name", config.data.name, "shadowsync.data", Source)],
-        "model": [choose("model.name", config.model.name, "shadowsync.models", ModelSpec)],
-        "sync": [method, schedule] if method.active else [method],
-        "aggregation": [] if gradients is None else [choose("aggregation.method", gradients, package, Aggregation)],
+        "data": chosen("data.name", "data", Source),
+        "model": chosen("model.name", "models", ModelSpec),
+        "sync": method | schedule if all(member.active for member in method.values()) else method,
+        "aggregation": chosen("aggregation.method", "aggregation", Aggregation) if steps else {},
     }
 
 
-def _choose_one(section: str, given: DataConfig | ModelConfig, package: str, seam: type[T]) -> T:
-    name, options = given.name, given.options
-    member = choose(f"{section}.name", name, package, seam)
-    (own,) = split_options(section, options, {f"{section}.name={name}": member}, _keys_of(section))
-    return build(member, own, section)
+def _built(section: str, config: Config, chosen: Mapping[str, Mapping[str, type[Any]]]) -> list[Any]:
+    """The members chosen in a section, each with its options."""
+    options = split_options(section, getattr(config, section).options, chosen[section], _own_keys(section))
+    return [build(member, own, section) for member, own in zip(chosen[section].values(), options, strict=True)]
+
+
+def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:
+    servers = config.cluster.dense_servers
+    if servers > 1 and (why := _one_dense_server(config)):
+        raise ConfigError(f"cluster.dense_servers={servers} has no effect with {why}: set it to 1")
+    if config.aggregation.method is not None:
+        return NoSync(), Background()
+    sync = config.sync
+    method = choose("sync.method", sync.method, "shadowsync.sync", SyncMethod)
+    schedule = choose("sync.schedule", sync.schedule, "shadowsync.sync", Schedule)
+    chosen: dict[str, type[Any]] = {f"sync.method={sync.method}": method, f"sync.schedule={sync.schedule}": schedule}
+    own = split_options("sync", sync.options, chosen, SyncConfig.model_fields)
+    if own[1] and not method.active:
+        raise ConfigError(f"sync.{next(iter(own[1]))} has no effect with sync.method={sync.method}: leave it out")
+    built: SyncMethod = build(method, own[0], "sync")
+    timed: Schedule = build(schedule, own[1], "sync")
+    return built.resolved(config.train.trainers, timed.foreground), timed
+
+
+def _choose_aggregation(config: Config, chosen: Mapping[str, Mapping[str, type[Any]]]) -> Aggregating | None:
+    given, train = config.aggregation, config.train
+    if given.method is None:
+        if unused := sorted({*given.model_fields_set, *given.options} - {"method"}):
+            raise ConfigError(
+                f"aggregation.{unused[0]} has no effect without aggregation.method: set it, or leave it out"
+            )
+        return None
+    if config.sync.model_fields_set or config.sync.options:
+        key = min({*config.sync.model_fields_set, *config.sync.options})
+        raise ConfigError(
+            f"sync.{key} has no effect with aggregation.method={given.method}, which merges no replicas: leave it "
+            "out, or set aggregation.method=null to merge them"
+        )
+    whole = global_batch(config)
+    size, rest = divmod(whole, train.batch_size)
+    if rest or not size:
+        raise ConfigError(
+            f"aggregation.global_batch={whole} is not a multiple of train.batch_size={train.batch_size}: a global step "
+            "is made of whole batches"
+        )
+    (method,) = _built("aggregation", config, chosen)
+    method.start(size)  # what does not fit is found before anything starts
+    return Aggregating(method, size, given.rows == "buffer")
 
 
 def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
@@ -287,11 +329,19 @@ def _choose_codec(kind: str, given: CodecConfig, defaults: Mapping[str, Any]) ->
     return build(member, {**(defaults if member.sparse else {}), **own}, key).resolved(key)
 
 
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
 def _check_used(config: Config) -> None:
     """Raises `ConfigError` for an option that was given and that the chosen optimizer or decay has no use for."""
     rows, dense = members("shadowsync.embedding", RowRule), members("shadowsync.training", DenseOptimizer)
-    _check_optimizer("embedding", config.embedding, rows[config.embedding.optimizer].options)
-    _check_optimizer("train", config.train, option_names(dense[config.train.optimizer]))
+    for section, given, used in (
+        ("embedding", config.embedding, rows[config.embedding.optimizer].options),
+        ("train", config.train, option_names(dense[config.train.optimizer])),
+    ):
+        for option in ("eps", "beta1", "beta2"):
+            if option in given.model_fields_set and option not in used:
+                raise ConfigError(f"{section}.{option} is not an option of {section}.optimizer={given.optimizer}")
     if config.train.decay == "none" and "final_lr" in config.train.model_fields_set:
         raise ConfigError("train.final_lr has no effect with train.decay=none: set train.decay=linear or cosine")
     if config.embedding.sharding == "row_wise" and config.embedding.split_rows is not None:
@@ -301,12 +351,12 @@ def _check_used(config: Config) -> None:
 def _check_cluster(config: Config) -> None:
     """Raises `ConfigError` for what has no effect or cannot be met."""
     cluster, train = config.cluster, config.train
-    for key in sorted(cluster.model_fields_set - CLUSTER_KEYS[cluster.runtime]):
+    for key in sorted(cluster.model_fields_set - _CLUSTER_KEYS[cluster.runtime]):
         where = "on one machine" if cluster.runtime == "processes" else "in one process"
-        able = " or ".join(runtime for runtime, keys in CLUSTER_KEYS.items() if key in keys and runtime != "auto")
+        able = " or ".join(runtime for runtime, keys in _CLUSTER_KEYS.items() if key in keys and runtime != "auto")
         raise ConfigError(f"cluster.{key} has no effect {where}: set cluster.runtime={able}, or leave it out")
     for key in ("trainer_resource", "server_resource"):
-        if (name := getattr(cluster, key)) in RAYS_OWN:
+        if (name := getattr(cluster, key)) in ("CPU", "GPU", "memory", "object_store_memory"):
             raise ConfigError(f"cluster.{key}={name} is Ray's own: name one that ray start --resources gave")
     most = cluster.max_trainers
     if most is not None and most < train.trainers:
@@ -332,64 +382,6 @@ def _check_emulation(config: Config) -> None:
         raise ConfigError("train.emulate_compute=false needs train.emulate_step_ms: how long the machine would compute")
 
 
-def _check_optimizer(section: str, given: EmbeddingConfig | TrainConfig, used: tuple[str, ...]) -> None:
-    for option in ("eps", "beta1", "beta2"):
-        if option in given.model_fields_set and option not in used:
-            raise ConfigError(f"{section}.{option} is not an option of {section}.optimizer={given.optimizer}")
-
-
-def _choose_aggregation(config: Config) -> Aggregating | None:
-    given, train = config.aggregation, config.train
-    if given.method is None:
-        if unused := sorted({*given.model_fields_set, *given.options} - {"method"}):
-            raise ConfigError(
-                f"aggregation.{unused[0]} has no effect without aggregation.method: set it, or leave it out"
-            )
-        return None
-    if config.sync.model_fields_set or config.sync.options:
-        key = min({*config.sync.model_fields_set, *config.sync.options})
-        raise ConfigError(
-            f"sync.{key} has no effect with aggregation.method={given.method}, which merges no replicas: leave it "
-            "out, or set aggregation.method=null to merge them"
-        )
-    member = choose("aggregation.method", given.method, "shadowsync.aggregation", Aggregation)
-    (own,) = split_options(
-        "aggregation", given.options, {f"aggregation.method={given.method}": member}, AggregationConfig.model_fields
-    )
-    whole = global_batch(config)
-    size, rest = divmod(whole, train.batch_size)
-    if rest or not size:
-        raise ConfigError(
-            f"aggregation.global_batch={whole} is not a multiple of train.batch_size={train.batch_size}: a global step "
-            "is made of whole batches"
-        )
-    method = build(member, own, "aggregation")
-    method.start(size)  # what does not fit is found before anything starts
-    return Aggregating(method, size, given.rows == "buffer")
-
-
-def global_batch(config: Config) -> int:
-    """Samples of a global step; where there are none, of a step of every worker."""
-    train = config.train
-    return config.aggregation.global_batch or train.batch_size * train.trainers * train.workers
-
-
-def warmup_samples(config: Config, total_samples: int) -> int:
-    """Samples of a job of `total_samples` over which the learning rates rise, if the configuration leaves it open.
-
-    Adagrad's first steps are as long as the rate in every coordinate however small a gradient is, so there are some
-    steps at least, which in a short job are more than the twentieth of it that a long one takes.
-    """
-    share = min(WARMUP_SAMPLES, total_samples // 20)
-    return max(share, min(WARMUP_STEPS * global_batch(config), total_samples // 4))
-
-
-def _check_dense_servers(config: Config) -> None:
-    servers = config.cluster.dense_servers
-    if servers > 1 and (why := _one_dense_server(config)):
-        raise ConfigError(f"cluster.dense_servers={servers} has no effect with {why}: set it to 1")
-
-
 def _one_dense_server(config: Config) -> str | None:
     """With what more than one would have no effect; None if they have one."""
     if config.aggregation.method is not None:
@@ -399,18 +391,12 @@ def _one_dense_server(config: Config) -> str | None:
     return None if method.centralised else f"sync.method={config.sync.method}, which keeps no central copy"
 
 
-def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:
-    if config.aggregation.method is not None:
-        _check_dense_servers(config)
-        return NoSync(), Background()
-    sync = config.sync
-    method = choose("sync.method", sync.method, "shadowsync.sync", SyncMethod)
-    schedule = choose("sync.schedule", sync.schedule, "shadowsync.sync", Schedule)
-    chosen: dict[str, type[Any]] = {f"sync.method={sync.method}": method, f"sync.schedule={sync.schedule}": schedule}
-    own = split_options("sync", sync.options, chosen, SyncConfig.model_fields)
-    if own[1] and not method.active:
-        raise ConfigError(f"sync.{next(iter(own[1]))} has no effect with sync.method={sync.method}: leave it out")
-    _check_dense_servers(config)
-    built: SyncMethod = build(method, own[0], "sync")
-    timed: Schedule = build(schedule, own[1], "sync")
-    return built.resolved(config.train.trainers, timed.foreground), timed
+def _most_roles(config: Config, method: SyncMethod) -> dict[str, int]:
+    """How many of each kind may fail at most; servers that get no rows or no parameters drop out later."""
+    cluster, trainers = config.cluster, config.train.trainers
+    most = {"embedding": server_count(config), "trainer": trainers}
+    if cluster.runtime in ("auto", "inprocess"):
+        return most
+    readers = cluster.readers or (1 if cluster.address is None else trainers)
+    central = method.centralised or config.aggregation.method is not None
+    return most | {"dense": cluster.dense_servers if central else 0, "reader": readers}

@@ -429,72 +429,51 @@ def with_written(config: Config, given: dict[str, Any]) -> Config:
 
 def read_given(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """What a command gives, the YAML file and the overrides over it, with its interpolations as they are written."""
-    return _over({}, read_yaml(path) if path else {}, overrides)
+    return _given(read_yaml(path) if path else {}, overrides)
 
 
 def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Nested dicts and then a dot-list of overrides laid over `base`.
 
-    Another codec comes with its own defaults: the options that the one before it had are dropped. An empty map inside
-    a section takes the place of the one below it. `base` may be what somebody stored: only in the others
-    interpolations are resolved, among themselves.
+    `base` may be what somebody stored: only in the others interpolations are resolved, among themselves.
     """
-    given = _over(base, values, overrides)
+    given = _given(values, overrides)
     with _unreadable(overrides):
         above = OmegaConf.to_container(OmegaConf.create(given), resolve=True)
-        below = _without_emptied(_without_replaced_codecs(_codecs_spelled_out(base), above), above)
-    return typing.cast("dict[str, Any]", _laid_over(below, above))
+        return typing.cast("dict[str, Any]", _laid_over(_codecs_spelled_out(base), above))
 
 
-def _over(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides laid over `values`, not resolved; `base` says which sections hold keys."""
+def _given(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Overrides laid over `values`, not resolved."""
+    given: Any = _codecs_spelled_out(values)
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"{override!r} is not an override: write key.path=value, for instance train.lr=0.01")
-    _refuse_other_kinds(base, values)
-    above: Any = {}
-    with _unreadable(overrides):
-        dotted = OmegaConf.from_dotlist([_codec_spelled_out(override) for override in overrides])
-        for part in (_codecs_spelled_out(values), OmegaConf.to_container(dotted)):
-            _refuse_other_kinds(above, part)
-            above = _without_emptied(above, part)
-            above = OmegaConf.to_container(OmegaConf.merge(_without_replaced_codecs(above, part), part))
-    return typing.cast("dict[str, Any]", above)
+        with _unreadable(overrides):
+            dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+            given = _laid_over(given, _codecs_spelled_out(dotted))
+    return typing.cast("dict[str, Any]", given)
 
 
-def _refuse_other_kinds(below: Any, above: Any, place: str = "") -> None:
-    """Raises for a list where keys are given below, and for keys where a list is."""
-    if isinstance(below, dict) and isinstance(above, dict):
-        for key in below.keys() & above.keys():
-            _refuse_other_kinds(below[key], above[key], f"{place}.{key}" if place else str(key))
-    elif isinstance(below, dict) and isinstance(above, list):
-        raise ConfigError(f"{place}={above}: it holds keys, not a list: write {place}.KEY=VALUE")
-    elif isinstance(below, list) and isinstance(above, dict):
-        raise ConfigError(f"{place}={above}: it is a list, and one is written whole: {place}=[a,b]")
+def _laid_over(below: Any, above: Any, place: tuple[str, ...] = ()) -> Any:
+    """Maps are laid over each other key by key; anything else takes the place of what is below it.
 
+    An empty map inside a section takes the place of the one below it, too (`data.tables={}`), and so does another
+    codec, which comes with its own defaults.
 
-@contextlib.contextmanager
-def _unreadable(overrides: Sequence[str]) -> Iterator[None]:
-    try:
-        yield
-    except (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError) as error:
-        given = textwrap.shorten(" ".join(overrides), 120) if overrides else ""
-        where = f" (with the overrides {given})" if given else ""
-        raise ConfigError(f"the configuration cannot be read: {str(error).splitlines()[0]}{where}") from error
-
-
-def _laid_over(below: Any, above: Any) -> Any:
-    if not isinstance(below, dict) or not isinstance(above, dict):
+    Raises:
+        ConfigError: there is a list where keys are given below, or keys where a list is.
+    """
+    key = ".".join(place)
+    if isinstance(below, dict) and isinstance(above, list):
+        raise ConfigError(f"{key}={above}: it holds keys, not a list: write {key}.KEY=VALUE")
+    if isinstance(below, list) and isinstance(above, dict):
+        raise ConfigError(f"{key}={above}: it is a list, and one is written whole: {key}=[a,b]")
+    if not isinstance(below, dict) or not isinstance(above, dict) or (len(place) > 1 and not above):
         return above
-    return {**below, **{key: _laid_over(below.get(key), value) for key, value in above.items()}}
-
-
-def _without_emptied(below: Any, part: Any, depth: int = 0) -> Any:
-    """`below` without those maps inside its sections in place of which `part` has an empty one: `data.tables={}`."""
-    if not isinstance(below, dict) or not isinstance(part, dict):
-        return below
-    emptied = {key for key, given in part.items() if given == {}} if depth else set()
-    return {k: _without_emptied(v, part.get(k), depth + 1) for k, v in below.items() if k not in emptied}
+    if len(place) == 2 and place[0] == "compression" and "name" in below and "name" in above:
+        below = below if above["name"] == below["name"] else {}
+    return {**below, **{key: _laid_over(below.get(key), value, (*place, str(key))) for key, value in above.items()}}
 
 
 def _codecs_spelled_out(values: dict[str, Any]) -> dict[str, Any]:
@@ -506,26 +485,14 @@ def _codecs_spelled_out(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "compression": spelled}
 
 
-def _without_replaced_codecs(values: Any, part: Any) -> Any:
-    """The values without the codecs in place of which `part` names others."""
-    below, above = (given.get("compression") for given in (values, part))
-    if not isinstance(below, dict) or not isinstance(above, dict):
-        return values
-    replaced = {kind for kind, codec in above.items() if _names_another(codec, below.get(kind))}
-    return {**values, "compression": {kind: codec for kind, codec in below.items() if kind not in replaced}}
-
-
-def _names_another(codec: Any, before: Any) -> bool:
-    both = isinstance(codec, dict) and isinstance(before, dict)
-    return both and "name" in codec and codec["name"] != before.get("name", "plain")
-
-
-def _codec_spelled_out(override: str) -> str:
-    """`compression.push=NAME` as `compression.push.name=NAME`, for the same reason."""
-    key, _, value = override.partition("=")
-    section, _, kind = key.partition(".")
-    one_word = section == "compression" and kind in CompressionConfig.model_fields and value.strip()[:1] not in "{["
-    return f"{key}.name={value}" if one_word and value.strip() else override
+@contextlib.contextmanager
+def _unreadable(overrides: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError) as error:
+        given = textwrap.shorten(" ".join(overrides), 120) if overrides else ""
+        where = f" (with the overrides {given})" if given else ""
+        raise ConfigError(f"the configuration cannot be read: {str(error).splitlines()[0]}{where}") from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

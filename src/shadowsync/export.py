@@ -44,14 +44,10 @@ _SAMPLES_TO_CHECK = (1, 2, 7)
 
 @dataclass(frozen=True)
 class ExportSpec:
-    """What the model is fed with.
+    """What the model is fed with: its features in the order of the ids, and its dense columns in theirs.
 
-    Attributes:
-        features: names of the features in the order of the ids.
-        dense: names of the dense columns in their order.
-        weighted: ids come with weights.
-        chunk_bytes: rows are kept in tensors of at most this size, because torch copies a tensor to write it: more
-            costs memory while the file is written, less costs time when it is used.
+    Rows are kept in tensors of at most `chunk_bytes`, because torch copies a tensor to write it: more costs memory
+    while the file is written, less costs time when it is used.
     """
 
     tables: Sequence[Table]
@@ -60,23 +56,16 @@ class ExportSpec:
     weighted: bool = False
     chunk_bytes: int = CHUNK_BYTES
 
-    def table_of(self, feature: str) -> Table:
-        """The table that a feature looks rows up in.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        for table in self.tables:
-            if feature in table.features:
-                return table
-        raise ConfigError(f"feature {feature} has no table to export: add it to a table of embedding.tables")
+    @property
+    def table_of(self) -> dict[str, Table]:
+        """The table that each feature looks rows up in, in the order of the features."""
+        return {feature: next(table for table in self.tables if feature in table.features) for feature in self.features}
 
     def metadata(self) -> dict[str, Any]:
         """What a program that uses the file has to know, as plain JSON values."""
-        tables = [(feature, self.table_of(feature)) for feature in self.features]
         features = [
             {"name": name, "table": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.poolings[name]}
-            for name, table in tables
+            for name, table in self.table_of.items()
         ]
         return {
             "format": FORMAT,
@@ -105,10 +94,10 @@ class PooledTables(nn.Module):
     def __init__(self, spec: ExportSpec, rows: Callable[[str, int, int], Tensor]) -> None:
         super().__init__()
         self.features = tuple(spec.features)
-        tables = [spec.table_of(feature) for feature in spec.features]
+        tables = list(spec.table_of.values())
         self.dims = tuple(dict.fromkeys(table.dim for table in tables))
         self.feature_dims = tuple(table.dim for table in tables)
-        poolings = [table.poolings[name] for name, table in zip(spec.features, tables, strict=True)]
+        poolings = [table.poolings[name] for name, table in spec.table_of.items()]
         self.any_mean = "mean" in poolings
         self.sequences = frozenset(name for name, how in zip(spec.features, poolings, strict=True) if how == "none")
         self.chunks: dict[int, list[_Chunk]] = {}
@@ -236,14 +225,9 @@ class Predictor(nn.Module):
 def export_model(module: nn.Module, spec: ExportSpec, rows: Callable[[str, int, int], Tensor], out: Path | str) -> None:
     """Writes `module` with its tables to `out`; a file that is there is replaced when the new one is complete.
 
-    Memory: the tables once, and once more `spec.chunk_bytes`.
-
-    Args:
-        module: `forward(dense [B, N], {feature: [B, D]}) → logits [B]`; it is copied, not changed, and exported for
-            the CPU, in float32 and evaluation mode.
-        spec: what it is fed with.
-        rows: `(table, start, stop)` → those rows' weights, float32 `[stop − start, D]`.
-        out: a file name that ends in `.pt2`.
+    The module, `forward(dense [B, N], {feature: [B, D]}) → logits [B]`, is copied, not changed, and exported for the
+    CPU, in float32 and evaluation mode. `rows` gives of (table, start, stop) those rows' weights, float32
+    `[stop − start, D]`. Memory: the tables once, and once more `spec.chunk_bytes`.
 
     Raises:
         ConfigError: torch cannot export the module, or the exported one does not compute the same.
@@ -257,21 +241,18 @@ def export_model(module: nn.Module, spec: ExportSpec, rows: Callable[[str, int, 
     if path.exists() and not path.is_file():
         raise SaveError(f"{path} could not be written: it is a folder or a device, which no file may replace")
     with torch.no_grad():
-        predictor = Predictor(PooledTables(spec, rows), _plain_copy(module)).eval()
+        plain = copy.deepcopy(module).to("cpu", torch.float32).requires_grad_(False)
+        for (
+            parameter
+        ) in plain.parameters():  # may share memory with nothing: a trained module's are views of one tensor
+            parameter.data = parameter.detach().clone()
+        for child in plain.modules():
+            if type(child) in _PLAIN:
+                child.__class__ = _PLAIN[type(child)]
+        predictor = Predictor(PooledTables(spec, rows), plain).eval()
         program = _trace(predictor, spec)
         _check_same(predictor, program, spec)
     _write(program, spec, path)
-
-
-def _plain_copy(module: nn.Module) -> nn.Module:
-    """A copy whose parameters share memory with nothing: a trained module's are views of one long tensor."""
-    duplicate = copy.deepcopy(module).to("cpu", torch.float32)
-    for parameter in duplicate.parameters():
-        parameter.data = parameter.detach().clone()
-    for child in duplicate.modules():
-        if type(child) in _PLAIN:
-            child.__class__ = _PLAIN[type(child)]
-    return duplicate.requires_grad_(False)
 
 
 def _example(spec: ExportSpec, samples: int) -> tuple[Tensor, ...]:
@@ -281,8 +262,9 @@ def _example(spec: ExportSpec, samples: int) -> tuple[Tensor, ...]:
     counts = lengths.view(-1, samples).sum(1).tolist() if len(lengths) else []
     ids = [torch.zeros(0, dtype=torch.int64)]
     for feature, count in zip(spec.features, counts, strict=True):
-        drawn = torch.randint(spec.table_of(feature).rows, (count,), generator=generator)
-        drawn[:1], drawn[1:2] = spec.table_of(feature).rows - 1, 0
+        rows = spec.table_of[feature].rows
+        drawn = torch.randint(rows, (count,), generator=generator)
+        drawn[:1], drawn[1:2] = rows - 1, 0
         ids.append(drawn)
     values, offsets = torch.cat(ids), F.pad(lengths.cumsum(0), (1, 0))
     dense = torch.randn(samples, len(spec.dense), generator=generator)

@@ -5,16 +5,17 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import polars as pl
 import torch
 from torch import Tensor, nn
 
-from shadowsync.assembly import Embeddings, make_embeddings, make_module, make_replica, restore_tables
-from shadowsync.checkpoint.job_state import column_difference, job_state, restore_final
+from shadowsync.assembly import make_module, row_optimizer
+from shadowsync.checkpoint.job_state import column_difference, job_state, match_optimizer, match_tables, restore_final
+from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Choices, choose_all
 from shadowsync.config import Config, load, parse
 from shadowsync.data.batch import Batch
@@ -23,7 +24,10 @@ from shadowsync.data.reader import batches
 from shadowsync.data.rows import FileRows, large_columns
 from shadowsync.data.source import OpenSource, Schema, Source
 from shadowsync.data.writer import is_csv, write_parquet, writing_table
+from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.table import Rows, Shard
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
@@ -36,38 +40,40 @@ from shadowsync.training.replica import Replica
 BATCH_SIZE = 4096
 WATCHED_ROWS = 40_000
 """About how many rows, spread over all of them, are looked at for units that are dead."""
+LOADED_ROWS = 1 << 20
+"""Read from a checkpoint at once."""
+
+Logits = Callable[[Batch], Tensor]
+"""Gives float32 `[B]`."""
 
 
-class Predictor:
+def predictor(replica: Replica, embeddings: EmbeddingClient) -> Logits:
     """A dense part with the embeddings it looks up, without codecs; fp32, whatever it was trained in."""
 
-    def __init__(self, replica: Replica, embeddings: EmbeddingClient) -> None:
-        self._replica = replica
-        self._embeddings = embeddings
+    def logits(batch: Batch) -> Tensor:
+        pulled = embeddings.pull(batch.ids)
+        return replica.predict(batch.dense, pulled.pooled, pulled.sequences)
 
-    def logits(self, batch: Batch) -> Tensor:
-        """Logits, float32 `[B]`."""
-        pulled = self._embeddings.pull(batch.ids)
-        return self._replica.predict(batch.dense, pulled.pooled, pulled.sequences)
+    return logits
 
 
 def predictions(
-    predictor: Predictor, source: OpenSource, activity: UnitActivity | None = None
+    predict: Logits, source: OpenSource, activity: UnitActivity | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and labels, `[B]` each, batch by batch in the order of the rows.
 
-    `activity` is of the predictor's module; it notes what its units do on about `WATCHED_ROWS` of them.
+    `activity` is of the module that predicts; it notes what its units do on about `WATCHED_ROWS` of them.
     """
     every = -(-source.rows // WATCHED_ROWS)
     for number, batch in enumerate(batches(source, BATCH_SIZE)):
         with contextlib.nullcontext() if activity is None or number % every else activity.watching(len(batch)):
-            logits = predictor.logits(batch)
+            logits = predict(batch)
         yield logits, batch.labels
 
 
-def score(predictor: Predictor, source: OpenSource, activity: UnitActivity | None = None) -> tuple[Tensor, Tensor]:
+def score(predict: Logits, source: OpenSource, activity: UnitActivity | None = None) -> tuple[Tensor, Tensor]:
     """As `predictions`, of all rows that can be used, `[T]` each, in their order."""
-    pairs = list(predictions(predictor, source, activity)) or [(torch.empty(0), torch.empty(0))]
+    pairs = list(predictions(predict, source, activity)) or [(torch.empty(0), torch.empty(0))]
     return torch.cat([logits for logits, _ in pairs]), torch.cat([labels for _, labels in pairs])
 
 
@@ -82,6 +88,8 @@ class Trained:
     Attributes:
         skipped: one sentence for each newer checkpoint that cannot be loaded, and one if some rows are older.
         remarks: sentences on what is odd about the rows that were evaluated or predicted last.
+        module: the dense part.
+        server: holds the rows of all tables.
 
     Raises:
         ConfigError: the folder does not exist, or a module of the user's own is missing.
@@ -102,26 +110,33 @@ class Trained:
         self.choices: Choices = choose_all(self.config, own_model=model is not None)
         self.schema: Schema = state.schema
         # A model's columns follow the order of the tables, which the servers' files do not keep.
-        tables = tuple(sorted(saved.tables, key=lambda table: state.tables.index(table.name)))
-        self.embeddings: Embeddings = make_embeddings(self.config, self.choices, self.schema, tables, None)
-        restore_tables(self.embeddings, saved)
-        module = make_module(self.config, self.choices, self.schema, tables, model)
-        replica = make_replica(self.config, self.choices, module, self.embeddings.dims)
+        self.tables = tuple(sorted(saved.tables, key=lambda table: state.tables.index(table.name)))
+        shards = [Shard(table, 0, table.rows) for table in self.tables]
+        self.server = EmbeddingServer(shards, self.choices.storage, row_optimizer(self.config.embedding), None)
+        _restore_rows(self.server, saved)
+        module = make_module(self.config, self.choices, self.schema, self.tables, model)
+        replica = Replica(module, self.choices.optimizer, widths(self.tables), self.config.train.device)
         restore_final(saved, replica)
         self.module: nn.Module = replica.module
-        self.predictor = Predictor(replica, self.embeddings.client)
+        features = [feature.name for feature in self.schema.features]
+        self._predict = predictor(replica, EmbeddingClient(self.tables, features, [self.server]))
 
     def rows(self, data: Path | str | None, labelled: bool = True) -> OpenSource:
         """The run's test rows, or those at `data`: a file of the run's own format, or parquet with its columns.
 
-        Args:
-            data: a path as the source takes it, or None.
-            labelled: labels are needed; without, a parquet file need not have any.
+        Where no labels are needed a parquet file need not have any.
 
         Raises:
+            ConfigError: they would be looked for where the run's folder says, beyond this machine.
             DataError: there are none, or they do not fit the model.
         """
-        self._check_places(data)
+        given = {"data.path"} if data is None else {"data.path", "data.test_path"}
+        again = {key: place for key, place in self._unfollowed.items() if key not in given}
+        if again:
+            raise ConfigError(
+                f"places on other machines that the run's folder stores are not followed ({', '.join(again)}): if they "
+                f"are yours give {advice({'--data': next(iter(again.values()))})}"
+            )
         if data == "":
             raise ConfigError("--data is empty: give the path of the rows, a glob or a URL")
         source = self.choices.source if data is None else self._source_at(str(data), labelled)
@@ -143,26 +158,15 @@ class Trained:
                 )
         return opened
 
-    def _check_places(self, data: Path | str | None) -> None:
-        """Raises `ConfigError` if rows would be looked for where the run's folder says, beyond this machine."""
-        given = {"data.path"} if data is None else {"data.path", "data.test_path"}
-        again = {key: place for key, place in self._unfollowed.items() if key not in given}
-        if again:
-            raise ConfigError(
-                f"places on other machines that the run's folder stores are not followed ({', '.join(again)}): if they "
-                f"are yours give {advice({'--data': next(iter(again.values()))})}"
-            )
-
     def _source_at(self, data: str, labelled: bool) -> Source:
         source: Any = self.choices.source
         if {"path", "test_path"} <= {field.name for field in dataclasses.fields(source)}:
             source = dataclasses.replace(source, path=data, test_path=None)
         else:
             source = parquet_of(self.schema, data)
-        found: Source = (
-            dataclasses.replace(source, label=None) if isinstance(source, Parquet) and not labelled else source
-        )
-        return found
+        if isinstance(source, Parquet) and not labelled:
+            source = dataclasses.replace(source, label=None)
+        return cast("Source", source)
 
     def evaluate(self, data: Path | str | None = None) -> TestMetrics:
         """Quality on the run's test rows, or on those at `data`."""
@@ -171,7 +175,7 @@ class Trained:
             raise DataError(f"{data or 'the test rows'}: there are no labels to evaluate with (data.label is null)")
         with contextlib.closing(opened):
             unscaled = large_columns(opened)
-            measured = evaluate_scores(*score(self.predictor, opened))
+            measured = evaluate_scores(*score(self._predict, opened))
             if not measured.samples:
                 raise DataError(f"{data or 'the test rows'}: none of the rows can be used")
         bad = left_out(opened.rows - measured.samples, opened.rows, "rows")
@@ -181,10 +185,8 @@ class Trained:
     def predict(self, data: Path | str, out: Path | str, keep: Sequence[str] = ()) -> int:
         """Writes `probability` and `logit` of each row, in the rows' order; returns how many.
 
-        Args:
-            data: the rows, with or without labels.
-            out: the file to write, parquet or CSV as its name ends.
-            keep: columns of the rows to write before the two, as they are.
+        The rows may be without labels; `out` is parquet or CSV as its name ends. Before the two the columns of the rows
+        that `keep` names are written as they are.
 
         Raises:
             ConfigError: `out` is one of the files that hold the rows, or its name ends otherwise; a column cannot be
@@ -202,7 +204,7 @@ class Trained:
             self._remark(large_columns(opened))
             columns = _columns_to_keep(opened, keep, out)
             write = stack.enter_context(writing_table(out))
-            for logits, _ in predictions(self.predictor, opened):
+            for logits, _ in predictions(self._predict, opened):
                 table = pl.DataFrame({"probability": logits.sigmoid().numpy(), "logit": logits.numpy()})
                 write(table if columns is None else columns.take(len(logits)).hstack(table))
                 count += len(logits)
@@ -215,14 +217,27 @@ class Trained:
         """Writes one file with tables and module that torch alone loads; see `export.export_model`."""
         features = [feature.name for feature in self.schema.features]
         weighted = bool(getattr(self.choices.source, "weights", None))
-        spec = ExportSpec(self.embeddings.tables, features, self.schema.dense, weighted)
+        spec = ExportSpec(self.tables, features, self.schema.dense, weighted)
         export_model(self.module, spec, self._rows, Path(out))
 
     def _rows(self, table: str, start: int, stop: int) -> Tensor:
         """Rows `start … stop − 1` of a table, `[rows, D]`."""
-        parts = [rows for server in self.embeddings.servers for rows in server.state() if rows.table.name == table]
-        ordered = sorted(parts, key=lambda rows: rows.start)
-        return torch.cat([r.tensors["weight"][max(start - r.start, 0) : max(stop - r.start, 0)] for r in ordered])
+        return next(rows for rows in self.server.state() if rows.table.name == table).tensors["weight"][start:stop]
+
+
+def _restore_rows(server: EmbeddingServer, saved: LoadedCheckpoint) -> None:
+    """Loads all rows, a bounded number at a time, from whatever pieces the checkpoint has.
+
+    Raises:
+        CheckpointError: the checkpoint has other tables, another optimizer, or is damaged.
+    """
+    held = server.state()
+    match_tables(saved.tables, [own.table for own in held])
+    match_optimizer({t.name: saved.tensor_names(t.name) for t in saved.tables}, {o.table.name: o.tensors for o in held})
+    for table in saved.tables:
+        for start in range(0, table.rows, LOADED_ROWS):
+            rows = saved.rows(table.name, start, min(start + LOADED_ROWS, table.rows))
+            server.load([Rows(table, start, rows)], partial=True)
 
 
 def _columns_to_keep(source: OpenSource, keep: Sequence[str], out: Path) -> Columns | None:
@@ -269,12 +284,11 @@ def export_data(name: str, overrides: Sequence[str], out: Path) -> str:
     if train is None:
         raise DataError(f"data.name={name} has no training rows")
     _keep_data(train, out)
-    if test is not None:
-        _keep_data(test, out)
-    lines = write_parquet(train, out)
     if test is None:
-        return lines
+        return write_parquet(train, out)
     beside = out.with_name(f"{out.stem}.test{out.suffix}")
+    _keep_data(test, out)
+    lines = write_parquet(train, out)
     _keep_data(train, beside)
     _keep_data(test, beside)
     write_parquet(test, beside)

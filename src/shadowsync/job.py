@@ -5,7 +5,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from shadowsync.checkpoint.job_state import column_difference, job_state, match_
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.store import CheckpointStore
-from shadowsync.choices import Choices, choose_all, global_batch, server_count, without_foreign_options
+from shadowsync.choices import Choices, choose_all, global_batch, resumed, server_count
 from shadowsync.cluster.context import Material, Own, RolePlace, no_failures
 from shadowsync.cluster.manager import cpus_needed, resources_needed
 from shadowsync.cluster.session import Session
@@ -32,8 +31,9 @@ from shadowsync.data.rows import large_columns, largest_column
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, SaveError, ShadowSyncError
-from shadowsync.inference import Predictor, score
+from shadowsync.inference import predictor, score
 from shadowsync.memory.pages import keep_freed_memory
+from shadowsync.memory.shared import can_share
 from shadowsync.metrics.history import About, Frame, RoleEvent
 from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_scores
 from shadowsync.metrics.units import UnitActivity, Units
@@ -43,7 +43,7 @@ from shadowsync.recovery.signals import StopRequest, stop_on_signals
 from shadowsync.recovery_controller import RecoveryController, put_back
 from shadowsync.report.files import frames_until, read_events, read_frames, write_atomically
 from shadowsync.report.reporter import Reporter
-from shadowsync.report.result import Result
+from shadowsync.report.result import Result, cores
 from shadowsync.report.words import left_out
 from shadowsync.rpc.errors import GONE
 from shadowsync.runs import (
@@ -56,9 +56,9 @@ from shadowsync.runs import (
     new_folder,
     only_writer,
 )
+from shadowsync.runtime.control import Unsendable, packed
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Runtime
-from shadowsync.runtime_choice import where_roles_run, with_runtime
 from shadowsync.sections import make_result
 
 _ODD_NATS = 20.0  # of mean log loss: what happens was predicted with a probability of 2e-9
@@ -66,22 +66,12 @@ _JUDGED_SAMPLES = 20_000  # a bad start of some thousand samples may be recovere
 _FEW_STEPS = 20  # below that a job learns next to nothing
 _MOST_EXTREMES = 100  # samples in a window whose loss is extreme, as single rows that are wrong may make it
 
-LOOK_S, QUICK_S = 0.25, 0.01
+_LOOK_S, _QUICK_S = 0.25, 0.01
 """Longest wait between two looks: so that signals are seen; and where failures are to come at their very moment."""
-
-
-def _runtime_of(config: Config) -> Runtime:
-    """What starts the roles of a job."""
-    if config.cluster.runtime == "inprocess":
-        return InProcess()
-    if config.cluster.runtime == "processes":
-        from shadowsync.runtime.processes import Processes  # noqa: PLC0415 an extra, as the next one
-
-        return Processes(cpus_needed(config))
-    from shadowsync.runtime.ray_runtime import RayRuntime  # noqa: PLC0415
-
-    return RayRuntime(config.cluster.address, cpus_needed(config), resources_needed(config))
-
+_MANY_CORES = 4
+"""With fewer, threads are about as fast as processes, which take two seconds more to start. Threads of one process
+take turns at everything that Python itself does: 13 % of a step at batch 512, so that some eight of them fill one
+process however many cores there are (docs/measurements.md)."""
 
 T = TypeVar("T")
 
@@ -120,8 +110,8 @@ class Job:
     ) -> None:
         asked = config if isinstance(config, Config) else parse(dict(config or {}))
         self.own = Own(model, tables, failures)
-        self.where = where_roles_run(asked, self.own)
-        self.config = with_runtime(asked, self.where)
+        runtime, self.why_there = where_roles_run(asked, self.own)
+        self.config = with_runtime(asked, runtime)
         self.choices = choose_all(self.config, own_model=model is not None)
         self.resume = Path(resume) if resume is not None else None
         self.out = Path(out) if out is not None else self.resume or new_folder()
@@ -129,9 +119,8 @@ class Job:
     def run(self, console: Console | None = None, on_frame: Callable[[Frame], None] | None = None) -> Result:
         """Trains to the end, evaluates on the test rows, and writes the results into `out`.
 
-        Args:
-            console: where progress is shown; None shows nothing.
-            on_frame: called with each line of the history as it is written; what it raises ends the run.
+        The console is where progress is shown. `on_frame` is called with each line of the history as it is written;
+        what it raises ends the run.
 
         Raises:
             UserError: data, configuration or checkpoint cannot be used.
@@ -145,7 +134,8 @@ class Job:
             self._claim_place(stack)
             if self.out != self.resume:
                 check_unused(self.out)
-            stack.enter_context(_single_threaded())
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)  # workers are the parallelism: each operator runs in its worker's thread
             return _Run(self, time.monotonic(), console or Console(quiet=True), on_frame, stack).to_the_end()
 
     def _claim_place(self, stack: contextlib.ExitStack) -> None:
@@ -169,16 +159,59 @@ def train_from_command_line(path: Path | None, overrides: Sequence[str], out: Pa
     try:
         job.run(console)
     except KeyboardInterrupt as interrupt:
-        raise Interrupted(f"interrupted; {_what_to_go_on_from(job)}") from interrupt
-    page = "report" if job.config.report.html else "result"
-    console.print(f"{page}: {job.out / ('report.html' if job.config.report.html else 'result.json')}", highlight=False)
+        newest = CheckpointStore(checkpoint_root(job.out, job.config.train.checkpoint_dir)).newest()
+        found = f"the newest checkpoint is {newest}: go on with shadowsync train --resume {job.out}"
+        raise Interrupted(f"interrupted; {'nothing was saved' if newest is None else found}") from interrupt
+    page, file = ("report", "report.html") if job.config.report.html else ("result", "result.json")
+    console.print(f"{page}: {job.out / file}", highlight=False)
 
 
-def _what_to_go_on_from(job: Job) -> str:
-    newest = CheckpointStore(checkpoint_root(job.out, job.config.train.checkpoint_dir)).newest()
-    if newest is None:
-        return "nothing was saved"
-    return f"the newest checkpoint is {newest}: go on with shadowsync train --resume {job.out}"
+def where_roles_run(config: Config, own: Own) -> tuple[str, str]:
+    """`cluster.runtime` and why; where it is `auto`, by what the job is and how many cores this process may use."""
+    if config.cluster.runtime != "auto":
+        return config.cluster.runtime, ""
+    if config.cluster.address is not None:
+        return "ray", "cluster.address is given"
+    against = [
+        (config.train.trainers == 1, "one trainer"),
+        (cores() < _MANY_CORES, f"{cores()} cores"),
+        (not can_share(), "this system has no memory that processes could share"),
+        (config.train.device != "cpu", f"trainers share {config.train.device}"),
+        (config.aggregation.method is not None, "gradients are gathered in one place"),
+        ((config.recovery.inject or config.recovery.emulate_job_s) is not None, "failures are emulated"),
+    ]
+    for holds, why in against:
+        if holds:
+            return "inprocess", why
+    try:
+        packed(own)
+    except Unsendable:
+        return "inprocess", "what the job is made from cannot be sent to another process"
+    return "processes", f"{config.train.trainers} trainers on {cores()} cores"
+
+
+def with_runtime(config: Config, runtime: str) -> Config:
+    """The configuration of a job there. What the user left open stays open in what is stored, for another machine."""
+    if config.cluster.runtime == runtime:
+        return config
+    chosen = config.cluster.model_copy(update={"runtime": runtime})
+    chosen.model_fields_set.discard("runtime")
+    whole = config.model_copy(update={"cluster": chosen})
+    whole.model_fields_set.intersection_update(set(config.model_fields_set))
+    return whole
+
+
+def _runtime_of(config: Config) -> Runtime:
+    """What starts the roles of a job."""
+    if config.cluster.runtime == "inprocess":
+        return InProcess()
+    if config.cluster.runtime == "processes":
+        from shadowsync.runtime.processes import Processes  # noqa: PLC0415 an extra, as the next one
+
+        return Processes(cpus_needed(config))
+    from shadowsync.runtime.ray_runtime import RayRuntime  # noqa: PLC0415
+
+    return RayRuntime(config.cluster.address, cpus_needed(config), resources_needed(config))
 
 
 def given(config: Config) -> dict[str, Any]:
@@ -218,8 +251,15 @@ class _Run:
         self.saver = AsyncSaver(store.save)
         self.session = Session(material, partial(_runtime_of, self.config), self._newest)
         stack.callback(self.session.close)
-        self.load_s = self._restore()
+        started = time.monotonic()
+        if self.saved is not None:
+            _check_same(self.saved, self.config)
+            self._unless_somebody_dies(partial(put_back, self.session, self.saved))
+        self.load_s = time.monotonic() - started
         self.seconds_before = 0.0
+        self._first_began = 0.0  # the training, before any resume; as `time.monotonic`
+        self._places: Mapping[str, RolePlace] = {}
+        self._saving = False
         self._told_ways: set[tuple[str, str]] = set()
         self._told_of_loss = self._told_of_labels = False
         self._switches: Sequence[Switch] = () if self.saved is None else job_state(self.saved).aggregation.switches
@@ -264,23 +304,14 @@ class _Run:
                 self._tell(sentence)
             yield self.store.load(found.name) if shards is None else found
 
-    def _restore(self) -> float:
-        """Puts the checkpoint back, if there is one; the seconds that took."""
-        started = time.monotonic()
-        if self.saved is not None:
-            _check_same(self.saved, self.config)
-            self._unless_somebody_dies(partial(put_back, self.session, self.saved))
-        return time.monotonic() - started
-
     def to_the_end(self) -> Result:
-        """Trains, evaluates and writes everything."""
         make_folder(self.job.out, given(self.config))
         with self.saver, self._reporter() as reporter:
             with stop_on_signals() as request:
                 with self.session.recorder:
                     started = time.monotonic()
-                    roles = _Roles(reporter, self.job.out, started - self.seconds_before, self._print)
-                    self._train(reporter, roles, request)
+                    self._first_began = started - self.seconds_before
+                    self._train(reporter, request)
                 self.keeping.take_stock()
                 self._show(reporter, ended=True)
                 self.saver.wait()
@@ -288,7 +319,7 @@ class _Run:
             test, units = self._evaluate()
             self._check_rows(test)
             self.keeping.take_stock()
-            roles.notice(self.session, saving=False)  # who died meanwhile
+            self._notice(reporter, saving=False)  # who died meanwhile
             config, startup_s = resolved(self.config, self.choices, self.session.warmup_samples), started - self.began
             result = make_result(config, self.session, self.keeping, startup_s, self.load_s, test, units)
             reporter.finish(result)
@@ -302,7 +333,7 @@ class _Run:
         self.seconds_before = max([event.seconds for event in events] + [frame.seconds for frame in earlier[-1:]] + [0])
         return Reporter(self.job.out, self.console, self.config.report, earlier, self.saved.samples, events)
 
-    def _train(self, reporter: Reporter, roles: "_Roles", request: StopRequest) -> None:
+    def _train(self, reporter: Reporter, request: StopRequest) -> None:
         if self.session.reader.finished:
             self.keeping.save_last()
             self._tell(
@@ -312,7 +343,8 @@ class _Run:
             return  # a finished run was resumed: synchronising without training would still move the replicas
         if self.config.train.checkpoint_dir is not None:  # the run's own folder is being written already
             self.store.try_writing()
-        pace = _Pace(self.config.report.every_s, time.monotonic(), QUICK_S if self.keeping.lively else LOOK_S)
+        look_s = _QUICK_S if self.keeping.lively else _LOOK_S
+        next_frame = time.monotonic() + self.config.report.every_s
         self.keeping.begin()
         for sentence in (self.keeping.why, large_columns(self.session.train_source)):
             if sentence:
@@ -323,14 +355,16 @@ class _Run:
         self.session.start()
         try:
             while not self._ended():
-                self.session.ended.wait(pace.seconds_left(time.monotonic(), self.keeping.seconds_left()))
+                left_s = min(next_frame - time.monotonic(), self.keeping.seconds_left(), look_s)
+                self.session.ended.wait(max(0.0, left_s))
                 self.session.ended.clear()
                 self.session.reap()
                 self._look()
-                roles.notice(self.session, self.saver.busy)
+                self._notice(reporter, self.saver.busy)
                 if request.requested:
                     self.session.stop()
-                if pace.frame_due(time.monotonic()):
+                if (now := time.monotonic()) >= next_frame:
+                    next_frame = now + self.config.report.every_s
                     self._show(reporter)
                 if (due := self.keeping.due()) is not Due.NOTHING:
                     self.keeping.save(due)
@@ -339,16 +373,33 @@ class _Run:
             raise
         except BaseException:
             self.session.stop()
-            self._finish(roles)
+            self._finish(reporter)
             raise
-        self._finish(roles)
+        self._finish(reporter)
 
-    def _finish(self, roles: "_Roles") -> None:
+    def _finish(self, reporter: Reporter) -> None:
         try:
             self.session.finish()
         finally:
             self._tell_switches()
-            roles.notice(self.session, saving=False)
+            self._notice(reporter, saving=False)
+
+    def _notice(self, reporter: Reporter, saving: bool) -> None:
+        """Reports what has happened to the roles since the last time, and writes where they are."""
+        session = self.session
+        if saving != self._saving:
+            session.events.add("driver", "saving" if saving else "saved")
+            self._saving = saving
+        for happened in session.events.take():
+            # who drives has told its own decisions
+            if happened.event == "waiting" or (happened.event == "decided" and happened.role != "driver"):
+                self._print(f"{happened.role}: {happened.detail}")
+            seconds = max(0.0, happened.at - self._first_began)
+            reporter.note(RoleEvent(seconds, happened.role, happened.event, happened.detail, happened.about))
+        if (places := session.places()) != self._places:
+            self._places = places
+            plain = {role: dataclasses.asdict(place) for role, place in places.items()}
+            write_atomically(self.job.out / "roles.json", json.dumps(plain, indent=1).encode() + b"\n")
 
     def _look(self) -> None:
         for computing in self.session.computing():
@@ -439,8 +490,8 @@ class _Run:
 
     def _check_rows(self, test: TestMetrics | None) -> None:
         """Says what is odd about the rows that were read."""
-        session, epochs = self.session, self.session.reader.epochs()
-        bad = sum(epoch.skipped for epoch in epochs)
+        session = self.session
+        bad = sum(epoch.skipped for epoch in session.reader.epochs())
         example = next(iter(session.train_source.bad_rows.examples), None)
         found = [left_out(bad, bad + session.reader.trained, "training rows", example)]
         if (rows := session.test_source) is not None:
@@ -448,9 +499,8 @@ class _Run:
             found += [left_out(rows.rows - used, rows.rows, "test rows", example)]
         if test is not None:
             found += [test.undefined("the test rows")]
-        for sentence in found:
-            if sentence is not None:
-                self._tell(sentence)
+        for sentence in filter(None, found):
+            self._tell(sentence)
 
     def _raise_if_unfinished(self, request: StopRequest) -> None:
         reader = self.session.reader
@@ -467,89 +517,28 @@ class _Run:
         raise RunError(f"{why}, after {reader.trained} of {self.session.total_samples} samples; {saved}")
 
     def _evaluate(self) -> tuple[TestMetrics | None, Units | None]:
-        if self.session.test_source is None:
+        if (test := self.session.test_source) is None:
             return None, None
-        logits, labels, units = self._unless_somebody_dies(partial(self._scores, self.session.test_source))
+
+        def scores() -> tuple[Tensor, Tensor, Units | None]:
+            replica = self.session.evaluation_replica()
+            activity = UnitActivity(replica.module)
+            return *score(predictor(replica, self.session.predicting_client()), test, activity), activity.units()
+
+        logits, labels, units = self._unless_somebody_dies(scores)  # if a server does, from the last checkpoint
         if not torch.isfinite(logits).all():
             raise NonFiniteLoss(
                 "a test prediction is not finite: lower train.lr or embedding.lr, or set train.clip_norm=1"
             )
         return (evaluate_scores(logits, labels) if len(logits) else None), units
 
-    def _scores(self, test: OpenSource) -> tuple[Tensor, Tensor, Units | None]:
-        """Of the test rows; if a server dies meanwhile, from the last checkpoint."""
-        replica = self.session.evaluation_replica()
-        activity = UnitActivity(replica.module)
-        scores = score(Predictor(replica, self.session.predicting_client()), test, activity)
-        return *scores, activity.units()
-
     def _unless_somebody_dies(self, attempt: Callable[[], T]) -> T:
-        """What the attempt gives; if a role dies meanwhile, it was replaced before the next attempt.
-
-        Raises:
-            RunError: the job cannot go on.
-        """
+        """What the attempt gives; if a role dies meanwhile, it was replaced before the next attempt."""
         while True:
             try:
                 return attempt()
             except GONE:
                 self.session.settle()
-
-
-@dataclass
-class _Roles:
-    """Tells a reporter what happened to the roles, and writes where they are; `began` is when the run first started.
-
-    `say` is given what others than the driver have decided; who drives has said its own.
-    """
-
-    reporter: Reporter
-    out: Path
-    began: float
-    say: Callable[[str], None]
-    places: Mapping[str, RolePlace] = field(default_factory=dict)
-    saving: bool = False
-
-    def notice(self, session: Session, saving: bool) -> None:
-        """Tells what has happened since the last time."""
-        if saving != self.saving:
-            session.events.add("driver", "saving" if saving else "saved")
-            self.saving = saving
-        for happened in session.events.take():
-            if happened.event == "waiting" or (happened.event == "decided" and happened.role != "driver"):
-                self.say(f"{happened.role}: {happened.detail}")
-            self.reporter.note(
-                RoleEvent(
-                    max(0.0, happened.at - self.began), happened.role, happened.event, happened.detail, happened.about
-                )
-            )
-        places = session.places()
-        if places != self.places:
-            self.places = places
-            plain = {role: dataclasses.asdict(place) for role, place in places.items()}
-            write_atomically(self.out / "roles.json", json.dumps(plain, indent=1).encode() + b"\n")
-
-
-@dataclass
-class _Pace:
-    """When the next frame is due and how long to wait; pure but for the times handed in."""
-
-    frame_every_s: float
-    now: float
-    look_s: float
-
-    def __post_init__(self) -> None:
-        self._next_frame = self.now + self.frame_every_s
-
-    def seconds_left(self, now: float, others: float) -> float:
-        """Until a frame or something else is due, and not longer than one may go without looking."""
-        return min(max(0.0, min(self._next_frame - now, others)), self.look_s)
-
-    def frame_due(self, now: float) -> bool:
-        if now < self._next_frame:
-            return False
-        self._next_frame = now + self.frame_every_s
-        return True
 
 
 def open_sources(config: Config, choices: Choices) -> tuple[OpenSource, OpenSource | None]:
@@ -629,7 +618,7 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], o
     stored = _followed(saved.config, changed, resume, out)
     if (before := parse(stored)).aggregation.method is not None:  # what a step was made of stays, with more workers too
         stored = merge(stored, {"aggregation": {"global_batch": global_batch(before)}}, [])
-    config = parse(merge(without_foreign_options(merge(stored, changed, []), changed), changed, []))
+    config = parse(resumed(stored, changed))
     given_batch = (changed.get("aggregation") or {}).get("global_batch")
     if config.aggregation.method is not None and not given_batch and global_batch(config) % config.train.batch_size:
         raise ConfigError(
@@ -684,37 +673,18 @@ def _followed(stored: dict[str, Any], changed: Mapping[str, Any], resume: Path, 
 
 
 def _headline(job: Job) -> str:
-    train, choices = job.config.train, job.choices
+    config, train, choices = job.config, job.config.train, job.choices
+    if (steps := choices.aggregation) is None:
+        method = f"{choices.method.name} {choices.schedule.name}"
+    else:
+        method = f"{steps.method.name} of {steps.size} x {train.batch_size:,} samples a step"
+    where = "all in one process" if config.cluster.runtime == "inprocess" else "each role a process"
+    if config.cluster.runtime == "ray":
+        address = config.cluster.address
+        where += f" on the Ray cluster at {address}" if address else " on a Ray started for this job"
+    elif job.why_there:
+        where += f" ({job.why_there})"
     return (
-        f"{job.config.data.name}: {train.trainers} trainer(s) of {train.workers} worker(s), "
-        f"{server_count(job.config)} embedding server(s) ({choices.storage.name}), "
-        f"{_method(choices, train.batch_size)}{_runtime(job.config, job.where.why)}; results go to {job.out}"
+        f"{config.data.name}: {train.trainers} trainer(s) of {train.workers} worker(s), {server_count(config)} "
+        f"embedding server(s) ({choices.storage.name}), {method}, {where}; results go to {job.out}"
     )
-
-
-def _runtime(config: Config, why: str) -> str:
-    """Where the roles are to be, and why there."""
-    because = f" ({why})" if why else ""
-    if config.cluster.runtime == "inprocess":
-        return f", all in one process{because}"
-    if config.cluster.runtime == "processes":
-        return f", each role a process{because}"
-    where = f"the Ray cluster at {config.cluster.address}" if config.cluster.address else "a Ray started for this job"
-    return f", each role a process on {where}"
-
-
-def _method(choices: Choices, batch_size: int) -> str:
-    if (aggregating := choices.aggregation) is None:
-        return f"{choices.method.name} {choices.schedule.name}"
-    return f"{aggregating.method.name} of {aggregating.size} x {batch_size:,} samples a step"
-
-
-@contextlib.contextmanager
-def _single_threaded() -> Iterator[None]:
-    """Workers are the parallelism: each operator runs in its worker's thread. Put back afterwards."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

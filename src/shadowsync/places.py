@@ -40,27 +40,22 @@ def redacted(text: str) -> str:
 
 
 def _redacted_link(link: str) -> str:
+    """Without what may be a secret. A name alone is none, unless it is a token for a web server: Azure's is a
+    container, that of SSH a user."""
     scheme, given, rest = link.partition("://")
     if not given:
         return link
     web = scheme.lower() in _WEB
     query = (_WEB_QUERY if web else _QUERY).search(rest)
     place = rest if query is None else rest[: query.start()]
-    behind = "" if query is None else rest[query.start()] + HIDDEN
-    return f"{scheme}://{_without_user(place, web)}{behind}"
-
-
-def _without_user(place: str, web: bool) -> str:
-    """Without what may be a secret. A name alone is none, unless it is a token for a web server: Azure's is a
-    container, that of SSH a user."""
     authority = place.partition("/")[0]
     user, at, _ = authority.rpartition("@")
     if at:
-        return f"{HIDDEN}{place[len(user) :]}" if web or ":" in user else place
-    if not _PASSWORD.match(authority):
-        return place
-    _, at, behind = place.rpartition("@")  # a password with a slash
-    return f"{HIDDEN}@{behind}" if at else HIDDEN
+        place = f"{HIDDEN}{place[len(user) :]}" if web or ":" in user else place
+    elif _PASSWORD.match(authority):
+        _, at, behind = place.rpartition("@")  # a password with a slash
+        place = f"{HIDDEN}@{behind}" if at else HIDDEN
+    return f"{scheme}://{place}{'' if query is None else rest[query.start()] + HIDDEN}"
 
 
 def written_places(values: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
@@ -89,9 +84,10 @@ def unfollowed(stored: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """
     found = {}
     for section, key, value in _places(stored):
-        outside = (section, key) == ("train", "checkpoint_dir") and not _is_inside(value, folder)
+        inside = isinstance(value, str) and Path(value).resolve().is_relative_to(folder.resolve())
+        outside = (section, key) == ("train", "checkpoint_dir") and not inside
         elsewhere = (section, key) == ("cluster", "address") and value != "auto"
-        looks = is_foreign if section != "data" or key in _PATHS else _is_url
+        looks = is_foreign if section != "data" or key in _PATHS else lambda text: "://" in text
         if outside or elsewhere or any(looks(text) for text in _texts(value)):
             found[f"{section}.{key}"] = str(value)
     return found
@@ -112,16 +108,11 @@ def without(values: Mapping[str, Any], section: str, key: str) -> dict[str, Any]
 
 def advice(places: Mapping[str, str]) -> str:
     """`key=value …` as a user may add them to a command, without values that cannot or should not be given again."""
-    shown = (f"{key}={value if _is_plain(value) else '…'}" for key, value in places.items())
-    return " ".join(shown)
 
+    def plain(value: str) -> bool:
+        return len(value) <= 200 and not any(part in value for part in ("::", "${", HIDDEN)) and value.isprintable()
 
-def _is_url(text: str) -> bool:
-    return "://" in text
-
-
-def _is_plain(value: str) -> bool:
-    return len(value) <= 200 and not any(part in value for part in ("::", "${", HIDDEN)) and value.isprintable()
+    return " ".join(f"{key}={value if plain(value) else '…'}" for key, value in places.items())
 
 
 def _places(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -150,7 +141,3 @@ def _redacted_in(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _redacted_in(part) for key, part in value.items()}
     return [_redacted_in(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _is_inside(path: Any, folder: Path) -> bool:
-    return isinstance(path, str) and Path(path).resolve().is_relative_to(folder.resolve())

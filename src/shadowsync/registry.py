@@ -23,6 +23,8 @@ from pydantic_core import CoreSchema, core_schema
 from shadowsync.errors import ConfigError
 
 T = TypeVar("T")
+_checker = functools.cache(pydantic.TypeAdapter[Any])
+"""Building one takes a millisecond or more."""
 
 
 def members(package: str, seam: type[T]) -> dict[str, type[T]]:
@@ -53,13 +55,10 @@ def choose(key: str, name: str, package: str, seam: type[T]) -> type[T]:
 
 @dataclass(frozen=True)
 class MemberOf:
-    """Marks a key of the configuration that holds the name of a member: `Annotated[str, MemberOf(…)]`.
+    """Marks a key of the configuration that holds the name of a member of `seam` (`module:class`; members are in the
+    module's folder), or one of `also`: `Annotated[str, MemberOf(…)]`.
 
     Members are looked for when a name is given, so that a schema imports none of them.
-
-    Attributes:
-        seam: `module:class`; members are in the module's folder.
-        also: names that are allowed besides.
     """
 
     seam: str
@@ -103,22 +102,13 @@ def build(member: type[T], options: Mapping[str, Any], section: str) -> T:
     return built
 
 
-@functools.cache
-def _checker(member: type[Any]) -> pydantic.TypeAdapter[Any]:
-    """Building one takes a millisecond or more."""
-    return pydantic.TypeAdapter(member)
-
-
 def split_options(
     section: str, options: Mapping[str, Any], chosen: Mapping[str, type[Any]], keys: Iterable[str] = ()
 ) -> list[dict[str, Any]]:
     """Deals the options of one section out to the members chosen in it, in their order.
 
-    Args:
-        section: the section's name, for messages.
-        options: what the user wrote besides the keys of the schema.
-        chosen: `selector=value` for each choice made in the section, with the member it chose.
-        keys: the section's own keys, one of which the user may have meant.
+    `options` is what the user wrote besides `keys`, the section's own, one of which may be meant. `chosen` has
+    `selector=value` for each choice made in the section, with the member it chose.
     """
     known = {option: None for member in chosen.values() for option in option_names(member)}
     for option in options:
@@ -128,17 +118,19 @@ def split_options(
             meant = next((said[option] for said in others if option in said), None)
             if meant is not None:
                 raise ConfigError(f"{section}.{option} is not an option of {' '.join(chosen)}: {meant}")
-            has = f"; it has {', '.join(known)}" if known else "; it has none"
-            choice = " ".join(chosen)
-            raise ConfigError(f"{section}.{option} is not an option of {choice}{nearest(option, [*known, *keys])}{has}")
+            near, has = nearest(option, [*known, *keys]), f"; it has {', '.join(known) or 'none'}"
+            raise ConfigError(f"{section}.{option} is not an option of {' '.join(chosen)}{near}{has}")
     return [{o: options[o] for o in option_names(member) if o in options} for member in chosen.values()]
 
 
 def explain(error: pydantic.ValidationError, section: str) -> str:
     """The first problem of a pydantic error as one sentence with its key and value."""
     first = error.errors(include_url=False)[0]
-    parts = (section, *itertools.takewhile(_is_key, first["loc"]))  # pydantic adds the branch of a union
-    key = ".".join(str(part) for part in parts if part != "")
+    kinds = ("int", "str", "float", "bool")  # pydantic adds the branch of a union
+    located = itertools.takewhile(
+        lambda part: isinstance(part, int) or part == "" or (part.isidentifier() and part not in kinds), first["loc"]
+    )
+    key = ".".join(str(part) for part in (section, *located) if part != "")
     if first["type"] == "missing":
         return f"{key} is required"
     alone = f", as [{first['input']}]" if isinstance(first["input"], str | int | float) else ""
@@ -158,7 +150,3 @@ def explain(error: pydantic.ValidationError, section: str) -> str:
 
 def _takes_bool(hint: Any) -> bool:
     return hint in (bool, Any) or any(_takes_bool(part) for part in typing.get_args(hint))
-
-
-def _is_key(part: str | int) -> bool:
-    return isinstance(part, int) or part == "" or (part.isidentifier() and part not in ("int", "str", "float", "bool"))

@@ -181,8 +181,7 @@ class Tower(nn.Module):
 def everything(out: Path) -> dict[str, Tensor]:
     """Every number of the newest checkpoint of a run of the tower, optimizer state included."""
     trained = Trained(out, model=Tower())
-    parts = [part for server in trained.embeddings.servers for part in server.state()]
-    rows = {f"{part.table.name}.{part.start}.{name}": tensor for part in parts for name, tensor in part.tensors.items()}
+    rows = {f"{part.table.name}.{name}": t for part in trained.server.state() for name, t in part.tensors.items()}
     return rows | load_file(checkpoints(out)[-1] / "dense.safetensors")
 
 

@@ -91,7 +91,7 @@ def test_processes_compute_what_one_process_does(tmp_path: Path) -> None:
         )
         Job(config, out=tmp_path / runtime).run()
         trained = Trained(tmp_path / runtime)
-        rows[runtime] = [part.tensors["weight"].clone() for s in trained.embeddings.servers for part in s.state()]
+        rows[runtime] = [part.tensors["weight"].clone() for part in trained.server.state()]
     for there, here in zip(rows["processes"], rows["inprocess"], strict=True):
         torch.testing.assert_close(there, here, rtol=0, atol=0)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shadowsync.choices import choose_all, without_foreign_options
+from shadowsync.choices import choose_all, resumed
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
@@ -68,16 +68,15 @@ def test_unknown_kinds_are_told_of_the_known_ones():
         codecs("compression.psh=bf16")
 
 
-def resumed(stored, *overrides):
+def go_on(stored, *overrides):
     """The configuration of a run that goes on with overrides, as the command line makes it."""
-    changed = merge({}, {}, list(overrides))
-    return parse(merge(without_foreign_options(merge(stored, changed, []), changed), changed, []))
+    return parse(resumed(stored, merge({}, {}, list(overrides))))
 
 
 @pytest.mark.parametrize("stored", ["bf16", {"name": "threshold", "keep": 0.3, "values": "int4"}, {"name": "plain"}])
 @pytest.mark.parametrize("now", ["int8", "threshold", "bf16", "auto"])
 def test_another_codec_may_be_chosen_at_a_resume(stored, now):
-    config = resumed({"compression": {"push": stored, "pull": "bf16"}}, f"compression.push={now}")
+    config = go_on({"compression": {"push": stored, "pull": "bf16"}}, f"compression.push={now}")
     push = choose_all(config, own_model=False).codecs["push"]
     if isinstance(stored, dict) and now == stored["name"]:
         assert push == Threshold(keep=0.3, values="int4", feedback=False)
@@ -121,7 +120,7 @@ def test_another_codec_may_be_chosen_at_a_resume(stored, now):
     ids=str,
 )
 def test_stored_options_that_lost_their_meaning_are_left_out_at_a_resume(stored, overrides, left):
-    config = resumed({"compression": stored}, *overrides)
+    config = go_on({"compression": stored}, *overrides)
     choose_all(config, own_model=False)
     assert {kind: getattr(config.compression, kind).options for kind in left} == left
 
@@ -129,7 +128,7 @@ def test_stored_options_that_lost_their_meaning_are_left_out_at_a_resume(stored,
 def test_what_is_given_in_vain_at_a_resume_is_refused():
     stored = {"compression": {"push": {"name": "threshold", "keep": 0.1}}}
     with pytest.raises(ConfigError, match=r"^compression\.push\.keep=0\.3 has no effect beside compression\.pull"):
-        choose_all(resumed(stored, "compression.pull=threshold", "compression.push.keep=0.3"), own_model=False)
+        choose_all(go_on(stored, "compression.pull=threshold", "compression.push.keep=0.3"), own_model=False)
 
 
 def test_another_codec_on_the_command_line_comes_without_the_options_of_the_file(tmp_path):

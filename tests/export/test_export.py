@@ -25,7 +25,6 @@ from export_cases import (
 )
 from torch import Tensor, nn
 
-from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, SaveError
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.training.kernels import accelerate, onednn_runs, parse_kernels
@@ -198,12 +197,6 @@ def test_a_module_that_cannot_be_exported_says_why(kind: type[Plain], tmp_path: 
         export_model(module, SIMPLE.spec, lambda name, a, b: rows[name][a:b], tmp_path / "model.pt2")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_feature_without_a_table_is_named(tmp_path: Path) -> None:
-    spec = ExportSpec((Table("user", 5, 8, ("user",)),), FEATURES, ())
-    with pytest.raises(ConfigError, match="feature seen has no table to export"):
-        export_model(SIMPLE.build(), spec, lambda name, a, b: torch.zeros(b - a, 8), tmp_path / "model.pt2")
 
 
 def test_a_file_name_torch_would_not_take_is_refused(tmp_path: Path) -> None:

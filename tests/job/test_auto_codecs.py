@@ -34,7 +34,7 @@ def run(tmp_path: Path, codec: Any, out: str) -> tuple[Result, list[torch.Tensor
         data, data, compression=dict.fromkeys(KINDS, codec), sync={"method": "easgd", "schedule": "every_k", "k": 2}
     )
     result = Job(beside_own_model(config), model=Line(), out=tmp_path / out).run()
-    parts = [part for server in Trained(tmp_path / out, model=Line()).embeddings.servers for part in server.state()]
+    parts = Trained(tmp_path / out, model=Line()).server.state()
     dense = load_file(checkpoints(tmp_path / out)[-1] / "dense.safetensors")
     return result, [*(tensor for part in parts for tensor in part.tensors.values()), *dense.values()]
 

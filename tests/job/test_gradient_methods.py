@@ -28,7 +28,7 @@ from test_resume import interrupt
 
 from shadowsync import Job
 from shadowsync.aggregation.aggregator import Aggregation
-from shadowsync.choices import choose_all, without_foreign_options
+from shadowsync.choices import choose_all, resumed
 from shadowsync.config import merge, parse
 from shadowsync.embedding.client import EmbeddingClient, Prepared, Pulled
 from shadowsync.errors import ConfigError, DataError
@@ -332,13 +332,13 @@ def test_what_belongs_to_the_other_family_is_refused(tmp_path: Path, extra: dict
 def test_stored_dense_servers_that_have_no_effect_any_more_are_left_out(now: list[str], servers: int) -> None:
     stored = {"cluster": {"runtime": "ray", "dense_servers": 2}, "aggregation": {"method": "gba"}}
     changed = merge({}, {}, now)
-    config = parse(merge(without_foreign_options(merge(stored, changed, []), changed), changed, []))
+    config = parse(resumed(stored, changed))
     assert choose_all(config, own_model=False) is not None
     assert config.cluster.dense_servers == servers
     given = merge(changed, {"cluster": {"dense_servers": 2}}, [])
     if servers == 1:
         with pytest.raises(ConfigError, match="dense_servers=2 has no effect"):
-            without_foreign_options(merge(stored, given, []), given)
+            resumed(stored, given)
 
 
 BUSY = {"trainers": 2, "workers": 2, "emulate_step_ms": 2.0, "stragglers": "index=0,slow=20"}

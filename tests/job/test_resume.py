@@ -206,10 +206,7 @@ def everything(out: Path) -> dict[str, Tensor]:
     """Every number of the newest checkpoint of a run, optimizer state included."""
     trained = Trained(out, model=Dropping())
     rows = {
-        f"{part.table.name}.{name}": tensor
-        for server in trained.embeddings.servers
-        for part in server.state()
-        for name, tensor in part.tensors.items()
+        f"{part.table.name}.{name}": tensor for part in trained.server.state() for name, tensor in part.tensors.items()
     }
     return rows | load_file(checkpoints(out)[-1] / "dense.safetensors")
 

@@ -9,10 +9,10 @@ from job_helpers import settings, write_rows
 from rich.console import Console
 from torch import nn
 
-from shadowsync import Job, runtime_choice
+from shadowsync import Job
 from shadowsync.cluster.context import Own
 from shadowsync.config import parse
-from shadowsync.runtime_choice import Where, where_roles_run, with_runtime
+from shadowsync.job import where_roles_run, with_runtime
 
 
 class Locked(nn.Module):
@@ -23,22 +23,22 @@ class Locked(nn.Module):
         self.lock = threading.Lock()
 
 
-def chosen(own: Own | None = None, **sections: Any) -> Where:
+def chosen(own: Own | None = None, **sections: Any) -> tuple[str, str]:
     return where_roles_run(parse(sections), own or Own())
 
 
 @pytest.fixture
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_choice, "cores", lambda: 16)
+    monkeypatch.setattr("shadowsync.job.cores", lambda: 16)
 
 
 def test_on_few_cores_roles_are_threads() -> None:
-    assert chosen(train={"trainers": 8}) == Where("inprocess", "2 cores")
+    assert chosen(train={"trainers": 8}) == ("inprocess", "2 cores")
 
 
 @pytest.mark.usefixtures("many_cores")
 def test_on_many_cores_several_trainers_are_processes() -> None:
-    assert chosen(train={"trainers": 4}) == Where("processes", "4 trainers on 16 cores")
+    assert chosen(train={"trainers": 4}) == ("processes", "4 trainers on 16 cores")
 
 
 @pytest.mark.usefixtures("many_cores")
@@ -54,24 +54,24 @@ def test_on_many_cores_several_trainers_are_processes() -> None:
     ids=str,
 )
 def test_what_speaks_against_processes_is_said(sections: dict[str, Any], why: str) -> None:
-    assert chosen(**sections) == Where("inprocess", why)
+    assert chosen(**sections) == ("inprocess", why)
 
 
 @pytest.mark.usefixtures("many_cores")
 def test_a_model_that_cannot_be_sent_stays_in_this_process() -> None:
-    assert chosen(Own(Locked())).runtime == "inprocess"
-    assert chosen(Own(nn.Linear(2, 1))).runtime == "processes"
+    assert chosen(Own(Locked()))[0] == "inprocess"
+    assert chosen(Own(nn.Linear(2, 1)))[0] == "processes"
 
 
 @pytest.mark.usefixtures("many_cores")
 def test_without_shared_memory_roles_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_choice, "can_share", lambda: False)
-    assert chosen().runtime == "inprocess"
+    monkeypatch.setattr("shadowsync.job.can_share", lambda: False)
+    assert chosen()[0] == "inprocess"
 
 
 def test_what_the_user_says_counts() -> None:
-    assert chosen(cluster={"runtime": "processes"}) == Where("processes", "")
-    assert chosen(cluster={"address": "auto"}) == Where("ray", "cluster.address is given")
+    assert chosen(cluster={"runtime": "processes"}) == ("processes", "")
+    assert chosen(cluster={"address": "auto"}) == ("ray", "cluster.address is given")
 
 
 def test_what_was_chosen_stands_in_the_result(tmp_path: Path) -> None:
@@ -84,4 +84,4 @@ def test_what_was_chosen_stands_in_the_result(tmp_path: Path) -> None:
 
 def test_a_choice_changes_nothing_else() -> None:
     config = parse({"train": {"trainers": 3}})
-    assert with_runtime(config, Where("inprocess", "")).train == config.train
+    assert with_runtime(config, "inprocess").train == config.train

@@ -85,7 +85,7 @@ def test_a_job_with_din_equals_a_plain_loop(tmp_path: Path, storage: str, server
     module, weights = plain_din(config, Din(attention=(8,), deep=(8,)), 0.1)
     Job(config, out=tmp_path / "out").run()
     trained = Trained(tmp_path / "out")
-    assert {table.name: table.sequences for table in trained.embeddings.tables} == {"c0": (), "c1": ("many",)}
+    assert {table.name: table.sequences for table in trained.tables} == {"c0": (), "c1": ("many",)}
     for name, parameter in module.named_parameters():
         assert_near(trained.module.get_parameter(name), parameter, name)
     for name, weight in weights.items():
@@ -279,5 +279,5 @@ def test_every_way_to_say_that_a_feature_is_a_sequence(
     tmp_path: Path, data: tuple[Path, Path], sections: dict[str, Any]
 ) -> None:
     Job(config_of(data, train={"batch_size": 32}, **sections), out=tmp_path / "out").run()
-    tables = Trained(tmp_path / "out").embeddings.tables
+    tables = Trained(tmp_path / "out").tables
     assert {feature for table in tables for feature in table.sequences} == {"many"}

@@ -26,7 +26,7 @@ from shadowsync.cluster.context import Material, Own, RolePlace, no_failures
 from shadowsync.cluster.manager import cpus_needed, resources_needed
 from shadowsync.cluster.session import Session
 from shadowsync.config import Config, load, merge, parse, read_given, with_written
-from shadowsync.data.reader import Position
+from shadowsync.data.leases import Position
 from shadowsync.data.rows import large_columns, largest_column
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.table import Shard, Table
@@ -242,7 +242,7 @@ class _Run:
             if source is not None:
                 stack.callback(source.close)
         # of more or fewer rows the reader has its own to say
-        if self.saved is not None and Position.of(self.saved.position).book.get("rows") == train.rows:
+        if self.saved is not None and Position.of(self.saved.position).book.rows == train.rows:
             match_data(self.saved.name, job_state(self.saved).data, train.marks(), self.config.data.accept)
         for sentence in too_short(self.config, train.rows * self.config.data.epochs):
             self._print(sentence)  # before trainers are made: so many may take minutes

@@ -35,8 +35,7 @@ from shadowsync.compression.differences import Message
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
-from shadowsync.data.lease_service import Claim, LeaseService
-from shadowsync.data.leases import LeaseBook, Plan
+from shadowsync.data.leases import Claim, LeaseBook, LeaseService
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.rpc.connection import Answer, Connection, DirectConnection
@@ -370,7 +369,7 @@ class Bench:
     """A coordinator beside a lease service of `rows` rows."""
 
     def __init__(self, connect: Connect, method: Aggregation, size: int = 2, rows: int = 40) -> None:
-        self.leases = LeaseService(LeaseBook(Plan([10] * (rows // 10), 1, shuffle=False, seed=0)), 2)
+        self.leases = LeaseService(LeaseBook([10] * (rows // 10)), 2)
         rule = StepRule(size, 0.1, 0.1, Rates(), rows_by_buffer=False)
         self.coordinator = StepCoordinator(method, rule, self.leases, lambda dense, rows: None)
         (self.connection,) = connect(Served(self.coordinator), 1)

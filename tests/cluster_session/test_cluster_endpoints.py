@@ -10,8 +10,7 @@ from shadowsync.aggregation.gba import Gba
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.cluster.endpoints import DriverService
 from shadowsync.cluster.records import RecordTaker
-from shadowsync.data.lease_service import LeaseService
-from shadowsync.data.leases import Lease, LeaseBook, Plan
+from shadowsync.data.leases import Lease, LeaseBook, LeaseService
 from shadowsync.errors import RunError
 from shadowsync.metrics.recorder import Recorder
 from shadowsync.rpc.connection import DirectConnection
@@ -21,7 +20,7 @@ from shadowsync.training.optimizers import Rates
 
 
 def make_leases() -> LeaseService:
-    return LeaseService(LeaseBook(Plan([10, 10], 1, shuffle=False, seed=0)), 1)
+    return LeaseService(LeaseBook([10, 10]), 1)
 
 
 def front(

@@ -188,12 +188,24 @@ def test_a_restored_reader_trains_the_rest_with_another_batch_size_and_more_trai
     resumed.close()
 
 
-@pytest.mark.parametrize("change", [{"seed": -1}, {"slice_rows": 0}, {"shuffle": "no"}, {"book": None}, {"book": {}}])
+OF_BOOK = ({"slices": None}, {"rows": "3"}, {"epoch": -1}, {"position": 1.5}, {"trained": None}, {"trained": [-1]})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"seed": -1}, {"slice_rows": 0}, {"shuffle": "no"}, {"book": None}, {"book": {}}),
+        *({"book": change} for change in (*OF_BOOK, {"skipped": ["../x"]}, {"parts": {}}, {"position": 4})),
+    ],
+)
 def test_a_state_that_no_reader_gives_is_refused(change):
     reader = Reader(CountedRows(24), OPTIONS)
     reader.close()
+    state = reader.state()
+    if change.get("book"):
+        change = {"book": state["book"] | change["book"]}
     with pytest.raises(CheckpointError, match="position in the data"):
-        Reader(CountedRows(24), OPTIONS, reader.state() | change)
+        Reader(CountedRows(24), OPTIONS, state | change)
 
 
 def test_one_trainer_goes_on_in_the_order_it_would_have_had():

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.lease_service import LeaseClient, LeaseService, Rows
-from shadowsync.data.leases import Lease, LeaseBook, Plan
+from shadowsync.data.leases import Lease, LeaseBook, LeaseClient, LeaseService, Rows
 from shadowsync.data.reader import PARSE_S, Feed, LeasedBatch, Parser, Reader, ReaderOptions
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice
 from shadowsync.errors import DataError, RunError
@@ -75,7 +74,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
 
 def leases_of(source: OpenSource) -> LeaseService:
     parser = Parser(source, OPTIONS)
-    return LeaseService(LeaseBook(Plan([part.rows for part in parser.slices], OPTIONS.epochs, True, OPTIONS.seed)), 4)
+    return LeaseService(LeaseBook([part.rows for part in parser.slices], OPTIONS.epochs, True, OPTIONS.seed), 4)
 
 
 def feed_over(connect: Connect, leases: LeaseService, source: OpenSource, trainer: int) -> Feed:

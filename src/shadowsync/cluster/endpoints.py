@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from shadowsync.aggregation.coordinator import StepCoordinator
 from shadowsync.cluster.records import RecordTaker
-from shadowsync.data.lease_service import LeaseStatus
-from shadowsync.data.leases import Lease
+from shadowsync.data.leases import Lease, LeaseStatus
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource
 from shadowsync.errors import DataError, RunError

@@ -21,7 +21,7 @@ from shadowsync.cluster.servers import Imaged
 from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, WorkerContext
 from shadowsync.compression.channel import Channel, CodecChoice
 from shadowsync.config import Config
-from shadowsync.data.lease_service import LeaseClient
+from shadowsync.data.leases import LeaseClient
 from shadowsync.data.reader import Feed, LeasedBatch, Parser
 from shadowsync.embedding.client import EmbeddingClient, Server
 from shadowsync.embedding.line import EmbeddingLine

@@ -1,20 +1,28 @@
-"""Who trains which rows: a book of leases that trains every row of every epoch exactly once.
+"""Who trains which rows: a book of leases that trains every row of every epoch exactly once, and the service of it.
 
-Pure: no clock, no thread, no file; the caller holds a lock around it. Rows are counted within a slice in the order in
-which they are trained (a permutation of the file's order that depends on seed, epoch and slice only), so what is left
-of a slice stays meaningful for another trainer, another batch size and another process.
+Rows are counted within a slice in the order in which they are trained (a permutation of the file's order that depends
+on seed, epoch and slice only), so what is left of a slice stays meaningful for another trainer, another batch size and
+another process.
 """
 
+import itertools
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from shadowsync.errors import CheckpointError, DataError
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.pending import Pending, ended
+from shadowsync.rpc.served import ask, later, served
 
+LOOK_AGAIN_S = 0.025
+
+T = TypeVar("T")
 Span = tuple[int, int]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -38,36 +46,55 @@ class Lease:
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a book hands out.
-
-    Attributes:
-        slices: rows of each slice.
-        epochs: passes over all of them.
-        shuffle: hand slices out in an order drawn anew for each epoch, else in their own.
-        seed: of that order.
-    """
-
-    slices: Sequence[int]
-    epochs: int
-    shuffle: bool
-    seed: int
-
-    def order(self, epoch: int) -> list[int]:
-        """The slices in the order of an epoch."""
-        if not self.shuffle:
-            return list(range(len(self.slices)))
-        order: list[int] = np.random.default_rng((self.seed, epoch)).permutation(len(self.slices)).tolist()
-        return order
-
-
 @dataclass
 class EpochCount:
     """Rows of one epoch that were trained, and that were skipped because they are bad."""
 
     trained: int = 0
     skipped: int = 0
+
+
+class BookState(msgspec.Struct, frozen=True):
+    """What of a book goes into a checkpoint.
+
+    Attributes:
+        slices: how many.
+        rows: of all slices.
+        epoch: of the slice that is handed out next.
+        position: of that slice in the epoch's order.
+        parts: of each that is held or came back its epoch, its slice, its rows and whether it was opened.
+        trained: rows of each epoch that has begun.
+        skipped: likewise.
+    """
+
+    slices: Count
+    rows: Count
+    epoch: Count
+    position: Count
+    parts: list[tuple[Count, Count, list[tuple[Count, Count]], bool]]
+    trained: list[Count]
+    skipped: list[Count]
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How far the data is trained: what `Reader.state` gives."""
+
+    slice_rows: Annotated[int, msgspec.Meta(ge=1)]
+    shuffle: bool
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    book: BookState
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "Position":
+        """The position in a checkpoint.
+
+        Raises:
+            CheckpointError: it is not one that `Reader.state` gives.
+        """
+        try:
+            return msgspec.convert(state, cls)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"the checkpoint's position in the data is not that of a job: {error}") from error
 
 
 @dataclass
@@ -87,27 +114,19 @@ class _Part:
     settled: bool = True
 
 
-class _Saved(msgspec.Struct, frozen=True):
-    """What `LeaseBook.state` gives; of each part its epoch, its slice, its spans and whether it was opened."""
-
-    slices: Count
-    rows: Count
-    epoch: Count
-    position: Count
-    parts: list[tuple[Count, Count, list[tuple[Count, Count]], bool]]
-    trained: list[Count]
-    skipped: list[Count]
-
-
 class LeaseBook:
     """Hands out the slices of each epoch; the next epoch's follow at once.
 
-    `lease` returns None when nothing can be handed out at the moment: `finished` tells whether that is for good, or
-    whether rows held by others may still come back. Whoever holds a lease claims its rows, front to back, right
-    before training them; what is not claimed yet, somebody idle may take over.
+    Pure: no clock, no thread, no file; the caller holds a lock around it. `lease` returns None when nothing can be
+    handed out at the moment: `finished` tells whether that is for good, or whether rows held by others may still come
+    back. Whoever holds a lease claims its rows, front to back, right before training them; what is not claimed yet,
+    somebody idle may take over.
 
     Args:
-        plan: what there is.
+        slices: rows of each slice.
+        epochs: passes over all of them.
+        shuffle: hand slices out in an order drawn anew for each epoch, else in their own.
+        seed: of that order.
         first_number: of the leases; a book that goes on after a roll-back begins above those of the book before, so
             that no report from before is taken for one of now.
 
@@ -116,15 +135,21 @@ class LeaseBook:
         trained: rows, all epochs.
     """
 
-    def __init__(self, plan: Plan, first_number: int = 0) -> None:
-        self.plan = plan
+    def __init__(
+        self, slices: Sequence[int], epochs: int = 1, shuffle: bool = False, seed: int = 0, first_number: int = 0
+    ) -> None:
         self.epochs = [EpochCount()]
         self.trained = 0
+        self._slices, self._passes, self._shuffle, self._seed = slices, epochs, shuffle, seed
         self._returned: deque[_Part] = deque()
         self._held: dict[int, tuple[Lease, _Part]] = {}
         self._next_number = first_number
-        self._epoch = self._position = 0
-        self._order = plan.order(0)
+        self._begin(0)
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch, self._position, self._order = epoch, 0, range(len(self._slices))
+        if self._shuffle:
+            self._order = np.random.default_rng((self._seed, epoch)).permutation(len(self._slices)).tolist()
 
     @property
     def finished(self) -> bool:
@@ -134,7 +159,7 @@ class LeaseBook:
     @property
     def _exhausted(self) -> bool:
         """Every slice of every epoch was handed out at least once."""
-        left_over = self.plan.epochs - self._epoch
+        left_over = self._passes - self._epoch
         return left_over <= 0 or (left_over == 1 and self._position == len(self._order))
 
     def lease(self, trainer: int) -> Lease | None:
@@ -144,13 +169,12 @@ class LeaseBook:
         if self._exhausted:
             return None
         if self._position == len(self._order):
-            self._epoch, self._position = self._epoch + 1, 0
+            self._begin(self._epoch + 1)
             if self._epoch == len(self.epochs):
                 self.epochs.append(EpochCount())
-            self._order = self.plan.order(self._epoch)
         index = self._order[self._position]
         self._position += 1
-        return self._hold(_Part(self._epoch, index, [(0, self.plan.slices[index])]), trainer)
+        return self._hold(_Part(self._epoch, index, [(0, self._slices[index])]), trainer)
 
     def opened(self, lease: Lease, rows: int) -> bool:
         """Says that the slice turned out to have `rows` good rows; the rest counts as skipped, once.
@@ -164,8 +188,8 @@ class LeaseBook:
         part = held[1]
         if not part.opened:
             part.opened = True
-            self.epochs[part.epoch].skipped += self.plan.slices[part.slice] - rows
-            self._keep(lease, _without(part.spans, rows, self.plan.slices[part.slice]))
+            self.epochs[part.epoch].skipped += self._slices[part.slice] - rows
+            self._keep(lease, _without(part.spans, rows, self._slices[part.slice]))
         return lease.number in self._held
 
     def claim(self, lease: Lease, start: int, stop: int) -> int:
@@ -197,10 +221,7 @@ class LeaseBook:
         if held is None:
             return False
         part = held[1]
-        for first, last in part.spans:
-            if first <= start <= stop <= last:
-                break
-        else:
+        if not any(first <= start <= stop <= last for first, last in part.spans):
             raise DataError(f"rows {start} … {stop} are not among those to train: {part.spans}")
         self.epochs[part.epoch].trained += stop - start
         self.trained += stop - start
@@ -215,10 +236,10 @@ class LeaseBook:
             self._returned.append(part)
 
     def take_over(self, trainer: int, grain: int) -> Lease | None:
-        """Moves to `trainer` at least half of what waits in the fullest lease of the others, or all of it.
+        """Moves to `trainer`, who has nothing left, at least half of what waits in the fullest lease of the others.
 
         Args:
-            trainer: who has nothing left.
+            trainer: its rank.
             grain: rows of a batch; at least that many stay together.
 
         Returns:
@@ -243,7 +264,7 @@ class LeaseBook:
             if kept < last - first:
                 break
             kept -= last - first
-        cut, end = first + kept, self.plan.slices[part.slice]
+        cut, end = first + kept, self._slices[part.slice]
         moved = _Part(part.epoch, part.slice, _without(part.spans, 0, cut), opened=True, settled=False)
         self._keep(lease, _without(part.spans, cut, end))
         return self._hold(moved, trainer)
@@ -260,30 +281,26 @@ class LeaseBook:
         if not spans:
             del self._held[lease.number]
 
-    def state(self) -> dict[str, Any]:
-        """The position as plain JSON values; rows that are held and not done count as not trained."""
+    def state(self) -> BookState:
+        """The position; rows that are held and not done count as not trained."""
         parts = [*(part for _, part in self._held.values()), *self._returned]
-        return {
-            "slices": len(self.plan.slices),
-            "rows": sum(self.plan.slices),
-            "epoch": self._epoch,
-            "position": self._position,
-            "parts": [[p.epoch, p.slice, [list(span) for span in p.spans], p.opened] for p in parts],
-            "trained": [epoch.trained for epoch in self.epochs],
-            "skipped": [epoch.skipped for epoch in self.epochs],
-        }
+        return BookState(
+            len(self._slices),
+            sum(self._slices),
+            self._epoch,
+            self._position,
+            [(part.epoch, part.slice, list(part.spans), part.opened) for part in parts],
+            [epoch.trained for epoch in self.epochs],
+            [epoch.skipped for epoch in self.epochs],
+        )
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, saved: BookState) -> None:
         """Goes on from a state of a book with the same slices and seed; there may be more epochs now, or fewer.
 
         Raises:
             CheckpointError: the state is of other data.
         """
-        try:
-            saved = msgspec.convert(state, _Saved)
-        except msgspec.ValidationError as error:
-            raise CheckpointError(f"the checkpoint's position in the data is not that of a job: {error}") from error
-        slices = self.plan.slices
+        slices = self._slices
         if saved.slices != len(slices) or saved.rows != sum(slices):
             raise CheckpointError(
                 f"the checkpoint was made on data of {saved.rows} rows, this data has {sum(slices)}: give the same data"
@@ -294,12 +311,12 @@ class LeaseBook:
             for epoch, part, spans, _ in saved.parts
         ):
             raise CheckpointError("the checkpoint's position in the data contradicts itself")
-        self._epoch, self._position = saved.epoch, saved.position
+        self._begin(saved.epoch)
+        self._position = saved.position
         self.epochs = [EpochCount(*pair) for pair in zip(saved.trained, saved.skipped, strict=True)]
         self.trained = sum(saved.trained)
         self._returned = deque(sorted((_Part(*part) for part in saved.parts), key=lambda part: part.epoch))
         self._held = {}
-        self._order = self.plan.order(self._epoch)
 
 
 def _without(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
@@ -311,3 +328,245 @@ def _without(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
         if stop > end:
             left.append((max(start, end), stop))
     return left
+
+
+class LeaseStatus(NamedTuple):
+    """How things stand, as every answer of the service says, so that nobody has to ask.
+
+    Attributes:
+        version: grows whenever rows come back or everything is finished.
+        finished: every row of every epoch was trained or skipped.
+        trained: rows, all epochs.
+    """
+
+    version: int
+    finished: bool
+    trained: int
+
+
+class Claim(NamedTuple):
+    """Leave to train rows now.
+
+    Attributes:
+        number: place in the order in which batches are begun, over all trainers, from 0.
+        stop: the row before which to stop.
+    """
+
+    number: int
+    stop: int
+
+
+class Rows(NamedTuple):
+    """Rows `start … stop − 1` of a lease."""
+
+    lease: Lease
+    start: int
+    stop: int
+
+
+class LeaseService:
+    """A `LeaseBook` behind a lock, for the threads of its process and, behind a wire, for other processes.
+
+    Its methods do what the book's of the same names do. What a trainer holds goes back when the job gives the trainer
+    up, not with its connection.
+
+    Args:
+        book: not to be used by anybody else from now on.
+        grain: rows of a batch.
+    """
+
+    def __init__(self, book: LeaseBook, grain: int) -> None:
+        self._book, self._grain = book, grain
+        numbers = itertools.count()
+        self._number: Callable[[Lease, int, int], int] = lambda *_: next(numbers)
+        self._version = 0
+        self._changed = threading.Condition()
+        self._alarm: tuple[int, Callable[[], None]] | None = None
+
+    @served(quick=True)
+    def lease(self, trainer: int, idle: bool) -> tuple[LeaseStatus, Lease | None]:
+        """One that is idle may get what others hold."""
+        with self._changed:
+            found = self._book.lease(trainer)
+            if found is None and idle:
+                found = self._book.take_over(trainer, self._grain)
+            return self._status(), found
+
+    @served(quick=True)
+    def opened(self, lease: Lease, rows: int) -> tuple[LeaseStatus, bool]:
+        with self._changed:
+            held = self._book.opened(lease, rows)
+            self._wake_at_the_end()
+            return self._status(), held
+
+    @served(quick=True)
+    def claim(
+        self, lease: Lease, start: int, stop: int, done: tuple[Rows, ...] = ()
+    ) -> tuple[LeaseStatus, Claim | None]:
+        """After `done` of those rows; None where the rows are not the holder's any more."""
+        for rows in done:
+            self.done(*rows)
+        with self._changed:
+            granted = self._book.claim(lease, start, stop)
+            claim = Claim(self._number(lease, start, granted), granted) if granted > start else None
+            return self._status(), claim
+
+    def done(self, lease: Lease, start: int, stop: int) -> bool:
+        with self._changed:
+            held = self._book.done(lease, start, stop)
+            self._wake_at_the_end()
+            if self._alarm is None or self._book.trained < self._alarm[0]:
+                return held
+            _, ring = self._alarm
+            self._alarm = None
+        ring()
+        return held
+
+    @served(quick=True)
+    def tell(self, done: tuple[Rows, ...]) -> LeaseStatus:
+        for rows in done:
+            self.done(*rows)
+        with self._changed:
+            return self._status()
+
+    @served(quick=True)
+    def abandon(self, trainer: int) -> None:
+        with self._changed:
+            self._book.abandon(trainer)
+        self.wake()
+
+    def wait(self, version: int) -> None:
+        """Returns when the version is another one; of a `LeaseClient` perhaps earlier: ask again then."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._version != version)
+
+    def wake(self) -> None:
+        """Lets everybody who waits look again."""
+        with self._changed:
+            self._version += 1
+            self._changed.notify_all()
+
+    def number_by(self, give: Callable[[Lease, int, int], int]) -> None:
+        """Has somebody else number the batches: called for each claim, in their order, and not to call back.
+
+        Args:
+            give: numbers a batch, given the lease and the first row and the one after the last.
+        """
+        with self._changed:
+            self._number = give
+
+    def alarm(self, trained: int, call: Callable[[], None]) -> None:
+        """Has `call` called once, as soon as so many rows are trained, in the thread that tells of the last of them.
+
+        There is one alarm, the one that was set last; where so many are trained already it never rings.
+        """
+        with self._changed:
+            self._alarm = (trained, call) if self._book.trained < trained else None
+
+    @property
+    def finished(self) -> bool:
+        with self._changed:
+            return self._book.finished
+
+    @property
+    def trained(self) -> int:
+        return self._book.trained
+
+    def epochs(self) -> Sequence[EpochCount]:
+        """Rows trained and skipped in each epoch so far."""
+        with self._changed:
+            return [replace(count) for count in self._book.epochs]
+
+    def state(self) -> BookState:
+        with self._changed:
+            return self._book.state()
+
+    def _status(self) -> LeaseStatus:
+        return LeaseStatus(self._version, self._book.finished, self._book.trained)
+
+    def _wake_at_the_end(self) -> None:
+        if self._book.finished:
+            self._version += 1
+            self._changed.notify_all()
+
+
+class LeaseClient:
+    """A trainer's end of a `LeaseService`, to be used as that is.
+
+    What was done goes along with the next claim, which a trainer makes at once; where none follows, somebody has to
+    call `tell`. Who waits asks again every 25 ms, at the end of a job only.
+
+    Attributes:
+        trained: rows of the whole job, as of the last reply.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.trained = 0
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._done: list[Rows] = []
+        self._told: deque[Pending[Any]] = deque()
+        self._closed = threading.Event()
+
+    def lease(self, trainer: int, idle: bool) -> tuple[LeaseStatus, Lease | None]:
+        return self._heard(ask(self._connection, LeaseService.lease, trainer, idle))
+
+    def opened(self, lease: Lease, rows: int) -> tuple[LeaseStatus, bool]:
+        return self._heard(ask(self._connection, LeaseService.opened, lease, rows))
+
+    def claim(self, lease: Lease, start: int, stop: int) -> tuple[LeaseStatus, Claim | None]:
+        claimed = self._send(lambda done: later(self._connection, LeaseService.claim, lease, start, stop, done))
+        return self._heard(claimed.result())
+
+    def done(self, lease: Lease, start: int, stop: int) -> bool:
+        """Notes it: always True, since it cannot be known here yet."""
+        with self._lock:
+            self._done.append(Rows(lease, start, stop))
+        return True
+
+    def tell(self) -> None:
+        """Tells what was done and not told yet, without waiting for it."""
+        if self._done:
+            told = self._send(lambda done: later(self._connection, LeaseService.tell, done))
+            told.then(lambda error: None if error else self._note(told.result()))
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until everything that was done is known; false if it is not after that time."""
+        self.tell()
+        with self._lock:
+            told = tuple(self._told)
+        return ended(told, timeout_s)
+
+    def abandon(self, trainer: int) -> None:
+        self.tell()
+        ask(self._connection, LeaseService.abandon, trainer)
+
+    def wait(self, version: int) -> None:
+        self.tell()
+        self._closed.wait(LOOK_AGAIN_S)
+
+    def close(self) -> None:
+        """Lets go of whoever waits."""
+        self._closed.set()
+
+    def _send(self, call: Callable[[tuple[Rows, ...]], Pending[T]]) -> Pending[T]:
+        with self._lock:  # so that `settle` sees each piece of news either here or under way
+            done, self._done = tuple(self._done), []
+            told = call(done)
+            while self._told and self._told[0].done():
+                self._told.popleft()
+            if done:
+                self._told.append(told)
+        return told
+
+    def _heard(self, answer: tuple[LeaseStatus, T]) -> tuple[LeaseStatus, T]:
+        self._note(answer[0])
+        return answer
+
+    def _note(self, status: LeaseStatus) -> None:
+        with self._lock:  # replies may overtake each other
+            self.trained = max(self.trained, status.trained)
+
+
+Leases = LeaseService | LeaseClient
+"""What a trainer's feed asks, near or behind a wire."""

@@ -8,17 +8,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from shadowsync.data.batch import Batch
-from shadowsync.data.lease_service import Leases, LeaseService, LeaseStatus
-from shadowsync.data.leases import EpochCount, Lease, LeaseBook, Plan
+from shadowsync.data.leases import EpochCount, Lease, LeaseBook, Leases, LeaseService, LeaseStatus, Position
 from shadowsync.data.source import OpenSource, Slice, check_ids
-from shadowsync.errors import CheckpointError, ConfigError, DataError, RunError
+from shadowsync.errors import ConfigError, DataError, RunError
 from shadowsync.rpc.errors import CallTimeout
 from shadowsync.rpc.fetched import Fetched
 from shadowsync.rpc.pending import Pending, ended
@@ -55,12 +54,7 @@ class ReaderOptions:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A lease that was parsed.
-
-    Attributes:
-        rows: good rows of the whole slice.
-        batches: rows `start … stop − 1` of the permuted slice, and their samples.
-    """
+    """A lease that was parsed: good rows of the whole slice, and rows `start … stop − 1` of it, permuted, by batch."""
 
     rows: int
     batches: tuple[tuple[int, int, Batch], ...]
@@ -73,9 +67,6 @@ class Parser:
 
     Attributes:
         slices: of the source; `lease.slice` is a position among them.
-
-    Raises:
-        ConfigError: the slices are far too many.
     """
 
     def __init__(self, source: OpenSource, options: ReaderOptions) -> None:
@@ -89,12 +80,7 @@ class Parser:
 
     @served(once=False, timeout_s=PARSE_S)
     def parse(self, lease: Lease) -> Parsed:
-        """The lease's rows, whose order depends on seed, epoch and slice only.
-
-        Raises:
-            DataError: a row cannot be used, or the lease is not one of this data; and whatever else reading the source
-                raises.
-        """
+        """The lease's rows, whose order depends on seed, epoch and slice only; raises whatever reading them raises."""
         known = 0 <= lease.slice < len(self.slices) and lease.epoch >= 0
         rows = self.slices[lease.slice].rows if known else 0
         if not known or not all(0 <= start < stop <= rows for start, stop in lease.spans):
@@ -114,7 +100,6 @@ class Parser:
         return Parsed(len(whole), tuple(batches))
 
     def close(self) -> None:
-        """Lets go of open files."""
         self.source.close()
 
 
@@ -145,13 +130,8 @@ class _Block:
 class Feed:
     """What a trainer trains; all its workers share it.
 
-    It leases slices, has them parsed ahead, and claims each batch right before it goes out.
-
-    Args:
-        trainer: its rank.
-        leases: says who trains what.
-        parse: starts to parse a lease; the feed is closed before it cancels any.
-        prefetch: slices parsed ahead, besides the one the trainer is at.
+    It leases slices, has `prefetch` of them parsed ahead, besides the one the trainer is at, and claims each batch
+    right before it goes out. It is closed before `parse`, which starts to parse a lease, cancels any.
     """
 
     def __init__(self, trainer: int, leases: Leases, parse: Callable[[Lease], Pending[Parsed]], prefetch: int) -> None:
@@ -163,18 +143,11 @@ class Feed:
         self._nothing_at = -1
 
     def next(self, wait: bool = True) -> LeasedBatch | None:
-        """The trainer's next batch.
+        """The trainer's next batch; None if there is no more work for it, without `wait` if there is none now.
 
-        Args:
-            wait: when everything has been leased but others still hold rows, wait until they are done with them or
-                give them back. A worker that still holds batches itself must not wait, or it may wait for itself:
-                it calls with False, finishes them when it gets None, and then calls with True.
-
-        Returns:
-            None: there is no more work for this trainer; with `wait=False`, there is none now.
-
-        Raises:
-            Exception: whatever reading the source raised, unchanged.
+        With `wait`, when everything has been leased but others still hold rows, it waits until they are done with them
+        or give them back. A worker that still holds batches itself must not, or it may wait for itself: it calls with
+        False, finishes them when it gets None, and then calls with True. Raises whatever reading the source raised.
         """
         while not self.closed:
             with self._lock:
@@ -248,36 +221,21 @@ class Feed:
         return self._blocks[0].batches is not None
 
 
-class Position(msgspec.Struct, frozen=True):
-    """How far the data is trained: what `Reader.state` gives."""
-
-    slice_rows: Annotated[int, msgspec.Meta(ge=1)]
-    shuffle: bool
-    seed: Annotated[int, msgspec.Meta(ge=0)]
-    book: dict[str, Any]
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Position":
-        """The position in a checkpoint.
-
-        Raises:
-            CheckpointError: it is not one that `Reader.state` gives.
-        """
-        try:
-            return msgspec.convert(state, cls)
-        except msgspec.ValidationError as error:
-            raise CheckpointError(f"the checkpoint's position in the data is not that of a job: {error}") from error
-
-
 class Reader:
     """Hands out the rows of a source, each exactly once per epoch, to any number of trainers.
 
     With one trainer and one worker the batches and their order depend on options and seed only. A trainer that finds
     nothing left to lease takes over half of what another has not begun, so that all end together.
 
-    Attributes:
-        slices: of the source; `lease.slice` is a position among them.
-        leases: says who trains what.
+    Args:
+        source: the caller closes it after the reader.
+        options: with a state, its slice_rows, shuffle and seed are those of the state.
+        state: goes on from what `state()` gave, with any batch size, epochs and number of trainers.
+        first_number: of the leases (see `LeaseBook`).
+
+    Raises:
+        DataError: the source is empty.
+        CheckpointError: the state is of other data, or not one that `state()` gives.
     """
 
     def __init__(
@@ -287,17 +245,6 @@ class Reader:
         state: Mapping[str, Any] | None = None,
         first_number: int = 0,
     ) -> None:
-        """
-        Args:
-            source: opened; the caller closes it after the reader.
-            options: with a state, its slice_rows, shuffle and seed are those of the state.
-            state: goes on from what `state()` gave, with any batch size, epochs and number of trainers.
-            first_number: of the leases (see `LeaseBook`).
-
-        Raises:
-            DataError: the source is empty.
-            CheckpointError: the state is of other data, or not one that `state()` gives.
-        """
         position = None if state is None else Position.of(state)
         if position is not None:
             options = replace(options, slice_rows=position.slice_rows, shuffle=position.shuffle, seed=position.seed)
@@ -305,9 +252,8 @@ class Reader:
         self._parser = Parser(source, options)
         self.slices = self._parser.slices
         shuffle_slices = options.shuffle and not source.sequential
-        book = LeaseBook(
-            Plan([part.rows for part in self.slices], options.epochs, shuffle_slices, options.seed), first_number
-        )
+        rows = [part.rows for part in self.slices]
+        book = LeaseBook(rows, options.epochs, shuffle_slices, options.seed, first_number)
         if position is not None:
             book.restore(position.book)
         self.leases = LeaseService(book, options.batch_size)
@@ -328,22 +274,19 @@ class Reader:
     def state(self) -> dict[str, Any]:
         """The position as plain JSON values; batches that were handed out and not done count as not trained."""
         options = self.options
-        position = Position(options.slice_rows, options.shuffle, options.seed, dict(self.leases.state()))
+        position = Position(options.slice_rows, options.shuffle, options.seed, self.leases.state())
         builtins: dict[str, Any] = msgspec.to_builtins(position)
         return builtins
 
     @property
     def finished(self) -> bool:
-        """Every row of every epoch was trained or skipped."""
         return self.leases.finished
 
     @property
     def trained(self) -> int:
-        """Rows trained so far, all epochs."""
         return self.leases.trained
 
     def epochs(self) -> Sequence[EpochCount]:
-        """Rows trained and skipped in each epoch so far."""
         return self.leases.epochs()
 
     def close(self) -> None:

@@ -89,8 +89,8 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     if own_model and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
         raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
     recovery = recovery_settings(config.recovery, config.cluster.runtime)
-    if recovery.schedule is not None:
-        recovery.schedule.check_roles(_most_roles(config, method))
+    for failures in recovery.schedules:
+        failures.check_roles(_most_roles(config, method))
     optimizer = choose("train.optimizer", config.train.optimizer, "shadowsync.training", DenseOptimizer)
     chosen = _chosen_members(config)
     return Choices(

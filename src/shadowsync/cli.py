@@ -224,11 +224,23 @@ def plan(  # noqa: PLR0913 (each is an option of the command)
     """Compare full with partial recovery: time between saves, overhead, lost samples, memory."""
     from rich.console import Console
 
-    from shadowsync.planning import Numbers, plan_recovery, plan_tables
+    from shadowsync.planning import plan_recovery, plan_tables
 
-    given = Numbers(save_s, load_s, restart_s, fail_s, servers, target_pls, hours, rows, dim, share)
+    planned = plan_recovery(
+        folder,
+        save_s=save_s,
+        load_s=load_s,
+        restart_s=restart_s,
+        fail_s=fail_s,
+        servers=servers,
+        target_pls=target_pls,
+        hours=hours,
+        rows=rows,
+        dim=dim,
+        share=share,
+    )
     console = Console()
-    for part in plan_tables(plan_recovery(folder, given)):
+    for part in plan_tables(planned):
         console.print(part)
 
 

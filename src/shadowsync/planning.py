@@ -39,50 +39,6 @@ _MAY_BE_ZERO = ("save_s", "load_s", "restart_s")
 _MAY_BE_INFINITE = ("fail_s", "hours")
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """What a plan is made from; None where it is not known.
-
-    Attributes:
-        save_s: seconds that training loses to a save.
-        load_s: to a load.
-        restart_s: to finding out about a failure and starting a replacement.
-        fail_s: mean time between failures.
-        servers: embedding servers.
-        target_pls: portion of lost samples that partial recovery may expect.
-        hours: length of the job.
-        rows: of all tables that are saved by priority.
-        dim: width of their rows.
-        share: of the rows in one save by priority.
-    """
-
-    save_s: float | None = None
-    load_s: float | None = None
-    restart_s: float | None = None
-    fail_s: float | None = None
-    servers: int | None = None
-    target_pls: float | None = None
-    hours: float | None = None
-    rows: int | None = None
-    dim: int | None = None
-    share: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in self.known().items():
-            least = 0.0 if name in _MAY_BE_ZERO else math.ulp(0.0)
-            most = math.inf if name in _MAY_BE_INFINITE else _LIMITS.get(name, 1e18)
-            if not least <= value <= most:
-                below = "" if math.isinf(most) else f" and at most {most:g}"
-                above = "above 0" if least else "0 or above"
-                raise ConfigError(f"{_option(name)} {value:g}: it must be {above}{below}")
-        if (self.rows is None) != (self.dim is None):
-            raise ConfigError("--rows and --dim belong together: how many rows the tables have, and how wide they are")
-
-    def known(self) -> dict[str, float]:
-        """What is known, by name."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
 class Figure(NamedTuple):
     """A number of the plan and where it is from, in words."""
 
@@ -99,34 +55,42 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """What `shadowsync plan recovery` prints.
-
-    Attributes:
-        figures: what it was made from, by the names of `Numbers`.
-        decision: with full and partial recovery at their intervals.
-        weights: None where no tables are known.
-    """
+    """What `shadowsync plan recovery` prints: the numbers by name, both policies, and where tables are known, these."""
 
     figures: Mapping[str, Figure]
     decision: Decision
     weights: Weights | None
 
 
-def plan_recovery(folder: Path | None, given: Numbers) -> RecoveryPlan:
-    """Plans from the numbers given; what is missing comes from the run or the checkpoints in `folder`.
+def plan_recovery(folder: Path | None, **numbers: float | None) -> RecoveryPlan:
+    """Plans from the numbers given (None: not known); what is missing comes from the run or checkpoints in `folder`.
+
+    They are those of `_MEANINGS`, in the units of `Costs` and hours, and the `rows` and `dim` of tables that are saved
+    by priority.
 
     Raises:
-        ConfigError: a number that nobody can guess is missing, or the folder does not exist.
+        ConfigError: a number is out of range, or one that nobody can guess is missing, or the folder does not exist.
         CheckpointError: no checkpoint in the folder can be loaded.
         DataError: its result.json is not one.
     """
-    figures = {name: Figure(value, "given") for name, value in given.known().items()}
+    given = {name: value for name, value in numbers.items() if value is not None}
+    for name, value in given.items():
+        least = 0.0 if name in _MAY_BE_ZERO else math.ulp(0.0)
+        most = math.inf if name in _MAY_BE_INFINITE else _LIMITS.get(name, 1e18)
+        if not least <= value <= most:
+            below = "" if math.isinf(most) else f" and at most {most:g}"
+            above = "above 0" if least else "0 or above"
+            raise ConfigError(f"{_option(name)} {value:g}: it must be {above}{below}")
+    rows, dim = given.pop("rows", None), given.pop("dim", None)
+    if (rows is None) != (dim is None):
+        raise ConfigError("--rows and --dim belong together: how many rows the tables have, and how wide they are")
+    figures = {name: Figure(value, "given") for name, value in given.items()}
     interval_s, weights = None, None
     if folder is not None:
         measured, interval_s, weights = _of_run(folder)
         figures = measured | figures
-    if given.rows is not None and given.dim is not None:
-        weights = Weights(given.rows, 4 * given.rows * given.dim)
+    if rows is not None and dim is not None:
+        weights = Weights(int(rows), 4 * int(rows) * int(dim))
     if missing := [name for name in ("save_s", "servers") if name not in figures]:
         raise ConfigError(
             f"{' and '.join(map(_option, missing))} must be given, or the folder of a run in which it was measured: "

@@ -22,6 +22,7 @@ from shadowsync.cluster.context import ServerLoss
 from shadowsync.cluster.session import Session
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.errors import CheckpointError, NonFiniteLoss, SaveError
+from shadowsync.recovery.failures import FailureScript
 from shadowsync.recovery.policy import PlsAccount, Scale
 from shadowsync.recovery.scheduler import CheckpointScheduler, Due, Estimates
 from shadowsync.recovery.settings import EVERYTHING
@@ -187,8 +188,8 @@ class RecoveryController:
             self.account.pls = job_state(resumed).pls
             if not resumed.exact:
                 self.account.failed(self._servers, resumed.samples, resumed.oldest)
-        schedule = self.settings.schedule
-        self._script = None if schedule is None else schedule.script(session.can_fail())
+        schedules = self.settings.schedules
+        self._script = FailureScript(schedules, session.can_fail()) if schedules else None
         self._lock = threading.Lock()
         self._ended: list[_Saved | None] = []
         self._said: list[str] = []
@@ -479,8 +480,8 @@ class RecoveryController:
             costs = estimates.costs(self._now())
             load_s, restart_s = costs.load_s, costs.restart_s
         elif loss.servers:
-            estimates.load.add(load_s)
-            estimates.restart.add(restart_s)
+            estimates.measure("load_s", load_s)
+            estimates.measure("restart_s", restart_s)
         self._spent_s["load"] += load_s
         self._spent_s["wait"] += restart_s
         if self._parent is not None and plain_name(loss.loaded or "") != plain_name(self._parent):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from command_line import CommandLine, assert_sentence, train
 
-from shadowsync.planning import Numbers, plan_recovery
+from shadowsync.planning import plan_recovery
 from shadowsync.recovery.priority import RowPriority
 from shadowsync.recovery.scheduler import Priors, time_between_failures
 from shadowsync.registry import members
@@ -87,23 +87,25 @@ def test_a_run_without_failures(trained: CommandLine) -> None:
 
 def test_what_a_run_measured(trained: CommandLine) -> None:
     seconds = set_measured(trained.folder / "out", MEASURED | {"seconds": SECONDS})
-    plan = plan_recovery(Path("out"), Numbers(servers=6))
+    plan = plan_recovery(Path("out"), servers=6)
     values = {name: figure.value for name, figure in plan.figures.items()}
     assert (values["save_s"], values["load_s"], values["restart_s"], values["servers"]) == (2, 3, 5, 6)
     assert values["fail_s"] == time_between_failures(Priors(), 4, seconds)
-    assert plan_recovery(Path("out"), Numbers(save_s=9.0)).figures["save_s"].source == "given"
+    assert plan_recovery(Path("out"), save_s=9.0).figures["save_s"].source == "given"
 
 
 def test_rounds_and_embedding_servers_count(trained: CommandLine) -> None:
     """Of 16 saves by priority 8 came to a round, and of 4 dead roles 2 were embedding servers."""
     measured = MEASURED | {"seconds": SECONDS, "saves": 16, "rounds": 2, "server_failures": 2}
     seconds = set_measured(trained.folder / "out", measured)
-    figures = plan_recovery(Path("out"), Numbers()).figures
+    figures = plan_recovery(
+        Path("out"),
+    ).figures
     assert (figures["save_s"].value, figures["load_s"].value, figures["restart_s"].value) == (5, 6, 10)
     assert figures["fail_s"].value == time_between_failures(Priors(), 2, seconds)
     assert figures["save_s"].source == "measured: 2 rounds of saves"
     set_measured(trained.folder / "out", measured | {"server_failures": 0, "rounds": 0})
-    figures = plan_recovery(Path("out"), Numbers(save_s=9.0)).figures
+    figures = plan_recovery(Path("out"), save_s=9.0).figures
     assert figures["load_s"].source == "as long as a save", "those that died had nothing to load"
 
 

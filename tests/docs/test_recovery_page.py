@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from shadowsync.choices import choose_all
 from shadowsync.cli import app
 from shadowsync.config import RecoveryConfig, load
-from shadowsync.recovery.failures import parse_schedule
+from shadowsync.recovery.failures import FailureScript, parse_schedules
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text("utf-8")
 COMMANDS = re.findall(r"^    (shadowsync (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
@@ -30,7 +30,7 @@ def test_the_page_names_every_key_of_the_section() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_schedules_shown_are_in_the_language(schedule: str) -> None:
     roles = {"embedding": 4, "trainer": 2}
-    assert parse_schedule(schedule).script(roles).due(seconds=1e4, epochs=10.0)
+    assert FailureScript(parse_schedules(schedule), roles).due(seconds=1e4, epochs=10.0)
 
 
 def test_there_are_schedules_to_check() -> None:

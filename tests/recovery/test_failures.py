@@ -8,24 +8,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.errors import ConfigError
-from shadowsync.recovery.failures import AT_ONCE, At, Failure, FailureSchedule, FailureTimes, Gamma, parse_schedule
+from shadowsync.recovery.failures import AT_ONCE, At, Failure, FailureScript, FailureTimes, Gamma, parse_schedules
 from shadowsync.registry import members
 
 ROLES = {"embedding": 8, "trainer": 3, "dense": 1, "reader": 2}
 QUICK = settings(max_examples=40, deadline=None)
 
 
+def script_of(text: str, roles: dict[str, int] = ROLES) -> FailureScript:
+    return FailureScript(parse_schedules(text), roles)
+
+
 def first(text: str, count: int) -> list[Failure]:
-    (part,) = parse_schedule(text).parts
+    (part,) = parse_schedules(text)
     return list(islice(part.failures(ROLES[part.kind]), count))
 
 
 def test_a_schedule_says_all_it_has_to() -> None:
-    schedule = parse_schedule("gamma:mean_s=5,seed=3,shape=2,kind=trainer,count=4,share=0.5; at:0.45+0.9,unit=epoch")
+    schedules = parse_schedules("gamma:mean_s=5,seed=3,shape=2,kind=trainer,count=4,share=0.5; at:0.45+0.9,unit=epoch")
     gamma = Gamma(mean_s=5.0, seed=3, shape=2.0, kind="trainer", count=4, share=0.5)
-    assert schedule == FailureSchedule((gamma, At(at=(0.45, 0.9), unit="epoch")))
-    assert parse_schedule(" at : 1 + 2 , index = 0 + 3 ") == FailureSchedule((At(at=(1.0, 2.0), index=(0, 3)),))
-    assert parse_schedule("at:at=1").parts == (At(at=(1.0,)),)
+    assert schedules == (gamma, At(at=(0.45, 0.9), unit="epoch"))
+    assert parse_schedules(" at : 1 + 2 , index = 0 + 3 ") == (At(at=(1.0, 2.0), index=(0, 3)),)
+    assert parse_schedules("at:at=1") == (At(at=(1.0,)),)
 
 
 def test_every_kind_of_times_is_in_the_language() -> None:
@@ -71,7 +75,7 @@ def test_a_seed_decides_who_fails_at_fixed_times() -> None:
 @QUICK
 @given(st.integers(1, 40), st.floats(0.01, 1.0), st.integers(0, 99))
 def test_a_share_fails_at_once(number: int, share: float, seed: int) -> None:
-    (part,) = parse_schedule(f"at:1,share={share},seed={seed}").parts
+    (part,) = parse_schedules(f"at:1,share={share},seed={seed}")
     (failure,) = part.failures(number)
     assert len(set(failure.indices)) == len(failure.indices)
     assert list(failure.indices) == sorted(failure.indices)
@@ -85,7 +89,7 @@ def test_half_of_eight_is_four_and_an_eighth_one() -> None:
 
 
 def test_a_script_hands_each_failure_out_once_when_its_time_has_come() -> None:
-    script = parse_schedule("at:1+3+3.5,index=0;at:0.5+1,unit=epoch,kind=dense,index=0").script(ROLES)
+    script = script_of("at:1+3+3.5,index=0;at:0.5+1,unit=epoch,kind=dense,index=0")
     assert script.due(0.9, 0.4) == []
     assert script.due(1.0, 0.4) == [Failure(1, "s", "embedding", (0,))]
     assert script.due(1.1, 0.4) == []
@@ -98,7 +102,7 @@ def test_a_script_hands_each_failure_out_once_when_its_time_has_come() -> None:
 def test_the_least_that_can_be_given_comes_to_an_end(least: str) -> None:
     """Bursts have gaps that are 0 in a float; in the mean time goes on as it was asked to."""
     mean_s = float(least.partition(",")[0].partition("=")[2])
-    script, found = parse_schedule(f"gamma:{least}").script(ROLES), 0
+    script, found = script_of(f"gamma:{least}"), 0
     while due := script.due(2000 * mean_s, 0.0):
         assert len(due) <= AT_ONCE, "who asks is not held up by one that runs far ahead"
         found += len(due)
@@ -106,7 +110,7 @@ def test_the_least_that_can_be_given_comes_to_an_end(least: str) -> None:
 
 
 def test_a_script_that_goes_on_for_ever_is_drawn_as_needed() -> None:
-    script = parse_schedule("gamma:mean_s=5").script(ROLES)
+    script = script_of("gamma:mean_s=5")
     assert 20 < len(script.due(250.0, 0.0)) < AT_ONCE
 
 
@@ -146,7 +150,7 @@ def test_a_script_that_goes_on_for_ever_is_drawn_as_needed() -> None:
 )
 def test_what_is_not_in_the_language(text: str, named: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_schedule(text)
+        parse_schedules(text)
     for part in named:
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -161,16 +165,16 @@ def test_what_is_not_in_the_language(text: str, named: list[str]) -> None:
 )
 def test_roles_that_a_job_does_not_have(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        parse_schedule(text).script(ROLES)
+        script_of(text)
 
 
 def test_a_job_without_dense_servers_has_none_to_fail() -> None:
     with pytest.raises(ConfigError, match="no dense 0 that could fail; it has none"):
-        parse_schedule("at:1,kind=dense").script({"embedding": 2})
+        script_of("at:1,kind=dense", {"embedding": 2})
 
 
 def test_a_script_tells_when_the_next_failure_counted_in_epochs_is() -> None:
-    script = parse_schedule("at:0.5+0.2,unit=epoch;at:0.3,unit=epoch;at:0.1").script({"embedding": 1})
+    script = script_of("at:0.5+0.2,unit=epoch;at:0.3,unit=epoch;at:0.1", {"embedding": 1})
     assert script.next_epochs == 0.2
     script.due(0.0, 0.3)
     assert script.next_epochs == 0.5

@@ -67,8 +67,8 @@ class Job:
         else:
             self.account.failed(servers, round(self.trained))
         self.scheduler.estimates.failed(len(servers))
-        self.scheduler.estimates.load.add(TRUE.load_s)
-        self.scheduler.estimates.restart.add(TRUE.restart_s)
+        self.scheduler.estimates.measure("load_s", TRUE.load_s)
+        self.scheduler.estimates.measure("restart_s", TRUE.restart_s)
         self._stand(TRUE.load_s + TRUE.restart_s, "down")
         self.scheduler.revise(self.now)
 

@@ -21,7 +21,7 @@ def scheduler(
 ) -> CheckpointScheduler:
     estimates = Estimates(PRIORS, started_s)
     if measured:
-        estimates.save.add(PRIORS.save_s)
+        estimates.measure("save_s", PRIORS.save_s)
     return CheckpointScheduler(goal, Scale(8), estimates, share=share)
 
 
@@ -98,7 +98,7 @@ def test_moves_are_counted_from_the_last_choice() -> None:
     held = scheduler()
     said = []
     for cost_s in (500.0, 510.0, 520.0):
-        held.estimates.save.value = cost_s
+        held.estimates.measured["save_s"] = cost_s
         held.revise(0.0)
         said.append(held.decision.full.overhead)
     assert said[0] == said[1] == said[2] > scheduler().decision.full.overhead
@@ -122,7 +122,7 @@ def test_the_policy_changes_when_its_costs_do() -> None:
     held = scheduler(Goal(target_pls=0.001))
     assert held.decision.mode == "full"
     for _ in range(30):
-        held.estimates.save.add(10.0)
+        held.estimates.measure("save_s", 10.0)
     said = held.revise(0.0)
     assert held.decision.mode == "partial"
     assert said is not None
@@ -141,7 +141,7 @@ def test_servers_that_fail_together_change_the_interval() -> None:
 
 def test_a_cost_that_leaves_the_interval_alone_needs_no_sentence() -> None:
     held = scheduler()
-    held.estimates.load.add(2000.0)
+    held.estimates.measure("load_s", 2000.0)
     assert held.revise(0.0) is None
     assert held.decision.partial.overhead == pytest.approx((318 / 44.8 + (2000 + 208) / 28) / HOUR)
 
@@ -155,12 +155,12 @@ def test_before_anything_was_measured_the_priors_hold() -> None:
 
 def test_a_first_measurement_replaces_the_prior_and_recent_ones_weigh_more() -> None:
     estimates = Estimates(DAILY)
-    estimates.save.add(2.0)
+    estimates.measure("save_s", 2.0)
     assert estimates.costs(0.0).load_s == 2, "a load is believed to be as long as a save"
-    estimates.load.add(7.0)
-    estimates.restart.add(3.0)
+    estimates.measure("load_s", 7.0)
+    estimates.measure("restart_s", 3.0)
     for _ in range(20):
-        estimates.save.add(4.0)
+        estimates.measure("save_s", 4.0)
     costs = estimates.costs(0.0)
     assert (costs.save_s, costs.load_s, costs.restart_s) == (pytest.approx(4, abs=0.01), 7, 3)
 

@@ -5,9 +5,10 @@
 
 import secrets
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -24,51 +25,52 @@ QUEUED_IDS = 1 << 17
 take 1 MiB meanwhile."""
 
 
-class RowWatch(Protocol):
-    """What follows one shard; rows are numbered from 0 in it. All but `seen` comes from one thread at a time.
+class RowWatch(ABC):
+    """What follows one shard, whose rows are numbered from 0 in it (`recovery.priority`).
+
+    `seen` comes from many threads at once and takes no lock: two threads at the same row, or a `saved` at the same
+    moment, may lose an access, which makes a row a little less likely to be saved and nothing else. The other methods
+    come from one thread at a time.
 
     Attributes:
         sees: it wants to know which rows change.
         compares: it wants to know what was written of them.
-        exact: it wants to know of each change before it is made.
+        exact: it wants to know of each change before it is made, as nothing that was `seen` may be lost, not even with
+            the process that saw it.
     """
 
-    @property
-    def sees(self) -> bool: ...
+    sees: ClassVar[bool] = True
+    compares: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
 
-    @property
-    def compares(self) -> bool: ...
-
-    @property
-    def exact(self) -> bool: ...
-
-    def inherit(self) -> None:
+    def inherit(self) -> None:  # noqa: B027 (most lose what a save under way had picked, and nothing else)
         """Takes the place of one that is gone with its process; what that one wrote in shared memory is here."""
 
+    @abstractmethod
     def seen(self, rows: Tensor) -> None:
-        """Pushes change these rows, int64 `[L]`, in any order and with duplicates."""
+        """Pushes change these rows, int64 `[L]`, in any order and with duplicates; `IndexError` if one is not there."""
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 (most only look at what is picked and saved)
         """A save begins: all that it holds is copied after this."""
 
+    @abstractmethod
     def pick(self, count: int, weights: Tensor) -> Tensor:
-        """The rows that the save is to hold, distinct and ascending, int64 `[K]`, about `count`.
+        """The rows most worth saving, distinct and ascending, int64 `[K]`, at most `count` (but under priority `all`).
 
-        Args:
-            count: how many are wanted.
-            weights: the shard's, live, float32 `[R, D]`.
+        Those known to be as saved are left out. `weights` are the shard's, live, float32 `[R, D]`.
         """
 
+    @abstractmethod
     def saved(self, rows: Tensor, weights: Tensor | None) -> None:
-        """These rows, int64 `[K]`, are safely written as they were copied after the last `begin`.
+        """These rows, distinct, int64 `[K]`, are safely written as they were copied after the last `begin`.
 
-        Args:
-            rows: distinct.
-            weights: as written, float32 `[K, D]`; None unless it `compares`.
+        Those picked last, or others. A save that failed is not reported, so its rows come up again. `weights` are as
+        written, float32 `[K, D]`; None unless it `compares`.
         """
 
     def loaded(self, rows: Tensor, weights: Tensor) -> None:
-        """These rows, int64 `[K]`, have been overwritten with saved ones, whose weights are float32 `[K, D]`."""
+        """These rows have been overwritten with saved ones; the arguments as in `saved`."""
+        self.saved(rows, weights)
 
 
 class Watching(Protocol):

@@ -34,13 +34,10 @@ Listed = BeforeValidator(lambda text: text.split("+") if isinstance(text, str) e
 
 @dataclass(frozen=True)
 class Failure:
-    """Roles that fail at the same moment.
+    """Roles of a kind that fail at the same moment; `indices` are in ascending order.
 
-    Attributes:
-        at: in `unit`: seconds since training began, or passes over the data (0.5 is the middle of the first epoch,
-            counted in samples trained, and 1.5 that of the second).
-        kind: of the roles.
-        indices: which of them, in ascending order.
+    `at` is in `unit`: seconds since training began, or passes over the data (0.5 is the middle of the first epoch,
+    counted in samples trained, and 1.5 that of the second).
     """
 
     at: float
@@ -51,7 +48,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureTimes(ABC):
-    """One schedule: when somebody fails, and who.
+    """One schedule: when somebody fails, and who. The attributes are in the reference of the configuration.
 
     Attributes:
         kind: of the roles that fail.
@@ -75,12 +72,11 @@ class FailureTimes(ABC):
 
     @property
     @abstractmethod
-    def counted_in(self) -> Unit:
-        """The unit of `times`."""
+    def counted_in(self) -> Unit: ...
 
     @abstractmethod
     def times(self) -> Iterator[float]:
-        """When somebody fails, in ascending order."""
+        """When somebody fails, in ascending order, in the unit `counted_in`."""
 
     def check_roles(self, numbers: Mapping[str, int]) -> None:
         """Raises `ConfigError` if there are no such roles among so many of each kind."""
@@ -156,33 +152,17 @@ class At(FailureTimes):
         return iter(sorted(self.at))
 
 
-@dataclass(frozen=True)
-class FailureSchedule:
-    """Everything that is to fail: several schedules side by side."""
-
-    parts: tuple[FailureTimes, ...]
-
-    def check_roles(self, numbers: Mapping[str, int]) -> None:
-        """Raises `ConfigError` if a part names roles that are not among so many of each kind."""
-        for part in self.parts:
-            part.check_roles(numbers)
-
-    def script(self, numbers: Mapping[str, int]) -> "FailureScript":
-        """For a job with so many roles of each kind (`embedding`, `trainer`, `dense`, `reader`).
-
-        Raises:
-            ConfigError: a part names roles that the job does not have.
-        """
-        self.check_roles(numbers)
-        return FailureScript([part.failures(numbers[part.kind]) for part in self.parts])
-
-
 class FailureScript:
-    """Hands out the failures of a job as their time comes, each once."""
+    """Hands out the failures of a job as their time comes, each once: of several schedules side by side.
 
-    def __init__(self, streams: Sequence[Iterator[Failure]]) -> None:
-        self._streams = streams
-        self._next = [next(stream, None) for stream in streams]
+    The job has so many roles of each kind (`numbers`); `ConfigError` if a schedule names others.
+    """
+
+    def __init__(self, schedules: Sequence[FailureTimes], numbers: Mapping[str, int]) -> None:
+        for schedule in schedules:
+            schedule.check_roles(numbers)
+        self._streams = [schedule.failures(numbers[schedule.kind]) for schedule in schedules]
+        self._next = [next(stream, None) for stream in self._streams]
 
     @property
     def next_epochs(self) -> float | None:
@@ -205,16 +185,12 @@ class FailureScript:
         return found
 
 
-def parse_schedule(text: str) -> FailureSchedule:
-    """The schedule that a text in the language above describes.
-
-    Raises:
-        ConfigError: it is not in the language; one sentence says what is wrong and what is possible.
-    """
+def parse_schedules(text: str) -> tuple[FailureTimes, ...]:
+    """The schedules that a text in the language above describes; `ConfigError` if it is not in the language."""
     parts = [part.strip() for part in text.split(";")]
     if not all(parts):
         raise ConfigError(f"{KEY}={text}: there is no schedule before or after a semicolon")
-    return FailureSchedule(tuple(map(_parse_times, parts)))
+    return tuple(map(_parse_times, parts))
 
 
 def _parse_times(text: str) -> FailureTimes:

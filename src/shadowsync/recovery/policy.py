@@ -23,8 +23,7 @@ class Costs:
         save_s: to save everything once. Where saving runs beside training, what training loses by it.
         load_s: to load what a failure makes somebody load.
         restart_s: to find out about a failure and start a replacement.
-        fail_s: mean time between failures of embedding servers, of the whole job and not of one server; infinite where
-            none are expected.
+        fail_s: mean time between failures of embedding servers, of the whole job; infinite where none are expected.
         lost_servers: embedding servers that one failure takes, on average.
     """
 
@@ -64,13 +63,10 @@ class Scale:
 
 
 class RecoveryPolicy(ABC):
-    """What is saved when, and who goes back to it after a failure.
+    """What is saved when, and who goes back to it after a failure; `title` is for sentences.
 
-    Attributes:
-        name: in `recovery.mode`.
-        title: in sentences.
-        saves: checkpoints are taken while the job runs.
-        by_priority: rows may be saved a share at a time. Otherwise each save is one image of everything.
+    If it `saves`, checkpoints are taken while the job runs; rows may be saved a share at a time if `by_priority`, and
+    otherwise each save is one image of everything.
     """
 
     name: ClassVar[str]
@@ -123,10 +119,8 @@ class Partial(RecoveryPolicy):
     `O_save/T_save + (O_load + O_res)/T_fail`, which only falls as saves get rarer. What grows is
     `E[PLS] = 0.5 T_save/(T_fail N)`, so the target sets the interval: `T_save = 2 PLS N T_fail`. Ours also counts how
     many servers a failure takes (`lost_servers`), each of which loses its own share. With N = 1 a failure takes every
-    row back, yet nothing is trained again, and the formulas hold as they are.
-
-    Attributes:
-        target_pls: portion of lost samples that may be expected at the end; more saves less often.
+    row back, yet nothing is trained again, and the formulas hold as they are. A larger `target_pls` saves less
+    often.
     """
 
     name: ClassVar[str] = "partial"
@@ -176,12 +170,8 @@ def policies(target_pls: float) -> dict[str, RecoveryPolicy]:
 
 @dataclass(frozen=True)
 class Goal:
-    """What the user asked for.
-
-    Attributes:
-        mode: a policy's name, or `auto` for the cheaper of full and partial.
-        target_pls: portion of lost samples that partial recovery may expect.
-        interval_s: time between saves; None leaves it to the policy.
+    """What the user asked for: a policy's name or `auto` for the cheaper of full and partial, and the PLS that partial
+    recovery may expect. No interval between saves leaves it to the policy.
     """
 
     mode: str = AUTO
@@ -191,13 +181,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Option:
-    """A policy at its interval, or at the one that was asked for.
-
-    Attributes:
-        interval_s: from the start of one save to the start of the next; infinite for never.
-        overhead: the share of the time that saving and failures cost.
-        expected_pls: the portion of lost samples to expect.
-    """
+    """A policy at its interval, or at the one that was asked for, and what its methods say of it."""
 
     policy: RecoveryPolicy
     interval_s: float
@@ -225,12 +209,10 @@ class Decision:
 
     @property
     def mode(self) -> str:
-        """`full`, `partial` or `none`."""
         return self.chosen.policy.name
 
     @property
     def interval_s(self) -> float:
-        """As `Option.interval_s`."""
         return self.chosen.interval_s
 
 
@@ -284,14 +266,9 @@ class PlsAccount:
 
     Where everybody goes back (full recovery), nothing is lost: say `went_back` then, and not `failed`.
 
-    Args:
-        total_samples: of the whole job, all epochs.
-        shares: of the rows, by server; they add up to 1.
-        begun: samples trained when the job began. Up to there nothing can be lost: initial values can be made again.
-
-    Attributes:
-        pls: so far.
-        saved_at: samples trained at each server's last whole save.
+    The job has so many samples in all epochs, and each server its share of the rows, which add up to 1. Up to `begun`,
+    the samples trained when the job began, nothing can be lost: initial values can be made again. `saved_at` are the
+    samples trained at each server's last whole save.
     """
 
     def __init__(self, total_samples: int, shares: Sequence[float], begun: int = 0) -> None:
@@ -301,10 +278,7 @@ class PlsAccount:
         self.pls = 0.0
 
     def saved(self, server: int, samples: int) -> None:
-        """A server's rows are all saved as they were when so many samples had been trained.
-
-        Saves may be told of in any order, as they end; an older one changes nothing.
-        """
+        """A server's rows are all saved as of so many samples; one that ends after a newer one changes nothing."""
         self.saved_at[server] = max(self.saved_at[server], samples)
 
     def failed(self, servers: Collection[int], samples: int, loaded: int | None = None) -> None:

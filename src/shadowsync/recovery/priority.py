@@ -13,75 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shadowsync.embedding.watching import RowWatch
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
 
 CHUNK = 1 << 20
 _HALF = 16
-
-
-class Tracker(ABC):
-    """What a priority knows about one shard (`embedding.watching.RowWatch`).
-
-    `seen` comes from many threads at once and takes no lock: two threads at the same row, or a `saved` at the same
-    moment, may lose an access, which makes a row a little less likely to be saved and nothing else. The other methods
-    come from one thread at a time.
-
-    Attributes:
-        rows: R.
-        bytes: memory that the tracker holds on to.
-        sees: whether `seen` is of interest.
-        compares: whether `saved` needs the weights.
-        exact: nothing that was `seen` may be lost, not even with the process that saw it.
-    """
-
-    rows: int
-    bytes: int
-    sees: ClassVar[bool] = True
-    compares: ClassVar[bool] = False
-    exact: ClassVar[bool] = False
-
-    def inherit(self) -> None:  # noqa: B027 (most lose what a save under way had picked, and nothing else)
-        """Takes the place of a tracker that is gone; what that one wrote in memory is here, all else it knew is not."""
-
-    @abstractmethod
-    def seen(self, rows: Tensor) -> None:
-        """A push changed these rows.
-
-        Args:
-            rows: int64 `[L]`, in any order and with duplicates.
-
-        Raises:
-            IndexError: one of them is not a row of the shard.
-        """
-
-    def begin(self) -> None:  # noqa: B027 (most only look at what is picked and saved)
-        """A save begins: the rows that it will hold are copied after this."""
-
-    @abstractmethod
-    def pick(self, count: int, weights: Tensor) -> Tensor:
-        """The rows most worth saving, at most `count`: those known to be as saved are left out.
-
-        Args:
-            count: how many may be written; `all` goes beyond it.
-            weights: the shard's, as they are now, float32 `[R, D]`.
-
-        Returns:
-            distinct rows, ascending, int64 `[K]`.
-        """
-
-    @abstractmethod
-    def saved(self, rows: Tensor, weights: Tensor | None) -> None:
-        """These rows are safely written. A save that failed is not reported, so its rows come up again.
-
-        Args:
-            rows: distinct, int64 `[K]`; those picked last, or others that were copied after the last `begin`.
-            weights: as they were written, float32 `[K, D]`; may be None unless the tracker `compares`.
-        """
-
-    def loaded(self, rows: Tensor, weights: Tensor) -> None:
-        """These rows have been overwritten with saved ones; the arguments as in `saved`."""
-        self.saved(rows, weights)
 
 
 class RowPriority(ABC):
@@ -90,7 +27,7 @@ class RowPriority(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> Tracker:
+    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> RowWatch:
         """A tracker of one shard all of whose rows are saved as they are now.
 
         Args:
@@ -111,11 +48,7 @@ class RowPriority(ABC):
 
 
 def checked(rows: Tensor, count: int) -> NDArray[np.int64]:
-    """Row numbers as an array, none outside `[0, count)`; 3 µs for 13,000.
-
-    Raises:
-        IndexError: one of them is not a row.
-    """
+    """Row numbers as an array; `IndexError` if one is outside `[0, count)`; 3 µs for 13,000."""
     found: NDArray[Any] = rows.numpy()
     if len(found) and int(found.view(np.uint64).max()) >= count:  # a negative number is a huge one here
         wrong = found[(found < 0) | (found >= count)][0]
@@ -129,11 +62,8 @@ def largest(values: NDArray[Any], count: int, first: int = 0) -> NDArray[np.int6
     In memory that does not grow with their number: `torch.topk` takes 16 bytes a value; here the k-th largest is found
     by counting halves of the bit patterns, which for non-negative numbers are ordered as the numbers are.
 
-    Args:
-        values: int32 or float32, none negative or NaN, `[R]`. They may grow meanwhile; then the choice is as of some
-            moment of the search.
-        count: how many at most.
-        first: of equal values at the end of the choice, those from this position on are taken, and then those from 0.
+    `values` are int32 or float32, none negative or NaN, `[R]`. They may grow meanwhile; then the choice is as of some
+    moment of the search. Of equal values at its end those from position `first` on are taken, and then those from 0.
     """
     bits = values.view(np.int32)
     positive = int(np.count_nonzero(bits))

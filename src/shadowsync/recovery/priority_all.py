@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shadowsync.embedding.watching import RowWatch
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
-from shadowsync.recovery.priority import RowPriority, Tracker, checked
+from shadowsync.recovery.priority import RowPriority, checked
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class EveryRow(RowPriority):
 
     name: ClassVar[str] = "all"
 
-    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> Tracker:
+    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> RowWatch:
         return ChangedRows(allocate(*self.seen_parts(len(weights), share)[0]))
 
     def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
         return [(rows, torch.uint8)]
 
 
-class ChangedRows(Tracker):
+class ChangedRows(RowWatch):
     """Marks of the rows that changed, uint8 `[R]`, and the rows that were taken since the last save that was reported.
 
     `seen` comes within a push, before it changes the rows, and rows are copied after `begin` or `pick`, between pushes.
@@ -43,9 +44,6 @@ class ChangedRows(Tracker):
     exact: ClassVar[bool] = True
 
     def __init__(self, marks: Tensor) -> None:
-        """`marks`: zeros, or as somebody left them whose place this one takes."""
-        self.rows = len(marks)
-        self.bytes = marks.nbytes
         self._marks: NDArray[np.uint8] = marks.numpy()
         self._taken: NDArray[np.int64] = np.zeros(0, np.int64)
         self._writing = False
@@ -55,7 +53,7 @@ class ChangedRows(Tracker):
         self._marks.fill(1)
 
     def seen(self, rows: Tensor) -> None:
-        self._marks[checked(rows, self.rows)] = 1
+        self._marks[checked(rows, len(self._marks))] = 1
 
     def begin(self) -> None:
         rows = np.flatnonzero(self._marks)
@@ -74,4 +72,4 @@ class ChangedRows(Tracker):
 
     def loaded(self, rows: Tensor, weights: Tensor) -> None:
         """Of a save under way the rows are what they were before, so that the next one has to hold what they are."""
-        self._marks[checked(rows, self.rows)] = 1 if self._writing else 0
+        self._marks[checked(rows, len(self._marks))] = 1 if self._writing else 0

@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shadowsync.embedding.watching import RowWatch
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
-from shadowsync.recovery.priority import RowPriority, Tracker, checked, largest
+from shadowsync.recovery.priority import RowPriority, checked, largest
 
 
 @dataclass(frozen=True)
@@ -27,25 +28,23 @@ class MostFrequentlyUsed(RowPriority):
 
     name: ClassVar[str] = "mfu"
 
-    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> Tracker:
+    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> RowWatch:
         return Counters(allocate(*self.seen_parts(len(weights), share)[0]))
 
     def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
         return [(rows, torch.int32)]
 
 
-class Counters(Tracker):
+class Counters(RowWatch):
     """Accesses of each row, int32 `[R]`."""
 
     def __init__(self, counts: Tensor) -> None:
-        self.rows = len(counts)
         self._counts = counts
-        self.bytes = self._counts.nbytes
         self._turn = 0
         self._forget()
 
     def seen(self, rows: Tensor) -> None:
-        checked(rows, self.rows)
+        checked(rows, len(self._counts))
         ones = _ones()
         for start in range(0, len(rows), len(ones)):
             part = rows[start : start + len(ones)]
@@ -55,7 +54,7 @@ class Counters(Tracker):
         self._forget()
 
     def pick(self, count: int, weights: Tensor) -> Tensor:
-        self._turn = (self._turn + count) % self.rows
+        self._turn = (self._turn + count) % len(self._counts)
         rows = torch.from_numpy(largest(self._counts.numpy(), count, self._turn))
         self._picked, self._as_picked, self._told = rows, self._counts[rows], 0
         return rows

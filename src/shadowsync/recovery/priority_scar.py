@@ -7,9 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shadowsync.embedding.watching import RowWatch
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
-from shadowsync.recovery.priority import RowPriority, Tracker, largest
+from shadowsync.recovery.priority import RowPriority, largest
 
 CHUNK_ROWS = 1 << 16
 
@@ -24,7 +25,7 @@ class Scar(RowPriority):
 
     name: ClassVar[str] = "scar"
 
-    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> Tracker:
+    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> RowWatch:
         return Changes(weights)
 
     def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
@@ -34,16 +35,14 @@ class Scar(RowPriority):
         return 4 * rows * dim
 
 
-class Changes(Tracker):
+class Changes(RowWatch):
     """The weights as last saved."""
 
     sees: ClassVar[bool] = False
     compares: ClassVar[bool] = True
 
     def __init__(self, weights: Tensor) -> None:
-        self.rows = len(weights)
         self._saved = weights.detach().clone(memory_format=torch.contiguous_format)
-        self.bytes = self._saved.nbytes
 
     def inherit(self) -> None:
         """How rows were saved last, only the one before knew: all of them count as moved furthest."""
@@ -53,8 +52,8 @@ class Changes(Tracker):
         """The weights themselves tell."""
 
     def pick(self, count: int, weights: Tensor) -> Tensor:
-        changes = torch.empty(self.rows)
-        for start in range(0, self.rows, CHUNK_ROWS):
+        changes = torch.empty(len(weights))
+        for start in range(0, len(weights), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
             torch.linalg.vector_norm(weights[part] - self._saved[part], dim=1, out=changes[part])
         changes.nan_to_num_(nan=torch.inf, posinf=torch.inf)

@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shadowsync.embedding.watching import RowWatch
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
-from shadowsync.recovery.priority import RowPriority, Tracker, checked
+from shadowsync.recovery.priority import RowPriority, checked
 
 PERIOD = 2
 _INT32_ROWS = (1 << 31) - 1
@@ -33,28 +34,27 @@ class SubSampledUsed(RowPriority):
 
     name: ClassVar[str] = "ssu"
 
-    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> Tracker:
+    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> RowWatch:
         return Sample(len(weights), allocate(*self.seen_parts(len(weights), share)[0]), seed)
 
     def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
         return [(max(1, math.ceil(share * rows)), torch.int32 if rows < _INT32_ROWS else torch.int64)]
 
 
-class Sample(Tracker):
+class Sample(RowWatch):
     """The list `[capacity]`, and that of the save under way; row `i` stands as `i + 1` at `i mod capacity`, and 0 where
     none does."""
 
     def __init__(self, rows: int, entries: Tensor, seed: int) -> None:
-        self.rows = rows
+        self._rows = rows
         self._list: NDArray[Any] = entries.numpy()
         self._aside: NDArray[Any] | None = None
         self._random = random.Random(seed)  # noqa: S311 (nothing is kept secret with it)
-        self.bytes = self._list.nbytes
 
     def seen(self, rows: Tensor) -> None:
         """Begins at a random one of each push: in bags of two, say, the second ids would else never be taken."""
         first = int(self._random.random() * PERIOD)
-        _put(self._list, checked(rows, self.rows)[first::PERIOD])
+        _put(self._list, checked(rows, self._rows)[first::PERIOD])
 
     def begin(self) -> None:
         self._set_aside()

@@ -21,13 +21,11 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Priors:
-    """What is believed before anything was measured.
+    """What is believed before anything was measured, as in `Costs`.
 
     Attributes:
-        save_s: seconds that a save costs.
-        load_s: seconds that a load costs; None: as long as a save.
-        restart_s: seconds until a replacement can load.
-        fail_s: mean time between failures; infinite to believe the measurements alone.
+        load_s: None: as long as a save.
+        fail_s: infinite to believe the measurements alone.
         fail_spread: how sure that is: the truth is believed to be within a factor of e^spread, two times out of three.
             More follows the measurements sooner.
     """
@@ -40,19 +38,6 @@ class Priors:
 
 
 @dataclass
-class Recent:
-    """A mean in which the newest measurement weighs `RECENT`; None before the first one."""
-
-    value: float | None = None
-
-    def add(self, seconds: float) -> None:
-        self.value = seconds if self.value is None else self.value + RECENT * (seconds - self.value)
-
-    def otherwise(self, prior: float) -> float:
-        return prior if self.value is None else self.value
-
-
-@dataclass
 class Estimates:
     """The costs as they look now.
 
@@ -60,14 +45,13 @@ class Estimates:
         priors: what is believed at first. The first measurement of a duration replaces its prior.
         started_s: time at which the job could first fail.
         failures: failures of embedding servers so far; several at once are one.
+        measured: seconds by the names of `Costs`: means in which the newest measurement weighs `RECENT`.
     """
 
     priors: Priors = Priors()
     started_s: float = 0.0
     failures: int = 0
-    save: Recent = field(default_factory=Recent)
-    load: Recent = field(default_factory=Recent)
-    restart: Recent = field(default_factory=Recent)
+    measured: dict[str, float] = field(default_factory=dict)
     _lost_servers: int = 0
 
     def failed(self, servers: int = 1) -> None:
@@ -75,13 +59,17 @@ class Estimates:
         self.failures += 1
         self._lost_servers += servers
 
+    def measure(self, name: str, seconds: float) -> None:
+        before = self.measured.get(name, seconds)
+        self.measured[name] = before + RECENT * (seconds - before)
+
     def costs(self, now: float) -> Costs:
         """The costs, given all that was measured and that there was no other failure until now."""
-        save_s = self.save.otherwise(self.priors.save_s)
+        save_s = self.measured.get("save_s", self.priors.save_s)
         return Costs(
             save_s=save_s,
-            load_s=self.load.otherwise(save_s if self.priors.load_s is None else self.priors.load_s),
-            restart_s=self.restart.otherwise(self.priors.restart_s),
+            load_s=self.measured.get("load_s", save_s if self.priors.load_s is None else self.priors.load_s),
+            restart_s=self.measured.get("restart_s", self.priors.restart_s),
             fail_s=time_between_failures(self.priors, self.failures, max(now - self.started_s, 0.0)),
             lost_servers=self._lost_servers / self.failures if self.failures else 1.0,
         )
@@ -131,7 +119,7 @@ class CheckpointScheduler:
 
     Attributes:
         estimates: for the job to hand measurements to; the scheduler adds those of saves.
-        share: of the rows in a save by priority (r of CPR), in (0, 1]; 1 saves everything every time.
+        share: of the rows in a save by priority (r of CPR), in (0, 1].
         moved: share by which a cost must differ from what the choice was made with before it is made anew. More
             keeps the rhythm steadier and follows changes later.
         probe_s: the first save comes after this time if not sooner, for until then the cost of a save is only believed.
@@ -157,14 +145,13 @@ class CheckpointScheduler:
 
     @property
     def due_at(self) -> float:
-        """When the next save is due; infinite for never."""
         step = self.share if self.decision.chosen.policy.by_priority else 1.0
         return min(self._round_at, self.saved_at + step * self.decision.interval_s)
 
     @property
     def _round_at(self) -> float:
         interval_s = self.decision.interval_s
-        if self.estimates.save.value is None and self.decision.chosen.policy.saves:
+        if "save_s" not in self.estimates.measured and self.decision.chosen.policy.saves:
             interval_s = min(interval_s, self.probe_s)
         return self._round_s + interval_s
 
@@ -189,14 +176,13 @@ class CheckpointScheduler:
         """A save has ended and has cost training so many seconds. What a whole round has cost is the cost of a save."""
         self._round_cost_s += cost_s
         if due is Due.ROUND:
-            self.estimates.save.add(self._round_cost_s)
+            self.estimates.measure("save_s", self._round_cost_s)
             self._round_cost_s = 0.0
 
     def revise(self, now: float) -> str | None:
-        """Chooses anew if a cost has moved; to be asked now and then, and after each failure.
+        """Chooses anew if a cost has moved; a sentence to log if the policy or the interval changed.
 
-        Returns:
-            A sentence to log if the policy or the interval changed.
+        To be asked now and then, and after each failure.
         """
         costs, basis = self.estimates.costs(now), self._basis
         moved = [name for name in _NAMES if self._has_moved(getattr(basis, name), getattr(costs, name))]

@@ -8,12 +8,13 @@ import torch
 
 from shadowsync.config import RecoveryConfig
 from shadowsync.embedding.table import Rows, Shard
+from shadowsync.embedding.watching import RowWatch
 from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
-from shadowsync.recovery.failures import FailureSchedule, parse_schedule
+from shadowsync.recovery.failures import FailureTimes, parse_schedules
 from shadowsync.recovery.policy import AUTO, Goal, policies
-from shadowsync.recovery.priority import RowPriority, Tracker
+from shadowsync.recovery.priority import RowPriority
 from shadowsync.recovery.scheduler import Priors
 from shadowsync.registry import choose
 
@@ -28,7 +29,7 @@ class RecoverySettings:
         priority: which rows are saved first; `all` makes no difference between them.
         share: of the rows in one save: 1 where no difference is made.
         min_rows: of a table that is saved by priority.
-        schedule: the failures to cause; None for none.
+        schedules: of the failures to cause.
         job_s: seconds of the job that this one stands for; None where it is what it is.
     """
 
@@ -37,7 +38,7 @@ class RecoverySettings:
     priority: str
     share: float
     min_rows: int
-    schedule: FailureSchedule | None
+    schedules: tuple[FailureTimes, ...]
     job_s: float | None = None
 
     @property
@@ -49,17 +50,12 @@ class RecoverySettings:
 def recovery_settings(config: RecoveryConfig, runtime: str) -> RecoverySettings:
     """The settings of a section of the configuration, with the mode resolved.
 
-    Args:
-        config: the section.
-        runtime: `cluster.runtime`. By itself only a job on several machines saves to recover: on one, what a killed
-            process held outlives it.
-
-    Raises:
-        ConfigError: `inject` is not in the language of failures, or a key was set to something else than its default
-            and has no effect beside the others.
+    By itself only a job on several machines saves to recover: on one, what a killed process held outlives it.
+    `ConfigError` if `inject` is not in the language of failures, or a key was set to something else than its default
+    and has no effect beside the others.
     """
-    schedule = parse_schedule(config.inject) if config.inject is not None else None
-    mode = config.mode or (AUTO if runtime == "ray" or schedule is not None else "none")
+    schedules = () if config.inject is None else parse_schedules(config.inject)
+    mode = config.mode or (AUTO if runtime == "ray" or schedules else "none")
     policy = policies(config.target_pls).get(mode)
     idle: dict[str, str] = {}
     if runtime in ("processes", "ray"):
@@ -81,7 +77,7 @@ def recovery_settings(config: RecoveryConfig, runtime: str) -> RecoverySettings:
         priority=config.priority,
         share=1.0 if config.priority == EVERYTHING else config.share,
         min_rows=config.min_rows,
-        schedule=schedule,
+        schedules=schedules,
         job_s=config.emulate_job_s,
     )
 
@@ -90,9 +86,7 @@ def recovery_settings(config: RecoveryConfig, runtime: str) -> RecoverySettings:
 class RowTracking:
     """Which shards of an embedding server are tracked, and how (`embedding.watching.Watching`).
 
-    Attributes:
-        share: of a shard's rows in one save.
-        min_rows: of a table that is tracked; smaller ones are saved as a whole.
+    One save has this share of a shard's rows; tables of less than `min_rows` are not tracked and saved as a whole.
     """
 
     priority: RowPriority
@@ -105,7 +99,7 @@ class RowTracking:
         """Pushes are of interest, not only the weights."""
         return bool(self.priority.seen_parts(1, self.share))
 
-    def watch(self, own: Rows, allocate: Allocate = zeros) -> Tracker | None:
+    def watch(self, own: Rows, allocate: Allocate = zeros) -> RowWatch | None:
         """A tracker of a shard whose rows are saved as they are; None if its table is small."""
         if own.table.rows < self.min_rows:
             return None

@@ -17,12 +17,7 @@ class StopRequest:
     the lock of a `threading.Event` at that moment and would then wait for itself. So there is nothing to wait on; the
     main thread looks at it between its other waits.
 
-    Args:
-        interrupt: handler of the signals that come after the first.
-
-    Attributes:
-        requested: the job is to stop; set it to stop the job without a signal.
-        signal: the signal that asked; None if none did.
+    `requested` may be set to stop the job without a signal. `interrupt` handles the signals that come after the first.
     """
 
     def __init__(self, interrupt: Callable[[int, FrameType | None], Any] = signal.default_int_handler) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 
 from shadowsync.aggregation.coordinator import StepRule
 from shadowsync.choices import Aggregating, Choices, server_count
-from shadowsync.compression.channel import Situation, pulled_and_pushed_bytes
+from shadowsync.compression.channel import pulled_and_pushed_bytes
+from shadowsync.compression.choice import Situation
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.source import OpenSource, Schema
 from shadowsync.embedding.catalog import (

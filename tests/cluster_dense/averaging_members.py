@@ -20,8 +20,8 @@ from torch import Tensor
 
 from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.rpc.client import Courier
-from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.client import WireClient
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.sync.all_reduce import AveragingOptions, RemoteAveraging
 from shadowsync.sync.averaging import Ring, Seat
 from shadowsync.sync.gloo import GlooRing
@@ -66,7 +66,7 @@ def average(job: Job, rank: int, deaf_round: int, out: TextIO) -> None:
     def make_ring(seat: Seat) -> Ring:
         return Going(seat, deaf_round, out)
 
-    with closing(Courier(job.keys)) as courier:
+    with closing(WireClient(job.keys)) as courier:
         connection, options = courier.connect(job.address), AveragingOptions(check_s=0.05)
         end = RemoteAveraging(rank, connection, make_ring, Plain(), WireCounter(), options)
         for number in range(job.rounds):

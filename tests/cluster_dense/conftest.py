@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shadowsync.rpc.client import Courier
-from shadowsync.rpc.connection import Connection, DirectConnection
-from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.client import WireClient
+from shadowsync.rpc.connection import Connection, DirectConnection, JobKeys
 from shadowsync.rpc.server import ServerOptions, WireServer
 from shadowsync.rpc.service import Service
 
@@ -31,7 +30,7 @@ def over_the_wire(stack: ExitStack) -> Connect:
         server = WireServer(service, keys, ServerOptions(threads=6))
         server.start()
         stack.callback(server.close)
-        courier = stack.enter_context(closing(Courier(keys)))
+        courier = stack.enter_context(closing(WireClient(keys)))
         return [courier.connect(server.address) for _ in range(clients)]
 
     return connect

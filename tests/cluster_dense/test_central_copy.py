@@ -1,7 +1,6 @@
 """Dense servers behind connections: what in-process servers do, bit for bit, and all of them at once."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.channel import Channel
+from shadowsync.compression.channel import Channel, Message
 from shadowsync.compression.codec import Codec, Encoded
-from shadowsync.compression.differences import Message
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter, kept_shares
-from shadowsync.rpc.connection import Answer, Connection, DirectConnection
+from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.generation import Generation
-from shadowsync.rpc.served import Client, Packed, Served, ask, served
-from shadowsync.rpc.service import Meta, Service
+from shadowsync.rpc.kept import Generation
+from shadowsync.rpc.pending import Pending, Promise
+from shadowsync.rpc.served import Client, Served, ask, served
+from shadowsync.rpc.service import EMPTY, Payload, Service
 from shadowsync.sync.dense import CPU_S_PER_BYTE, CentralCopy, DenseServer
 
 ODD_SIZE = 1003
@@ -225,15 +224,13 @@ class Held(Connection):
     def __init__(self, service: Service, waiting: list[Callable[[], None]], until: int) -> None:
         self._inner, self._waiting, self._until = DirectConnection(service), waiting, until
 
-    def call(
-        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
-    ) -> Future[Answer]:
-        future: Future[Answer] = Future()
-        self._waiting.append(lambda: future.set_result(self._inner.call(method, meta, tensors).result()))
+    def call(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
+        answer: Promise[Payload] = Promise()
+        self._waiting.append(lambda: answer.keep(self._inner.call(method, payload).result()))
         if len(self._waiting) == self._until:
             while self._waiting:
                 self._waiting.pop()()
-        return future
+        return answer
 
     def close(self) -> None:
         self._inner.close()
@@ -323,8 +320,8 @@ def exchange(method: str, frames: tuple[Tensor, ...], alpha: float = 0.5, codec:
 
 
 def sends(method: str, arguments: Sequence[Any], tensors: tuple[Tensor, ...] = ()) -> Call:
-    packed = Packed(msgspec.Raw(msgspec.msgpack.encode(arguments)))
-    return lambda connection: connection.call(method, packed, tensors).result()
+    payload = Payload(msgspec.msgpack.encode(arguments), tensors)
+    return lambda connection: connection.call(method, payload).result()
 
 
 MISFITS = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from rings import until
 
-from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.served import Served
 from shadowsync.rpc.server import ServerOptions, WireServer
 from shadowsync.sync.averaging import AveragingService

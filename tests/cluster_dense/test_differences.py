@@ -22,9 +22,9 @@ from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import DataError, NonFiniteTensor, RunError
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.rpc.bundle import bundle, frames_of
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
+from shadowsync.rpc.tensors import bundle, unbundle
 from shadowsync.sync.all_reduce import Averaging, AveragingOptions, PublicCopy, RemoteAveraging, mean_of, strategy_of
 from shadowsync.sync.averaging import AveragingService, MakeRing
 from shadowsync.sync.bmuf import Bmuf
@@ -324,13 +324,13 @@ def test_frames_of_something_else_are_refused() -> None:
 def test_tensors_cross_as_one_row_of_bytes() -> None:
     tensors = [torch.arange(7, dtype=torch.uint8), torch.empty(0), torch.randn(3, 2), torch.ones(5).to(torch.bfloat16)]
     row = bundle(tensors)
-    for got, tensor in zip(frames_of(row), tensors, strict=True):
+    for got, tensor in zip(unbundle(row), tensors, strict=True):
         assert got.dtype == tensor.dtype
         assert torch.equal(got, tensor)
-    assert frames_of(bundle([])) == ()
+    assert unbundle(bundle([])) == ()
     for broken in (row[:-1], row[:5], row[:2], torch.full((40,), 255, dtype=torch.uint8)):
         with pytest.raises(DataError, match="are no tensors"):
-            frames_of(broken.clone())
+            unbundle(broken.clone())
 
 
 class Far:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -29,19 +29,19 @@ from shadowsync.aggregation.stepping import (
 )
 from shadowsync.aggregation.synchronous import Sync
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.channel import Channel
+from shadowsync.compression.channel import Channel, Message
 from shadowsync.compression.codec import Codec
-from shadowsync.compression.differences import Message
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.data.leases import Claim, LeaseBook, LeaseService
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter, kept_shares
-from shadowsync.rpc.connection import Answer, Connection, DirectConnection
-from shadowsync.rpc.generation import Generation
-from shadowsync.rpc.served import Client, Packed, Served, ask
-from shadowsync.rpc.service import Service
+from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.kept import Generation
+from shadowsync.rpc.pending import Pending
+from shadowsync.rpc.served import Client, Served, ask
+from shadowsync.rpc.service import Payload, Service
 from shadowsync.training.optimizers import Adagrad, Rates
 from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import Replica
@@ -101,19 +101,14 @@ class Wide(nn.Module):
         return dense.sum(1) * self.large.sum() * self.small.sum()
 
 
-def test_a_client_has_as_many_streams_as_a_trainer_has_workers() -> None:
-    service = stepper(Int8(), streams=2)
+def test_what_a_client_has_is_forgotten_with_it() -> None:
+    service = stepper(Int8())
     connection = DirectConnection(Served(service))
-
-    def newer(stream: int) -> Parameters | None:
-        return ask(connection, DenseStepper.newer, Client(""), stream, -1, "", 0)
-
     for stream in (0, 1, 0):
-        assert newer(stream) is not None
-    with pytest.raises(DataError, match="a client names more than 2 streams"):
-        newer(2)
+        assert ask(connection, DenseStepper.newer, Client(""), stream, -1, "", 0) is not None
+    assert [len(streams) for streams in service._senders.values()] == [2]
     service.client_gone(connection.client)
-    assert newer(2) is not None
+    assert service._senders.values() == []
 
 
 @pytest.mark.parametrize("values", ["fp32", "int8"])
@@ -293,8 +288,8 @@ def commits(**changed: Any) -> Call:
 
 
 def sends(method: str, *arguments: Any) -> Call:
-    packed = Packed(msgspec.Raw(msgspec.msgpack.encode(arguments)))
-    return lambda connection: connection.call(method, packed).result()
+    payload = Payload(msgspec.msgpack.encode(arguments))
+    return lambda connection: connection.call(method, payload).result()
 
 
 MALFORMED: dict[str, tuple[Call, str]] = {
@@ -356,7 +351,7 @@ class Hasty(Connection):
         self._connection = connection
         self.called: Callable[[str], object] = lambda method: None
 
-    def call(self, *asked: Any) -> Future[Answer]:
+    def call(self, *asked: Any) -> Pending[Payload]:
         *what, timeout_s = asked
         self.called(what[0])
         return self._connection.call(*what, timeout_s and 0.2)
@@ -472,7 +467,7 @@ def test_malformed_messages_to_the_coordinator_change_nothing(
     bench = Bench(connect, Gba(), size=1)
     number = bench.claim(0).number
     with pytest.raises(DataError, match=said):
-        bench.connection.call(method, Packed(msgspec.Raw(msgspec.msgpack.encode(arguments)))).result(PATIENCE_S)
+        bench.connection.call(method, Payload(msgspec.msgpack.encode(arguments))).result(PATIENCE_S)
     assert bench.remote.ask((0, 0), number).result() is not None
     bench.arrive(number)
     assert bench.leases.trained == 2

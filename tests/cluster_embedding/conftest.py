@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from shadowsync.embedding.service import EmbeddingService
-from shadowsync.rpc.connection import Connection, DirectConnection
-from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.connection import Connection, DirectConnection, JobKeys
 
 sys.path.append(str(Path(__file__).parents[1] / "embedding"))  # `embedding_cases`
 
@@ -46,10 +45,10 @@ class Wire:
     """Servers and one courier on this machine."""
 
     def __init__(self, keys: JobKeys, stack: ExitStack) -> None:
-        from shadowsync.rpc.client import Courier, CourierOptions  # noqa: PLC0415 (needs ZeroMQ)
+        from shadowsync.rpc.client import ClientOptions, WireClient  # noqa: PLC0415 (needs ZeroMQ)
 
         self._keys, self._stack = keys, stack
-        self._courier = stack.enter_context(closing(Courier(keys, CourierOptions(timeout_s=120))))
+        self._courier = stack.enter_context(closing(WireClient(keys, ClientOptions(timeout_s=120))))
 
     def serve(self, service):
         from shadowsync.rpc.server import WireServer  # noqa: PLC0415 (needs ZeroMQ)

@@ -2,9 +2,7 @@
 
 import threading
 import tracemalloc
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -31,13 +29,15 @@ from shadowsync.embedding.messages import (
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.saves import RemoteRows, SaveMethods
 from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
-from shadowsync.embedding.service import MOST_ROUTES, EmbeddingService
+from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import DataError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
+from shadowsync.rpc.pending import Promise
 from shadowsync.rpc.served import ask
+from shadowsync.rpc.service import EMPTY, Payload
 
 INT = torch.int32
 HELD = [Shard(Table("user", 40, 8, ("user",)), 0, 40), Shard(Table("item", 30, 4, ("item",)), 0, 30)]
@@ -62,22 +62,21 @@ def copied(server):
 def test_the_messages_that_the_others_spoil_are_good():
     server, connection = serve()
     before = copied(server)
-    pulled = connection.call("pull", PullAsked(0, 1, IDS), (VALUES, OFFSETS)).result()
+    pulled = connection.call("pull", Payload.of(PullAsked(0, 1, IDS), (VALUES, OFFSETS))).result()
     assert (pulled.read(Coded), pulled.tensors[0].shape) == (replace(SHAPE, codec="plain"), (2, 12))
-    read = connection.call("read", ReadAsked(0, 2, (0, 1)), (NUMBERS,)).result()
+    read = connection.call("read", Payload.of(ReadAsked(0, 2, (0, 1)), (NUMBERS,))).result()
     assert read.read(Coded) == replace(SHAPES, codec="plain")
     for known in (True, False):
-        assert (
-            connection.call("push", PushAsked(0, 1, 0.1, SHAPE, None), (GRADIENT,)).result().read(Pushed).known is known
-        )
-        assert connection.call("step", StepAsked(0, 2, 0.1, SHAPES, None), SUMS).result().read(Pushed).known is known
+        pushed = connection.call("push", Payload.of(PushAsked(0, 1, 0.1, SHAPE, None), (GRADIENT,))).result()
+        stepped = connection.call("step", Payload.of(StepAsked(0, 2, 0.1, SHAPES, None), SUMS)).result()
+        assert (pushed.read(Pushed).known, stepped.read(Pushed).known) == (known, known)
     changed = [
         (rows["weight"] != old["weight"]).any(1).nonzero().flatten().tolist()
         for rows, old in zip(copied(server), before, strict=True)
     ]
     assert changed == [[0, 1, 39], [0, 1, 2, 29]]
-    connection.call("push", PushAsked(0, 9, 0.1, SHAPE, IDS), (VALUES, OFFSETS, GRADIENT)).result()
-    connection.call("step", StepAsked(0, 9, 0.1, SHAPES, (0, 1)), (NUMBERS, *SUMS)).result()
+    connection.call("push", Payload.of(PushAsked(0, 9, 0.1, SHAPE, IDS), (VALUES, OFFSETS, GRADIENT))).result()
+    connection.call("step", Payload.of(StepAsked(0, 9, 0.1, SHAPES, (0, 1)), (NUMBERS, *SUMS))).result()
 
 
 def pull(ids=IDS, *tensors):
@@ -178,9 +177,9 @@ def test_what_is_wrong_is_refused_and_changes_nothing(message):
     server, connection = serve()
     before = copied(server)
     with pytest.raises(DataError):
-        connection.call(*message).result()
+        connection.call(message[0], Payload.of(*message[1:])).result()
     torch.testing.assert_close(copied(server), before, rtol=0, atol=0)
-    assert connection.call(*pull()).result().tensors[0].shape == (2, 12)
+    assert connection.call("pull", Payload.of(*pull()[1:])).result().tensors[0].shape == (2, 12)
 
 
 W, M = torch.ones(2, 8), torch.ones(2)
@@ -242,14 +241,14 @@ def test_a_shape_that_is_only_claimed_takes_neither_memory_nor_time(codec, frame
     connection = DirectConnection(EmbeddingService(server, Plain(), member))
     coded = Coded(shapes, (len(frames),) * len(shapes), codec)
     if known:
-        connection.call(*pull()).result()
-        connection.call("read", ReadAsked(0, 2, (0, 1)), (NUMBERS,)).result()
+        connection.call("pull", Payload.of(*pull()[1:])).result()
+        connection.call("read", Payload.of(ReadAsked(0, 2, (0, 1)), (NUMBERS,))).result()
     for message in (
         ("push", PushAsked(0, 1, 0.1, coded, None if known else IDS), (VALUES, OFFSETS)[: 0 if known else 2]),
         ("step", StepAsked(0, 2, 0.1, coded, None if known else (0, 1)), (NUMBERS,)[: 0 if known else 1]),
     ):
-        call = partial(connection.call, message[0], message[1], (*message[2], *frames * len(shapes)))
-        assert memory_of(lambda call=call: call().result()) < 100_000
+        payload = Payload.of(message[1], (*message[2], *frames * len(shapes)))
+        assert memory_of(lambda m=message[0], p=payload: connection.call(m, p).result()) < 100_000
 
 
 @pytest.mark.parametrize("shapes", HUGE)
@@ -258,44 +257,22 @@ def test_a_mask_is_unpacked_for_the_shape_of_its_look_up(shapes):
     connection = DirectConnection(EmbeddingService(server, Threshold(feedback=False), Plain()))
     coded = Coded(shapes, (1,) * len(shapes), "plain", 7)
     masks, values = (GAPS,) * len(shapes), (torch.ones(4),) * len(shapes)
-    push = partial(connection.call, "push", PushAsked(0, 1, 0.1, coded, IDS), (VALUES, OFFSETS, *masks, *values))
-    step = partial(connection.call, "step", StepAsked(0, 2, 0.1, coded, (0, 1)), (NUMBERS, *masks, *values))
-    for call in (push, step):
-        assert memory_of(lambda call=call: call().result()) < 100_000
-
-
-def test_a_client_has_as_many_streams_as_a_trainer_has_workers():
-    service = EmbeddingService(EmbeddingServer(HELD, TorchStorage, ADAGRAD, seed=3), Plain(), Plain(), streams=2)
-    first, second = DirectConnection(service), DirectConnection(service)
-    for stream in (0, 7, 0):
-        first.call("pull", PullAsked(stream, 1, IDS), (VALUES, OFFSETS)).result()
-    with pytest.raises(DataError, match="a client names more than 2 streams, the most that this job has room for"):
-        first.call("pull", PullAsked(8, 1, IDS), (VALUES, OFFSETS)).result()
-    with pytest.raises(DataError, match="more than 2 streams"):
-        first.call("read", ReadAsked(-1, 2, (0, 1)), (NUMBERS,)).result()
-    second.call("pull", PullAsked(8, 1, IDS), (VALUES, OFFSETS)).result()
-    service.client_gone(first.client)
-    first.call("pull", PullAsked(8, 1, IDS), (VALUES, OFFSETS)).result()
-
-
-def test_a_stream_asks_for_few_combinations_of_features():
-    _, connection = serve()
-    for times in range(1, MOST_ROUTES + 1):
-        ids = Ids((0,) * times, 0, False, False)
-        connection.call("pull", PullAsked(0, None, ids), (VALUES[:0],)).result()
-    with pytest.raises(DataError, match="more than 256 combinations of features"):
-        connection.call("pull", PullAsked(0, None, Ids((1,), 0, False, False)), (VALUES[:0],)).result()
+    pushed = Payload.of(PushAsked(0, 1, 0.1, coded, IDS), (VALUES, OFFSETS, *masks, *values))
+    stepped = Payload.of(StepAsked(0, 2, 0.1, coded, (0, 1)), (NUMBERS, *masks, *values))
+    for method, payload in (("push", pushed), ("step", stepped)):
+        assert memory_of(lambda m=method, p=payload: connection.call(m, p).result()) < 100_000
 
 
 def test_a_push_of_a_read_and_a_step_of_a_pull_are_unknown():
     _, connection = serve()
-    connection.call("pull", PullAsked(0, 1, IDS), (VALUES, OFFSETS)).result()
-    connection.call("read", ReadAsked(0, 2, (0, 1)), (NUMBERS,)).result()
+    connection.call("pull", Payload.of(PullAsked(0, 1, IDS), (VALUES, OFFSETS))).result()
+    connection.call("read", Payload.of(ReadAsked(0, 2, (0, 1)), (NUMBERS,))).result()
     wrong = [
         ("step", StepAsked(0, 1, 0.1, SHAPES, None), SUMS),
         ("push", PushAsked(0, 2, 0.1, SHAPE, None), (GRADIENT,)),
     ]
-    assert [connection.call(*message).result().read(Pushed).known for message in wrong] == [False, False]
+    answers = [connection.call(message[0], Payload.of(*message[1:])).result() for message in wrong]
+    assert [answer.read(Pushed).known for answer in answers] == [False, False]
 
 
 @dataclass(frozen=True)
@@ -403,18 +380,18 @@ class Slow(DirectConnection):
         self.waiting = []
         self.under_way = []
 
-    def call(self, method, meta=None, tensors=(), timeout_s=None):
+    def call(self, method, payload=EMPTY, timeout_s=None):
         if method != "load_rows":
-            return super().call(method, meta, tensors, timeout_s)
-        answered = Future()
-        self.waiting.append((answered, super().call(method, meta, tensors, timeout_s)))
-        self.under_way.append(sum(not future.done() for future, _ in self.waiting))
+            return super().call(method, payload, timeout_s)
+        answered = Promise()
+        self.waiting.append((answered, super().call(method, payload, timeout_s)))
+        self.under_way.append(sum(not promise.done() for promise, _ in self.waiting))
         return answered
 
     def answer(self):
         for answered, real in self.waiting:
             if not answered.done():
-                answered.set_result(real.result())
+                answered.keep(real.result())
 
 
 def row_chunks(between):

@@ -24,6 +24,7 @@ from shadowsync.errors import DataError
 from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.kept import Kept, KeptLimits
+from shadowsync.rpc.service import Payload
 
 SAMPLES = 24
 THIRD = Threshold(keep=0.3, feedback=False)
@@ -176,8 +177,8 @@ def test_what_auto_sends_pulls_in_when_the_push_goes_is_nothing_to_it(connect, p
     here, held_here, counted_here = near(CUT, ADAM, codec=AUTO.level(pull), push=AUTO.level(push), unique=unique)
     there, pulls, pushes = far(connect, CUT, ADAM, codec=AUTO), Chosen(pull), Chosen(push)
     there.lines = (
-        Channel("pull", AUTO, there.counter, chooser=pulls),
-        Channel("push", AUTO, there.counter, chooser=pushes),
+        Channel("pull", AUTO, there.counter, chosen=lambda: pulls.codec),
+        Channel("push", AUTO, there.counter, chosen=lambda: pushes.codec),
     )
     client = there.client(unique)
     for step in range(3):
@@ -203,7 +204,7 @@ def served(push=None):
 
 
 def asked(connection, number=1):
-    return connection.call("pull", PullAsked(0, number, IDS), (VALUES,)).result().read(Coded)
+    return connection.call("pull", Payload.of(PullAsked(0, number, IDS), (VALUES,))).result().read(Coded)
 
 
 def test_a_pull_that_was_answered_twice_is_pushed_under_the_mask_that_arrived():
@@ -212,10 +213,10 @@ def test_a_pull_that_was_answered_twice_is_pushed_under_the_mask_that_arrived():
     assert first.mask != second.mask
     values = torch.ones(153)
     push = PushAsked(0, 1, 0.1, Coded((SHAPE,), (1,), mask=first.mask), None)
-    assert not connection.call("push", push, (values,)).result().read(Pushed).known
+    assert not connection.call("push", Payload.of(push, (values,))).result().read(Pushed).known
     mask = torch.tensor([0] + [255] * 19 + [128] + [0] * 44, dtype=torch.uint8)
     again = PushAsked(0, 1, 0.1, Coded((SHAPE,), (1,), mask=first.mask), IDS)
-    assert connection.call("push", again, (VALUES, mask, values)).result().read(Pushed).known
+    assert connection.call("push", Payload.of(again, (VALUES, mask, values))).result().read(Pushed).known
 
 
 BAD = {
@@ -233,10 +234,10 @@ def test_a_mask_that_cannot_be_is_refused_and_changes_nothing(tensors):
     before = [tensor.clone() for tensor in weights([server])]
     push = PushAsked(0, 1, 0.1, Coded((SHAPE,), (1,), mask=0), IDS)
     with pytest.raises(DataError):
-        connection.call("push", push, tensors).result()
+        connection.call("push", Payload.of(push, tensors)).result()
     rows = StepAsked(0, 1, 0.1, Coded((SHAPE,), (1,), mask=0), (0,))
     with pytest.raises(DataError):
-        connection.call("step", rows, tensors).result()
+        connection.call("step", Payload.of(rows, tensors)).result()
     assert all(map(torch.equal, weights([server]), before))
 
 
@@ -246,7 +247,7 @@ def test_a_push_under_the_mask_of_another_shape_is_refused():
     for shape in ((1, 8), (64, 9)):
         push = PushAsked(0, 1, 0.1, Coded((shape,), (1,), mask=mask), None)
         with pytest.raises(DataError):
-            connection.call("push", push, (torch.ones(153),)).result()
+            connection.call("push", Payload.of(push, (torch.ones(153),))).result()
         mask = asked(connection).mask
 
 

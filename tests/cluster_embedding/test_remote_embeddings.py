@@ -1,7 +1,6 @@
 """Embedding servers behind connections: the same job to the bit, with the bytes counted alike."""
 
 import threading
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.messages import Coded, Pushed
+from shadowsync.embedding.messages import Coded, PushAsked, Pushed
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.requests import unpack_rows
 from shadowsync.embedding.routing import UniqueRows
@@ -33,10 +32,11 @@ from shadowsync.embedding.server import Lookup, RowLookup, RowStep
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.rpc.connection import Answer, Connection, DirectConnection
+from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.kept import KeptLimits
-from shadowsync.rpc.service import encode_meta
+from shadowsync.rpc.pending import Promise
+from shadowsync.rpc.service import EMPTY, Payload
 
 MODES = {mode: UniqueRows(mode, every=2) for mode in ("never", "always", "auto")}
 
@@ -224,16 +224,15 @@ class Slow(Connection):
     def __init__(self):
         self.calls = []
 
-    def call(self, method, meta=None, tensors=(), timeout_s=None):
-        future = Future()
-        self.calls.append((method, meta, tensors, future))
-        return future
+    def call(self, method, payload=EMPTY, timeout_s=None):
+        self.calls.append((payload, Promise()))
+        return self.calls[-1][-1]
 
     def close(self):
         raise AssertionError("the connection belongs to others")
 
     def answer(self, known):
-        self.calls[-1][-1].set_result(Answer(encode_meta(Pushed(known)), ()))
+        self.calls[-1][-1].keep(Payload.of(Pushed(known)))
 
 
 USER = (Shard(TABLES[0], 0, 40),)
@@ -253,8 +252,9 @@ def test_a_push_ends_with_its_acknowledgement():
     assert not pushed.done()
     slow.answer(known=True)
     assert pushed.result() is None
-    ((_, meta, tensors, _),) = slow.calls
-    assert (meta.number, meta.ids, len(tensors)) == (17, None, 1)
+    ((sent, _),) = slow.calls
+    meta = sent.read(PushAsked)
+    assert (meta.number, meta.ids, len(sent.tensors)) == (17, None, 1)
 
 
 def test_an_unknown_look_up_comes_again_once():
@@ -262,10 +262,10 @@ def test_an_unknown_look_up_comes_again_once():
     pushed = remote.push(LOOKUP, torch.ones(6, 8), 0.1)
     slow.answer(known=False)
     assert not pushed.done()
-    (_, _, first, _), (_, meta, second, _) = slow.calls
-    assert meta.ids.slots == (0,)
-    assert [tensor.dtype for tensor in second] == [torch.int32, torch.int32, torch.float32]
-    assert second[-1] is first[0], "encoded once, so that what a codec holds back is not sent twice"
+    (first, _), (second, _) = slow.calls
+    assert second.read(PushAsked).ids.slots == (0,)
+    assert [tensor.dtype for tensor in second.tensors] == [torch.int32, torch.int32, torch.float32]
+    assert second.tensors[-1] is first.tensors[0], "encoded once, so that what a codec holds back is not sent twice"
     slow.answer(known=False)
     with pytest.raises(RunError, match="does not accept a push that brings its ids"):
         pushed.result()
@@ -277,12 +277,12 @@ def test_what_goes_wrong_on_the_way_is_raised():
     for start in (lambda: remote.push(LOOKUP, torch.ones(6, 8), 0.1), lambda: remote.pull(LOOKUP)):
         end, told = start(), []
         end.then(told.append)
-        slow.calls[-1][-1].set_exception(PeerLost("gone"))
+        slow.calls[-1][-1].fail(PeerLost("gone"))
         with pytest.raises(PeerLost, match="gone"):
             end.result()
         assert isinstance(told[0], PeerLost)
     nonsense = remote.push(LOOKUP, torch.ones(6, 8), 0.1)
-    slow.calls[-1][-1].set_result(Answer(b"nonsense", ()))
+    slow.calls[-1][-1].keep(Payload(b"nonsense"))
     with pytest.raises(DataError, match="does not hold a Pushed"):
         nonsense.result()
 
@@ -293,7 +293,7 @@ def test_an_answer_of_other_shapes_is_refused_before_memory_is_taken(shapes):
     rows = RowLookup((0,), torch.tensor([1, 5]), 3)
     for ask, asked in ((lambda: remote.pull(LOOKUP), r"\[6, 8\]"), (lambda: remote.read_rows(rows), r"\[2, 8\]")):
         pulled = ask()
-        slow.calls[-1][-1].set_result(Answer(encode_meta(Coded(shapes, (0,) * len(shapes), "plain")), ()))
+        slow.calls[-1][-1].keep(Payload.of(Coded(shapes, (0,) * len(shapes), "plain")))
         with pytest.raises(DataError, match=f"^vectors of .* do not fit a look-up whose answer is {asked}$"):
             pulled.result()
 
@@ -301,28 +301,28 @@ def test_an_answer_of_other_shapes_is_refused_before_memory_is_taken(shapes):
 def test_a_gradient_is_sent_as_it_lies_in_memory():
     slow, remote = slow_remote()
     remote.push(LOOKUP, torch.ones(8, 6).t(), 0.1)
-    assert slow.calls[-1][2][0].is_contiguous()
+    assert slow.calls[-1][0].tensors[0].is_contiguous()
 
 
 def test_ids_are_narrow_where_rows_fit():
     slow, remote = slow_remote()
     remote.pull(LOOKUP)
-    assert [call[2][0].dtype for call in slow.calls] == [torch.int32]
+    assert [payload.tensors[0].dtype for payload, _ in slow.calls] == [torch.int32]
     long = Table("long", 2**31 + 1, 4, ("long",))
     slow, remote = slow_remote((Shard(long, 0, long.rows),))
     remote.pull(Lookup((0,), Jagged(torch.tensor([2**31]), None, None, 1, 1)))
     remote.read_rows(RowLookup((0,), torch.tensor([2**31])))
-    assert slow.calls[0][2][0].tolist() == unpack_rows(slow.calls[1][2], long.rows).tolist() == [2**31]
+    assert slow.calls[0][0].tensors[0].tolist() == unpack_rows(slow.calls[1][0].tensors, long.rows).tolist() == [2**31]
     halves = tuple(Shard(long, *edges) for edges in ((0, 2**30), (2**30, long.rows)))
     slow, remote = slow_remote(halves)
     remote.pull(Lookup((1,), Jagged(torch.tensor([2**30]), None, None, 1, 1)))
     remote.read_rows(RowLookup((1,), torch.tensor([2**31])))
-    assert slow.calls[0][2][0].dtype == torch.int32
-    assert unpack_rows(slow.calls[1][2], long.rows).tolist() == [2**31]
+    assert slow.calls[0][0].tensors[0].dtype == torch.int32
+    assert unpack_rows(slow.calls[1][0].tensors, long.rows).tolist() == [2**31]
 
 
 def test_what_a_server_should_refuse_is_not_turned_into_other_rows():
     for rows in ([3, 3], [5, 4], [-1, 2], [2**32]):
         slow, remote = slow_remote()
         remote.read_rows(RowLookup((0,), torch.tensor(rows)))
-        assert slow.calls[0][2][0].tolist() == rows
+        assert slow.calls[0][0].tensors[0].tolist() == rows

@@ -30,6 +30,7 @@ from shadowsync.registry import members
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.served import ask
+from shadowsync.rpc.service import EMPTY, Payload
 
 Connect = Callable[[EmbeddingService], Connection]
 SHARDS = (Shard(TABLES[0], 10, 40), *(Shard(table, 0, table.rows) for table in TABLES[1:]))
@@ -178,9 +179,9 @@ def test_weights_cross_only_where_they_are_compared() -> None:
     sent: list[tuple[str, int]] = []
 
     class Counting(DirectConnection):
-        def call(self, method: str, meta: Any = None, tensors: Any = (), timeout_s: Any = None) -> Any:
-            sent.append((method, len(tensors)))
-            return super().call(method, meta, tensors, timeout_s)
+        def call(self, method: str, payload: Payload = EMPTY, timeout_s: Any = None) -> Any:
+            sent.append((method, len(payload.tensors)))
+            return super().call(method, payload, timeout_s)
 
     for priority, count in (("mfu", 1), ("scar", 2)):
         server = made(priority)
@@ -201,9 +202,9 @@ def test_what_a_save_costs_is_counted_where_its_rows_are(monkeypatch: pytest.Mon
     asked: list[str] = []
 
     class Counting(DirectConnection):
-        def call(self, method: str, meta: Any = None, tensors: Any = (), timeout_s: Any = None) -> Any:
+        def call(self, method: str, payload: Payload = EMPTY, timeout_s: Any = None) -> Any:
             asked.append(method)
-            return super().call(method, meta, tensors, timeout_s)
+            return super().call(method, payload, timeout_s)
 
     way = Counting(served(server))
     for _ in range(2):
@@ -231,10 +232,10 @@ class Replaced(Connection):
         self._ways = [DirectConnection(served(first))] * calls + [DirectConnection(served(then))]
         self._calls = 0
 
-    def call(self, method: str, meta: Any = None, tensors: Sequence[Tensor] = (), timeout_s: Any = None) -> Any:
+    def call(self, method: str, payload: Payload = EMPTY, timeout_s: Any = None) -> Any:
         way = self._ways[min(self._calls, len(self._ways) - 1)]
         self._calls += 1
-        return way.call(method, meta, tensors)
+        return way.call(method, payload)
 
     def switch(self) -> None:
         """From now on."""

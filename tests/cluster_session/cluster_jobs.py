@@ -21,7 +21,7 @@ from shadowsync.cluster.context import EventLog, Material, Newest
 from shadowsync.cluster.session import Session
 from shadowsync.metrics.history import RoleEvent
 from shadowsync.report.files import read_events
-from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.runtime.runtime import Runtime
 
 DEADLINE_S = 120.0

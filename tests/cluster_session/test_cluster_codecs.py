@@ -2,8 +2,7 @@
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,17 @@ from typing import Any
 import pytest
 from cluster_jobs import Tower, cluster_settings
 from job_helpers import beside_own_model, write_rows
-from torch import Tensor
 
 from shadowsync import Job, Result
 from shadowsync.cluster import trainer
 from shadowsync.cluster.trainer import TrainerPart
-from shadowsync.compression import channel
-from shadowsync.compression.channel import CodecChoice, Situation
+from shadowsync.compression import choice
+from shadowsync.compression.choice import CodecChoice, Link, Situation
 from shadowsync.compression.codec import Codec
 from shadowsync.report.files import read_events
-from shadowsync.rpc.connection import Answer, Connection
-from shadowsync.rpc.link import Link, Traffic
-from shadowsync.rpc.service import Meta
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.pending import Pending, Promise
+from shadowsync.rpc.service import EMPTY, Payload
 
 STEP_S, SPEED = 0.002, 100_000
 
@@ -34,23 +32,21 @@ class SlowLink(Connection):
     inner: Connection
     speed: float
 
-    def call(
-        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
-    ) -> Future[Answer]:
-        late: Future[Answer] = Future()
-        sent = sum(tensor.nbytes for tensor in tensors)
+    def call(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
+        late: Promise[Payload] = Promise()
+        asked = self.inner.call(method, payload, timeout_s)
 
-        def answered(done: Future[Answer]) -> None:
-            if (error := done.exception()) is not None:
-                late.set_exception(error)
+        def answered(error: BaseException | None) -> None:
+            if error is not None:
+                late.fail(error)
                 return
-            answer = done.result()
-            seconds = (sent + sum(tensor.nbytes for tensor in answer.tensors)) / self.speed
-            timer = threading.Timer(seconds, late.set_result, [answer])
+            answer = asked.result()
+            seconds = sum(tensor.nbytes for tensor in (*payload.tensors, *answer.tensors)) / self.speed
+            timer = threading.Timer(seconds, late.keep, [answer])
             timer.daemon = True
             timer.start()
 
-        self.inner.call(method, meta, tensors, timeout_s).add_done_callback(answered)
+        asked.then(answered)
         return late
 
     def close(self) -> None:
@@ -59,7 +55,7 @@ class SlowLink(Connection):
 
 @pytest.fixture
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "STRETCH_S", 0.03)
+    monkeypatch.setattr(choice, "STRETCH_S", 0.03)
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
@@ -67,8 +63,8 @@ def slow(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
 
     def slowed(part: TrainerPart, kind: str, index: int, address: str) -> Connection:
         found = measured(part, kind, index, address)
-        if isinstance(found, channel.MeasuredConnection):
-            return channel.MeasuredConnection(SlowLink(found.inner, speed), found.link)
+        if isinstance(found, choice.MeasuredConnection):
+            return choice.MeasuredConnection(SlowLink(found.inner, speed), found.link)
         return found
 
     monkeypatch.setattr(TrainerPart, "_measured", slowed)
@@ -116,9 +112,9 @@ def test_a_quick_link_stays_plain_and_nothing_is_told(tmp_path: Path) -> None:
 class PacedLink(Link):
     """What crosses took as long as on a link of `SPEED` bytes per second, however busy this machine is."""
 
-    def take(self, kind: str) -> Traffic:
-        seen = super().take(kind)
-        return seen._replace(busy_s=(seen.fixed_bytes + seen.float_bytes) / SPEED)
+    def take(self, kind: str) -> tuple[float, int, int]:
+        _, fixed_bytes, float_bytes = super().take(kind)
+        return (fixed_bytes + float_bytes) / SPEED, fixed_bytes, float_bytes
 
 
 class PacedChoice(CodecChoice):

@@ -18,7 +18,7 @@ from shadowsync.cluster.manager import ClusterManager
 from shadowsync.cluster.roles import EmbeddingRole, TrainerRole
 from shadowsync.cluster.supervisor import Member
 from shadowsync.errors import RunError
-from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.runtime.runtime import Machine
 
 ROWS, EPOCHS = 240, 2

@@ -14,7 +14,7 @@ from shadowsync.data.leases import Lease, LeaseBook, LeaseService
 from shadowsync.errors import RunError
 from shadowsync.metrics.recorder import Recorder
 from shadowsync.rpc.connection import DirectConnection
-from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.served import ask
 from shadowsync.training.optimizers import Rates
 

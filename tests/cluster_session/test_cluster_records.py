@@ -1,7 +1,6 @@
 """What trainers elsewhere tell of their batches reaches the driver's recorder."""
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -14,10 +13,11 @@ from shadowsync.cluster import records
 from shadowsync.cluster.records import RecordSender, RecordTaker
 from shadowsync.errors import DataError
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.rpc.connection import Answer, Connection, DirectConnection
+from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.served import Packed, Served, served
-from shadowsync.rpc.service import Meta
+from shadowsync.rpc.pending import Pending, Promise
+from shadowsync.rpc.served import Served, served
+from shadowsync.rpc.service import EMPTY, Payload
 
 WINDOW = 10_000
 Batches = list[tuple[Tensor, Tensor]]
@@ -28,21 +28,19 @@ class Slow(Connection):
 
     def __init__(self, behind: Connection) -> None:
         self.behind = behind
-        self.calls: list[tuple[str, Meta | None, list[Tensor]]] = []
-        self.futures: list[Future[Answer]] = []
+        self.calls: list[tuple[str, Payload]] = []
+        self.answers: list[Promise[Payload]] = []
 
-    def call(
-        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
-    ) -> Future[Answer]:
-        self.calls.append((method, meta, list(tensors)))
-        self.futures.append(Future())
-        return self.futures[-1]
+    def call(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
+        self.calls.append((method, payload))
+        self.answers.append(Promise())
+        return self.answers[-1]
 
     def answer(self) -> None:
         """All that was asked."""
-        for call, future in zip(self.calls, self.futures, strict=True):
-            if not future.done():
-                future.set_result(self.behind.call(*call).result())
+        for call, answer in zip(self.calls, self.answers, strict=True):
+            if not answer.done():
+                answer.keep(self.behind.call(*call).result())
 
     def close(self) -> None:
         self.behind.close()
@@ -120,7 +118,7 @@ def test_a_driver_that_is_behind_with_answers_still_counts_everything() -> None:
     for logits, labels in made:
         sender.record(0, logits, labels)
         sender.flush(0)
-    assert [len(tensors) for _, _, tensors in slow.calls] == [4] * records.UNDER_WAY + [2] * 3
+    assert [len(payload.tensors) for _, payload in slow.calls] == [4] * records.UNDER_WAY + [2] * 3
     slow.answer()
     assert sender.flush(5)
     assert recorder.samples == 32 * len(made)
@@ -149,7 +147,7 @@ def test_a_lost_driver_ends_the_wait() -> None:
     sender = RecordSender(slow, 0, 1)
     sender.record(0, *batches(1)[0])
     assert not sender.flush(0)
-    slow.futures[0].set_exception(PeerLost("the connection is closed"))
+    slow.answers[0].fail(PeerLost("the connection is closed"))
     assert sender.flush(0)
     sender.close()
 
@@ -235,7 +233,7 @@ def test_other_tensors_than_records_have_are_refused(value: Any) -> None:
     _, _, sizes, ages, measured = told()
     assert measured is not None
     called = DirectConnection(Served(taker_of(recorder))).call(
-        "records", Packed(msgspec.Raw(msgspec.msgpack.encode(value))), (sizes, ages, *measured)
+        "records", Payload(msgspec.msgpack.encode(value), (sizes, ages, *measured))
     )
     with pytest.raises(DataError):
         called.result()

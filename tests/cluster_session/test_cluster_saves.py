@@ -33,8 +33,8 @@ from shadowsync.cluster.session import Session
 from shadowsync.embedding import memory
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.recovery_controller import take_snapshot
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.keys import JobKeys
 
 pytest.importorskip("zmq", reason="needs ZeroMQ: pip install 'shadowsync[ray]'")
 

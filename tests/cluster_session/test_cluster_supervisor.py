@@ -15,9 +15,9 @@ from shadowsync.cluster.context import EventLog
 from shadowsync.cluster.manager import ClusterManager
 from shadowsync.cluster.supervisor import Member, Supervisor, first_error
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.client import Courier
+from shadowsync.rpc.client import WireClient
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime.runtime import Builder, Endpoint, LaunchRequest, Machine, RoleProcess, Runtime
 
 LOST_AFTER_S = 60.0
@@ -279,7 +279,7 @@ def test_the_watch_finds_the_dead_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
 def test_calls_to_who_is_given_up_fail_at_once() -> None:
     """Over the real wire: what waits for an answer, and what is asked later."""
     runtime, woken = Wired(JobKeys.make()), threading.Event()
-    with closing(runtime), closing(Courier(runtime.keys)) as courier:
+    with closing(runtime), closing(WireClient(runtime.keys)) as courier:
         launched = Supervisor(runtime, courier, LOST_AFTER_S, EventLog(), woken.set)
         with closing(launched):
             member = launched.launch(LaunchRequest("reader-0"))

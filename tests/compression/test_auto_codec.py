@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.choices import choose_all
-from shadowsync.compression.auto import EVEN, FUTILE_STAYS, LEAST_STEPS, STEADY, Auto, Chooser, Measured
+from shadowsync.compression.auto import Auto
+from shadowsync.compression.choice import EVEN, FUTILE_STAYS, LEAST_STEPS, STEADY, Chooser, Measured
 from shadowsync.compression.cut import CompressedCut
 from shadowsync.config import load
 from shadowsync.errors import ConfigError, DataError

@@ -1,7 +1,6 @@
 """What a trainer measures of its link, and how lines follow what is chosen."""
 
 import random
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.compression.auto import Auto
-from shadowsync.compression.channel import CodecChoice, Situation
+from shadowsync.compression.choice import CodecChoice, Crossing, Link, MeasuredConnection, Situation, busy_s
 from shadowsync.compression.int8 import Draws, Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.errors import RunError
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.rpc.connection import Answer, Connection
-from shadowsync.rpc.link import Crossing, Link, MeasuredConnection, busy_s
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.pending import Promise
+from shadowsync.rpc.service import EMPTY, Payload
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=30)
 
@@ -47,14 +47,14 @@ class Clock:
 class Station(Connection):
     """Answers when it is told to."""
 
-    waiting: list[Future[Answer]] = field(default_factory=list)
+    waiting: list[Promise[Payload]] = field(default_factory=list)
 
-    def call(self, method, meta=None, tensors=(), timeout_s=None):
-        self.waiting.append(Future())
+    def call(self, method, payload=EMPTY, timeout_s=None):
+        self.waiting.append(Promise())
         return self.waiting[-1]
 
     def answer(self, floats, served_s=0.0):
-        self.waiting.pop(0).set_result(Answer(b"", (torch.zeros(floats),), served_s))
+        self.waiting.pop(0).keep(Payload(b"", (torch.zeros(floats),), served_s=served_s))
 
     def close(self):
         pass
@@ -65,12 +65,12 @@ def test_pulls_that_are_ahead_share_the_time_of_the_link():
     link = Link(clock)
     connection = MeasuredConnection(station, link)
     for _ in range(3):
-        connection.call("pull", None, (torch.zeros(10, dtype=torch.int32),))
+        connection.call("pull", Payload(tensors=(torch.zeros(10, dtype=torch.int32),)))
     for clock.now in (2.0, 4.0, 6.0):
         station.answer(100, served_s=1.0)
     assert link.take("pull") == (5.0, 3 * 40, 3 * 400)
     assert link.take("pull") == (0.0, 0, 0)
-    connection.call("push", None, (torch.zeros(10),))
+    connection.call("push", Payload(tensors=(torch.zeros(10),)))
     clock.now = 7.0
     station.answer(0, served_s=100.0)
     assert link.take("push") == (0.0, 0, 40), "a server cannot have had it for longer than it took"
@@ -81,7 +81,7 @@ def test_kinds_are_apart_and_the_rest_is_not_measured():
     link = Link(clock)
     connection = MeasuredConnection(station, link)
     for method in ("read", "step", "elastic", "newer", "hold", "shards", "write"):
-        connection.call(method, None, (torch.zeros(1),))
+        connection.call(method, Payload(tensors=(torch.zeros(1),)))
     clock.now = 1.0
     for _ in range(7):
         station.answer(1)
@@ -97,7 +97,7 @@ def test_what_began_with_another_codec_and_what_failed_do_not_count():
     link.forget("pull")
     station.answer(5)
     connection.call("pull")
-    station.waiting.pop(0).set_exception(RunError("gone"))
+    station.waiting.pop(0).fail(RunError("gone"))
     assert link.take("pull") == (0.0, 0, 0)
 
 
@@ -123,7 +123,7 @@ def slow_push():
     plain = line.now
     while line.now is plain and clock.now < 20:
         for _ in range(10):
-            connection.call("push", None, (torch.zeros(1000),))
+            connection.call("push", Payload(tensors=(torch.zeros(1000),)))
             clock.now += 0.15
             station.answer(0)
             chosen.stepped(0.06, 0.09)

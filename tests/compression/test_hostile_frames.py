@@ -14,7 +14,7 @@ from shadowsync.compression.auto import Auto
 from shadowsync.compression.threshold import Threshold
 from shadowsync.embedding.messages import Coded, pack_coded, unpack_coded
 from shadowsync.errors import DataError
-from shadowsync.rpc.service import decode_meta
+from shadowsync.rpc.service import Payload
 
 EXPECTED = (RuntimeError, TypeError, ValueError, IndexError)
 EACH = pytest.mark.parametrize("codec", [pytest.param(codec, id=name) for name, codec in CODECS.items()])
@@ -130,4 +130,4 @@ def test_frames_are_read_in_the_codec_that_they_name_and_in_no_other(name):
 def test_what_is_no_name_is_refused(codec):
     meta = msgspec.msgpack.encode([[[4, 16]], [1], codec])
     with pytest.raises(DataError, match="does not hold a Coded"):
-        decode_meta(meta, Coded)
+        Payload(meta).read(Coded)

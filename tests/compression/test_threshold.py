@@ -7,8 +7,8 @@ from codec_cases import numbers, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowsync.compression.channel import Differences
 from shadowsync.compression.codec import NotFinite
-from shadowsync.compression.differences import Differences
 from shadowsync.compression.threshold import SETTLING, SMALL, Threshold
 
 VALUES = ["fp32", "bf16", "int8", "int4"]

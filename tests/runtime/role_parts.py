@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from shadowsync.errors import ConfigError
-from shadowsync.rpc.service import Meta, Method, Reply, Request
+from shadowsync.rpc.service import Meta, Method, Payload
 from shadowsync.runtime.runtime import ProcessContext, RoleService
 
 CLOSED: list[str] = []
@@ -20,8 +20,8 @@ class Greeter:
         self.text = text
         self.methods: Mapping[str, Method] = {"greet": Method(self._greet)}
 
-    def _greet(self, request: Request) -> Reply:
-        return Reply(Said(self.text))
+    def _greet(self, request: Payload) -> Payload:
+        return Payload.of(Said(self.text))
 
     def client_gone(self, client: str) -> None:
         """Keeps nothing."""

@@ -1,7 +1,5 @@
 """Roles in the driver's process: their methods are called at once, with the objects as they are."""
 
-from concurrent.futures import Future
-
 import pytest
 import torch
 from role_parts import CLOSED, Said, greeter, refuses
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from shadowsync.errors import ConfigError
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.pending import Done
+from shadowsync.rpc.pending import Done, Pending, Promise
 from shadowsync.rpc.served import Client, Served, ask, later, served
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import LaunchRequest, ProcessContext
@@ -19,7 +17,7 @@ class Bench:
     """A role."""
 
     def __init__(self) -> None:
-        self.waiting: Future[int] = Future()
+        self.waiting: Promise[int] = Promise()
 
     @served()
     def same(self, tensor: Tensor, client: Client, label: str = "plain") -> tuple[Tensor, str, str]:
@@ -30,7 +28,7 @@ class Bench:
         raise ZeroDivisionError("by nothing")
 
     @served()
-    def wait(self) -> "Future[int]":
+    def wait(self) -> Pending[int]:
         return self.waiting
 
 
@@ -67,7 +65,7 @@ def test_a_result_may_come_later_or_never() -> None:
     started(runtime, bench)
     first, second = (later(runtime.connect("trainer-0"), Bench.wait) for _ in range(2))
     assert not first.done()
-    bench.waiting.set_exception(ConfigError("nobody comes"))
+    bench.waiting.fail(ConfigError("nobody comes"))
     for asked in (first, second):
         with pytest.raises(ConfigError, match="nobody comes"):
             asked.result()

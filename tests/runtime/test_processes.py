@@ -16,7 +16,7 @@ import pytest
 from role_parts import Greeter, Said, greeter, panics, refuses
 
 from shadowsync.errors import ConfigError, RunError
-from shadowsync.rpc.client import Courier
+from shadowsync.rpc.client import WireClient
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.runtime.processes import ForkedRole, Processes
 from shadowsync.runtime.runtime import LaunchRequest, ProcessContext, RoleService
@@ -32,8 +32,8 @@ def runtime() -> Iterator[Processes]:
 
 
 @pytest.fixture
-def courier(runtime: Processes) -> Iterator[Courier]:
-    made = Courier(runtime.keys)
+def courier(runtime: Processes) -> Iterator[WireClient]:
+    made = WireClient(runtime.keys)
     yield made
     made.close()
 
@@ -63,7 +63,7 @@ def says_what_is_loaded(_: None, __: ProcessContext) -> RoleService:
 
 
 def test_a_part_is_served_from_another_process_and_another_takes_its_place(
-    runtime: Processes, courier: Courier
+    runtime: Processes, courier: WireClient
 ) -> None:
     process = forked(runtime, "reader-0")
     place = process.endpoint(PATIENCE_S)
@@ -195,7 +195,7 @@ def test_a_module_of_the_working_directory_is_not_taken_for_pythons_own(
     runtime.close()
 
 
-def test_children_begin_with_what_takes_long_to_load(runtime: Processes, courier: Courier) -> None:
+def test_children_begin_with_what_takes_long_to_load(runtime: Processes, courier: WireClient) -> None:
     process = forked(runtime, "reader-1")
     process.build(says_what_is_loaded, None).result(PATIENCE_S)
     connection = courier.connect(process.endpoint(PATIENCE_S).address)
@@ -248,7 +248,7 @@ def test_a_model_of_ones_own_script_is_known_in_other_processes(tmp_path: Path) 
     program = """if True:
         from shadowsync.runtime.processes import Processes
         from shadowsync.runtime.runtime import LaunchRequest
-        from shadowsync.rpc.service import Method, Reply
+        from shadowsync.rpc.service import Method, Payload
         class Own:
             methods = {}
             def client_gone(self, client): pass

@@ -3,9 +3,9 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +15,14 @@ from shadowsync.data.leases import Lease, LeaseBook, LeaseClient, LeaseService, 
 from shadowsync.data.reader import PARSE_S, Feed, LeasedBatch, Parser, Reader, ReaderOptions
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.client import Courier
-from shadowsync.rpc.connection import Answer, Connection, DirectConnection
+from shadowsync.rpc import served as rpc_served
+from shadowsync.rpc.client import WireClient
+from shadowsync.rpc.connection import Connection, DirectConnection, JobKeys
 from shadowsync.rpc.errors import GONE, CallTimeout
-from shadowsync.rpc.keys import JobKeys
-from shadowsync.rpc.served import Packed, Served, ask, later
+from shadowsync.rpc.pending import Pending, Promise
+from shadowsync.rpc.served import Served, ask, later
 from shadowsync.rpc.server import WireServer
-from shadowsync.rpc.service import Service
+from shadowsync.rpc.service import Payload, Service
 
 OPTIONS = ReaderOptions(batch_size=4, slice_rows=8, epochs=2, seed=3)
 Connect = Callable[[Service], Connection]
@@ -62,7 +63,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
             yield lambda service: stack.enter_context(closing(DirectConnection(service)))
             return
         keys = JobKeys.make()
-        courier = stack.enter_context(closing(Courier(keys)))
+        courier = stack.enter_context(closing(WireClient(keys)))
 
         def over_the_wire(service: Service) -> Connection:
             server = stack.enter_context(closing(WireServer(service, keys)))
@@ -114,14 +115,14 @@ def test_batches_are_those_of_a_reader_in_process(connect: Connect) -> None:
 
 def test_slices_are_decoded_by_those_who_train_them(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that serves all connections of a trainer would hold up its pulls meanwhile."""
-    threads, read = set(), Answer.read
+    threads, unpack = set(), rpc_served._unpack
 
-    def noted(answer: Answer, kind: type[Packed]) -> Packed:
-        if answer.tensors:
+    def noted(decoder: Any, what: str, payload: Payload) -> Any:
+        if what == "the answer of parse":
             threads.add(threading.current_thread())
-        return read(answer, kind)
+        return unpack(decoder, what, payload)
 
-    monkeypatch.setattr(Answer, "read", noted)
+    monkeypatch.setattr(rpc_served, "_unpack", noted)
     assert sum(len(leased.batch) for leased in drain(feed_over(connect, leases_of(Bags(29)), Bags(29), 0))) == 58
     assert threads == {threading.current_thread()}
 
@@ -181,10 +182,10 @@ def test_a_reader_whose_file_system_hangs_is_no_peer_that_was_lost() -> None:
     """Else trainer after trainer would be replaced for it."""
 
     class Hanging(DirectConnection):
-        def call(self, *asked: object, **more: object) -> Future[Answer]:
+        def call(self, *asked: object, **more: object) -> Pending[Payload]:
             assert asked[-1] == PARSE_S
-            answer: Future[Answer] = Future()
-            answer.set_exception(CallTimeout("parse gave no answer"))
+            answer: Promise[Payload] = Promise()
+            answer.fail(CallTimeout("parse gave no answer"))
             return answer
 
     parse = partial(later, Hanging(Served(Parser(Bags(8), OPTIONS))), Parser.parse)

@@ -9,9 +9,9 @@ from role_parts import CLOSED, Panic, Said, greeter, panics, refuses
 from wired_roles import Wired
 
 from shadowsync.errors import ConfigError, RunError
-from shadowsync.rpc.client import Courier
+from shadowsync.rpc.client import WireClient
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import CallTimeout, PeerLost
-from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime import host
 from shadowsync.runtime.ray_runtime import RoleActor
 from shadowsync.runtime.runtime import LaunchRequest
@@ -26,13 +26,13 @@ def runtime() -> Iterator[Wired]:
 
 
 @pytest.fixture
-def courier(runtime: Wired) -> Iterator[Courier]:
-    made = Courier(runtime.keys)
+def courier(runtime: Wired) -> Iterator[WireClient]:
+    made = WireClient(runtime.keys)
     yield made
     made.close()
 
 
-def test_a_part_is_served_and_another_takes_its_place(runtime: Wired, courier: Courier) -> None:
+def test_a_part_is_served_and_another_takes_its_place(runtime: Wired, courier: WireClient) -> None:
     process = runtime.start(LaunchRequest("reader-0", "machine-1"))
     connection = courier.connect(process.endpoint(10).address)
     for spec in ("first", "second"):
@@ -45,7 +45,7 @@ def test_a_part_is_served_and_another_takes_its_place(runtime: Wired, courier: C
     assert process.ended() == "it was killed"
 
 
-def test_a_part_that_cannot_be_built_says_why_and_the_process_goes_on(runtime: Wired, courier: Courier) -> None:
+def test_a_part_that_cannot_be_built_says_why_and_the_process_goes_on(runtime: Wired, courier: WireClient) -> None:
     process = runtime.start(LaunchRequest("trainer-3"))
     with pytest.raises(ConfigError, match="trainer-3 cannot be built from sand"):
         process.build(refuses, "sand").result(120)
@@ -54,7 +54,7 @@ def test_a_part_that_cannot_be_built_says_why_and_the_process_goes_on(runtime: W
     assert connection.call("greet", timeout_s=120).result(120).read(Said).text == "stone from trainer-3"
 
 
-def test_a_killed_process_answers_nobody_and_has_no_place(runtime: Wired, courier: Courier) -> None:
+def test_a_killed_process_answers_nobody_and_has_no_place(runtime: Wired, courier: WireClient) -> None:
     process = runtime.start(LaunchRequest("dense-0"))
     process.build(greeter, "one").result(120)
     connection = courier.connect(process.endpoint(10).address)

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from shadowsync.errors import RunError
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime.host import RoleHost
 from shadowsync.runtime.runtime import LOOPBACK, Builder, Endpoint, LaunchRequest, Machine, RoleProcess, Runtime
 

@@ -6,8 +6,8 @@ from contextlib import ExitStack, closing
 import pytest
 from wire_cases import Bank, Link
 
-from shadowsync.rpc.client import Courier, CourierOptions, WireConnection
-from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.client import ClientOptions, WireClient, WireConnection
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.server import ServerOptions, WireServer
 
 
@@ -37,7 +37,7 @@ def serve(keys: JobKeys, stack: ExitStack) -> Callable[..., WireServer]:
 @pytest.fixture
 def connect(keys: JobKeys, stack: ExitStack) -> Callable[..., WireConnection]:
     def make(address: str, **options: object) -> WireConnection:
-        courier = stack.enter_context(closing(Courier(keys, CourierOptions(**options))))  # type: ignore[arg-type]
+        courier = stack.enter_context(closing(WireClient(keys, ClientOptions(**options))))  # type: ignore[arg-type]
         return courier.connect(address)
 
     return make

@@ -16,12 +16,24 @@ import msgspec
 import pytest
 import torch
 import zmq
-from wire_cases import PATIENCE_S, Balance, Bank, Deposit, until
+from wire_cases import PATIENCE_S, Balance, Bank, deposit, until
 
-from shadowsync.rpc.client import Courier, WireConnection
+from shadowsync.rpc.client import WireClient, WireConnection
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.keys import JobKeys
-from shadowsync.rpc.messages import Bye, Call, Calls, Hello, Ping, Pong, Unknown, Welcome, encode, from_server, pack
+from shadowsync.rpc.messages import (
+    FROM_SERVER,
+    Answers,
+    Bye,
+    Call,
+    Calls,
+    Hello,
+    Unknown,
+    Welcome,
+    encode,
+    header_of,
+    pack,
+)
 from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.tensors import Spec
 
@@ -50,20 +62,21 @@ class Raw:
 
     def greet(self, client: str) -> None:
         self.socket.send(encode(Hello(client, 0)))
-        welcome = from_server([self.socket.recv()])
+        welcome = header_of([self.socket.recv()], FROM_SERVER)
         assert isinstance(welcome, Welcome)
         self.session = welcome.session
 
     def sync(self) -> None:
         """Until everything sent before was taken; the answers to it are passed over."""
-        self.socket.send(encode(Ping(self.session, 0)))
-        while not isinstance(from_server(self.socket.recv_multipart()), Pong):
+        self.socket.send(encode(Calls(self.session, 0)))
+        while header_of(self.socket.recv_multipart(), FROM_SERVER) != Answers():
             pass
 
     def deposit(self, number: int, method: str = "deposit") -> list[bytes]:
         """An honest message."""
-        meta, specs, frames = pack(Deposit(f"raw {number}", 1), (torch.ones(1000),), 1 << 20)
-        return [encode(Calls(self.session, 1, (Call(number, method, meta, specs),))), *map(bytes, frames)]
+        payload = deposit(f"raw {number}", 1, torch.ones(1000))
+        specs, frames = pack(payload, 1 << 20)
+        return [encode(Calls(self.session, 1, (Call(number, method, payload.meta, specs),))), *map(bytes, frames)]
 
 
 @pytest.fixture
@@ -125,7 +138,7 @@ def test_ten_thousand_hostile_messages_change_nothing(
     bank = Bank()
     server = serve(bank)
     honest = connect(server.address)
-    honest.call("deposit", Deposit("honest", 7), (torch.ones(1000),)).result(PATIENCE_S)
+    honest.call("deposit", deposit("honest", 7, torch.ones(1000))).result(PATIENCE_S)
 
     victim, thief = raw(server.address), raw(server.address)
     victim.greet("a" * 32)
@@ -151,7 +164,7 @@ def test_ten_thousand_hostile_messages_change_nothing(
     assert (bank.total, dict(bank.runs)) == (before[0], before[2])
     assert torch.equal(bank.vault, before[1])
     assert sorted(server.clients) == sorted([honest.client, "a" * 32, "b" * 32])
-    answer = honest.call("deposit", Deposit("after", 1)).result(PATIENCE_S)
+    answer = honest.call("deposit", deposit("after", 1)).result(PATIENCE_S)
     assert answer.read(Balance).total == before[0] + 1
 
 
@@ -177,8 +190,8 @@ def test_a_session_caught_from_a_forgotten_client_is_worth_nothing(
     for _ in range(3):
         thief.socket.send(hello)
         thief.socket.send_multipart(message)
-        assert isinstance(from_server([thief.socket.recv()]), Welcome)
-        assert isinstance(from_server([thief.socket.recv()]), Unknown)
+        assert isinstance(header_of([thief.socket.recv()], FROM_SERVER), Welcome)
+        assert isinstance(header_of([thief.socket.recv()], FROM_SERVER), Unknown)
     assert bank.total == 1
 
 
@@ -222,7 +235,7 @@ def test_what_was_heard_on_the_network_is_worth_nothing_when_it_is_said_again(
     target = ("127.0.0.1", int(server.address.rpartition(":")[2]))
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     connection = connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
-    call, said = connection.call("deposit", Deposit("honest", 5)), bytearray()
+    call, said = connection.call("deposit", deposit("honest", 5)), bytearray()
     with ExitStack() as ends:
         threads = list(heard(listener, target, said, ends))
         for thread in threads:
@@ -250,7 +263,7 @@ def test_what_is_no_protocol_at_all_is_refused(
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(randomness.randbytes(500))
-    connect(server.address).call("deposit", Deposit("honest", 1)).result(PATIENCE_S)
+    connect(server.address).call("deposit", deposit("honest", 1)).result(PATIENCE_S)
     assert bank.total == 1
 
 
@@ -263,15 +276,15 @@ def test_a_frame_that_is_too_long_ends_its_connection_before_it_is_read(
     thief.greet("b" * 32)
     thief.socket.send(bytes(20_000))
     thief.socket.rcvtimeo = 200
-    thief.socket.send(encode(Ping(thief.session, 0)))
+    thief.socket.send(encode(Calls(thief.session, 0)))
     connection = connect(server.address, max_message_bytes=10_000)
-    connection.call("deposit", Deposit("honest", 1), (torch.ones(1000),)).result(PATIENCE_S)
+    connection.call("deposit", deposit("honest", 1, torch.ones(1000))).result(PATIENCE_S)
     assert bank.runs == {"honest": 1}
 
 
 def test_a_client_learns_that_its_keys_are_refused(keys: JobKeys, serve: Callable[..., WireServer]) -> None:
     server = serve(Bank())
-    with closing(Courier(wrong_client(keys))) as courier:
+    with closing(WireClient(wrong_client(keys))) as courier:
         call = courier.connect(server.address).call("echo")
         with pytest.raises(PeerLost, match="does not accept the keys of this job"):
             call.result(PATIENCE_S)
@@ -281,15 +294,15 @@ def test_a_unix_socket_asks_for_the_keys_too(
     serve: Callable[..., WireServer], connect: Callable[..., WireConnection], tmp_path: Path
 ) -> None:
     server = serve(bank := Bank(), host=str(tmp_path))
-    with closing(Courier(JobKeys.make())) as stranger, zmq.Context() as context:
+    with closing(WireClient(JobKeys.make())) as stranger, zmq.Context() as context:
         with pytest.raises(PeerLost, match="does not accept the keys"):
-            stranger.connect(server.address).call("deposit", Deposit("d", 1)).result(PATIENCE_S)
+            stranger.connect(server.address).call("deposit", deposit("d", 1)).result(PATIENCE_S)
         with context.socket(zmq.DEALER) as nobody:
             nobody.linger = 0
             nobody.connect(server.address)
             thrown(nobody, [encode(Hello("0" * 32, 0))])
             assert not nobody.poll(200)
-        assert connect(server.address).call("deposit", Deposit("d", 5)).result(PATIENCE_S).read(Balance) == Balance(5)
+        assert connect(server.address).call("deposit", deposit("d", 5)).result(PATIENCE_S).read(Balance) == Balance(5)
     assert set(bank.runs) == {"d"}
 
 
@@ -307,7 +320,7 @@ def test_who_has_not_proved_its_keys_sends_little(serve: Callable[..., WireServe
 
 CROWDED = """
 import os, resource, sys
-from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.server import ServerOptions, WireServer
 from wire_cases import Bank
 import msgspec
@@ -354,7 +367,7 @@ def test_a_server_without_descriptors_rests_and_opens_again(
     until(refuses, "the pause")
     for each in idle:
         each.close()
-    answer = connect(address).call("deposit", Deposit("honest", 1)).result(PATIENCE_S)
+    answer = connect(address).call("deposit", deposit("honest", 1)).result(PATIENCE_S)
     assert answer.read(Balance) == Balance(1)
     program.stdin.write("\n")
     program.stdin.flush()

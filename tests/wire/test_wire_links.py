@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from wire_cases import PATIENCE_S, Balance, Bank, Deposit, Link, until
+from wire_cases import PATIENCE_S, Balance, Bank, Link, deposit, until
 
 from shadowsync.rpc import client
-from shadowsync.rpc.client import Courier, WireConnection
+from shadowsync.rpc.client import WireClient, WireConnection
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import CallTimeout, PeerLost
-from shadowsync.rpc.keys import JobKeys
 from shadowsync.rpc.server import WireServer
 
 Serve = Callable[..., WireServer]
@@ -29,7 +29,7 @@ def test_calls_before_the_server_is_there_wait_for_it(serve: Serve, connect: Con
     way = link(serve(bank))
     way.cut()
     connection = connect(way.address)
-    futures = [connection.call("deposit", Deposit(str(i), i)) for i in range(10)]
+    futures = [connection.call("deposit", deposit(str(i), i)) for i in range(10)]
     way.mend()
     assert [future.result(PATIENCE_S).read(Balance) for future in futures]
     assert bank.total == 45
@@ -43,7 +43,7 @@ def test_nobody_waits_to_take_leave_of_a_peer_that_is_gone(
     way = link(serve(Bank()))
     if not welcomed:
         way.cut()
-    courier = Courier(keys)
+    courier = WireClient(keys)
     connection = courier.connect(way.address)
     if welcomed:
         settled(connection)
@@ -64,7 +64,7 @@ def test_a_link_lost_again_and_again_loses_and_doubles_nothing(serve: Serve, con
     def work(worker: int) -> None:
         for i in range(40):
             assert allowed.acquire(timeout=PATIENCE_S)
-            connection.call("deposit", Deposit(f"{worker}/{i}", 1), (torch.ones(1000),)).result(PATIENCE_S)
+            connection.call("deposit", deposit(f"{worker}/{i}", 1, torch.ones(1000))).result(PATIENCE_S)
             ran.release()
 
     allowed, ran = threading.Semaphore(0), threading.Semaphore(0)
@@ -95,7 +95,7 @@ def test_a_lost_reply_is_sent_again_and_the_method_does_not_run_again(
     connection = connect(way.address, ping_every_s=100)
     settled(connection)
     way.break_after("back", byte_count)
-    futures = [connection.call("deposit", Deposit(str(i), 1)) for i in range(50)]
+    futures = [connection.call("deposit", deposit(str(i), 1)) for i in range(50)]
     balances = {future.result(PATIENCE_S).read(Balance).total for future in futures}
     assert balances == set(range(1, 51))
     assert set(bank.runs.values()) == {1}
@@ -112,7 +112,7 @@ def test_a_request_that_arrives_in_part_runs_once(
     connection = connect(way.address, ping_every_s=100)
     settled(connection)
     way.break_after("there", byte_count)
-    future = connection.call("deposit", Deposit("large", 1), [torch.ones(1000)] * 200)
+    future = connection.call("deposit", deposit("large", 1, *[torch.ones(1000)] * 200))
     assert future.result(PATIENCE_S).read(Balance).total == 1
     assert bank.vault[0] == 200
     assert way.made == 2
@@ -125,7 +125,7 @@ def test_a_request_that_comes_again_while_it_runs_is_answered_by_the_first(
     server = serve(bank)
     way = link(server)
     connection = connect(way.address)
-    future = connection.call("slow_deposit", Deposit("slow", 1))
+    future = connection.call("slow_deposit", deposit("slow", 1))
     assert bank.entered.wait(PATIENCE_S)
     way.cut()
     way.mend()
@@ -140,9 +140,9 @@ def test_a_call_that_has_time_travels_with_the_next_one(serve: Serve, connect: C
     way = link(serve(bank))
     connection = connect(way.address, tick_s=1000.0)
     settled(connection)
-    along = [connection.call_along("deposit", Deposit(str(i), 1), (torch.ones(1000),)) for i in range(3)]
+    along = [connection.call_along("deposit", deposit(str(i), 1, torch.ones(1000))) for i in range(3)]
     assert not bank.runs
-    assert connection.call("deposit", Deposit("next", 1)).result(PATIENCE_S).read(Balance) == Balance(4)
+    assert connection.call("deposit", deposit("next", 1)).result(PATIENCE_S).read(Balance) == Balance(4)
     assert [future.result(PATIENCE_S).read(Balance).total for future in along] == [1, 2, 3]
     assert bool((bank.vault == 3).all())
 
@@ -151,7 +151,7 @@ def test_a_call_that_has_time_and_no_company_goes_with_the_next_tick(serve: Serv
     bank = Bank()
     connection = connect(serve(bank).address, tick_s=0.01)
     settled(connection)
-    assert connection.call_along("deposit", Deposit("alone", 1)).result(PATIENCE_S).read(Balance) == Balance(1)
+    assert connection.call_along("deposit", deposit("alone", 1)).result(PATIENCE_S).read(Balance) == Balance(1)
 
 
 def test_calls_that_travel_together_run_once_when_their_link_is_lost(
@@ -163,8 +163,8 @@ def test_calls_that_travel_together_run_once_when_their_link_is_lost(
     settled(connection)
     for turn in range(20):
         way.break_after("there" if turn % 2 else "back", 1)
-        along = connection.call_along("deposit", Deposit(f"along {turn}", 1))
-        assert connection.call("deposit", Deposit(f"{turn}", 1)).result(PATIENCE_S)
+        along = connection.call_along("deposit", deposit(f"along {turn}", 1))
+        assert connection.call("deposit", deposit(f"{turn}", 1)).result(PATIENCE_S)
         along.result(PATIENCE_S)
     assert set(bank.runs.values()) == {1}
     assert bank.total == 40
@@ -176,7 +176,7 @@ def test_a_stalled_link_shows_and_harms_nothing(serve: Serve, connect: Connect, 
     connection = connect(way.address, ping_every_s=0.05, tick_s=0.01)
     settled(connection)
     way.hold()
-    futures = [connection.call("deposit", Deposit(str(i), 1)) for i in range(10)]
+    futures = [connection.call("deposit", deposit(str(i), 1)) for i in range(10)]
     until(lambda: connection.silent_s() > 0.3, "the silence")
     assert bank.total <= 1  # what was on its way
     way.release()
@@ -191,11 +191,11 @@ def test_a_stalled_link_shows_and_harms_nothing(serve: Serve, connect: Connect, 
 def test_a_deadline_passes(serve: Serve, connect: Connect) -> None:
     bank = Bank()
     connection = connect(serve(bank).address, tick_s=0.01)
-    late = connection.call("slow_deposit", Deposit("late", 1), timeout_s=0.1)
+    late = connection.call("slow_deposit", deposit("late", 1), timeout_s=0.1)
     with pytest.raises(CallTimeout, match=r"slow_deposit at tcp://.* gave no answer in 0\.1 s"):
         late.result(PATIENCE_S)
     bank.open.set()
-    connection.call("deposit", Deposit("next", 1)).result(PATIENCE_S)
+    connection.call("deposit", deposit("next", 1)).result(PATIENCE_S)
     until(lambda: bank.total == 2, "the end of the late one")
 
 
@@ -208,21 +208,21 @@ def test_the_default_deadline_holds_where_nobody_listens(connect: Connect) -> No
 def test_what_is_under_way_goes_to_the_replacement(serve: Serve, connect: Connect) -> None:
     first, second = Bank(), Bank()
     connection = connect(serve(first).address)
-    connection.call("deposit", Deposit("old", 1)).result(PATIENCE_S)
-    waiting = connection.call("slow_deposit", Deposit("waiting", 1))
+    connection.call("deposit", deposit("old", 1)).result(PATIENCE_S)
+    waiting = connection.call("slow_deposit", deposit("waiting", 1))
     assert first.entered.wait(PATIENCE_S)
     second.open.set()
     connection.redirect(serve(second).address)
     assert waiting.result(PATIENCE_S).read(Balance).total == 1
     assert second.runs == {"waiting": 1}
-    assert connection.call("deposit", Deposit("new", 1)).result(PATIENCE_S).read(Balance).total == 2
+    assert connection.call("deposit", deposit("new", 1)).result(PATIENCE_S).read(Balance).total == 2
 
 
 def test_a_redirect_to_the_same_server_runs_nothing_twice(serve: Serve, connect: Connect) -> None:
     bank = Bank()
     server = serve(bank)
     connection = connect(server.address)
-    waiting = connection.call("slow_deposit", Deposit("waiting", 1))
+    waiting = connection.call("slow_deposit", deposit("waiting", 1))
     assert bank.entered.wait(PATIENCE_S)
     connection.redirect(server.address)
     until(lambda: server.repeated == 1, "the request's return")
@@ -235,15 +235,15 @@ def test_a_peer_that_is_given_up_fails_calls_until_it_is_replaced(serve: Serve, 
     bank = Bank()
     server = serve(bank)
     connection = connect(server.address)
-    waiting = connection.call("slow_deposit", Deposit("waiting", 1))
+    waiting = connection.call("slow_deposit", deposit("waiting", 1))
     assert bank.entered.wait(PATIENCE_S)
     connection.redirect(None)
-    for future in (waiting, connection.call("deposit", Deposit("no", 1))):
+    for future in (waiting, connection.call("deposit", deposit("no", 1))):
         with pytest.raises(PeerLost, match="given up"):
             future.result(PATIENCE_S)
     replacement = Bank()
     connection.redirect(serve(replacement).address)
-    connection.call("deposit", Deposit("yes", 1)).result(PATIENCE_S)
+    connection.call("deposit", deposit("yes", 1)).result(PATIENCE_S)
     assert replacement.runs == {"yes": 1}
 
 
@@ -251,14 +251,14 @@ def test_a_server_that_is_back_at_its_address_is_a_new_one(serve: Serve, connect
     first, second = Bank(), Bank()
     server = serve(first)
     connection = connect(server.address)
-    waiting = connection.call("slow_deposit", Deposit("waiting", 1))
+    waiting = connection.call("slow_deposit", deposit("waiting", 1))
     assert first.entered.wait(PATIENCE_S)
     first.open.set()
     server.close()
     second.open.set()
     serve(second, port=int(server.address.rpartition(":")[2]))
     waiting.result(PATIENCE_S)
-    connection.call("deposit", Deposit("next", 1)).result(PATIENCE_S)
+    connection.call("deposit", deposit("next", 1)).result(PATIENCE_S)
     assert second.runs["next"] == 1
     assert first.runs["waiting"] == 1
 
@@ -270,10 +270,10 @@ def test_a_client_that_vanishes_is_forgotten_when_its_methods_have_ended(
     server = serve(bank, tick_s=0.01, forget_client_after_s=0.2)
     way = link(server)
     connection = connect(way.address, ping_every_s=0.05, tick_s=0.01)
-    waiting = connection.call("slow_deposit", Deposit("waiting", 1))
+    waiting = connection.call("slow_deposit", deposit("waiting", 1))
     assert bank.entered.wait(PATIENCE_S)
     way.hold()
-    unsent = connection.call("deposit", Deposit("lost on the way", 1))
+    unsent = connection.call("deposit", deposit("lost on the way", 1))
     until(lambda: server.clients == [], "the forgetting")
     assert bank.gone == []
     assert server.clients == []
@@ -283,7 +283,7 @@ def test_a_client_that_vanishes_is_forgotten_when_its_methods_have_ended(
     assert waiting.result(PATIENCE_S).read(Balance).total == 1  # its answer was on the way
     with pytest.raises(PeerLost, match="has forgotten this connection"):
         unsent.result(PATIENCE_S)
-    connection.call("deposit", Deposit("again", 1)).result(PATIENCE_S)
+    connection.call("deposit", deposit("again", 1)).result(PATIENCE_S)
     assert bank.runs == {"waiting": 1, "again": 1}
 
 
@@ -293,7 +293,7 @@ def test_a_reply_that_comes_later_finds_its_way_over_another_link(
     bank = Bank()
     way = link(serve(bank))
     connection = connect(way.address)
-    answer = connection.call("deposit_later", Deposit("d", 3))
+    answer = connection.call("deposit_later", deposit("d", 3))
     until(lambda: bool(bank.later), "the request")
     way.cut()
     bank.end_later()
@@ -305,10 +305,10 @@ def test_a_reply_that_comes_later_finds_its_way_over_another_link(
 def test_an_answer_says_how_long_the_server_had_the_request(serve: Serve, connect: Connect) -> None:
     bank, began = Bank(), time.monotonic()
     connection = connect(serve(bank).address)
-    slow = connection.call("slow_deposit", Deposit("slow", 1))
+    slow = connection.call("slow_deposit", deposit("slow", 1))
     assert bank.entered.wait(PATIENCE_S)
     entered = time.monotonic()
-    quick = connection.call("deposit", Deposit("quick", 1)).result(PATIENCE_S)
+    quick = connection.call("deposit", deposit("quick", 1)).result(PATIENCE_S)
     between = time.monotonic() - entered
     bank.open.set()
     served_s = slow.result(PATIENCE_S).served_s
@@ -319,11 +319,11 @@ def test_an_answer_says_how_long_the_server_had_the_request(serve: Serve, connec
 def test_what_is_answered_later_counts_until_then(serve: Serve, connect: Connect) -> None:
     bank = Bank()
     connection = connect(serve(bank).address)
-    answer = connection.call("deposit_later", Deposit("later", 1))
+    answer = connection.call("deposit_later", deposit("later", 1))
     for number in range(20):
-        connection.call("deposit", Deposit(f"{number}", 1)).result(PATIENCE_S)
+        connection.call("deposit", deposit(f"{number}", 1)).result(PATIENCE_S)
     waited_from = time.monotonic()
-    connection.call("deposit", Deposit("last", 1)).result(PATIENCE_S)
+    connection.call("deposit", deposit("last", 1)).result(PATIENCE_S)
     between = time.monotonic() - waited_from
     assert bank.later
     bank.end_later()

@@ -1,7 +1,6 @@
 """The small parts: tensors in frames, errors by name, keys that do not show, the loop."""
 
 import logging
-import sys
 import threading
 
 import msgspec
@@ -9,17 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_cases import PATIENCE_S, Bank, Deposit
+from wire_cases import PATIENCE_S, Bank, deposit
 
 from shadowsync import errors
 from shadowsync.errors import MissingExtra, NonFiniteLoss, RunError, SaveError, ShadowSyncError
-from shadowsync.rpc.connection import DirectConnection
+from shadowsync.rpc.connection import DirectConnection, JobKeys
 from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
-from shadowsync.rpc.keys import JobKeys
-from shadowsync.rpc.loop import Loop
 from shadowsync.rpc.messages import MAX_TENSORS, META_BYTES, pack
 from shadowsync.rpc.server import WireServer
-from shadowsync.rpc.service import Meta
+from shadowsync.rpc.service import EMPTY, Payload
+from shadowsync.rpc.sockets import Loop
 from shadowsync.rpc.tensors import DTYPES, Misfit, Spec, bytes_of, spec_of, tensor_of
 
 KINDS = [PeerLost, CallTimeout, NonFiniteLoss, SaveError, errors.DataError, errors.ConfigError, ShadowSyncError]
@@ -53,15 +51,6 @@ def test_secrets_do_not_show() -> None:
     assert msgspec.json.decode(msgspec.json.encode(keys), type=JobKeys) == keys
 
 
-def test_without_zeromq_the_line_that_installs_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(MissingExtra, match=r"pyzmq is not installed: pip install 'shadowsync\[ray\]'"):
-        JobKeys.make()
-    monkeypatch.delitem(sys.modules, "shadowsync.rpc.sockets", raising=False)
-    with pytest.raises(MissingExtra, match="pyzmq is not installed"):
-        __import__("shadowsync.rpc.sockets")
-
-
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=5), st.integers(0, 15))
 def test_a_tensor_comes_out_as_it_went_in(dtype: torch.dtype, shape: list[int], shift: int) -> None:
@@ -90,23 +79,19 @@ def test_a_frame_that_is_not_what_was_announced_is_refused(spec: Spec) -> None:
         tensor_of(bytearray(16), spec)
 
 
-class Long(Meta, frozen=True):
-    text: str
-
-
 @pytest.mark.parametrize(
     ("meta", "tensors", "words"),
     [
-        (None, [torch.zeros(2, dtype=torch.complex64)], "complex64 with 1 dimensions cannot cross"),
-        (None, [torch.zeros((1,) * 17)], "with 17 dimensions cannot cross"),
-        (None, [torch.zeros(0)] * (MAX_TENSORS + 1), "has 1025 tensors, and at most 1024"),
-        (None, [torch.zeros(300)], "has 1200 bytes, and at most 1000"),
-        (Long("x" * (META_BYTES + 1)), [], "typed part has 1048"),
+        (EMPTY.meta, [torch.zeros(2, dtype=torch.complex64)], "complex64 with 1 dimensions cannot cross"),
+        (EMPTY.meta, [torch.zeros((1,) * 17)], "with 17 dimensions cannot cross"),
+        (EMPTY.meta, [torch.zeros(0)] * (MAX_TENSORS + 1), "has 1025 tensors, and at most 1024"),
+        (EMPTY.meta, [torch.zeros(300)], "has 1200 bytes, and at most 1000"),
+        (bytes(META_BYTES + 1), [], "typed part has 1048"),
     ],
 )
-def test_what_cannot_cross_is_refused_by_its_sender(meta: Meta | None, tensors: list[torch.Tensor], words: str) -> None:
+def test_what_cannot_cross_is_refused_by_its_sender(meta: bytes, tensors: list[torch.Tensor], words: str) -> None:
     with pytest.raises(RunError, match=words):
-        pack(meta, tensors, 1000)
+        pack(Payload(meta, tuple(tensors)), 1000)
 
 
 def test_an_address_that_is_taken_is_refused_in_a_sentence(keys: JobKeys, serve: object) -> None:
@@ -127,7 +112,7 @@ def test_a_server_frees_its_clients_when_it_is_closed(keys: JobKeys, connect: ob
     server = WireServer(bank, keys)
     server.start()
     connection = connect(server.address)  # type: ignore[operator]
-    connection.call("deposit", Deposit("a", 1)).result(PATIENCE_S)
+    connection.call("deposit", deposit("a", 1)).result(PATIENCE_S)
     server.close()
     server.close()
     assert bank.gone == [connection.client]
@@ -137,7 +122,7 @@ def test_a_reply_that_cannot_cross_is_an_error_of_its_call(serve: object, connec
     connection = connect(serve(Bank()).address)  # type: ignore[operator]
     with pytest.raises(RunError, match="complex64 with 1 dimensions cannot cross the wire"):
         connection.call("unspeakable").result(PATIENCE_S)
-    connection.call("deposit", Deposit("a", 1)).result(PATIENCE_S)
+    connection.call("deposit", deposit("a", 1)).result(PATIENCE_S)
 
 
 def test_a_loop_outlives_an_action_that_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -160,7 +145,7 @@ def test_in_process_no_tensor_is_copied() -> None:
     bank.methods["keep"] = type(bank.methods["echo"])(
         lambda request: (seen.append(request.tensors[0]), bank.echo(request))[1]
     )
-    DirectConnection(bank).call("keep", None, (sent,)).result(PATIENCE_S)
+    DirectConnection(bank).call("keep", Payload(tensors=(sent,))).result(PATIENCE_S)
     assert seen[0] is sent
 
 

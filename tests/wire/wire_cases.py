@@ -4,13 +4,13 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from shadowsync.errors import DataError
-from shadowsync.rpc.service import Meta, Method, Reply, Request
+from shadowsync.rpc.pending import Promise
+from shadowsync.rpc.service import Meta, Method, Payload
 
 PATIENCE_S = 120.0
 T = TypeVar("T")
@@ -22,6 +22,11 @@ class Deposit(Meta, frozen=True):
 
     name: str
     amount: int
+
+
+def deposit(name: str, amount: int = 1, *tensors: torch.Tensor) -> Payload:
+    """The request of one."""
+    return Payload.of(Deposit(name, amount), tensors)
 
 
 class Balance(Meta, frozen=True):
@@ -50,7 +55,7 @@ class Bank:
             "statement": Method(self.statement, once=False),
             "deposit_later": Method(self.deposit_later, quick=True),
         }
-        self.later: list[tuple[Future[Reply], Request]] = []
+        self.later: list[tuple[Promise[Payload], Payload]] = []
         self.total = 0
         self.vault = torch.zeros(1000)
         self.runs: Counter[str] = Counter()
@@ -63,7 +68,7 @@ class Bank:
     def client_gone(self, client: str) -> None:
         self.gone.append(client)
 
-    def deposit(self, request: Request) -> Reply:
+    def deposit(self, request: Payload) -> Payload:
         deposit = request.read(Deposit)
         with self._lock:
             self.clients.add(request.client)
@@ -71,15 +76,15 @@ class Bank:
             self.total += deposit.amount
             for tensor in request.tensors:
                 self.vault += tensor
-            return Reply(Balance(self.total))
+            return Payload.of(Balance(self.total))
 
-    def slow_deposit(self, request: Request) -> Reply:
+    def slow_deposit(self, request: Payload) -> Payload:
         self.entered.set()
         assert self.open.wait(PATIENCE_S)
         return self.deposit(request)
 
-    def deposit_later(self, request: Request) -> "Future[Reply]":
-        reply: Future[Reply] = Future()
+    def deposit_later(self, request: Payload) -> Promise[Payload]:
+        reply: Promise[Payload] = Promise()
         self.later.append((reply, request))
         return reply
 
@@ -87,33 +92,33 @@ class Bank:
         """Replies to the request that has waited longest."""
         reply, request = self.later.pop(0)
         if error is None:
-            reply.set_result(self.deposit(request))
+            reply.keep(self.deposit(request))
         else:
-            reply.set_exception(error)
+            reply.fail(error)
 
-    def echo(self, request: Request) -> Reply:
-        return Reply(None, tuple(tensor.clone() for tensor in request.tensors))
+    def echo(self, request: Payload) -> Payload:
+        return Payload(tensors=tuple(tensor.clone() for tensor in request.tensors))
 
-    def refuse(self, request: Request) -> Reply:
+    def refuse(self, request: Payload) -> Payload:
         raise DataError("row 7 of the request has no colour")
 
-    def crash(self, request: Request) -> Reply:
+    def crash(self, request: Payload) -> Payload:
         raise ZeroDivisionError("divided\nby nothing")
 
-    def panic(self, request: Request) -> Reply:
+    def panic(self, request: Payload) -> Payload:
         raise Panic("index out of bounds\nnote: run with a backtrace")
 
-    def exit(self, request: Request) -> Reply:
+    def exit(self, request: Payload) -> Payload:
         raise SystemExit(3)
 
-    def statement(self, request: Request) -> Reply:
+    def statement(self, request: Payload) -> Payload:
         """A megabyte."""
         with self._lock:
             self.runs["statement"] += 1
-        return Reply(None, (torch.ones(1 << 18),))
+        return Payload(tensors=(torch.ones(1 << 18),))
 
-    def unspeakable(self, request: Request) -> Reply:
-        return Reply(None, (torch.zeros(2, dtype=torch.complex64),))
+    def unspeakable(self, request: Payload) -> Payload:
+        return Payload(tensors=(torch.zeros(2, dtype=torch.complex64),))
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

@@ -5,7 +5,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +17,8 @@ from shadowsync.embedding.server import RowStep
 from shadowsync.errors import DataError, ShadowSyncError
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import CallTimeout
-from shadowsync.rpc.generation import FIRST, Generation
-from shadowsync.rpc.pending import Pending
+from shadowsync.rpc.kept import FIRST, Generation
+from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import ask, later, served
 from shadowsync.training.optimizers import Rates
 
@@ -64,7 +63,7 @@ class Rows(Protocol):
         """Has the batches numbered by somebody else."""
 
 
-_Answer = Future[int | None]
+_Answer = Promise[int | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -178,7 +177,7 @@ class StepCoordinator:
             return number
 
     @served(quick=True, timeout_s=PATIENCE_S)
-    def ask(self, worker: tuple[int, int], number: int, generation: int = FIRST.number) -> "Future[int | None]":
+    def ask(self, worker: tuple[int, int], number: int, generation: int = FIRST.number) -> Pending[int | None]:
         """A worker is about to compute a batch that was dispatched.
 
         Who asks once more for the same batch is answered as before, or instead of the first time.
@@ -192,7 +191,7 @@ class StepCoordinator:
             DataError: it is another trainer's.
         """
         self._generation.check(generation)
-        answer: _Answer = Future()
+        answer: _Answer = Promise()
         with self._changed:
             begun, batch = self._begun.get(number), self._dispatched.get(number)
             found = begun or batch
@@ -310,9 +309,9 @@ class StepCoordinator:
             except IndexError:  # another thread gave the last one
                 return
             if isinstance(given, BaseException):
-                answer.set_exception(given)
+                answer.fail(given)
             else:
-                answer.set_result(given)
+                answer.keep(given)
 
     def _leave(self, worker: tuple[int, int]) -> None:
         lost = [number for number, batch in self._begun.items() if batch.worker == worker]

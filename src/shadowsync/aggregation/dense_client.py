@@ -16,8 +16,8 @@ from shadowsync.compression.channel import Channel, Stream
 from shadowsync.compression.codec import Codec
 from shadowsync.errors import DataError
 from shadowsync.rpc.connection import Connection
-from shadowsync.rpc.generation import FIRST
-from shadowsync.rpc.pending import DONE, Joined, Pending, all_of
+from shadowsync.rpc.kept import FIRST
+from shadowsync.rpc.pending import DONE, Mapped, Pending, all_of
 from shadowsync.rpc.served import Client, later
 from shadowsync.training.pieces import renumbered
 from shadowsync.training.replica import Slot, flat_length, laid_out
@@ -153,9 +153,9 @@ class _Server:
         """In this process the parameters are those when they are asked for: nothing has to cross before."""
         codec, to, rank = self._line.now.codec, self._to, self._worker[0]
         if isinstance(to, DenseStepper):
-            return Joined((), lambda _: self._take(codec, to.newer(Client(str(rank)), *self._asked(codec))))
+            return Mapped(lambda: self._take(codec, to.newer(Client(str(rank)), *self._asked(codec))))
         answer = later(to, DenseStepper.newer, Client(""), *self._asked(codec))
-        return Joined([answer], lambda found: self._take(codec, *found))
+        return Mapped(lambda found: self._take(codec, found), answer)
 
     def _asked(self, codec: Codec) -> tuple[int, int, str, int]:
         return self._worker[1], self.version, codec.name, self._receiver.having
@@ -208,7 +208,7 @@ class DenseClient:
 
     def newer(self, than: int) -> Pending[Version | None]:
         """As `DenseParameters.newer`; what a server has sent, it does not send again before it is newer."""
-        return Joined([server.newer() for server in self._servers], lambda found: self._version(than, found))
+        return Mapped(lambda *found: self._version(than, found), *[server.newer() for server in self._servers])
 
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
         """As `DenseParameters.hold`."""

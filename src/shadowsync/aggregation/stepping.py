@@ -10,14 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shadowsync.compression.channel import Channel
+from shadowsync.compression.channel import Channel, Differences, Message
 from shadowsync.compression.codec import Codec, received
-from shadowsync.compression.differences import Differences, Message
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.step_messages import check_batch, checked_weights
 from shadowsync.errors import DataError
-from shadowsync.rpc.generation import FIRST, Generation
-from shadowsync.rpc.kept import MOST_STREAMS, Bounded, PerClient
+from shadowsync.rpc.kept import FIRST, Generation, PerClient
 from shadowsync.rpc.served import Client, served
 from shadowsync.training.replica import Replica, Stepper
 
@@ -145,7 +143,6 @@ class DenseStepper:
         version: global steps made before.
         codec: of gradients and parameters on their way; Plain if not given.
         generation: whose gradients and steps are taken.
-        streams: that one client may have, each with up to one vector here: the workers of a trainer.
     """
 
     def __init__(
@@ -155,12 +152,11 @@ class DenseStepper:
         version: int = 0,
         codec: Codec | None = None,
         generation: Generation = FIRST,
-        streams: int = MOST_STREAMS,
     ) -> None:
         self.replica = replica
         self._stepper = Stepper(replica, clip_norm)
         self._codec, self._generation = codec or Plain(), generation
-        self._senders = PerClient(lambda: Bounded[int, ParameterSender](streams, "streams"))
+        self._senders = PerClient[dict[int, ParameterSender]](dict)  # by stream
         self._held: dict[int, DenseGradient] = {}
         self._below = 0
         self._lock = threading.Lock()
@@ -199,7 +195,7 @@ class DenseStepper:
         if newest.number <= than:
             return None
         about = f"the dense parameters for worker {stream} of a trainer"
-        return self._senders.of(client).get(stream, lambda: ParameterSender(about)).answer(named, newest, having)
+        return self._senders.of(client).setdefault(stream, ParameterSender(about)).answer(named, newest, having)
 
     @served()
     def receive(

@@ -1,7 +1,6 @@
 """What the driver serves, at two endpoints: the leases with the records, and the averaging."""
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shadowsync.aggregation.coordinator import StepCoordinator
@@ -10,9 +9,10 @@ from shadowsync.data.leases import Lease, LeaseStatus
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.connection import JobKeys
+from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import Client, Served, served
-from shadowsync.rpc.service import Method, Outcome, Request
+from shadowsync.rpc.service import Handle, Method, Payload
 from shadowsync.runtime.runtime import Switch
 from shadowsync.sync.averaging import AveragingService
 
@@ -97,8 +97,8 @@ class DriverService:
         if self._conducting is not None:
             self._conducting.abandoned(rank)
 
-    def _guarded(self, handle: Callable[[Request], Outcome]) -> Callable[[Request], Outcome]:
-        def guarded(request: Request) -> Outcome:
+    def _guarded(self, handle: Handle) -> Handle:
+        def guarded(request: Payload) -> Payload | Pending[Payload]:
             if request.client in self._banned:
                 raise RunError("this trainer was given up")
             if request.client not in self._heard:

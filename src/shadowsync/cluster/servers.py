@@ -20,7 +20,7 @@ from shadowsync.embedding.table import Shard
 from shadowsync.errors import DataError
 from shadowsync.memory.shared import Exclusive, SharedMemory
 from shadowsync.recovery.settings import row_tracking
-from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.served import Served, served
 from shadowsync.runtime.runtime import ProcessContext
 from shadowsync.sync.dense import DenseServer
@@ -74,7 +74,7 @@ def build_embedding(spec: EmbeddingSpec, _: ProcessContext) -> EmbeddingService:
     if spec.inherits:
         server.inherit()
     pull, push, generation = choices.codecs["pull"], choices.codecs["push"], Generation(spec.generation)
-    return EmbeddingService(server, pull, push, generation=generation, streams=config.train.workers)
+    return EmbeddingService(server, pull, push, generation=generation)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def build_stepper(spec: StepperSpec, _: ProcessContext) -> Served:
     replica = job.replica(spec.part.module(module, buffers=spec.first))
     codec = by_parameter(job.choices.codecs["dense"], replica.slots, len(replica.flat))
     generation, train = Generation(spec.generation), job.config.train
-    return Served(StepperPart(replica, train.clip_norm, codec=codec, generation=generation, streams=train.workers))
+    return Served(StepperPart(replica, train.clip_norm, codec=codec, generation=generation))
 
 
 @dataclass(frozen=True)

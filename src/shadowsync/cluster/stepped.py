@@ -30,7 +30,7 @@ from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.server import EmbeddingServer, RowStep
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.errors import GONE, PeerLost
-from shadowsync.rpc.generation import Generation
+from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import later
 from shadowsync.training.gate import Gate

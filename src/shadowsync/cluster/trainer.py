@@ -19,7 +19,8 @@ from shadowsync.cluster.endpoints import DriverService
 from shadowsync.cluster.records import RecordSender
 from shadowsync.cluster.servers import Imaged
 from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, WorkerContext
-from shadowsync.compression.channel import Channel, CodecChoice
+from shadowsync.compression.channel import Channel
+from shadowsync.compression.choice import CodecChoice
 from shadowsync.config import Config
 from shadowsync.data.leases import LeaseClient
 from shadowsync.data.reader import Feed, LeasedBatch, Parser

@@ -1,8 +1,10 @@
-"""Channels between two roles: tensors pass a codec and are counted, also where nothing is really sent."""
+"""Channels between two roles: tensors pass a codec and are counted, also where nothing is really sent.
+
+`p` elements of a vector.
+"""
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,14 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shadowsync.compression.auto import IN_LINE, LEAST_STEPS, OVERLAPPED, Auto, Chooser, Measured
-from shadowsync.compression.codec import Codec, Decoded, Encoded, PartOf, naming
-from shadowsync.rpc.connection import Connection
-from shadowsync.rpc.link import Clock, Link, MeasuredConnection
+from shadowsync.compression.codec import Codec, Decoded, Encoded, PartOf, naming, received
+from shadowsync.errors import DataError
 
 _LOG = logging.getLogger(__name__)
-STRETCH_S = 1.0
-"""A trainer looks so often at what it measured."""
 
 
 class Counter(Protocol):
@@ -37,23 +35,23 @@ class Channel:
     """One direction of traffic of one kind (`pull`, `push` or `dense`), in any number of streams.
 
     Attributes:
-        chooser: changes the codec while the job runs; there is then one channel for each codec, with streams of its
-            own, and `now` is the one for the next message.
+        chosen: names the level of the codec to send in now, where that changes while the job runs; there is then one
+            channel for each level, with streams of its own, and `now` is the one for the next message.
     """
 
     kind: str
     codec: Codec
     counter: Counter
-    chooser: Chooser | None = field(default=None, repr=False, compare=False)
+    chosen: Callable[[], str] | None = field(default=None, repr=False, compare=False)
     _streams: dict[Hashable, "Stream"] = field(default_factory=dict, init=False, repr=False, compare=False)
     _levels: dict[str, "Channel"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def now(self) -> "Channel":
         """The channel that the next message takes."""
-        if self.chooser is None:
+        if self.chosen is None:
             return self
-        name = self.chooser.codec
+        name = self.chosen()
         # setdefault is atomic, here and below: of several threads that ask first, all get one
         return self._levels.get(name) or self._levels.setdefault(
             name, Channel(self.kind, self.codec.level(name), self.counter)
@@ -165,12 +163,109 @@ class Stream:
         return True
 
 
+@dataclass(frozen=True)
+class Message:
+    """What crosses of a vector, in either direction.
+
+    Attributes:
+        frames: of the codec.
+        whole: nothing is left out; where differences may cross, the one frame is the float32 vector itself.
+        kept: number of elements that cross, of a difference; `refreshes` and `early` as in `Encoded`.
+    """
+
+    frames: tuple[Tensor, ...]
+    whole: bool = True
+    kept: int = 0
+    refreshes: int = 0
+    early: int = 0
+
+    @classmethod
+    def of_difference(cls, encoded: Encoded) -> "Message":
+        """A difference as it was encoded."""
+        return cls(encoded.frames, False, encoded.kept_count, encoded.refreshes, encoded.early)
+
+    def count(self, channel: Channel, elements: int) -> None:
+        """Counts the message, of a vector of so many elements."""
+        channel.count(sum(frame.nbytes for frame in self.frames), elements * torch.float32.itemsize)
+        if not self.whole and channel.codec.sparse:
+            channel.count_kept(elements, self.kept, self.refreshes, self.early)
+
+
+class Differences:
+    """What the receiver has of the sender's vector, kept alike at both ends, bit for bit: a vector that both know
+    crosses as the difference from it.
+
+    The first message is the vector in float32, each further one `Q(w − known)`, and both ends add that. What the codec
+    leaves out stays in the difference, so that there is no residual to keep, and none to lose: a side that forgot, or
+    took another's place, gets the vector again, and so does whoever is sent another codec's messages. Where nothing is
+    left out every message is the vector, and nothing is known.
+
+    Args:
+        about: what messages are called in errors.
+
+    Attributes:
+        known: `[p]`, None before the first message; not to be kept by the caller.
+    """
+
+    def __init__(self, about: str) -> None:
+        self._about = about
+        self._codec: Codec | None = None
+        self.known: Tensor | None = None
+
+    def encode(self, codec: Codec, vector: Tensor) -> Message:
+        """The next message; this end counts on its arrival."""
+        self._begin(codec)
+        if codec.everything:
+            return Message((vector,))
+        if self.known is None:
+            self.known = vector.clone()  # who trains goes on writing to it
+            return Message((self.known.clone(),))
+        encoded = self._stream.encode(vector - self.known)
+        self.known.add_(self._stream.codec.decode(encoded.frames, encoded.shape))
+        return Message.of_difference(encoded)
+
+    def take(self, codec: Codec, message: Message, shape: tuple[int, ...]) -> Tensor | None:
+        """The receiver's end: what is known after that message; None if it needs one before that never came.
+
+        Raises:
+            DataError: the frames are none of such a message.
+        """
+        self._begin(codec)
+        frames = message.frames
+        if message.whole:
+            if len(frames) != 1 or frames[0].shape != shape or frames[0].dtype != torch.float32:
+                raise DataError(
+                    f"the frames of {self._about} are none of codec {codec.name}: {len(frames)} are not a float32 "
+                    f"vector {list(shape)}"
+                )
+            if codec.everything:
+                return frames[0]
+            self.known = frames[0].clone()
+        elif self.known is not None:
+            with received(self._about, codec):
+                self.known.add_(self._stream.codec.decode(frames, shape))
+        return self.known
+
+    def forget(self) -> None:
+        """It is not known what arrived."""
+        self.known = None
+
+    def moved(self, by: Tensor) -> None:
+        """Both ends know that the sender took so much off its vector."""
+        if self.known is not None:
+            self.known.sub_(by)
+
+    def _begin(self, codec: Codec) -> None:
+        if codec is not self._codec and (self._codec is None or codec.name != self._codec.name):
+            self._codec, self.known = codec, None
+            self._stream = Stream(codec.of_differences(), self._about)
+
+
 class Restoring(Protocol):
     """Goes on from what was kept of a worker's gradients (a `Stream`, or several)."""
 
     def restore(self, tensors: Mapping[str, Tensor], /) -> bool:
         """As `Stream.restore`."""
-        ...
 
 
 def restore_all(workers: Iterable[tuple[Restoring, Mapping[str, Tensor]]]) -> None:
@@ -200,94 +295,3 @@ def pulled_and_pushed_bytes(pull: Codec, push: Codec) -> float:
 
 def _numbers() -> Tensor:
     return torch.linspace(-1, 1, 1 << 12).view(-1, 16)
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What `auto` has to know of the job.
-
-    Attributes:
-        workers: of the trainer, which share its link.
-        overlapped: pulls are prefetched.
-        elastic: the dense part is merged in the background, in whatever time the network has left.
-        collective: all trainers send the dense part in one codec, so that none of them can choose it.
-    """
-
-    workers: int = 1
-    overlapped: bool = True
-    elastic: bool = False
-    collective: bool = False
-
-
-class CodecChoice:
-    """Measures a trainer's link and steps, and has `auto` choose codecs by that, each kind of traffic for itself.
-
-    Where nothing is to be chosen, it is not in anybody's way: channels and connections are the ordinary ones.
-
-    Args:
-        codecs: of the job by kind.
-        clock: seconds.
-
-    Attributes:
-        decisions: all that was decided so far, in sentences, in order.
-    """
-
-    def __init__(
-        self, codecs: Mapping[str, Codec], situation: Situation = Situation(), clock: Clock = time.monotonic
-    ) -> None:
-        self._codecs, self._situation, self._clock = codecs, situation, clock
-        self._link = Link(clock)
-        self._lock = threading.Lock()
-        self._choosers = {}
-        for kind, codec in codecs.items():
-            if isinstance(codec, Auto) and not (kind == "dense" and situation.collective):
-                default = OVERLAPPED if situation.overlapped else IN_LINE
-                self._choosers[kind] = Chooser(
-                    [level.name for level in codec.levels],
-                    [float_bytes(level) for level in codec.levels],
-                    default if codec.share is None else codec.share,
-                    codec.stay_s,
-                    elastic=situation.elastic and kind == "dense",
-                )
-        self._since = clock()
-        self._steps, self._computed_s, self._waited_s = 0, 0.0, 0.0
-        self.decisions: tuple[str, ...] = ()
-
-    def channel(self, kind: str, counter: Counter) -> Channel:
-        """A channel of that kind; those of one kind change together."""
-        codec, chooser = self._codecs[kind], self._choosers.get(kind)
-        return Channel(kind, codec.levels[0] if chooser is None else codec, counter, chooser)
-
-    def measured(self, connection: Connection) -> Connection:
-        """A connection to a server, measured if anything is to be chosen."""
-        return MeasuredConnection(connection, self._link) if self._choosers else connection
-
-    def stepped(self, computed_s: float, waited_s: float) -> None:
-        """A worker has made a step: what it computed, and what it waited for before and after. In any thread."""
-        if not self._choosers:
-            return
-        with self._lock:
-            self._steps += 1
-            self._computed_s += computed_s
-            self._waited_s += waited_s
-            if (now := self._clock()) - self._since >= STRETCH_S and self._steps >= LEAST_STEPS:
-                self._look(now)
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The codec in use by kind, where it is chosen here."""
-        return {kind: chooser.codec for kind, chooser in self._choosers.items()}
-
-    def _look(self, now: float) -> None:
-        traffic = {kind: self._link.take(kind) for kind in ("pull", "push", "dense")}
-        workers = self._situation.workers
-        for kind, chooser in self._choosers.items():
-            seen, before = traffic[kind], chooser.codec
-            if self._situation.elastic and kind == "dense":
-                seen = max(traffic["pull"], traffic["push"])
-            why = chooser.judge(Measured(self._steps, self._computed_s / workers, self._waited_s / workers, *seen), now)
-            if why is not None:
-                told = f"compression.{kind}: {chooser.codec} instead of {before}, because {why}"
-                self.decisions = (*self.decisions, told)
-                self._link.forget(kind)
-        self._since, self._steps, self._computed_s, self._waited_s = now, 0, 0.0, 0.0

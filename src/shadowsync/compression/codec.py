@@ -17,13 +17,8 @@ from shadowsync.errors import DataError, NonFiniteTensor
 class NotFinite(ValueError):
     """A tensor holds NaN or infinities, which a codec that weighs or scales its elements cannot carry.
 
-    The codec does not know what the tensor is called; whoever encodes knows, and puts the name in front
-    (`naming`).
-
-    Attributes:
-        tensor: which holds them.
-        named: the codec has said to which part of its input the tensor belongs.
-        first: position of the first of them in the flattened tensor.
+    Whoever encodes knows what the tensor is called (`naming`); a codec may say to which part of its input it belongs
+    (`of`). The first of them is at the position `first` of the flattened tensor.
     """
 
     def __init__(self, tensor: Tensor, of: str = "") -> None:
@@ -56,7 +51,7 @@ def naming(tensor: str, part_of: PartOf | None = None) -> Iterator[None]:
 
 
 class CodecState(ABC):
-    """What a codec remembers of a stream: tensors and numbers only, so that a checkpoint can hold it."""
+    """What a codec remembers of a stream, so that a checkpoint can hold it."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -65,11 +60,9 @@ class CodecState(ABC):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor as it crosses the network: frames of raw bytes-like tensors, and the shape to decode to.
+    """A tensor as it crosses the network: the frames that do, and the shape to decode to.
 
     Attributes:
-        frames: what crosses.
-        shape: of the tensor.
         state: what the codec remembers from one message of a stream to the next (residuals, thresholds).
         kept: positions (int64, ascending, in the flattened tensor) of the elements that cross; None if all do.
         refreshes: thresholds that were chosen anew for this message.
@@ -86,7 +79,7 @@ class Encoded:
     @property
     def byte_count(self) -> int:
         """Bytes of all frames."""
-        return sum(frame.numel() * frame.element_size() for frame in self.frames)
+        return sum(frame.nbytes for frame in self.frames)
 
     @property
     def kept_count(self) -> int:
@@ -129,16 +122,15 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, tensor: Tensor, state: Any = None, groups: Sequence[int] = ()) -> Encoded:
-        """Frames of a tensor.
+        """Frames of a float32 tensor of any shape, which is left as it is.
 
         Args:
-            tensor: float32 of any shape; it is left as it is.
             state: what the last message of this stream returned.
             groups: widths of the groups of columns (features) in the last dimension, for codecs that look at each of
-                them apart; none is one group.
+                them apart (`by_feature`); none is one group.
 
         Raises:
-            NotFinite: it holds NaN or infinities, and the codec cannot carry them.
+            NotFinite: the codec cannot carry what the tensor holds.
         """
 
     @abstractmethod
@@ -151,11 +143,6 @@ class Codec(ABC):
 
     def encode_under(self, tensor: Tensor, kept: Tensor | None, state: Any = None) -> Encoded:
         """Frames of the elements at `kept` alone, whose positions the other side knows (DCT-MP's way back).
-
-        Args:
-            tensor: float32 of the shape that the mask was made for.
-            kept: positions as `Encoded.kept`.
-            state: as in `encode`, of the way back.
 
         Raises:
             NotFinite: one of those elements is NaN or infinite, whatever else the codec can carry; and as `encode`.
@@ -239,13 +226,8 @@ class Codec(ABC):
 def in_vain(
     key: str, codec: Codec, given: Mapping[str, Any], found: Iterable[tuple[str, str]]
 ) -> Iterator[tuple[str, str]]:
-    """Those of the options found without effect that were given, each with a sentence; at its default one does no harm.
-
-    Args:
-        key: where the codec was chosen.
-        given: its options by name.
-        found: as `Codec.unused` has them.
-    """
+    """Of the options `found` without effect (`Codec.unused`) those that were given at `key`, each with a sentence; at
+    its default one does no harm."""
     defaults = {field.name: field.default for field in fields(codec)}  # type: ignore[arg-type]
     for option, why in found:
         if option in given and given[option] != defaults.get(option):
@@ -254,15 +236,8 @@ def in_vain(
 
 @contextmanager
 def received(what: str, codec: Codec) -> Iterator[None]:
-    """Around the decoding of frames that came over the wire: a codec does not expect what it did not make.
-
-    Args:
-        what: the frames are of, for errors.
-        codec: that they should be of.
-
-    Raises:
-        DataError: in place of whatever the codec raises.
-    """
+    """Around the decoding of frames of something that came over the wire: `DataError` in place of whatever a codec
+    raises that did not make them."""
     try:
         yield
     except Exception as error:

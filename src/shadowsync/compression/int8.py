@@ -83,11 +83,7 @@ class LowBit(Codec):
 
     @abstractmethod
     def _unpacked(self, packed: Tensor, count: int) -> Tensor:
-        """The `count` levels (int8) again.
-
-        Raises:
-            ValueError: the frame is of another type or length.
-        """
+        """The `count` levels (int8) again; raises `ValueError` for a frame of another type or length."""
 
     def encode(self, tensor: Tensor, state: Draws | None = None, groups: Sequence[int] = ()) -> Encoded:
         flat = as_numbers(tensor).view(-1)

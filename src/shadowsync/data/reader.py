@@ -19,8 +19,7 @@ from shadowsync.data.leases import EpochCount, Lease, LeaseBook, Leases, LeaseSe
 from shadowsync.data.source import OpenSource, Slice, check_ids
 from shadowsync.errors import ConfigError, DataError, RunError
 from shadowsync.rpc.errors import CallTimeout
-from shadowsync.rpc.fetched import Fetched
-from shadowsync.rpc.pending import Pending, ended
+from shadowsync.rpc.pending import Pending, ended, from_future
 from shadowsync.rpc.served import served
 
 _MOST_SLICES = 10_000_000
@@ -304,7 +303,7 @@ class Reader:
         except RuntimeError:  # the pool was shut down meanwhile
             future = Future()
             future.cancel()
-        return Fetched(future, lambda parsed: parsed)
+        return from_future(future)
 
 
 def batches(source: OpenSource, batch_size: int) -> Iterator[Batch]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,11 +30,10 @@ from shadowsync.embedding.server import Lookup, RowLookup, RowStep
 from shadowsync.embedding.step_messages import held_bytes
 from shadowsync.embedding.table import RowNumbers, Shard, slots_of
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.connection import Answer, Connection
-from shadowsync.rpc.fetched import Fetched, nothing
+from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.kept import USUAL, Kept, KeptLimits, Mask
-from shadowsync.rpc.pending import Pending, Promise
-from shadowsync.rpc.service import Meta
+from shadowsync.rpc.pending import Mapped, Pending, Promise
+from shadowsync.rpc.service import Meta, Payload
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class EmbeddingRemote:
         ids, tensors = pack_ids(lookup, self._id_type)
         self._pulls.count(*[_bytes(tensors)] * 2)
         meta = PullAsked(self._remote.stream, self._number(lookup), ids, self._pulls.now.codec.name)
-        return Fetched(self._call(_Message("pull", meta, tensors)), partial(self._only, lookup.number, shape))
+        return Mapped(partial(self._only, lookup.number, shape), self._call(_Message("pull", meta, tensors)))
 
     def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
         """As `EmbeddingServer.read_rows`."""
@@ -134,9 +132,9 @@ class EmbeddingRemote:
         self._pulls.count(numbers.nbytes, raw_bytes(lookup.rows, self._numbers.total))
         codec = self._pulls.now.codec.name
         meta = ReadAsked(self._remote.stream, self._number(lookup), lookup.shards, codec)
-        return Fetched(
-            self._call(_Message("read", meta, (numbers,))),
+        return Mapped(
             partial(self._decode, lookup.number, self._numbers.shapes(lookup.rows)),
+            self._call(_Message("read", meta, (numbers,))),
         )
 
     def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
@@ -167,12 +165,12 @@ class EmbeddingRemote:
             step.below,
             self._remote.generation,
         )
-        return Fetched(self._call(_Message("commit", meta, ())), held_bytes)
+        return Mapped(held_bytes, self._call(_Message("commit", meta, ())))
 
     def forget_held(self, stepped: int) -> Pending[None]:
         """As `EmbeddingServer.forget_held`."""
         meta = ForgetAsked(stepped, self._remote.generation)
-        return Fetched(self._call(_Message("forget_held", meta, ())), nothing)
+        return Mapped(lambda _: None, self._call(_Message("forget_held", meta, ())))
 
     def _push(self, lookup: Lookup, gradient: Tensor, lr: float, held: int | None) -> Pending[None]:
         sent = self._encode(lookup, [(lookup.slots, gradient)])
@@ -204,12 +202,14 @@ class EmbeddingRemote:
     def _number(self, lookup: Lookup | RowLookup) -> int | None:
         return lookup.number if self._remote.learns else None
 
-    def _call(self, message: _Message) -> Future[Answer]:
-        return self._remote.connection.call(message.method, message.meta, message.tensors, self._remote.timeout_s)
+    def _call(self, message: _Message) -> Pending[Payload]:
+        payload = Payload.of(message.meta, message.tensors)
+        return self._remote.connection.call(message.method, payload, self._remote.timeout_s)
 
-    def _call_along(self, message: _Message) -> Future[Answer]:
+    def _call_along(self, message: _Message) -> Pending[Payload]:
         """A push that nobody waits for travels with the next pull."""
-        return self._remote.connection.call_along(message.method, message.meta, message.tensors, self._remote.timeout_s)
+        payload = Payload.of(message.meta, message.tensors)
+        return self._remote.connection.call_along(message.method, payload, self._remote.timeout_s)
 
     def _encode(self, lookup: Lookup | RowLookup, gradients: Sequence[tuple[About, Tensor]]) -> _Sent:
         """In the codec of pushes now; under the mask of their pull, if it came under one, whatever pulls are in now."""
@@ -231,7 +231,7 @@ class EmbeddingRemote:
     def _stream(self, line: Channel, about: About, masked: bool = False) -> Stream:
         return embedding_stream(line, self.shards, self._remote.position, (about, "gradients", "for"), masked)
 
-    def _decode(self, number: int, shapes: Shapes, answer: Answer) -> tuple[Tensor, ...]:
+    def _decode(self, number: int, shapes: Shapes, answer: Payload) -> tuple[Tensor, ...]:
         coded = answer.read(Coded)
         check_shapes(coded, shapes, "vectors")
         codec = self._pulls.codec.level(coded.codec)
@@ -246,7 +246,7 @@ class EmbeddingRemote:
             self._kept.keep(number, mask, mask.nbytes)
         return tensors
 
-    def _only(self, number: int, shape: tuple[int, int], answer: Answer) -> Tensor:
+    def _only(self, number: int, shape: tuple[int, int], answer: Payload) -> Tensor:
         (tensor,) = self._decode(number, (shape,), answer)
         return tensor
 
@@ -255,7 +255,7 @@ class _Delivery(Promise[None]):
     """A push until it is applied: sent once with the number of its look-up and, if that is unknown, with its ids."""
 
     def __init__(
-        self, call: Callable[[_Message], Future[Answer]], message: Callable[[bool], _Message], line: Channel
+        self, call: Callable[[_Message], Pending[Payload]], message: Callable[[bool], _Message], line: Channel
     ) -> None:
         super().__init__()
         self._request = call
@@ -266,11 +266,12 @@ class _Delivery(Promise[None]):
     def _send(self, again: bool) -> None:
         message = self._message(again)
         self._line.count(message.sent, message.raw)
-        self._request(message).add_done_callback(lambda future: self._answered(future, again))
+        answer = self._request(message)
+        answer.then(lambda _: self._answered(answer, again))
 
-    def _answered(self, future: Future[Answer], again: bool) -> None:
+    def _answered(self, answer: Pending[Payload], again: bool) -> None:
         try:
-            known = future.result().read(Pushed).known
+            known = answer.result().read(Pushed).known
             if not known and again:
                 raise RunError("an embedding server does not accept a push that brings its ids")
             if not known:

@@ -34,16 +34,9 @@ from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup, RowS
 from shadowsync.embedding.step_messages import Committed, check_batch, checked_weights
 from shadowsync.embedding.table import of_features, of_rows
 from shadowsync.errors import DataError
-from shadowsync.rpc.generation import FIRST, Generation
-from shadowsync.rpc.kept import MOST_STREAMS, USUAL, Bounded, Kept, KeptLimits, Mask, PerClient
+from shadowsync.rpc.kept import FIRST, USUAL, Generation, Kept, KeptLimits, Mask, PerClient
 from shadowsync.rpc.served import Served
-from shadowsync.rpc.service import Method, Reply, Request
-
-MOST_ROUTES = 256
-"""Combinations of features that one worker asks this server for, times the codecs it does so in. A job has a few: one
-for each set of features whose shards are on the same servers."""
-
-_Route = tuple[object, ...]
+from shadowsync.rpc.service import Method, Payload
 
 
 @dataclass(frozen=True)
@@ -64,19 +57,21 @@ class _Asked:
 class _Client:
     """What is kept for one connection."""
 
-    def __init__(self, limits: KeptLimits, streams: int) -> None:
+    def __init__(self, limits: KeptLimits) -> None:
         self._kept: Kept[tuple[int, int], _Asked] = Kept(limits)
         self._masks = itertools.count()
-        self._streams: Bounded[int, Bounded[_Route, Stream]] = Bounded(streams, "streams")
+        self._streams: dict[tuple[object, ...], Stream] = {}
 
-    def answer(self, stream: int | None, lookup: Lookup | RowLookup, encoded: Sequence[Encoded], codec: Codec) -> Reply:
+    def answer(
+        self, stream: int | None, lookup: Lookup | RowLookup, encoded: Sequence[Encoded], codec: Codec
+    ) -> Payload:
         """The reply to a pull; its look-up and its mask are kept until its push comes, where one will (`stream`)."""
         if stream is None:
-            return Reply(*pack_coded(encoded, codec.name))
+            return Payload.of(*pack_coded(encoded, codec.name))
         mask = Mask(next(self._masks), tuple(each.kept for each in encoded)) if codec.sparse else None
         size = _bytes(lookup) + (0 if mask is None else mask.nbytes)
         self._kept.keep((stream, lookup.number), _Asked(lookup, tuple(each.shape for each in encoded), mask), size)
-        return Reply(*pack_coded(encoded, codec.name, None if mask is None else mask.number))
+        return Payload.of(*pack_coded(encoded, codec.name, None if mask is None else mask.number))
 
     def take(self, stream: int, number: int, mask: int | None) -> _Asked | None:
         """The look-up, which is not kept any more; None if it was dropped or never came, or has another mask."""
@@ -86,13 +81,10 @@ class _Client:
         return found if found.mask is not None and found.mask.number == mask else None
 
     def encoder(self, codec: Codec, stream: int, route: tuple[object, ...], about: Callable[[], str]) -> Stream:
-        """Of the answers to that stream about that.
-
-        Raises:
-            DataError: the client names more streams or asks for more combinations of features than a job has.
-        """
-        routes = self._streams.get(stream, lambda: Bounded(MOST_ROUTES, "combinations of features"))
-        return routes.get((codec.name, *route), lambda: Stream(codec, f"what is pulled of {about()}"))
+        """Of the answers to that stream about that."""
+        key = (stream, codec.name, *route)
+        # setdefault is atomic: of several threads that ask first, all get one
+        return self._streams.get(key) or self._streams.setdefault(key, Stream(codec, f"what is pulled of {about()}"))
 
     @property
     def kept(self) -> int:
@@ -121,7 +113,6 @@ class EmbeddingService:
         push: codec of their gradients.
         limits: what is kept for a client.
         generation: whose pushes are applied.
-        streams: that one client may have: the workers of a trainer.
     """
 
     def __init__(
@@ -131,7 +122,6 @@ class EmbeddingService:
         push: Codec,
         limits: KeptLimits = USUAL,
         generation: Generation = FIRST,
-        streams: int = MOST_STREAMS,
     ) -> None:
         self.methods: Mapping[str, Method] = {
             "pull": Method(self._pull, once=False),
@@ -147,7 +137,7 @@ class EmbeddingService:
         self._plain = Plain()
         self._pull_codec = pull
         self._push_codec = push
-        self._clients = PerClient(lambda: _Client(limits, streams))
+        self._clients = PerClient(lambda: _Client(limits))
 
     def client_gone(self, client: str) -> None:
         """As `Service.client_gone`."""
@@ -165,7 +155,7 @@ class EmbeddingService:
         """Look-ups of all clients that wait for their push."""
         return sum(client.kept for client in self._clients.values())
 
-    def _pull(self, request: Request) -> Reply:
+    def _pull(self, request: Payload) -> Payload:
         asked, client = request.read(PullAsked), self._clients.of(request.client)
         lookup, codec = unpack_ids(asked.ids, request.tensors, asked.number or 0), self._codec(asked)
         encoder = client.encoder(
@@ -175,7 +165,7 @@ class EmbeddingService:
         encoded = encoder.encode(pooled, slot_widths(self._server.shards, lookup) if codec.by_feature else ())
         return client.answer(_stream(asked), lookup, [encoded], codec)
 
-    def _push(self, request: Request) -> Reply:
+    def _push(self, request: Payload) -> Payload:
         asked = request.read(PushAsked)
         self._generation.check(asked.generation)
         split = 0 if asked.ids is None else asked.ids.tensor_count
@@ -186,16 +176,16 @@ class EmbeddingService:
             mask, split = _mask(asked.gradient, request.tensors, split, shapes)
             found = _Asked(lookup, shapes, mask)
         if found is None or not isinstance(found.lookup, Lookup):
-            return Reply(Pushed(False))
+            return Payload.of(Pushed(False))
         gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr, found)
         if asked.held is None:
             self._server.push(found.lookup, gradients[0], asked.lr)
         else:
             check_batch(asked.held)
             self._server.hold(asked.held, found.lookup, gradients[0])
-        return Reply(Pushed(True))
+        return Payload.of(Pushed(True))
 
-    def _read(self, request: Request) -> Reply:
+    def _read(self, request: Payload) -> Payload:
         asked, client = request.read(ReadAsked), self._clients.of(request.client)
         numbers = unpack_rows(request.tensors, self._server.numbers.total)
         lookup, codec = RowLookup(asked.shards, numbers, asked.number or 0), self._codec(asked)
@@ -208,7 +198,7 @@ class EmbeddingService:
         encoded = [encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]
         return client.answer(_stream(asked), lookup, encoded, codec)
 
-    def _step(self, request: Request) -> Reply:
+    def _step(self, request: Payload) -> Payload:
         asked = request.read(StepAsked)
         self._generation.check(asked.generation)
         split = 0 if asked.shards is None else 1
@@ -220,28 +210,28 @@ class EmbeddingService:
             mask, split = _mask(asked.gradients, request.tensors, split, shapes)
             found = _Asked(lookup, shapes, mask)
         if found is None or not isinstance(found.lookup, RowLookup):
-            return Reply(Pushed(False))
+            return Payload.of(Pushed(False))
         gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr, found)
         if asked.held is None:
             self._server.step_rows(found.lookup, gradients, asked.lr)
         else:
             check_batch(asked.held)
             self._server.hold_rows(asked.held, found.lookup, gradients)
-        return Reply(Pushed(True))
+        return Payload.of(Pushed(True))
 
-    def _commit(self, request: Request) -> Reply:
+    def _commit(self, request: Payload) -> Payload:
         asked = request.read(CommitAsked)
         self._generation.check(asked.generation)
         weights = checked_weights(asked.batches, asked.weights, asked.divisor, asked.lr)
         held_bytes = self._server.held_bytes
         self._server.commit(RowStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
-        return Reply(Committed(held_bytes))
+        return Payload.of(Committed(held_bytes))
 
-    def _forget_held(self, request: Request) -> Reply:
+    def _forget_held(self, request: Payload) -> Payload:
         asked = request.read(ForgetAsked)
         self._generation.check(asked.generation)
         self._server.forget_held(asked.stepped)
-        return Reply()
+        return Payload()
 
     def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, asked: _Asked) -> tuple[Tensor, ...]:
         if not math.isfinite(lr):

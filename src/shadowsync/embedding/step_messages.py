@@ -3,8 +3,7 @@
 import math
 
 from shadowsync.errors import DataError
-from shadowsync.rpc.connection import Answer
-from shadowsync.rpc.service import Meta
+from shadowsync.rpc.service import Meta, Payload
 
 
 class Committed(Meta, frozen=True):
@@ -17,7 +16,7 @@ class Committed(Meta, frozen=True):
     held_bytes: int
 
 
-def held_bytes(answer: Answer) -> int:
+def held_bytes(answer: Payload) -> int:
     """Decodes the answer to a global step."""
     return answer.read(Committed).held_bytes
 

@@ -1,79 +1,68 @@
-"""The seam between a caller and a service, and its twin in process."""
+"""The seam between a caller and a service, its forms within a process, and the keys of a job."""
 
+import importlib
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
-from torch import Tensor
+import msgspec
 
 from shadowsync.errors import ShadowSyncError
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.service import (
-    M,
-    Meta,
-    Outcome,
-    Reply,
-    Request,
-    Service,
-    decode_meta,
-    encode_meta,
-    known_error,
-    perform,
-)
+from shadowsync.rpc.pending import Done, Pending, Promise
+from shadowsync.rpc.service import EMPTY, Payload, Service, known_error, perform
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What came back: the typed part in bytes, see `read`, and tensors that belong to the caller.
+class JobKeys(msgspec.Struct, frozen=True):
+    """CURVE keys in Z85 (40 characters each), made for one job: whoever has them may read and write its parameters."""
 
-    Attributes:
-        served_s: of the time that the call took, what the server says it took itself; 0 where it does not say.
-    """
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
 
-    meta: bytes
-    tensors: tuple[Tensor, ...]
-    served_s: float = 0.0
+    @classmethod
+    def make(cls) -> "JobKeys":
+        """New keys."""
+        zmq = importlib.import_module("zmq")  # jobs in one process need neither
+        return cls(*(key.decode() for _ in range(2) for key in zmq.curve_keypair()))
 
-    def read(self, kind: type[M]) -> M:
-        """The typed part.
-
-        Raises:
-            DataError: it is not of that kind.
-        """
-        return decode_meta(self.meta, kind)
+    def __repr__(self) -> str:
+        """Without the secrets: a log must not give them away."""
+        return f"JobKeys(server_public={self.server_public!r}, client_public={self.client_public!r})"
 
 
 class Connection(ABC):
-    """A caller's end; any thread may use it, with any number of calls under way."""
+    """A caller's end; any thread may use it, with any number of calls under way.
+
+    Attributes:
+        client: its random id.
+    """
+
+    client: str = ""
 
     @abstractmethod
-    def call(
-        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
-    ) -> Future[Answer]:
-        """Starts a call; its answer or error is in the future.
+    def call(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
+        """Starts a call.
 
         Args:
             method: one of the service's.
-            meta: the typed part.
-            tensors: on the CPU; not to be written to until the answer is there.
+            payload: its tensors are not to be written to until the answer is there.
             timeout_s: deadline; the default is the connection's own.
 
-        The future raises what the service raised (a `ShadowSyncError` of the same class), `PeerLost` when the peer is
-        given up or the connection is closed, or `CallTimeout`.
+        The answer's tensors belong to the caller. Instead of it comes what the service raised (a `ShadowSyncError` of
+        the same class), `PeerLost` when the peer is given up or the connection is closed, or `CallTimeout`.
         """
 
-    def call_along(
-        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
-    ) -> Future[Answer]:
+    def call_along(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
         """As `call`, and there is no hurry: it may wait a few hundredths of a second for a call that it travels with.
 
         The server runs what travels together in order, and answers it together.
         """
-        return self.call(method, meta, tensors, timeout_s)
+        return self.call(method, payload, timeout_s)
 
     @abstractmethod
     def close(self) -> None:
@@ -91,11 +80,6 @@ class Connection(ABC):
         return None
 
 
-def new_client() -> str:
-    """A random id of a connection."""
-    return secrets.token_hex(16)
-
-
 class Connector(Protocol):
     """Connects a process to roles, wherever they are."""
 
@@ -106,8 +90,37 @@ class Connector(Protocol):
         """Closes all connections."""
 
 
+class DirectConnection(Connection):
+    """To a service in this process, by payloads: the method runs in the caller's thread, before `call` returns, and no
+    tensor is copied. A deadline means nothing."""
+
+    def __init__(self, service: Service) -> None:
+        self.client = new_client()
+        self._service = service
+        self._closed = threading.Event()
+
+    def call(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
+        answer: Promise[Payload] = Promise()
+        try:
+            if self._closed.is_set():
+                raise PeerLost("the connection is closed")
+            found = perform(self._service, method, replace(payload, client=self.client))
+            if isinstance(found, Payload):
+                return Done(found)
+        except ShadowSyncError as error:
+            answer.fail(error)
+            return answer
+        found.then(lambda error: answer.fail(known_error(method, error)) if error else answer.keep(found.result()))
+        return answer
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            self._service.client_gone(self.client)
+
+
 class Direct(Connection):
-    """A connection to a role in this process: `rpc.served` calls its methods with the objects as they are.
+    """To a role in this process, whose methods `rpc.served` calls with the objects as they are.
 
     Args:
         part: gives what the role serves now; raises `PeerLost` where it has ended.
@@ -117,60 +130,14 @@ class Direct(Connection):
         self.client = new_client()
         self.part = part
 
-    def call(
-        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
-    ) -> Future[Answer]:
-        """As `Connection.call`, of methods that are served in messages only."""
-        return DirectConnection(self.part()).call(method, meta, tensors, timeout_s)
+    def call(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
+        """Of methods that are served in messages only."""
+        return DirectConnection(self.part()).call(method, payload, timeout_s)
 
     def close(self) -> None:
         """Nothing is under way."""
 
 
-class DirectConnection(Connection):
-    """The in-process twin: the method runs in the caller's thread, before `call` returns; no tensor is copied.
-
-    A call in process ends by itself, so its deadline is reached only where the service replies later.
-    """
-
-    def __init__(self, service: Service) -> None:
-        self.client = new_client()
-        self._service = service
-        self._closed = threading.Event()
-
-    def call(
-        self, method: str, meta: Meta | None = None, tensors: Sequence[Tensor] = (), timeout_s: float | None = None
-    ) -> Future[Answer]:
-        """As `Connection.call`, already done unless the service replies later."""
-        future: Future[Answer] = Future()
-        try:
-            outcome = self._outcome(Request(method, encode_meta(meta), tuple(tensors), self.client))
-            if isinstance(outcome, Future):
-                outcome.add_done_callback(lambda later: _pass_on(method, later, future))
-            else:
-                future.set_result(_answer(outcome))
-        except ShadowSyncError as error:
-            future.set_exception(error)
-        return future
-
-    def _outcome(self, request: Request) -> Outcome:
-        if self._closed.is_set():
-            raise PeerLost("the connection is closed")
-        return perform(self._service, request)
-
-    def close(self) -> None:
-        """As `Connection.close`; the service learns of it the first time."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._service.client_gone(self.client)
-
-
-def _answer(reply: Reply) -> Answer:
-    return Answer(encode_meta(reply.meta), reply.tensors)
-
-
-def _pass_on(method: str, later: "Future[Reply]", future: "Future[Answer]") -> None:
-    try:
-        future.set_result(_answer(later.result()))
-    except BaseException as error:  # also of one that was cancelled
-        future.set_exception(known_error(method, error))
+def new_client() -> str:
+    """A random id of a connection."""
+    return secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""What is kept of requests until others refer to it, within bounds."""
+"""What services keep of their clients and of requests until others refer to it, within bounds; and for whom at all."""
 
 import threading
 from collections import OrderedDict
@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from shadowsync.errors import DataError
+from shadowsync.errors import RunError
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -16,12 +16,8 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class KeptLimits:
-    """How many look-ups of one client wait for their push; beyond, the oldest is dropped and has to come again.
-
-    Attributes:
-        count: look-ups; more lets more pulls be ahead of their pushes.
-        bytes: of their ids and masks.
-    """
+    """How many look-ups of one client wait for their push (more lets more pulls be ahead), and how many bytes of ids
+    and masks; beyond, the oldest is dropped and has to come again."""
 
     count: int = 1024
     bytes: int = 256 << 20
@@ -30,52 +26,9 @@ class KeptLimits:
 USUAL = KeptLimits()
 
 
-MOST_STREAMS = 256
-"""Streams of one client where a job does not say how many there are: the most workers that a trainer may have."""
-
-
-class Bounded(Generic[K, V]):
-    """What is remembered for each name that a client gives (its streams, say), made when it is first given.
-
-    Whoever sends names and numbers makes up as many as it likes, so there is a bound.
-
-    Args:
-        most: names.
-        called: what they name, for errors.
-    """
-
-    def __init__(self, most: int, called: str) -> None:
-        self._most, self._called = most, called
-        self._found: dict[K, V] = {}
-        self._lock = threading.Lock()
-
-    def get(self, name: K, make: Callable[[], V]) -> V:
-        """What belongs to the name.
-
-        Raises:
-            DataError: it is one name too many.
-        """
-        with self._lock:
-            if name not in self._found:
-                if len(self._found) >= self._most:
-                    raise DataError(
-                        f"a client names more than {self._most} {self._called}, the most that this job has room for"
-                    )
-                self._found[name] = make()
-            return self._found[name]
-
-    def values(self) -> list[V]:
-        """All that is remembered."""
-        with self._lock:
-            return list(self._found.values())
-
-
 class PerClient(Generic[V]):
-    """What is remembered of each client that calls, from its first call until it is gone.
-
-    Args:
-        make: what a new client has.
-    """
+    """What is remembered of each client that calls, from its first call until it is gone; a new one has what `make`
+    makes."""
 
     def __init__(self, make: Callable[[], V]) -> None:
         self._make = make
@@ -129,12 +82,8 @@ class Kept(Generic[K, V]):
 
 @dataclass(frozen=True)
 class Mask:
-    """The elements of a pull that crossed, as both sides know them.
-
-    Attributes:
-        number: the sender's own for this answer; a pull that was asked for twice is answered under two masks.
-        kept: positions, as `Encoded.kept`, for each tensor of the answer.
-    """
+    """The elements of a pull that crossed, as both sides know them: positions, as `Encoded.kept`, for each tensor of
+    the answer, and the sender's number, since a pull that was asked for twice is answered under two masks."""
 
     number: int
     kept: tuple[Tensor | None, ...]
@@ -143,3 +92,18 @@ class Mask:
     def nbytes(self) -> int:
         """Memory that it takes."""
         return sum(0 if positions is None else positions.nbytes for positions in self.kept)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Of a job's parts: those that started from one checkpoint. Trainers of an earlier one change nothing any more."""
+
+    number: int = 0
+
+    def check(self, sent: int) -> None:
+        """Refuses (`RunError`) what a trainer of another generation sends."""
+        if sent != self.number:
+            raise RunError("this trainer was given up: all others have gone back to a checkpoint")
+
+
+FIRST = Generation()

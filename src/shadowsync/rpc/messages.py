@@ -1,6 +1,7 @@
 """What crosses the wire: one header frame in msgpack, then one raw frame per tensor (several where it is long).
 
 A message of calls holds one or several, and so does one of answers: what goes to the same peer travels together.
+Without any, both are signs of life.
 
 A client opens with `Hello` and sends calls only once it was welcomed. A session is a random number that the server
 gives out, so that a message caught earlier means nothing to a server that has forgotten its client, or to another one.
@@ -9,14 +10,13 @@ more has forgotten it or is a replacement that never knew it.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
-from torch import Tensor
 
 from shadowsync.errors import RunError
 from shadowsync.rpc.errors import Fault
-from shadowsync.rpc.service import Meta, encode_meta
+from shadowsync.rpc.service import Payload
 from shadowsync.rpc.tensors import Spec, bytes_of, frames_of, spec_of
 
 META_BYTES = 1 << 20
@@ -41,22 +41,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     session: _Number
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A sign of life; `low` as in `Calls`."""
-
-    session: _Number
-    low: _Number
-
-
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """A request.
-
-    Attributes:
-        number: of the request, ascending from 1 for one client; the same when it is sent again.
-        method: the name that is called.
-        meta: the typed part in msgpack.
-        tensors: what its frames are.
-    """
+    """A request; `number` ascends from 1 for one client, and is the same when it is sent again."""
 
     number: _Number
     method: str
@@ -68,13 +54,12 @@ class Calls(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Requests, to be run in their order; behind the header the frames of each, in the same order.
 
     Attributes:
-        session: the one that the server gave out.
         low: the lowest number whose answer the client still wants; answers below it need not be kept.
     """
 
     session: _Number
     low: _Number
-    calls: tuple[Call, ...]
+    calls: tuple[Call, ...] = ()
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -90,97 +75,69 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
     incarnation: int
 
 
-class Pong(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Answers `Ping`."""
-
-
-class Done(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Answers a `Call`; its tensors follow.
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """Answers a `Call`.
 
     Attributes:
         served_s: from the moment the request was there until the answer was ready to be sent.
+        fault: what went wrong, instead of all the rest.
     """
 
     number: int
-    meta: bytes
-    tensors: tuple[Spec, ...]
+    meta: bytes = b""
+    tensors: tuple[Spec, ...] = ()
     served_s: float = 0.0
-
-
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Answers a `Call` with an error."""
-
-    number: int
-    fault: Fault
-
-    @property
-    def tensors(self) -> tuple[Spec, ...]:
-        """None follow."""
-        return ()
-
-
-Answered: TypeAlias = Done | Failed
+    fault: Fault | None = None
 
 
 class Answers(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Answers to some of the calls that came, with the frames of each behind."""
 
-    answers: tuple[Answered, ...]
+    answers: tuple[Answer, ...] = ()
 
 
 class Unknown(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Answers `Ping` and `Calls` of a session that the server does not know on this connection."""
+    """Answers `Calls` of a session that the server does not know on this connection."""
 
     session: int
 
 
-FromClient: TypeAlias = Hello | Ping | Calls | Bye
-FromServer: TypeAlias = Welcome | Pong | Answers | Unknown
+FromClient: TypeAlias = Hello | Calls | Bye
+FromServer: TypeAlias = Welcome | Answers | Unknown
+FROM_CLIENT: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+FROM_SERVER: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
 
-_ENCODER = msgspec.msgpack.Encoder()
-_FROM_CLIENT: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
-_FROM_SERVER: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
-
-encode = _ENCODER.encode
+encode = msgspec.msgpack.Encoder().encode
+H = TypeVar("H")
 
 
-def pack(meta: Meta | None, tensors: Sequence[Tensor], max_bytes: int) -> tuple[bytes, tuple[Spec, ...], Frames]:
-    """A typed part, what a header says of tensors, and their own memory; none is copied that is contiguous.
+def pack(payload: Payload, max_bytes: int) -> tuple[tuple[Spec, ...], Frames]:
+    """What a header says of the tensors, and their own memory; none is copied that is contiguous.
 
     Raises:
         RunError: a tensor or the typed part is too long, there are too many tensors, or a type cannot cross.
     """
+    tensors = payload.tensors
     if len(tensors) > MAX_TENSORS:
         raise RunError(f"a message has {len(tensors)} tensors, and at most {MAX_TENSORS} are allowed")
-    packed, memory = encode_meta(meta), [bytes_of(tensor) for tensor in tensors]
+    if len(payload.meta) > META_BYTES:
+        raise RunError(f"a typed part has {len(payload.meta)} bytes, and at most {META_BYTES} are allowed on the wire")
+    memory = [bytes_of(tensor) for tensor in tensors]
     if (longest := max(map(len, memory), default=0)) > max_bytes:
         raise RunError(f"a tensor has {longest} bytes, and at most {max_bytes} are allowed on the wire")
-    if len(packed) > META_BYTES:
-        raise RunError(f"a typed part has {len(packed)} bytes, and at most {META_BYTES} are allowed on the wire")
-    return packed, tuple(map(spec_of, tensors)), [frame for tensor in memory for frame in frames_of(tensor)]
+    return tuple(map(spec_of, tensors)), [frame for tensor in memory for frame in frames_of(tensor)]
 
 
 class Malformed(ValueError):
     """A message that no honest peer sends."""
 
 
-def from_client(frames: Sequence[Any]) -> FromClient:
-    """The header of a client's message, given its frames without the routing id.
+def header_of(frames: Sequence[Any], decoder: "msgspec.msgpack.Decoder[H]") -> H:
+    """The header of a message, given its frames without a routing id.
 
     Raises:
         Malformed: it is none, is too long or has too many frames.
     """
-    message: FromClient = _decode(_FROM_CLIENT, frames)
-    return message
-
-
-def from_server(frames: Sequence[Any]) -> FromServer:
-    """The header of a server's message; as `from_client`."""
-    message: FromServer = _decode(_FROM_SERVER, frames)
-    return message
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Any]) -> Any:
     if not 0 < len(frames) <= MAX_FRAMES + 1:
         raise Malformed(f"{len(frames)} frames")
     header = memoryview(frames[0])

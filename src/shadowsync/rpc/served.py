@@ -16,7 +16,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from types import GenericAlias
 from typing import Any, Concatenate, NewType, ParamSpec, TypeVar, get_args, get_origin, get_type_hints, overload
@@ -25,10 +24,9 @@ import msgspec
 from torch import Tensor
 
 from shadowsync.errors import DataError
-from shadowsync.rpc.connection import Answer, Connection, Direct
-from shadowsync.rpc.fetched import Fetched
-from shadowsync.rpc.pending import Done, Pending, Promise
-from shadowsync.rpc.service import Meta, Method, Outcome, Reply, Request, known_error
+from shadowsync.rpc.connection import Connection, Direct
+from shadowsync.rpc.pending import Done, Mapped, Pending, Promise
+from shadowsync.rpc.service import Method, Payload, known_error
 
 Client = NewType("Client", str)
 """The id of the connection that asks. A parameter of this type does not cross: the service fills it in, and whoever
@@ -39,41 +37,30 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Packed(Meta, frozen=True):
-    """Arguments or a result; the tensors in it cross beside it and stand here by their positions."""
-
-    value: msgspec.Raw
-
-
-@dataclass(frozen=True)
-class _Mark:
-    once: bool
-    quick: bool
-    timeout_s: float | None
-
-
 @dataclass(frozen=True)
 class _Plan:
     """How a marked method is called.
 
     Attributes:
         name: of the method.
-        mark: as it was marked.
         arguments, result: decode what crosses.
         parameters: names of all.
         names: of those that cross.
         defaults: of the last ones.
         client: position of the client's id among all; None if there is none.
+        once, quick, timeout_s: as it was marked.
     """
 
     name: str
-    mark: _Mark
     arguments: "msgspec.msgpack.Decoder[Any]"
     result: "msgspec.msgpack.Decoder[Any]"
     parameters: tuple[str, ...]
     names: tuple[str, ...]
     defaults: Mapping[str, Any]
     client: int | None
+    once: bool
+    quick: bool
+    timeout_s: float | None
 
 
 def served(*, once: bool = True, quick: bool = False, timeout_s: float | None = None) -> Callable[[F], F]:
@@ -85,7 +72,7 @@ def served(*, once: bool = True, quick: bool = False, timeout_s: float | None = 
     """
 
     def mark(method: F) -> F:
-        method._served = _Mark(once, quick, timeout_s)  # type: ignore[attr-defined]
+        method._served = {"once": once, "quick": quick, "timeout_s": timeout_s}  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -101,24 +88,18 @@ class Served:
     def __init__(self, role: object) -> None:
         self.role = role
         found = ((name, getattr(type(role), name)) for name in dir(type(role)))
-        plans = [_plan(method) for _, method in found if hasattr(method, "_served")]
+        plans = {name: _plan(method) for name, method in found if hasattr(method, "_served")}
+        own = {name: getattr(role, name) for name in plans}
         self.methods = {
-            plan.name: Method(
-                functools.partial(_perform, plan, own := getattr(role, plan.name)),
-                plan.mark.once,
-                plan.mark.quick,
-                own,
-            )
-            for plan in plans
+            name: Method(functools.partial(_perform, plan, own[name]), plan.once, plan.quick, own[name])
+            for name, plan in plans.items()
         }
 
     def client_gone(self, client: str) -> None:
-        """Passed on to the role."""
         if (gone := getattr(self.role, "client_gone", None)) is not None:
             gone(client)
 
     def close(self) -> None:
-        """Passed on to the role."""
         if (close := getattr(self.role, "close", None)) is not None:
             close()
 
@@ -131,7 +112,7 @@ def direct(role: object) -> Direct:
 
 @overload
 def later(
-    connection: Connection, method: Callable[Concatenate[Any, P], "Future[R]"], /, *args: P.args, **kwargs: P.kwargs
+    connection: Connection, method: Callable[Concatenate[Any, P], Pending[R]], /, *args: P.args, **kwargs: P.kwargs
 ) -> Pending[R]: ...
 @overload
 def later(
@@ -149,37 +130,23 @@ def later(connection: Connection, method: Callable[..., Any], /, *args: Any, **k
     given = dict(plan.defaults) | dict(zip(plan.parameters, args, strict=False)) | kwargs
     if isinstance(connection, Direct):
         return _call_direct(connection, plan, given)
-    packed, tensors = _pack(tuple(given[name] for name in plan.names))
-    return Fetched(
-        connection.call(plan.name, packed, tensors, plan.mark.timeout_s),
-        lambda answer: _unpack(plan.result, answer, f"the answer of {plan.name}"),
-    )
+    answer = connection.call(plan.name, _pack(tuple(given[name] for name in plan.names)), plan.timeout_s)
+    return Mapped(functools.partial(_unpack, plan.result, f"the answer of {plan.name}"), answer)
 
 
-def _call_direct(connection: Direct, plan: _Plan, given: Mapping[str, Any]) -> Pending[Any]:
-    """Calls a method of a role in this process at once, with what it is given as it is; its errors as they are."""
+def _call_direct(connection: Direct, plan: _Plan, given: dict[str, Any]) -> Pending[Any]:
+    """With what it is given as it is; its errors as they are."""
     try:
         own = connection.part().methods[plan.name].own
         assert own is not None, f"{plan.name} is served in messages only"
         if plan.client is not None:
-            given = {**given, plan.parameters[plan.client]: connection.client}
+            given[plan.parameters[plan.client]] = connection.client
         result = own(*[given[name] for name in plan.parameters])
     except Exception as error:
         failed: Promise[Any] = Promise()
         failed.fail(error)
         return failed
-    if not isinstance(result, Future):
-        return Done(result)
-    called: Promise[Any] = Promise()
-
-    def pass_on(done: "Future[Any]") -> None:
-        if (error := done.exception()) is not None:
-            called.fail(error)
-        else:
-            called.keep(done.result())
-
-    result.add_done_callback(pass_on)
-    return called
+    return result if isinstance(result, Pending) else Done(result)
 
 
 def ask(connection: Connection, method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -187,30 +154,30 @@ def ask(connection: Connection, method: Callable[Concatenate[Any, P], R], /, *ar
     return later(connection, method, *args, **kwargs).result()
 
 
-def _perform(plan: _Plan, method: Callable[..., Any], request: Request) -> Outcome:
-    values = list(_unpack(plan.arguments, request, f"a call of {plan.name}"))
+def _perform(plan: _Plan, method: Callable[..., Any], request: Payload) -> Payload | Pending[Payload]:
+    values = list(_unpack(plan.arguments, f"a call of {plan.name}", request))
     if plan.client is not None:
         values.insert(plan.client, request.client)
     result = method(*values)
-    if not isinstance(result, Future):
-        return Reply(*_pack(result))
-    reply: Future[Reply] = Future()
-    result.add_done_callback(functools.partial(_pass_on, plan.name, reply))
-    return reply
+    if not isinstance(result, Pending):
+        return _pack(result)
+    answer: Promise[Payload] = Promise()
 
+    def pass_on(_: BaseException | None) -> None:
+        try:
+            answer.keep(_pack(result.result()))
+        except BaseException as error:  # whoever asked waits for an answer
+            answer.fail(known_error(plan.name, error))
 
-def _pass_on(name: str, reply: "Future[Reply]", result: "Future[Any]") -> None:
-    try:
-        reply.set_result(Reply(*_pack(result.result())))
-    except BaseException as error:  # also of one that was cancelled
-        reply.set_exception(known_error(name, error))
+    result.then(pass_on)
+    return answer
 
 
 @functools.cache
 def _plan(method: Callable[..., Any]) -> _Plan:
     hints = get_type_hints(method)
     result = hints.pop("return")
-    if get_origin(result) is Future:
+    if isinstance(get_origin(result), type) and issubclass(get_origin(result), Pending):
         (result,) = get_args(result)
     parameters = list(inspect.signature(method).parameters.values())[1:]
     crossing = [parameter for parameter in parameters if hints[parameter.name] is not Client]
@@ -218,26 +185,27 @@ def _plan(method: Callable[..., Any]) -> _Plan:
     arguments: Any = GenericAlias(tuple, tuple(hints[parameter.name] for parameter in crossing))
     return _Plan(
         method.__name__,
-        method._served,  # type: ignore[attr-defined]
         msgspec.msgpack.Decoder(arguments, dec_hook=_tensor),
         msgspec.msgpack.Decoder(result, dec_hook=_tensor),
         tuple(parameter.name for parameter in parameters),
         tuple(parameter.name for parameter in crossing),
         {p.name: p.default for p in crossing if p.default is not inspect.Parameter.empty},
         client,
+        **method._served,  # type: ignore[attr-defined]
     )
 
 
-class _Frames(threading.local):
+class _Beside(threading.local):
     """The tensors beside what this thread decodes."""
 
     tensors: Sequence[Tensor] = ()
 
 
-_FRAMES = _Frames()
+_BESIDE = _Beside()
 
 
-def _pack(value: Any) -> tuple[Packed, tuple[Tensor, ...]]:
+def _pack(value: Any) -> Payload:
+    """The tensors in it stand in the typed part by their positions."""
     tensors: list[Tensor] = []
 
     def position(found: Any) -> int:
@@ -246,21 +214,20 @@ def _pack(value: Any) -> tuple[Packed, tuple[Tensor, ...]]:
         tensors.append(found.contiguous())
         return len(tensors) - 1
 
-    return Packed(msgspec.Raw(msgspec.msgpack.encode(value, enc_hook=position))), tuple(tensors)
+    return Payload(msgspec.msgpack.encode(value, enc_hook=position), tuple(tensors))
 
 
-def _unpack(decoder: "msgspec.msgpack.Decoder[R]", message: Request | Answer, what: str) -> R:
-    packed = message.read(Packed)
-    _FRAMES.tensors = message.tensors
+def _unpack(decoder: "msgspec.msgpack.Decoder[R]", what: str, payload: Payload) -> R:
+    _BESIDE.tensors = payload.tensors
     try:
-        return decoder.decode(packed.value)
+        return decoder.decode(payload.meta)
     except msgspec.DecodeError as error:  # also what does not fit the type
         raise DataError(f"{what} is not what it should be: {error}") from error
     finally:
-        _FRAMES.tensors = ()
+        _BESIDE.tensors = ()
 
 
 def _tensor(kind: type[Any], position: Any) -> Tensor:
-    if kind is not Tensor or not isinstance(position, int) or not 0 <= position < len(_FRAMES.tensors):
+    if kind is not Tensor or not isinstance(position, int) or not 0 <= position < len(_BESIDE.tensors):
         raise ValueError(f"there is no tensor {position!r}")
-    return _FRAMES.tensors[position]
+    return _BESIDE.tensors[position]

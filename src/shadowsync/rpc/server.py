@@ -1,25 +1,210 @@
-"""A service behind a socket: one thread receives, a pool of threads answers."""
+"""A service behind a socket: one thread receives, a pool of threads answers, and each request runs once however
+often it comes."""
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 from shadowsync.errors import RunError, ShadowSyncError
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import Fault
-from shadowsync.rpc.keys import JobKeys
-from shadowsync.rpc.loop import Loop
-from shadowsync.rpc.messages import Done, Failed, Frames, pack
-from shadowsync.rpc.reception import Job, Kept, Reception, joined
-from shadowsync.rpc.service import Reply, Request, Service, known_error, perform
-from shadowsync.rpc.sockets import ServerSocket
+from shadowsync.rpc.messages import (
+    FROM_CLIENT,
+    Answer,
+    Answers,
+    Bye,
+    Calls,
+    Frames,
+    Hello,
+    Malformed,
+    Unknown,
+    Welcome,
+    encode,
+    header_of,
+    pack,
+)
+from shadowsync.rpc.pending import Pending
+from shadowsync.rpc.service import Payload, Service, known_error, perform
+from shadowsync.rpc.sockets import Loop, ServerSocket
+from shadowsync.rpc.tensors import Misfit, tensors_of
 
 _LOG = logging.getLogger(__name__)
 _JOIN_S = 5.0
+
+Ready = tuple[Answer, Frames]
+"""An answer with its frames."""
+
+
+@dataclass(eq=False)
+class ClientRecord:
+    """One client: its session, the route of the connection that it uses now, and its requests.
+
+    Attributes:
+        requests: by number; those that run have None, the others the answer that is kept until the client has it.
+        low: the client waits for no number below.
+        running: requests that run.
+        called: it has called anything since it was let in.
+        gone: it was forgotten while requests of it ran.
+    """
+
+    client: str
+    session: int
+    route: bytes
+    heard_at: float
+    requests: dict[int, Ready | None] = field(default_factory=dict)
+    low: int = 0
+    running: int = 0
+    called: bool = False
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A request to run; its end is owed to `Dispatcher.finish`."""
+
+    record: ClientRecord
+    number: int
+    method: str
+    request: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a message leads to, any or none of: an answer at once, requests to run, a client to be freed."""
+
+    answer: Frames | None = None
+    jobs: tuple[Task, ...] = ()
+    gone: str | None = None
+
+
+class Dispatcher:
+    """Lets clients in, recognises requests that come again, forgets who is silent; any thread. No sockets, no clock.
+
+    Who is here has the job's keys. Memory is taken only for what was sent (`tensors_of`); how much of that is under way
+    its sender bounds, as it does in process.
+
+    Args:
+        forget_after_s: silence after which a client is forgotten.
+
+    Attributes:
+        incarnation: of this server, drawn at random.
+        repeated: requests that came again, so far.
+    """
+
+    def __init__(self, forget_after_s: float) -> None:
+        self.incarnation = secrets.randbits(63)
+        self.repeated = 0
+        self._forget_after_s = forget_after_s
+        self._lock = threading.Lock()
+        self._by_client: dict[str, ClientRecord] = {}
+        self._by_route: dict[bytes, ClientRecord] = {}
+
+    @property
+    def clients(self) -> list[str]:
+        """Those that it knows."""
+        with self._lock:
+            return list(self._by_client)
+
+    def take(self, route: bytes, frames: Sequence[Any], now_s: float) -> Taken:
+        """A message that came on a route; what no honest client sends is dropped.
+
+        Args:
+            route: of the connection, as the socket names it.
+            frames: of the message, without the route.
+            now_s: any steady clock.
+        """
+        try:
+            message = header_of(frames, FROM_CLIENT)
+            calls = message.calls if isinstance(message, Calls) else ()
+            tensors = tensors_of(frames[1:], *(call.tensors for call in calls))
+        except (Malformed, Misfit):
+            return Taken()
+        with self._lock:
+            if isinstance(message, Hello):
+                return self._hello(route, message, now_s)
+            record = self._by_route.get(route)
+            if record is None or record.session != message.session:
+                return Taken([encode(Unknown(message.session))])
+            record.heard_at = now_s
+            if isinstance(message, Bye):
+                return Taken(gone=record.client) if self._forget(record) else Taken()
+            if message.low > record.low:
+                record.low = message.low
+                for number in [number for number in record.requests if number < message.low]:
+                    del record.requests[number]
+            if not calls:
+                return Taken([encode(Answers())])
+            jobs, ready = [], []
+            for call, own in zip(calls, tensors, strict=True):
+                if call.number in record.requests:
+                    self.repeated += 1
+                    if (kept := record.requests[call.number]) is not None:
+                        ready.append(kept)
+                elif call.number >= record.low:  # else its sender no longer waits for it
+                    record.called = True
+                    record.requests[call.number] = None
+                    record.running += 1
+                    jobs.append(Task(record, call.number, call.method, Payload(call.meta, own, record.client)))
+            return Taken(joined(ready) if ready else None, tuple(jobs))
+
+    def _hello(self, route: bytes, hello: Hello, now_s: float) -> Taken:
+        """Binds the client to the route. A session that is not known is answered with a new one: the client decides
+        what that means for it."""
+        record = self._by_client.get(hello.client)
+        if record is None:
+            record = ClientRecord(hello.client, secrets.randbits(62) + 1, route, now_s)
+            self._by_client[hello.client] = record
+        elif hello.session != record.session and record.called:
+            return Taken()  # somebody else with its name: the client itself knows its session by its first call
+        if self._by_route.get(record.route) is record:
+            del self._by_route[record.route]
+        record.route, record.heard_at = route, now_s
+        self._by_route[route] = record
+        return Taken([encode(Welcome(record.session, self.incarnation))])
+
+    def finish(self, job: Task, answer: Ready, keep: bool) -> tuple[bytes, bool]:
+        """Ends a job; where to send its answer, and whether its client went meanwhile and is now to be freed.
+
+        Args:
+            job: as it was given out.
+            answer: is kept until its client has it, so that the request does not run again.
+            keep: False where it may run again.
+        """
+        record = job.record
+        with self._lock:
+            record.running -= 1
+            if job.number in record.requests:  # else its sender gave it up meanwhile
+                if keep:
+                    record.requests[job.number] = answer
+                else:
+                    del record.requests[job.number]
+            return record.route, record.gone and not record.running
+
+    def forget_silent(self, now_s: float) -> list[str]:
+        """Forgets clients; those to be freed now, the others when their last job ends."""
+        with self._lock:
+            silent = [record for record in self._by_client.values() if record.heard_at < now_s - self._forget_after_s]
+            return [record.client for record in silent if self._forget(record)]
+
+    def _forget(self, record: ClientRecord) -> bool:
+        """Drops a client; True if none of its requests runs any more, else the last one to end finds it `gone`."""
+        record.gone = True
+        del self._by_client[record.client]
+        if self._by_route.get(record.route) is record:
+            del self._by_route[record.route]
+        return record.running == 0
+
+
+def joined(answers: Sequence[Ready]) -> Frames:
+    """One message of all of them."""
+    header = encode(Answers(tuple(answer for answer, _ in answers)))
+    return [header, *(frame for _, frames in answers for frame in frames)]
 
 
 @dataclass(frozen=True)
@@ -54,7 +239,7 @@ class WireServer:
         self._service = service
         self._keys = keys
         self._options = options or ServerOptions()
-        self._reception = Reception(self._options.forget_client_after_s)
+        self._dispatcher = Dispatcher(self._options.forget_client_after_s)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._silent = False
         self._threads: list[threading.Thread] = []
@@ -62,12 +247,12 @@ class WireServer:
     @property
     def clients(self) -> list[str]:
         """Those that it knows."""
-        return self._reception.clients
+        return self._dispatcher.clients
 
     @property
     def repeated(self) -> int:
         """Requests that came again, so far."""
-        return self._reception.repeated
+        return self._dispatcher.repeated
 
     def start(self) -> None:
         """Opens the address and starts to answer.
@@ -101,7 +286,7 @@ class WireServer:
         if not self._threads:
             return
         self._loop.close()
-        self._free(self._reception.clients)
+        self._free(self._dispatcher.clients)
         for _ in self._threads:
             self._jobs.put(None)
         until_s = time.monotonic() + _JOIN_S
@@ -121,21 +306,21 @@ class WireServer:
                 _LOG.exception("a message was dropped")
 
     def _take(self, route: bytes, frames: Frames, now_s: float) -> None:
-        step = self._reception.take(route, frames, now_s)
-        if step.jobs:
-            methods = [self._service.methods.get(job.call.method) for job in step.jobs]
+        taken = self._dispatcher.take(route, frames, now_s)
+        if taken.jobs:
+            methods = [self._service.methods.get(job.method) for job in taken.jobs]
             if all(method is not None and method.quick for method in methods):
-                self._run(step.jobs, now_s)
+                self._run(taken.jobs, now_s)
             else:
-                self._jobs.put(partial(self._run, step.jobs, now_s))
-        if step.answer is not None:
-            self._socket.send([route, *step.answer])
-        if step.gone is not None:
-            self._free([step.gone])
+                self._jobs.put(partial(self._run, taken.jobs, now_s))
+        if taken.answer is not None:
+            self._socket.send([route, *taken.answer])
+        if taken.gone is not None:
+            self._free([taken.gone])
 
     def _tick(self) -> None:
         now_s = time.monotonic()
-        self._free(self._reception.forget_silent(now_s))
+        self._free(self._dispatcher.forget_silent(now_s))
         self._socket.tick(now_s)
 
     def _free(self, clients: Iterable[str]) -> None:
@@ -151,51 +336,49 @@ class WireServer:
             except BaseException:  # whatever it was, the others are not to wait for a thread that is no more
                 _LOG.exception("a thread of the wire goes on after an error")
 
-    def _run(self, jobs: Sequence[Job], since_s: float) -> None:
+    def _run(self, jobs: Sequence[Task], since_s: float) -> None:
         """One after the other; what is answered at once is answered together."""
-        ended: list[tuple[Job, Reply | BaseException]] = []
+        ended: list[tuple[Task, Payload | BaseException]] = []
         for job in jobs:
             try:
-                call = job.call
-                outcome = perform(self._service, Request(call.method, call.meta, job.tensors, job.record.client))
+                answer = perform(self._service, job.method, job.request)
             except BaseException as error:  # who asked waits for an answer
                 ended.append((job, error))
                 continue
-            if isinstance(outcome, Future):
-                outcome.add_done_callback(partial(self._later, job, since_s))
+            if isinstance(answer, Pending):
+                answer.then(partial(self._later, job, answer, since_s))
             else:
-                ended.append((job, outcome))
+                ended.append((job, answer))
         if ended:
             self._send(ended, since_s)
 
-    def _later(self, job: Job, since_s: float, later: "Future[Reply]") -> None:
+    def _later(self, job: Task, pending: Pending[Payload], since_s: float, _: BaseException | None) -> None:
         try:
-            reply: Reply | BaseException = later.result()
-        except BaseException as error:  # also of one that was cancelled
-            reply = error
-        self._send([(job, reply)], since_s)
+            answer: Payload | BaseException = pending.result()
+        except BaseException as error:
+            answer = error
+        self._send([(job, answer)], since_s)
 
-    def _send(self, ended: Sequence[tuple[Job, Reply | BaseException]], since_s: float) -> None:
+    def _send(self, ended: Sequence[tuple[Task, Payload | BaseException]], since_s: float) -> None:
         """Of one client."""
         answers, route, is_gone = [], b"", False
-        for job, reply in ended:
-            method = self._service.methods.get(job.call.method)
-            answers.append(self._answer(job, reply, since_s))
-            route, gone = self._reception.finish(job, answers[-1], keep=method is not None and method.once)
+        for job, answer in ended:
+            method = self._service.methods.get(job.method)
+            answers.append(self._ready(job, answer, since_s))
+            route, gone = self._dispatcher.finish(job, answers[-1], keep=method is not None and method.once)
             is_gone = is_gone or gone
         if not self._silent:
             self._socket.send([route, *joined(answers)])
         if is_gone:
             self._service.client_gone(ended[0][0].record.client)
 
-    def _answer(self, job: Job, reply: Reply | BaseException, since_s: float) -> Kept:
-        call = job.call
+    def _ready(self, job: Task, answer: Payload | BaseException, since_s: float) -> Ready:
         try:
-            if isinstance(reply, BaseException):
-                raise known_error(call.method, reply)
-            meta, specs, frames = pack(reply.meta, reply.tensors, self._options.max_message_bytes)
-            return Done(call.number, meta, specs, time.monotonic() - since_s), frames
+            if isinstance(answer, BaseException):
+                raise known_error(job.method, answer)
+            specs, frames = pack(answer, self._options.max_message_bytes)
+            return Answer(job.number, answer.meta, specs, time.monotonic() - since_s), frames
         except ShadowSyncError as error:
-            return Failed(call.number, Fault.of(error)), []
-        except BaseException as error:  # a reply that cannot be written down
-            return Failed(call.number, Fault.of(known_error(f"the reply of {call.method}", error))), []
+            return Answer(job.number, fault=Fault.of(error)), []
+        except BaseException as error:  # an answer that cannot be written down
+            return Answer(job.number, fault=Fault.of(known_error(f"the reply of {job.method}", error))), []

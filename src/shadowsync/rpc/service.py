@@ -1,15 +1,15 @@
-"""What is served: an object with named methods that take and return small typed parts and tensors."""
+"""What is served: an object with named methods that take and return payloads."""
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from torch import Tensor
 
 from shadowsync.errors import DataError, RunError, ShadowSyncError
+from shadowsync.rpc.pending import Pending
 
 _LOG = logging.getLogger(__name__)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -18,41 +18,30 @@ M = TypeVar("M", bound="Meta")
 
 
 class Meta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of the small typed parts of requests and replies; fields cross in their order, without their names."""
-
-
-def encode_meta(meta: Meta | None) -> bytes:
-    """The bytes that cross for a small typed part, or for none."""
-    return _ENCODER.encode(meta)
-
-
-def decode_meta(meta: bytes, kind: type[M]) -> M:
-    """A small typed part from its bytes.
-
-    Raises:
-        DataError: it is not of that kind.
-    """
-    try:
-        return msgspec.msgpack.decode(meta, type=kind)
-    except msgspec.DecodeError as error:  # also what does not fit the type
-        raise DataError(f"a message does not hold a {kind.__name__}: {error}") from error
+    """Base of the small typed parts of payloads; fields cross in their order, without their names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One call as the service sees it.
+class Payload:
+    """What a request or its answer carries.
 
     Attributes:
-        method: the name that was called.
-        meta: the typed part in bytes, see `read`.
-        tensors: of any shape; in process they are the caller's own, so a service does not write into them.
-        client: the id of the connection that asks, the same for all its calls.
+        meta: a small typed part in msgpack, see `read`.
+        tensors: on the CPU, of any shape. They are sent later and without a copy, so their giver does not write to them
+            any more; in process they are the giver's own, so a service does not write into those of a request.
+        client: of a request as the service sees it, the id of the connection that asks, the same for all its calls.
+        served_s: of an answer that crossed a wire, what the server says that it took itself.
     """
 
-    method: str
-    meta: bytes
-    tensors: tuple[Tensor, ...]
-    client: str
+    meta: bytes = _ENCODER.encode(None)
+    tensors: tuple[Tensor, ...] = ()
+    client: str = ""
+    served_s: float = 0.0
+
+    @classmethod
+    def of(cls, meta: Meta, tensors: tuple[Tensor, ...] = ()) -> "Payload":
+        """With this typed part."""
+        return cls(_ENCODER.encode(meta), tensors)
 
     def read(self, kind: type[M]) -> M:
         """The typed part.
@@ -60,19 +49,14 @@ class Request:
         Raises:
             DataError: it is not of that kind.
         """
-        return decode_meta(self.meta, kind)
+        try:
+            return msgspec.msgpack.decode(self.meta, type=kind)
+        except msgspec.DecodeError as error:  # also what does not fit the type
+            raise DataError(f"a message does not hold a {kind.__name__}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a method answers; the tensors are sent later and without a copy, so nobody may write to them any more."""
-
-    meta: Meta | None = None
-    tensors: tuple[Tensor, ...] = ()
-
-
-Outcome: TypeAlias = "Reply | Future[Reply]"
-"""A reply, or one that comes later: who asks waits for it, and no thread here does."""
+EMPTY = Payload()
+Handle = Callable[[Payload], Payload | Pending[Payload]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +64,15 @@ class Method:
     """One named method.
 
     Attributes:
-        handle: does it, in any thread, several at a time; calls of one client may overtake each other. Whoever ends a
-            reply that comes later sends it, in its own thread.
-        once: a request that is sent again is answered from the kept reply and never runs twice. False where running
+        handle: answers a request, in any thread, several at a time; calls of one client may overtake each other. An
+            answer that comes later holds no thread, and is sent in the thread that ends it.
+        once: a request that is sent again is answered from the kept answer and never runs twice. False where running
             it again is harmless (reads): nothing is kept then.
         quick: it takes microseconds and waits for nobody, so that the thread that receives may run it itself.
         own: the role's method itself, for callers in its process; None where it is served in messages only.
     """
 
-    handle: Callable[[Request], Outcome]
+    handle: Handle
     once: bool = True
     quick: bool = False
     own: Callable[..., Any] | None = None
@@ -107,23 +91,23 @@ class Service(Protocol):
         ...
 
 
-def perform(service: Service, request: Request) -> Outcome:
-    """Runs one request.
+def perform(service: Service, name: str, request: Payload) -> Payload | Pending[Payload]:
+    """Runs a method.
 
     Raises:
         ShadowSyncError: as the method raised it; anything else that it raised becomes a `RunError` and is logged.
         KeyboardInterrupt, SystemExit: as they came, for the thread that calls.
     """
-    method = service.methods.get(request.method)
+    method = service.methods.get(name)
     if method is None:
         known = ", ".join(sorted(service.methods)) or "none yet"
-        raise RunError(f"there is no method {request.method!r} here; those that are: {known}")
+        raise RunError(f"there is no method {name!r} here; those that are: {known}")
     try:
         return method.handle(request)
     except (ShadowSyncError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of a library written in Rust is no Exception
-        raise known_error(request.method, error) from error
+        raise known_error(name, error) from error
 
 
 def known_error(method: str, error: BaseException) -> ShadowSyncError:

@@ -1,27 +1,29 @@
-"""ZeroMQ sockets as the wire uses them: CURVE, quick notice of a dead link, senders in any thread."""
+"""ZeroMQ sockets as the wire uses them (CURVE, quick notice of a dead link, senders in any thread), and the thread that
+waits for all of a process's."""
 
 import contextlib
 import hmac
+import logging
 import math
 import secrets
+import selectors
+import socket as system_sockets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
-from shadowsync.errors import MissingExtra, RunError
-from shadowsync.rpc.keys import JobKeys
-from shadowsync.rpc.loop import Action, Loop
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from shadowsync.errors import RunError
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.tensors import FRAME_BYTES
 
-try:
-    import zmq
-    from zmq.utils import z85
-    from zmq.utils.monitor import recv_monitor_message
-except ModuleNotFoundError as error:
-    raise MissingExtra("pyzmq", "ray") from error
+_LOG = logging.getLogger(__name__)
 
 _ZAP = "inproc://zeromq.zap.01"
 _ZAP_FRAMES = 6
@@ -46,12 +48,81 @@ _RECEIVED = 64
 """Messages of one client that wait inside ZeroMQ; beyond them its network connection is held up."""
 
 
-def new_context() -> Context:
-    """A context of its own, with one thread of ZeroMQ's."""
-    return zmq.Context()
+Action = Callable[[], None]
 
 
-def tune(socket: Socket, max_message_bytes: int, link_timeout_s: float) -> None:
+class Loop:
+    """Runs actions in one thread: when a file is readable, when somebody posts one, and at a steady tick."""
+
+    def __init__(self, name: str, tick: Action, tick_s: float) -> None:
+        self._tick, self._tick_s = tick, tick_s
+        self._posted: deque[Action] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._waking = system_sockets.socketpair()
+        self._woken.setblocking(False)
+        self._waking.setblocking(False)
+        self._wakes = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self.watch(self._woken.fileno(), self._wake)
+        self._thread.start()
+
+    def watch(self, file: int, action: Action) -> None:
+        """Runs the action in the loop whenever the file is readable; called in the loop, or before it starts."""
+        self._selector.register(file, selectors.EVENT_READ, action)
+
+    def unwatch(self, file: int) -> None:
+        """Ends `watch`; called in the loop, before the file is closed."""
+        self._selector.unregister(file)
+
+    def post(self, action: Action) -> None:
+        """Runs the action in the loop soon; from any thread."""
+        self._posted.append(action)
+        if not self._wakes:  # two may wake it at once, which does no harm
+            self._wakes = True
+            with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyhow; closed: it has ended
+                self._waking.send(b"\0")
+
+    def close(self) -> None:
+        """Ends the thread, if it was started, after what was posted before."""
+        if self._thread.is_alive():
+            self.post(self._stop)
+            self._thread.join()
+        self._selector.close()
+        self._woken.close()
+        self._waking.close()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        self._wakes = False  # after it was read, before the actions are taken: no post is missed in between
+
+    def _run(self) -> None:
+        ticks_at = time.monotonic() + self._tick_s
+        while not self._stopping:
+            for key, _ in self._selector.select(max(0.0, ticks_at - time.monotonic())):
+                _guarded(key.data)
+            while self._posted:
+                _guarded(self._posted.popleft())
+            if time.monotonic() >= ticks_at:
+                _guarded(self._tick)
+                ticks_at = time.monotonic() + self._tick_s
+
+
+def _guarded(action: Action) -> None:
+    try:
+        action()
+    except BaseException:  # one bad message or socket must not end the wire
+        _LOG.exception("an action of the wire failed")
+
+
+def _tune(socket: Socket, max_message_bytes: int, link_timeout_s: float) -> None:
     """Options that both ends share.
 
     A dead link is noticed by TCP itself, not by ZMTP's heart-beats: those wait behind the message that is under way,
@@ -86,7 +157,7 @@ class SharedSocket:
     it passes the word on, through `wake`.
     """
 
-    def __init__(self, socket: Socket, wake: Callable[[], None]) -> None:
+    def __init__(self, socket: Socket, wake: Action) -> None:
         self._socket = socket
         self._wake = wake
         self._lock = threading.Lock()
@@ -165,7 +236,7 @@ class Monitor:
         self._socket.close(0)
 
 
-class Door:
+class Gatekeeper:
     """Lets connections with the job's client key into a context's sockets, and no others (ZeroMQ's protocol ZAP).
 
     Over a network they prove that they have it (CURVE); over a Unix socket, which nobody can listen to, they say it
@@ -181,22 +252,18 @@ class Door:
         self._socket.linger = 0
         self._socket.bind(_ZAP)
 
-    @property
-    def file(self) -> int:
-        """What to watch for reading."""
-        return int(self._socket.fd)
+    def watch(self, loop: Loop) -> None:
+        """Lets a loop that has not started answer whoever asks."""
+        _watch(loop, int(self._socket.fd), self._answer)
 
-    def answer(self) -> None:
-        """Answers whoever stands at the door."""
+    def _answer(self) -> None:
         while _readable(self._socket):
-            self._socket.send_multipart(self._verdict(self._socket.recv_multipart()))
-
-    def _verdict(self, request: list[bytes]) -> list[bytes]:
-        mechanism = request[_ZAP_FRAMES - 1] if len(request) > _ZAP_FRAMES else b""
-        key = self._credentials.get(mechanism)
-        known = key is not None and hmac.compare_digest(b"".join(request[_ZAP_FRAMES:]), key)
-        status, text = (b"200", b"") if known else (b"400", b"not a key of this job")
-        return [*request[:2], status, text, b"job" if known else b"", b""]
+            request = self._socket.recv_multipart()
+            mechanism = request[_ZAP_FRAMES - 1] if len(request) > _ZAP_FRAMES else b""
+            key = self._credentials.get(mechanism)
+            known = key is not None and hmac.compare_digest(b"".join(request[_ZAP_FRAMES:]), key)
+            verdict = (b"200", b"", b"job") if known else (b"400", b"not a key of this job", b"")
+            self._socket.send_multipart([*request[:2], *verdict, b""])
 
     def close(self) -> None:
         """Closes it."""
@@ -204,14 +271,14 @@ class Door:
 
 
 class ServerSocket:
-    """A ROUTER with the job's server key in a context of its own, and a door that lets in only the client key."""
+    """A ROUTER with the job's server key in a context of its own, into which only those with the client key get."""
 
-    def __init__(self, keys: JobKeys, max_message_bytes: int, link_timeout_s: float, wake: Callable[[], None]) -> None:
-        self._context = new_context()
-        self._door = Door(self._context, keys)
+    def __init__(self, keys: JobKeys, max_message_bytes: int, link_timeout_s: float, wake: Action) -> None:
+        self._context: Context = zmq.Context()
+        self._gatekeeper = Gatekeeper(self._context, keys)
         self._keys = keys
         self._socket = self._context.socket(zmq.ROUTER)
-        tune(self._socket, max_message_bytes, link_timeout_s)
+        _tune(self._socket, max_message_bytes, link_timeout_s)
         self._socket.rcvhwm = _RECEIVED
         self._monitor = Monitor(self._socket, zmq.EVENT_ACCEPT_FAILED)
         self._endpoint = ""
@@ -231,41 +298,28 @@ class ServerSocket:
             RunError: it cannot be had.
         """
         place = f"[{host}]" if ":" in host else host
+        socket = self._socket
         try:
-            address = self._bind_in(host) if is_folder(host) else self._bind_to(place, port)
-            self._endpoint = self._last_endpoint()
-            return address
+            if is_folder(host):
+                socket.plain_server = True
+                socket.bind(f"ipc://{host}/{secrets.token_hex(8)}")
+            else:
+                socket.ipv6 = ":" in place
+                socket.curve_server = True
+                socket.curve_publickey = self._keys.server_public.encode()
+                socket.curve_secretkey = self._keys.server_secret.encode()
+                socket.bind(f"tcp://{place}:{port or '*'}")
+            endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as error:
             self.close()
             raise RunError(f"nothing can be served at {place}:{port}: {error}") from error
-
-    def _bind_to(self, place: str, port: int) -> str:
-        self._socket.ipv6 = ":" in place
-        self._socket.curve_server = True
-        self._socket.curve_publickey = self._keys.server_public.encode()
-        self._socket.curve_secretkey = self._keys.server_secret.encode()
-        self._socket.bind(f"tcp://{place}:{port or '*'}")
-        return f"tcp://{place}:{self._last_endpoint().rpartition(':')[2]}"
-
-    def _last_endpoint(self) -> str:
-        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
-        return endpoint.rstrip(b"\0").decode()
+        self._endpoint = endpoint.rstrip(b"\0").decode()
+        return self._endpoint if is_folder(host) else f"tcp://{place}:{self._endpoint.rpartition(':')[2]}"
 
-    def _bind_in(self, folder: str) -> str:
-        address = f"ipc://{folder}/{secrets.token_hex(8)}"
-        self._socket.plain_server = True
-        self._socket.bind(address)
-        return address
-
-    def watch(self, loop: Loop, receive: Callable[[], None]) -> None:
-        """Lets a loop that has not started wait for it.
-
-        Args:
-            loop: the thread.
-            receive: to run when there may be messages.
-        """
-        _watch(loop, self._door.file, self._door.answer)
+    def watch(self, loop: Loop, receive: Action) -> None:
+        """Lets a loop that has not started wait for it, and run `receive` when there may be messages."""
+        self._gatekeeper.watch(loop)
         _watch(loop, self._monitor.file, lambda: self._hear(loop))
         _watch(loop, self._shared.file, receive)
 
@@ -290,23 +344,8 @@ class ServerSocket:
         """Closes everything; replies that have not left are lost."""
         self._monitor.close()
         self._shared.close()
-        self._door.close()
+        self._gatekeeper.close()
         self._context.term()
-
-
-@dataclass(frozen=True)
-class Line:
-    """What a client's socket needs to know.
-
-    Attributes:
-        keys: of the job.
-        max_message_bytes: longest tensor that is received.
-        link_timeout_s: silence of the network after which a connection counts as broken.
-    """
-
-    keys: JobKeys
-    max_message_bytes: int
-    link_timeout_s: float
 
 
 class LinkNews(Enum):
@@ -325,17 +364,6 @@ def is_folder(host: str) -> bool:
     return host.startswith("/")
 
 
-def _introduce(socket: Socket, address: str, keys: JobKeys) -> None:
-    """Has a socket prove, or over a Unix socket say, that it has the job's keys."""
-    if address.startswith("ipc://"):
-        socket.plain_username = keys.client_public.encode()
-        socket.plain_password = keys.client_secret.encode()
-        return
-    socket.curve_serverkey = keys.server_public.encode()
-    socket.curve_publickey = keys.client_public.encode()
-    socket.curve_secretkey = keys.client_secret.encode()
-
-
 class ClientSocket:
     """A DEALER with the job's client key, for one network connection; made and closed by the loop's thread.
 
@@ -343,15 +371,29 @@ class ClientSocket:
     nobody could say which of the messages in it have left.
     """
 
-    def __init__(self, context: Context, address: str, line: Line, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        address: str,
+        keys: JobKeys,
+        max_message_bytes: int,
+        link_timeout_s: float,
+        wake: Action,
+    ) -> None:
         socket = context.socket(zmq.DEALER)
-        tune(socket, line.max_message_bytes, line.link_timeout_s)
+        _tune(socket, max_message_bytes, link_timeout_s)
         socket.rcvhwm = 0
         socket.ipv6 = "[" in address
         socket.connect_timeout = 2_000  # a lost first packet would otherwise be repeated at growing intervals
         socket.reconnect_ivl = 100
         socket.reconnect_ivl_max = 1_000
-        _introduce(socket, address, line.keys)
+        if address.startswith("ipc://"):
+            socket.plain_username = keys.client_public.encode()
+            socket.plain_password = keys.client_secret.encode()
+        else:
+            socket.curve_serverkey = keys.server_public.encode()
+            socket.curve_publickey = keys.client_public.encode()
+            socket.curve_secretkey = keys.client_secret.encode()
         self._monitor = Monitor(socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED)
         self._shared = SharedSocket(socket, wake)
         self._stood = False
@@ -363,7 +405,7 @@ class ClientSocket:
             self._close(0)
             raise RunError(f"there can be no peer at {address}: {error}") from error
 
-    def watch(self, loop: Loop, receive: Callable[[], None], news: Callable[[LinkNews], None]) -> None:
+    def watch(self, loop: Loop, receive: Action, news: Callable[[LinkNews], None]) -> None:
         """Lets the loop wait for messages and for news; called in the loop."""
         _watch(loop, self._monitor.file, lambda: self._tell(news))
         _watch(loop, self._shared.file, receive)

@@ -1,13 +1,15 @@
-"""Tensors as raw frames: nothing is copied on the way out or in."""
+"""Tensors as raw frames, of which nothing is copied on the way out or in; and as one row of bytes, for what carries
+nothing else."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Annotated, Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from shadowsync.errors import RunError
+from shadowsync.errors import DataError, RunError
 
 DTYPES = (
     torch.float32,
@@ -25,8 +27,6 @@ DTYPES = (
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _ELEMENTS = 1 << 48
 """Bound of a shape's product with zeros taken as ones: beyond it the strides of an empty tensor could overflow."""
-
-
 MAX_DIMS = 16
 """Most dimensions of a tensor that may cross."""
 FRAME_BYTES = 8 << 20
@@ -95,19 +95,15 @@ def tensor_of(frame: Any, spec: Spec) -> Tensor:
 def _byte_count(spec: Spec) -> int:
     if not 0 <= spec.dtype < len(DTYPES):
         raise Misfit(f"type {spec.dtype} is unknown")
-    return _elements(spec.shape) * DTYPES[spec.dtype].itemsize
-
-
-def _elements(shape: tuple[int, ...]) -> int:
+    if len(spec.shape) > MAX_DIMS:
+        raise Misfit(f"{len(spec.shape)} dimensions are too many")
     elements = bound = 1
-    for size in shape:
+    for size in spec.shape:
         elements *= size
         bound *= size or 1
         if size < 0 or bound > _ELEMENTS:
-            raise Misfit(f"{shape} is no shape")
-    if len(shape) > MAX_DIMS:
-        raise Misfit(f"{len(shape)} dimensions are too many")
-    return elements
+            raise Misfit(f"{spec.shape} is no shape")
+    return elements * DTYPES[spec.dtype].itemsize
 
 
 def tensors_of(frames: Sequence[Any], *messages: Sequence[Spec]) -> list[tuple[Tensor, ...]]:
@@ -133,3 +129,39 @@ def _joined(frames: Sequence[Any]) -> Any:
     if not all(map(len, frames)):
         raise Misfit("an empty frame came for a part of a tensor")
     return torch.cat([torch.frombuffer(frame, dtype=torch.uint8) for frame in frames]).numpy().data
+
+
+class _BundleHeader(msgspec.Struct, frozen=True, array_like=True):
+    specs: tuple[Spec, ...]
+    sizes: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+
+
+_LENGTH = 4
+"""Bytes of the number that says how long the header of a bundle is."""
+_DECODER = msgspec.msgpack.Decoder(_BundleHeader)
+
+
+def bundle(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors as bytes (uint8, one dimension): a header that says what they are, then their memory."""
+    parts = [bytes_of(tensor) for tensor in tensors]
+    header = msgspec.msgpack.encode(_BundleHeader(tuple(map(spec_of, tensors)), tuple(map(len, parts))))
+    return torch.frombuffer(
+        bytearray(b"".join((len(header).to_bytes(_LENGTH, "big"), header, *parts))), dtype=torch.uint8
+    )
+
+
+def unbundle(row: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that `bundle` made the bytes of; they may share its memory.
+
+    Raises:
+        DataError: it made none of these.
+    """
+    data = row.numpy().data
+    end = _LENGTH + int.from_bytes(data[:_LENGTH], "big")
+    try:
+        header = _DECODER.decode(data[_LENGTH:end])
+        edges = list(accumulate(header.sizes, initial=end))
+        frames = [data[start:stop] for start, stop in pairwise(edges)]
+        return tensors_of(frames, header.specs)[0]
+    except (msgspec.DecodeError, Misfit) as error:
+        raise DataError(f"{len(data)} bytes are no tensors: {error}") from error

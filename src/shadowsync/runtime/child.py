@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shadowsync.errors import ConfigError
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import Fault
-from shadowsync.rpc.keys import JobKeys
 from shadowsync.rpc.service import known_error
 from shadowsync.runtime import control
 from shadowsync.runtime.host import RoleHost, take_up

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shadowsync.memory.pages import keep_freed_memory
-from shadowsync.rpc.client import Courier, CourierOptions
-from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.client import ClientOptions, WireClient
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.server import ServerOptions, WireServer
 from shadowsync.rpc.sockets import is_folder
 from shadowsync.runtime.role_logging import log_to
@@ -54,7 +54,7 @@ class RoleHost:
 
     def __init__(self, role: str, keys: JobKeys, host: str, threads: int = 4, forget_s: float = 120.0) -> None:
         self._switch = Switch()
-        courier = Courier(keys, CourierOptions(timeout_s=CALL_S))
+        courier = WireClient(keys, ClientOptions(timeout_s=CALL_S))
         self._context = ProcessContext(role, courier, LOOPBACK if is_folder(host) else host)
         self._lock = threading.Lock()
         options = ServerOptions(host=host, threads=threads, forget_client_after_s=forget_s)

@@ -20,8 +20,8 @@ from typing import Any
 from shadowsync.errors import ConfigError, RunError
 from shadowsync.memory.pages import memory_bytes
 from shadowsync.memory.shared import can_share
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.keys import JobKeys
 from shadowsync.runtime import control
 from shadowsync.runtime.child import MACHINE, Begin, Build, Built, Died
 from shadowsync.runtime.fork_server import ENDED, FORK

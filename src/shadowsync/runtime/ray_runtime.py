@@ -18,8 +18,8 @@ from typing import Any
 
 from shadowsync.errors import ConfigError, MissingExtra, RunError
 from shadowsync.memory.shared import can_share
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import Fault, PeerLost
-from shadowsync.rpc.keys import JobKeys
 from shadowsync.rpc.service import known_error
 from shadowsync.runtime.host import RoleHost, take_up
 from shadowsync.runtime.own_folder import make_folder, remove_sockets

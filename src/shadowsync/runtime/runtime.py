@@ -6,8 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from shadowsync.rpc.connection import Connection, Connector
-from shadowsync.rpc.keys import JobKeys
+from shadowsync.rpc.connection import Connection, Connector, JobKeys
 from shadowsync.rpc.service import Method
 
 CALL_S = 3600.0
@@ -195,9 +194,9 @@ class Runtime(ABC):
 
     def connector(self) -> Connector:
         """The driver's way to the roles."""
-        from shadowsync.rpc.client import Courier, CourierOptions  # noqa: PLC0415 needs an extra
+        from shadowsync.rpc.client import ClientOptions, WireClient  # noqa: PLC0415 needs an extra
 
-        return Courier(self.keys, CourierOptions(timeout_s=CALL_S))
+        return WireClient(self.keys, ClientOptions(timeout_s=CALL_S))
 
     @abstractmethod
     def close(self) -> None:

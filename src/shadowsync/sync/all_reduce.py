@@ -21,11 +21,11 @@ from shadowsync.compression.channel import Channel, Counter
 from shadowsync.compression.codec import Codec, Encoded, naming, received
 from shadowsync.compression.plain import Plain
 from shadowsync.errors import RunError
-from shadowsync.rpc.bundle import bundle, frames_of
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import GONE
 from shadowsync.rpc.pending import Pending, ended
 from shadowsync.rpc.served import Client, ask, later
+from shadowsync.rpc.tensors import bundle, unbundle
 from shadowsync.sync.averaging import AveragingService, MakeRing, Newest, Phase, Ring, Seat, Verdict
 from shadowsync.sync.schedule import Left, Rendezvous
 
@@ -164,7 +164,7 @@ class PublicCopy(Strategy):
             messages = come(ring.gather(bundle(payload.message.frames), 2 * payload.vector.nbytes))
             if messages is not None:
                 payload.whole = False
-                return self._mean([frames_of(message) for message in messages])
+                return self._mean([unbundle(message) for message in messages])
         return come(ring.mean(payload.vector))
 
     def mean_here(self, ends: Sequence[Strategy], payloads: Sequence[Payload], complete: bool) -> Tensor:

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shadowsync.compression.channel import Channel, Stream
+from shadowsync.compression.channel import Channel, Differences, Message, Stream
 from shadowsync.compression.codec import Codec, NotFinite, naming, received
-from shadowsync.compression.differences import Differences, Message
 from shadowsync.compression.plain import Plain
 from shadowsync.errors import DataError
 from shadowsync.rpc.connection import Connection, Direct
-from shadowsync.rpc.generation import FIRST, Generation
-from shadowsync.rpc.kept import PerClient
+from shadowsync.rpc.kept import FIRST, Generation, PerClient
 from shadowsync.rpc.pending import all_of
 from shadowsync.rpc.served import Client, later, served
 

@@ -99,7 +99,7 @@ def evaluate(folder: RunFolder, data: DataPath = None, checkpoints: Checkpoints 
     from rich.console import Console
 
     from shadowsync.inference import Trained
-    from shadowsync.report.progress import quality_table
+    from shadowsync.report.reporter import quality_table
 
     trained = _said(Trained(folder, checkpoints=checkpoints))
     Console().print(quality_table(trained.evaluate(data)))

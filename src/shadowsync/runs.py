@@ -83,7 +83,12 @@ def _locked(path: Path) -> IO[str]:
     """The lock file, held and with its holder written into it; a run's folder may come from anybody, so that nothing
     is written through a link."""
     while True:
-        file = os.fdopen(_open_or_make(path), "r+")
+        try:
+            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644), "r+")
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR):
+                raise ConfigError(f"{path} is no file of a run: remove it") from error
+            raise
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
             raise ConfigError(f"{path} is no file of a run: remove it")
@@ -110,21 +115,8 @@ def _locked(path: Path) -> IO[str]:
     return file
 
 
-def _open_or_make(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR):
-            raise ConfigError(f"{path} is no file of a run: remove it") from error
-        raise
-
-
 def make_folder(folder: Path, given: Mapping[str, Any]) -> None:
-    """Makes the run's folder and writes the configuration into it as the user gave it.
-
-    Raises:
-        SaveError: it cannot be written.
-    """
+    """Makes the run's folder and writes the configuration into it as the user gave it, or raises `SaveError`."""
     with save_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(dict(given))).encode())
@@ -136,11 +128,9 @@ def checkpoint_root(folder: Path, checkpoint_dir: str | None) -> str:
 
 
 def open_store(folder: Path, place: str | None = None) -> CheckpointStore:
-    """The checkpoints of the run in `folder`, to be read.
+    """The checkpoints of the run in `folder`, to be read: at the `place` that the user gives, or where the folder says.
 
-    Args:
-        folder: of the run, which may come from anybody: it is not followed to another machine.
-        place: where the user says the checkpoints are; None: where the folder says.
+    The folder may come from anybody: it is not followed to another machine.
 
     Raises:
         ConfigError: there is no such folder, or it names a place that is not followed.
@@ -160,11 +150,7 @@ def open_store(folder: Path, place: str | None = None) -> CheckpointStore:
 
 
 def _stored_place(path: Path) -> str | None:
-    """`train.checkpoint_dir` in a stored configuration; None if it names none.
-
-    Raises:
-        ConfigError: it is no configuration.
-    """
+    """`train.checkpoint_dir` in a stored configuration; None if it names none, `ConfigError` if it is none."""
     try:  # no OmegaConf, which writes every alias out: a file of a few lines would fill the memory
         stored: Any = yaml.safe_load(path.read_bytes())  # type: ignore[no-untyped-call]
     except FileNotFoundError:
@@ -183,12 +169,8 @@ def _stored_place(path: Path) -> str | None:
 
 
 def export_changes(folder: Path, since: str, out: str, place: str | None = None) -> DeltaList:
-    """Writes the embedding rows that changed from one checkpoint of a run to its newest, to be laid over the former.
-
-    Args:
-        folder, place: as in `open_store`.
-        since: the former's name.
-        out: the folder to write.
+    """Writes into the folder `out` the embedding rows that changed from the checkpoint `since` of a run to its newest,
+    to be laid over the former; `folder` and `place` as in `open_store`.
 
     Raises:
         ConfigError: as `open_store`.
@@ -203,24 +185,17 @@ def export_changes(folder: Path, since: str, out: str, place: str | None = None)
 def load_to_resume(folder: Path, place: str | None) -> LoadedCheckpoint:
     """The newest checkpoint that the run in `folder` goes on from in the same folder, not read yet.
 
-    Args:
-        folder: as in `open_store`.
-        place: where the user has checkpoints go on; they are read from there if there are any.
-
-    Raises:
-        ConfigError: as `open_store`.
-        CheckpointError: it has no checkpoint that can be loaded.
+    `place` is where the user has checkpoints go on; they are read from there if there are any. Raises as
+    `load_checkpoint`.
     """
     moved = place is not None and folder.is_dir() and CheckpointStore(place).newest() is not None
     return load_checkpoint(folder, verify=False, place=place if moved else None)
 
 
 def load_checkpoint(folder: Path, verify: bool = True, place: str | None = None) -> LoadedCheckpoint:
-    """The newest checkpoint of the run in `folder` that is whole.
+    """The newest checkpoint of the run in `folder` that is whole; `folder` and `place` as in `open_store`.
 
-    Args:
-        folder, place: as in `open_store`.
-        verify: read every byte now; without, sizes are checked and the rest when it is read.
+    `verify`: read every byte now; without, sizes are checked and the rest when it is read.
 
     Raises:
         ConfigError: as `open_store`.

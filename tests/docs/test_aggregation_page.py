@@ -11,7 +11,7 @@ from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.choices import choose_all
 from shadowsync.config import AggregationConfig, load
 from shadowsync.registry import members, option_names
-from shadowsync.report.aggregation_section import METHODS
+from shadowsync.report.measures import METHODS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "aggregation.md").read_text("utf-8")
 COMMANDS = re.findall(r"^    (shadowsync (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)

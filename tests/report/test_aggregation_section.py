@@ -15,32 +15,30 @@ from fake_runs import (
 )
 
 from shadowsync.metrics.history import Frame
-from shadowsync.report.aggregation_section import histogram
-from shadowsync.report.aggregation_section import make_aggregation as make_section
-from shadowsync.report.compare import Run, columns_of, compare
+from shadowsync.report.cards import aggregation_section, histogram, recovery_section, timeline_section
+from shadowsync.report.compare import Run, compare
 from shadowsync.report.measures import key_numbers
 from shadowsync.report.page import render_page
-from shadowsync.report.recovery_section import make_recovery, make_timeline
 from shadowsync.report.result import Aggregation, Result
 
 TITLES = ["Staleness", "Dropped gradients", "Mode over time", "Step time of the workers", "Mean step time by worker"]
 
 
 def titles(result: Result, frames: list[Frame]) -> list[str]:
-    section = make_section(result, frames)
+    section = aggregation_section(result, frames)
     assert section is not None
     return [card.title for card in section.cards]
 
 
 def test_there_is_none_where_replicas_were_merged() -> None:
-    assert make_section(make_result(), make_frames()) is None
+    assert aggregation_section(make_result(), make_frames()) is None
     page = render_page(make_result(), make_frames())
     assert 'id="aggregation"' not in page
     assert "Sync gap" in page
 
 
 def test_a_run_under_auto_has_everything() -> None:
-    section = make_section(make_gradient_result(), make_gradient_frames())
+    section = aggregation_section(make_gradient_result(), make_gradient_frames())
     assert section is not None
     assert [card.title for card in section.cards] == TITLES
     assert all(card.svg is not None for card in section.cards)
@@ -55,7 +53,7 @@ def test_a_run_under_auto_has_everything() -> None:
         "step time, median / slowest": "44.5 / 90 ms",
         "gradients held, at most": "6.3 MB",
     }
-    assert section.switches[0][:2] == ("300", "gba")
+    assert section.told[0][:2] == ("300", "gba")
 
 
 def test_a_method_that_never_changes_has_no_mode_over_time() -> None:
@@ -71,7 +69,7 @@ def test_a_result_of_before_there_were_details_is_shown() -> None:
 
 @pytest.mark.parametrize(("workers", "band"), [(8, False), (9, True), (200, True)])
 def test_of_many_workers_the_range_is_drawn_and_the_slowest_are_listed(workers: int, band: bool) -> None:
-    section = make_section(make_gradient_result(workers), make_gradient_frames(40, workers))
+    section = aggregation_section(make_gradient_result(workers), make_gradient_frames(40, workers))
     assert section is not None
     lines, bars = section.cards[-2:]
     assert ("grey band" in lines.shows) == band
@@ -105,19 +103,19 @@ def test_a_huge_staleness_makes_no_endless_histogram() -> None:
 def test_switches_are_not_decisions_on_recovery_but_stand_on_the_timeline() -> None:
     result = make_gradient_result(recovery=make_recovery_result(emulated_job_s=72_000.0))
     events = [*make_switch_events(), *make_decisions()]
-    recovery = make_recovery(result, make_failing_frames(), events)
+    recovery = recovery_section(result, make_failing_frames(), events)
     assert recovery is not None
-    assert [sentence for _, sentence in recovery.decisions] == [event.detail for event in make_decisions()]
+    assert [sentence for _, sentence in recovery.told] == [event.detail for event in make_decisions()]
     page = render_page(result, make_failing_frames(), events)
     assert "emulated: gradients are aggregated" not in page
     assert "emulated: partial recovery" in page
 
 
 def test_the_timeline_marks_switches() -> None:
-    told = make_timeline(make_switch_events(), make_gradient_frames())
+    told = timeline_section(make_switch_events(), make_gradient_frames())
     assert told is not None
-    assert "A diamond marks a decision." in told.card.shows
-    assert [detail for *_, event, detail in told.events if event == "decided"] == [
+    assert "A diamond marks a decision." in told.cards[0].shows
+    assert [detail for *_, event, detail in told.told if event == "decided"] == [
         switch.sentence for switch in make_aggregation().switches
     ]
 
@@ -138,11 +136,11 @@ def test_the_terminal_s_table_names_the_method() -> None:
 
 def test_the_comparison_names_the_methods() -> None:
     runs = [Run("a", make_result(2), []), Run("b", make_gradient_result(), [])]
-    names = columns_of(runs)
-    cells = [dict(zip(names, (cell.text for cell in row), strict=True)) for row in compare(runs)]
+    headings, rows = compare(runs)
+    cells = [dict(zip(headings, (cell.text for cell in row), strict=True)) for row in rows]
     assert [row["method"] for row in cells] == ["easgd", "auto"]
-    assert [row["dropped_gradients"] for row in cells] == ["—", "100"]
-    assert "dropped_gradients" not in columns_of(runs[:1])
+    assert [row["dropped"] for row in cells] == ["—", "100"]
+    assert "dropped" not in compare(runs[:1])[0]
 
 
 def test_frames_are_read_as_they_were_written_and_older_ones_too() -> None:

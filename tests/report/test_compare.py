@@ -13,9 +13,7 @@ from rich.console import Console
 from shadowsync.errors import DataError
 from shadowsync.metrics.history import Frame
 from shadowsync.report.compare import (
-    COLUMNS,
     Run,
-    columns_of,
     compare,
     comparison_table,
     differences,
@@ -54,12 +52,16 @@ def test_a_page_is_made_again_with_its_timeline(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text() == render_page(make_result(), make_frames(6), make_events())
 
 
+def best(runs: list[Run], heading: str) -> list[bool]:
+    headings, rows = compare(runs)
+    return [row[headings.index(heading)].best for row in rows]
+
+
 def test_emulated_runs_are_labelled_and_win_nothing_by_speed() -> None:
     fast = Throughput(seconds=3.0, eps=90_000.0, elp=512, eps_per_trainer=(90_000.0,), emulated_step_ms=5.0)
     pair = [Run("real", make_result(1), make_frames(5)), Run("fake", make_result(1, throughput=fast), make_frames(5))]
-    eps = list(COLUMNS.values()).index("examples/s")
-    assert [row[eps].best for row in compare(pair)] == [False, False]
-    assert [row[eps].best for row in compare([pair[1], Run("slow", with_eps(fast, 9.0), [])])] == [True, False]
+    assert best(pair, "examples/s") == [False, False]
+    assert best([pair[1], Run("slow", with_eps(fast, 9.0), [])], "examples/s") == [True, False]
     assert "fake (emulated)</th>" in render_comparison(pair)
     console = Console(file=io.StringIO(), width=120, color_system=None)
     console.print(comparison_table(pair))
@@ -99,25 +101,24 @@ def runs() -> list[Run]:
 
 
 def test_the_best_of_each_column_is_marked() -> None:
-    names = list(COLUMNS.values())
-    cells = compare(runs())
-    auc, ne, eps = (names.index(name) for name in ("test AUC", "test NE", "examples/s"))
-    assert [row[auc].best for row in cells] == [False, True, False]
-    assert [row[ne].best for row in cells] == [False, True, False]
-    assert [row[eps].best for row in cells] == [False, False, False]  # all equal
-    assert cells[2][auc].text == "—"
+    assert best(runs(), "test AUC") == [False, True, False]
+    assert best(runs(), "test NE") == [False, True, False]
+    assert best(runs(), "examples/s") == [False, False, False]  # all equal
+    headings, rows = compare(runs())
+    assert rows[2][headings.index("test AUC")].text == "—"
 
 
 def test_recovery_is_compared_where_some_run_recovers() -> None:
-    names = [COLUMNS[key] for key in columns_of(runs())]
+    names, _ = compare(runs())
     assert not {"recovery", "lost samples (PLS)"} & set(names)
     idle = make_recovery_result(mode="none", failures=0, pls=0.0)
     partial = Run("partial", make_result(3, recovery=make_recovery_result()), [])
     several = [runs()[0], partial, Run("idle", make_result(recovery=idle), [])]
-    assert [COLUMNS[key] for key in columns_of(several)] == [*names, "recovery", "lost samples (PLS)"]
-    told = [[cell.text for cell in cells[-2:]] for cells in compare(several)]
+    headings, rows = compare(several)
+    assert headings == [*names, "recovery", "lost samples (PLS)"]
+    told = [[cell.text for cell in cells[-2:]] for cells in rows]
     assert told == [["—", "—"], ["partial", "0.0630"], ["—", "—"]]
-    assert not any(cell.best for cells in compare([partial, runs()[0]]) for cell in cells[-2:])
+    assert not any(cell.best for cells in compare([partial, runs()[0]])[1] for cell in cells[-2:])
     assert '<th scope="col" class="right">lost samples (PLS)</th>' in render_comparison(several)
 
 
@@ -147,7 +148,7 @@ def test_quality_on_different_rows_has_no_best_and_a_warning(other: dict[str, An
         f"The runs were not tested on the same rows ({named}): their AUC, NE and log loss say nothing about which is "
         "better, so none of them is in bold."
     ]
-    assert not any(cell.best for cells in compare(pair) for cell in cells)
+    assert not any(cell.best for cells in compare(pair)[1] for cell in cells)
     assert f'<p class="notice" role="note">{notices(pair)[0]}</p>' in render_comparison(pair)
 
 
@@ -155,7 +156,7 @@ def test_other_settings_of_the_data_leave_the_test_the_same() -> None:
     parquet = {"name": "parquet", "test_path": "a.parquet", "label": "clicked"}
     pair = [rows_of("one", 0.9, parquet | {"path": "x", "readers": 1}), rows_of("two", 0.8, parquet | {"path": "y"})]
     assert notices(pair) == []
-    assert [cell.best for cells in compare(pair) for cell in cells].count(True) == 1
+    assert [cell.best for cells in compare(pair)[1] for cell in cells].count(True) == 1
     untested = Run("bare", make_result(test=None, config={"data": {"name": "synthetic"}}), [])
     assert notices([*pair, untested]) == []
     made = {"name": "synthetic", "rows": 5, "test_rows": 9}
@@ -213,7 +214,7 @@ def test_the_terminal_shows_the_same_cells(repeated: int, width: int) -> None:
     console, several = Console(file=io.StringIO(), width=width, color_system=None), runs() * repeated
     console.print(comparison_table(several))
     shown = console.file.getvalue()
-    for run, cells in zip(several, compare(several), strict=True):
+    for run, cells in zip(several, compare(several)[1], strict=True):
         assert run.name in shown
         for cell in cells:
             assert cell.text in shown

@@ -1,4 +1,4 @@
-"""The table of measures holds every figure of a frame once."""
+"""The tables of measures hold every figure of a frame once, and read those of a result from where they are."""
 
 from collections import Counter
 from typing import Any, cast
@@ -7,8 +7,7 @@ import msgspec
 from fake_runs import make_frames, make_gradient_result, make_recovery_result, make_result
 
 from shadowsync.metrics.history import Frame
-from shadowsync.report.compare import COLUMNS
-from shadowsync.report.measures import MEASURES, figures, scalars
+from shadowsync.report.measures import KEY_NUMBERS, LIVE, OF_AGGREGATION, OF_RECOVERY, figures, key_numbers, scalars
 from shadowsync.report.result import Computing
 
 
@@ -25,9 +24,8 @@ class Watched:
 
 def test_every_field_of_a_frame_is_shown_somewhere() -> None:
     watched = Watched(make_frames(1)[0])
-    for measure in MEASURES:
-        if measure.live is not None:
-            measure.live(cast("Frame", watched))
+    for measure in LIVE:
+        list(measure.values(cast("Frame", watched)))
     assert watched.asked == {field.name for field in msgspec.structs.fields(Frame)}
 
 
@@ -36,23 +34,24 @@ def test_every_measure_of_a_result_is_read_from_where_it_is() -> None:
         make_gradient_result(recovery=make_recovery_result()),
         make_result(computing=Computing("bf16", "torch")),
     ):
-        for measure in MEASURES:
-            if measure.final is not None:
-                measure.final.value(result)
-                assert all(row.name and row.value for row in measure.final.key_numbers(result))
-
-
-def test_what_the_comparison_shows_is_measured() -> None:
-    assert set(COLUMNS) <= {measure.key for measure in MEASURES if measure.final is not None}
+        for table in (KEY_NUMBERS, OF_AGGREGATION, OF_RECOVERY):
+            for measure in table:
+                measure.value(result)
+            assert all(row.name and row.value for row in key_numbers(result, table))
 
 
 def test_no_name_or_tag_stands_twice() -> None:
-    for names in ([m.key for m in MEASURES if m.key], [m.tag for m in MEASURES if m.tag]):
+    tables = [
+        [m.key for m in LIVE if m.key],
+        [m.tag for m in LIVE if m.tag],
+        [m.column for m in KEY_NUMBERS if m.column],
+    ]
+    for names in tables:
         assert max(Counter(names).values()) == 1
-    tags = [tag for frame in make_frames(3) for tag in [tag for tag, _ in scalars(frame)]]
+    tags = [tag for frame in make_frames(3) for tag, _ in scalars(frame)]
     assert tags
     assert all("{}" not in tag for tag in tags)
 
 
 def test_the_progress_line_has_nothing_empty() -> None:
-    assert all(part for frame in make_frames(3) for part in figures(frame))
+    assert all(part for frame in make_frames(3) for part, _ in figures(frame))

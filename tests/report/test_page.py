@@ -15,7 +15,7 @@ from fake_runs import make_events, make_frames, make_result, make_test
 
 from shadowsync.errors import SaveError
 from shadowsync.metrics.quality import CurvePoint
-from shadowsync.report.charts import SECONDS, curve, kept, steady
+from shadowsync.report.cards import SECONDS, curve, kept, steady
 from shadowsync.report.page import flat, headlines, render_page, write_page
 from shadowsync.report.plots import Axis, Bar, Line, bar_chart, line_chart, spread
 from shadowsync.report.result import Throughput, Wire

@@ -7,16 +7,16 @@ import pytest
 from fake_runs import make_decisions, make_events, make_failing_frames, make_frames, make_recovery_result, make_result
 
 from shadowsync.metrics.history import RoleEvent
+from shadowsync.report.cards import Section, recovery_section, timeline_section
 from shadowsync.report.page import render_page
-from shadowsync.report.recovery_section import RecoverySection, make_recovery, make_timeline
 from shadowsync.report.result import Recovery, RecoverySeconds, Wire
 
 NOTHING = RecoverySeconds(save=0.0, load=0.0, lost=0.0, wait=0.0)
 
 
-def section(recovery: Recovery | None = None) -> RecoverySection:
+def section(recovery: Recovery | None = None) -> Section:
     result = make_result(3, recovery=recovery or make_recovery_result())
-    made = make_recovery(result, make_failing_frames(), make_decisions())
+    made = recovery_section(result, make_failing_frames(), make_decisions())
     assert made is not None
     return made
 
@@ -26,14 +26,14 @@ def section(recovery: Recovery | None = None) -> RecoverySection:
 )
 def test_it_is_there_where_there_is_something_to_tell(mode: str, failures: int, told: bool) -> None:
     plain = Recovery(failures=failures, pls=0.0, saves=1, seconds=NOTHING, interval_s=None, mode=mode)
-    assert (make_recovery(make_result(recovery=plain), make_frames(), []) is not None) == told
+    assert (recovery_section(make_result(recovery=plain), make_frames(), []) is not None) == told
     html = render_page(make_result(recovery=plain), make_frames())
     assert ('id="recovery"' in html) == told
     assert ("Portion of lost samples: those" in html) == told
 
 
 def test_without_an_account_there_is_none() -> None:
-    assert make_recovery(make_result(), make_frames(), make_decisions()) is None
+    assert recovery_section(make_result(), make_frames(), make_decisions()) is None
 
 
 def test_its_numbers_say_what_was_chosen_and_what_it_came_to() -> None:
@@ -69,7 +69,7 @@ def marks_in(svg: str) -> list[int]:
 
 def test_without_failures_only_checkpoints_are_marked() -> None:
     quiet = [msgspec.structs.replace(frame, failures=0, pls=0.0) for frame in make_failing_frames()]
-    made = make_recovery(make_result(recovery=make_recovery_result(failures=0)), quiet, [])
+    made = recovery_section(make_result(recovery=make_recovery_result(failures=0)), quiet, [])
     assert made is not None
     assert made.cards[0].svg is not None
     assert ">failure<" not in made.cards[0].svg
@@ -80,7 +80,7 @@ def test_counts_that_begin_anew_with_a_resume_are_marked_all_the_same() -> None:
     frames = make_failing_frames(32)
     late = frames[20].samples
     resumed = [msgspec.structs.replace(frame, failures=int(frame.samples > late), saves=1) for frame in frames[16:]]
-    made = make_recovery(make_result(recovery=make_recovery_result()), frames[:16] + resumed, [])
+    made = recovery_section(make_result(recovery=make_recovery_result()), frames[:16] + resumed, [])
     assert made is not None
     assert made.cards[0].svg is not None
     assert sorted(marks_in(made.cards[0].svg)) == [2 + 1, 3 + 1]
@@ -88,7 +88,7 @@ def test_counts_that_begin_anew_with_a_resume_are_marked_all_the_same() -> None:
 
 def test_marks_of_a_long_run_stay_few() -> None:
     frames = [msgspec.structs.replace(frame, saves=i) for i, frame in enumerate(make_failing_frames(2_000))]
-    made = make_recovery(make_result(recovery=make_recovery_result()), frames, [])
+    made = recovery_section(make_result(recovery=make_recovery_result()), frames, [])
     assert made is not None
     assert max(marks_in(made.cards[0].svg or "")) <= 301 + 1
 
@@ -106,17 +106,17 @@ def test_time_is_drawn_by_kind() -> None:
 
 
 def test_a_run_without_frames_has_no_curve() -> None:
-    made = make_recovery(make_result(recovery=make_recovery_result()), [], [])
+    made = recovery_section(make_result(recovery=make_recovery_result()), [], [])
     assert made is not None
     assert made.cards[0].svg is None
 
 
 def test_decisions_are_listed_and_escaped_and_the_oldest_of_many_left_out() -> None:
-    assert [time for time, _ in section().decisions] == ["0:00", "0:20"]
+    assert [time for time, _ in section().told] == ["0:00", "0:20"]
     many = [msgspec.structs.replace(make_decisions()[0], seconds=float(k)) for k in range(25)]
-    made = make_recovery(make_result(recovery=make_recovery_result()), [], many)
+    made = recovery_section(make_result(recovery=make_recovery_result()), [], many)
     assert made is not None
-    assert (len(made.decisions), made.left_out, made.decisions[-1][0]) == (20, 5, "0:24")
+    assert (len(made.told), made.left_out, made.told[-1][0]) == (20, 5, "0:24")
     html = render_page(make_result(recovery=make_recovery_result()), make_failing_frames(), make_decisions())
     assert "a save &lt;every&gt; 4 s" in html
 
@@ -142,27 +142,27 @@ def test_emulated_times_are_labelled_wherever_they_are_told() -> None:
 
 def test_a_decision_is_marked_on_the_timeline_and_changes_no_state() -> None:
     plain, told = (
-        make_timeline(events, make_frames()) for events in (make_events(), [*make_events(), *make_decisions()])
+        timeline_section(events, make_frames()) for events in (make_events(), [*make_events(), *make_decisions()])
     )
     assert plain is not None
     assert told is not None
-    assert "A diamond marks a decision." in told.card.shows
-    assert "diamond" not in plain.card.shows
+    assert "A diamond marks a decision." in told.cards[0].shows
+    assert "diamond" not in plain.cards[0].shows
     states = [
-        re.findall(r'(?s)<path d="[^"]*" clip-path="[^"]*" style="[^"]*"/>', made.card.svg or "")
+        re.findall(r'(?s)<path d="[^"]*" clip-path="[^"]*" style="[^"]*"/>', made.cards[0].svg or "")
         for made in (plain, told)
     ]
     assert len(states[0]) == len(states[1]) > 10
-    assert len(marks_in(told.card.svg or "")) == len(marks_in(plain.card.svg or "")) + 1
-    assert ("0:00", "driver", "decided", make_decisions()[0].detail) in told.events
+    assert len(marks_in(told.cards[0].svg or "")) == len(marks_in(plain.cards[0].svg or "")) + 1
+    assert ("0:00", "driver", "decided", make_decisions()[0].detail) in told.told
 
 
 def test_what_was_decided_about_codecs_is_on_the_timeline_and_not_here() -> None:
     codec = RoleEvent(7.0, "trainer-1", "decided", "int8 instead of plain, because it is slow", "codec")
     job = make_recovery_result(emulated_job_s=3600.0)
-    made = make_recovery(make_result(3, recovery=job), make_failing_frames(), [*make_decisions(), codec])
+    made = recovery_section(make_result(3, recovery=job), make_failing_frames(), [*make_decisions(), codec])
     assert made is not None
-    assert codec.detail not in [sentence for _, sentence in made.decisions]
+    assert codec.detail not in [sentence for _, sentence in made.told]
     html = render_page(make_result(3, recovery=job), make_failing_frames(), [*make_decisions(), codec])
     assert html.count(codec.detail) == 1
     assert f"emulated: {codec.detail}" not in html

@@ -12,7 +12,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from shadowsync.errors import SaveError
 from shadowsync.report.measures import final_scalars, scalars
-from shadowsync.report.tensorboard import EventLog
+from shadowsync.report.tensorboard import TensorBoardLog
 
 TEST_TAGS = ["test/auc", "test/ne", "test/calibration", "test/logloss"]
 
@@ -24,7 +24,7 @@ def read(folder: Path) -> list[list[Any]]:
 
 def test_every_frame_comes_back_at_its_number_of_samples(tmp_path: Path) -> None:
     frames = make_frames(3)
-    log = EventLog(tmp_path, wall_clock=lambda: 1_700_000_000.0)
+    log = TensorBoardLog(tmp_path, wall_clock=lambda: 1_700_000_000.0)
     for frame in frames:
         log.append(frame)
     log.close()
@@ -38,7 +38,7 @@ def test_every_frame_comes_back_at_its_number_of_samples(tmp_path: Path) -> None
 
 
 def test_the_end_of_a_run_has_the_test_and_the_hyper_parameters(tmp_path: Path) -> None:
-    log, result = EventLog(tmp_path, wall_clock=lambda: 1_700_000_000.0), make_result(3)
+    log, result = TensorBoardLog(tmp_path, wall_clock=lambda: 1_700_000_000.0), make_result(3)
     log.append(make_frames(1)[0])
     log.finish(result)
     log.close()
@@ -88,11 +88,11 @@ def test_what_recovery_costs_has_tags_that_say_when_it_is_emulated() -> None:
 
 def test_a_resumed_run_writes_a_new_file_that_hides_what_was_lost(tmp_path: Path) -> None:
     frames = make_frames(4)
-    first = EventLog(tmp_path, wall_clock=lambda: 1_700_000_000.0)
+    first = TensorBoardLog(tmp_path, wall_clock=lambda: 1_700_000_000.0)
     for frame in frames:
         first.append(frame)
     first.close()
-    second = EventLog(tmp_path, resumed_at=frames[1].samples, wall_clock=lambda: 1_700_000_000.0)
+    second = TensorBoardLog(tmp_path, resumed_at=frames[1].samples, wall_clock=lambda: 1_700_000_000.0)
     second.append(frames[3])
     second.close()
     assert len(read(tmp_path)) == 2
@@ -107,12 +107,12 @@ def test_a_resumed_run_writes_a_new_file_that_hides_what_was_lost(tmp_path: Path
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.raises(SaveError, match="tensorboard"):
-        EventLog(tmp_path)
+        TensorBoardLog(tmp_path)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file of Linux that is always full")
 def test_a_full_disk_is_a_save_error(tmp_path: Path) -> None:
-    log = EventLog(tmp_path)
+    log = TensorBoardLog(tmp_path)
     log._writer.close()
     log._writer._writer = Path("/dev/full").open("wb")  # noqa: SIM115 the log's from now on
     with pytest.raises(SaveError, match="No space left"):

@@ -297,7 +297,11 @@ class LogitHistogram:
         """The bins that hold samples, ascending."""
         negatives, positives = self._counts.view(BINS, 2).double().unbind(1)
         kept = (negatives + positives).nonzero().squeeze(1)
-        return LogitGroups(_centre_of(kept), positives[kept], negatives[kept])
+        signed = (kept - _BINS_PER_SIGN).int()
+        head = signed.abs().sub_(1).add_(_FIRST_KEY).bitwise_left_shift_(_DROPPED_BITS)
+        magnitude = head.add_(1 << (_DROPPED_BITS - 1)).view(torch.float32).double()
+        centre = torch.where(signed == 0, torch.zeros_like(magnitude), magnitude.copysign(signed))
+        return LogitGroups(centre, positives[kept], negatives[kept])
 
     def state(self) -> str:
         """The bins that hold samples with their counts, packed into text for a checkpoint's JSON values."""
@@ -307,11 +311,7 @@ class LogitHistogram:
         return base64.b64encode(zlib.compress(packed)).decode("ascii")
 
     def restore(self, state: str) -> None:
-        """Takes the counts of `state` in place of its own.
-
-        Raises:
-            LookupError, TypeError, ValueError: it is not what `state` gives.
-        """
+        """Takes the counts of `state` in place of its own; `LookupError`, `TypeError` or `ValueError` if it is none."""
         try:
             unpacked = zlib.decompress(base64.b64decode(state))
         except zlib.error as error:
@@ -327,14 +327,6 @@ def bin_of(logits: Tensor) -> Tensor:
     bits = logits.float().abs().view(torch.int32)
     distance = (bits.bitwise_right_shift_(_DROPPED_BITS) - (_FIRST_KEY - 1)).clamp_(0, _BINS_PER_SIGN)
     return torch.where(logits < 0, -distance, distance).long().add_(_BINS_PER_SIGN)
-
-
-def _centre_of(bins: Tensor) -> Tensor:
-    """The logit in the middle of each bin, float64 `[K]`."""
-    signed = (bins - _BINS_PER_SIGN).int()
-    head = signed.abs().sub_(1).add_(_FIRST_KEY).bitwise_left_shift_(_DROPPED_BITS)
-    magnitude = head.add_(1 << (_DROPPED_BITS - 1)).view(torch.float32).double()
-    return torch.where(signed == 0, torch.zeros_like(magnitude), magnitude.copysign(signed))
 
 
 def normalized_entropy(loss_sum: float, label_sum: float, count: float) -> float | None:

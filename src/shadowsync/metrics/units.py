@@ -17,11 +17,8 @@ from shadowsync.training.kernels import FastTower
 
 
 class Units(msgspec.Struct, frozen=True, kw_only=True):
-    """What the units of a model's ReLUs did on so many `rows` of the test set.
-
-    Attributes:
-        sizes: `U` of each layer, in the order in which they are called.
-        dead: share of each layer's units that were 0 on all of these rows.
+    """What the units of a model's ReLUs did on so many `rows` of the test set: by layer, in the order in which they are
+    called, `U`, and the share of units that were 0 on all of these rows.
     """
 
     rows: int
@@ -38,6 +35,10 @@ class _Layer(NamedTuple):
     relu: str
     behind: str
     size: int
+
+    def name(self, *, alone: bool) -> str:
+        relu = self.relu or "relu"
+        return relu if alone else f"{relu} after {self.behind or 'the input'} ({self.size})"
 
 
 class UnitActivity:
@@ -78,7 +79,7 @@ class UnitActivity:
         if not self._active:
             return None
         uses = Counter(layer.relu for layer in self._active)
-        named = {_name(layer, alone=uses[layer.relu] == 1): seen for layer, seen in self._active.items()}
+        named = {layer.name(alone=uses[layer.relu] == 1): seen for layer, seen in self._active.items()}
         return Units(
             rows=self._rows,
             sizes={name: len(seen) for name, seen in named.items()},
@@ -100,8 +101,3 @@ class UnitActivity:
 
 def _one_by_one(tower: FastTower, inputs: tuple[Tensor]) -> None:
     nn.Sequential.forward(tower, *inputs)  # type: ignore[no-untyped-call]
-
-
-def _name(layer: _Layer, *, alone: bool) -> str:
-    relu = layer.relu or "relu"
-    return relu if alone else f"{relu} after {layer.behind or 'the input'} ({layer.size})"

@@ -1,7 +1,6 @@
 """`shadowsync report DIR…`: makes a run's page again, or one page that compares several runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,42 +10,21 @@ from rich.text import Text
 from shadowsync.config import DataConfig
 from shadowsync.metrics.history import Frame
 from shadowsync.report import words
-from shadowsync.report.charts import SAMPLES, SECONDS, Card, curve, kept, three_digits
+from shadowsync.report.cards import SAMPLES, SECONDS, Card, curve, kept, three_digits
 from shadowsync.report.files import read_events, read_frames, write_atomically
-from shadowsync.report.measures import MEASURES, Final
-from shadowsync.report.page import flat, render, terms_of, write_page
+from shadowsync.report.measures import KEY_NUMBERS, Final
+from shadowsync.report.page import flat, render, write_page
 from shadowsync.report.plots import SERIES_COLOURS, Axis, Line, line_chart
 from shadowsync.report.result import Result, notable_recovery, read_result
 
 FILE_NAME = "comparison.html"
-COLUMNS = {
-    "method": "method",
-    "test_auc": "test AUC",
-    "test_ne": "test NE",
-    "test_logloss": "log loss",
-    "test_calibration": "calibration",
-    "examples_per_second": "examples/s",
-    "samples_at_once": "samples at once (ELP)",
-    "sync_gap_iterations": "steps between syncs",
-    "staleness_steps": "staleness",
-    "dropped_gradients": "dropped",
-    "samples": "trained",
-    "training_seconds": "time",
-    "recovery_mode": "recovery",
-    "pls": "lost samples (PLS)",
-}
-"""Measures of the comparison, with their headings."""
-_OF_SOME = ("staleness_steps", "dropped_gradients", "recovery_mode", "pls")
-"""Left out where no run has them."""
-_FINAL: Mapping[str, Final] = {measure.key: measure.final for measure in MEASURES if measure.final is not None}
 _ANY_TEST = frozenset(DataConfig.model_fields) - {"name"} | {"cache", "rows"}
 """Keys of `data` that leave the test rows as they are; where there is a `test_path`, only that and the label count."""
 _RUNS_ABREAST = 6
-_LABEL = 16
+_LABEL_LENGTH = 16  # leaves room for the curves
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A finished run as read from its folder; `name` tells it from the others."""
 
     name: str
@@ -90,54 +68,48 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def write_comparison(runs: Sequence[Run], path: Path) -> None:
-    """Writes the page that compares the runs.
-
-    Raises:
-        SaveError: it cannot be written.
-    """
+    """Writes the page that compares the runs; `SaveError` if it cannot be written."""
     write_atomically(path, render_comparison(runs).encode())
 
 
 def render_comparison(runs: Sequence[Run]) -> str:
     """The page that compares the runs, as HTML."""
-    cells = compare(runs)
+    headings, cells = compare(runs)
     rows = [{"name": run.label, "colour": i % SERIES_COLOURS, "cells": cells[i]} for i, run in enumerate(runs)]
+    entropy, auc = Axis("NE of the window", three_digits), Axis("AUC so far", three_digits)
     return render(
         "comparison.html.j2",
         notices=notices(runs),
         introduction="Each run has one colour; the best value of a column, where there is a best, is set in bold.",
-        columns=[COLUMNS[key] for key in columns_of(runs)],
+        columns=headings,
         runs=rows,
         differences=differences(runs),
-        terms=terms_of(
-            gradients=any(run.result.aggregation is not None for run in runs),
-            losses=any(notable_recovery(run.result) is not None for run in runs),
-            units=False,
-        ),
-        curve_cards=_curve_cards(runs),
+        gradients=any(run.result.aggregation is not None for run in runs),
+        losses=any(notable_recovery(run.result) is not None for run in runs),
+        curve_cards=[
+            _overlay("NE against samples", "low, and soon.", SAMPLES, entropy, lambda frame: frame.ne_window, runs),
+            _overlay("AUC against samples", "high, and soon.", SAMPLES, auc, lambda frame: frame.auc, runs),
+            _overlay("AUC against time", "high, and soon.", SECONDS, auc, lambda frame: frame.auc, runs),
+        ],
     )
 
 
-def columns_of(runs: Sequence[Run]) -> list[str]:
-    """The keys of the measures of every run, and of the others those of which some run has a value."""
-    return [
-        key for key in COLUMNS if key not in _OF_SOME or any(_FINAL[key].value(run.result) is not None for run in runs)
-    ]
-
-
-def compare(runs: Sequence[Run]) -> list[list[Cell]]:
-    """One row of cells per run, one cell per column."""
-    columns = [_column(_FINAL[key], runs) for key in columns_of(runs)]
-    return [list(row) for row in zip(*columns, strict=True)]
+def compare(runs: Sequence[Run]) -> tuple[list[str], list[list[Cell]]]:
+    """The headings of the columns of which some run has a value, and a row of cells for each run."""
+    compared = [measure for measure in KEY_NUMBERS if measure.column]
+    known = [one for one in compared if any(one.value(run.result) is not None for run in runs)]
+    columns = [_column(one, runs) for one in known]
+    return [one.column for one in known], [list(row) for row in zip(*columns, strict=True)]
 
 
 def _column(measure: Final, runs: Sequence[Run]) -> list[Cell]:
     """What was measured on other rows, or of which some is the speed of no machine, has no best."""
     values = [measure.value(run.result) for run in runs]
     known = {value for value in values if value is not None}
-    section = measure.read.partition(".")[0] if isinstance(measure.read, str) else ""
     emulated = {run.result.throughput.emulated_step_ms is None for run in runs}
-    unfair = (section == "throughput" and len(emulated) > 1) or (section == "test" and bool(different_tests(runs)))
+    unfair = (measure.section == "throughput" and len(emulated) > 1) or (
+        measure.section == "test" and bool(different_tests(runs))
+    )
     best = None if measure.best is None or unfair or len(known) < 2 else measure.best(known)
     return [Cell(measure.show(value), value is not None and value == best) for value in values]
 
@@ -181,30 +153,18 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 def comparison_table(runs: Sequence[Run]) -> Table:
     """The comparison for the terminal: a column per run while a few fit beside each other, else a row per run."""
-    rows = [[Text(cell.text, style="bold" if cell.best else "") for cell in cells] for cells in compare(runs)]
-    names, measures = [run.label for run in runs], [COLUMNS[key] for key in columns_of(runs)]
-    if len(runs) > _RUNS_ABREAST:
-        return _table("run", measures, names, rows)
-    return _table("", names, measures, list(zip(*rows, strict=True)))
-
-
-def _table(corner: str, across: Sequence[str], down: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
+    headings, cells = compare(runs)
+    corner, across, down = "run", headings, [run.label for run in runs]
+    rows: Sequence[Sequence[Cell]] = cells
+    if len(runs) <= _RUNS_ABREAST:
+        corner, across, down, rows = "", down, across, list(zip(*cells, strict=True))
     table = Table(box=None, pad_edge=False)
     table.add_column(corner, overflow="fold", min_width=12)
     for name in across:
         table.add_column(Text(name), justify="right", overflow="fold")
     for name, row in zip(down, rows, strict=True):
-        table.add_row(Text(name), *row)
+        table.add_row(Text(name), *(Text(cell.text, style="bold" if cell.best else "") for cell in row))
     return table
-
-
-def _curve_cards(runs: Sequence[Run]) -> list[Card]:
-    entropy, auc = Axis("NE of the window", three_digits), Axis("AUC so far", three_digits)
-    return [
-        _overlay("NE against samples", "low, and soon.", SAMPLES, entropy, lambda frame: frame.ne_window, runs),
-        _overlay("AUC against samples", "high, and soon.", SAMPLES, auc, lambda frame: frame.auc, runs),
-        _overlay("AUC against time", "high, and soon.", SECONDS, auc, lambda frame: frame.auc, runs),
-    ]
 
 
 def _overlay(
@@ -212,11 +172,8 @@ def _overlay(
 ) -> Card:
     lines = []
     for i, run in enumerate(runs):
-        # a label that leaves room for the curves; begin and end tell runs apart
-        full, half = run.label, _LABEL // 2
-        label = full if len(full) <= _LABEL else f"{full[:half]}…{full[1 - half :]}"
         points = curve(kept(run.frames), x, value)
-        lines += [Line(*points, label, colour=i)] if points[0] else []
+        lines += [Line(*points, words.shortened(run.label, _LABEL_LENGTH), colour=i)] if points[0] else []
     return Card(
         title,
         "Predictions made just before each sample was trained on, one curve per run.",

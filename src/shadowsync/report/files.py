@@ -67,10 +67,7 @@ class JsonLines(Generic[S]):
     """Appends a line at a time, from any thread; a reader sees it at once. Every method may raise `SaveError`.
 
     What a resumed run goes on from is written first, in one piece, so that the file tells one story whatever came
-    after the checkpoint and was lost.
-
-    Attributes:
-        lines: all so far, the earlier ones included.
+    after the checkpoint and was lost. `lines` are all so far, these included.
     """
 
     def __init__(self, path: Path, earlier: Sequence[S] = (), empty: bool = True) -> None:
@@ -80,10 +77,9 @@ class JsonLines(Generic[S]):
         self._lock = threading.Lock()
         self._closed = False
         self._file: BinaryIO | None = None
-        if empty or earlier:
-            write_atomically(path, _lines(earlier))
         with save_errors(path):
             if empty or earlier:
+                write_atomically(path, _lines(earlier))
                 self._file = path.open("ab")
             else:
                 path.unlink(missing_ok=True)
@@ -120,13 +116,13 @@ def write_events(folder: Path, earlier: Sequence[RoleEvent] = ()) -> JsonLines[R
 
 
 def read_frames(folder: Path, tell: Callable[[str], object] | None = None) -> list[Frame]:
-    """The frames of the run in `folder`; none where it wrote no `metrics.jsonl`; `tell` as in `read_lines`."""
-    return read_lines(folder / _METRICS, Frame, "a frame", tell)
+    """The frames of the run in `folder`; none where it wrote no `metrics.jsonl`; `tell` as in `_read_lines`."""
+    return _read_lines(folder / _METRICS, Frame, "a frame", tell)
 
 
 def read_events(folder: Path, tell: Callable[[str], object] | None = None) -> list[RoleEvent]:
     """What happened to the roles of the run in `folder`; nothing where it wrote no `events.jsonl`."""
-    return read_lines(folder / _EVENTS, RoleEvent, "an event", tell)
+    return _read_lines(folder / _EVENTS, RoleEvent, "an event", tell)
 
 
 def frames_until(frames: Iterable[Frame], samples: int) -> list[Frame]:
@@ -134,17 +130,11 @@ def frames_until(frames: Iterable[Frame], samples: int) -> list[Frame]:
     return [frame for frame in frames if frame.samples <= samples]
 
 
-def read_lines(path: Path, kind: type[S], name: str, tell: Callable[[str], object] | None = None) -> list[S]:
+def _read_lines(path: Path, kind: type[S], name: str, tell: Callable[[str], object] | None = None) -> list[S]:
     """The lines of a file, none where there is no file. A last line without its end was cut off and is left out.
 
-    Args:
-        path: of the file.
-        kind: of a line.
-        name: what a line is called in messages.
-        tell: hears of lines that are none, which are left out; without it the first one is an error.
-
-    Raises:
-        DataError: a line is none of `kind`; the message names it.
+    `tell` hears of lines that are no `kind`, by the `name` of one, and they are left out; without it the first one is a
+    `DataError`.
     """
     if not path.exists():
         return []

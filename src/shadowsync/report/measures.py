@@ -1,27 +1,91 @@
-"""The table of what is measured, through which every place that shows figures of a job walks.
+"""The tables of what is measured, through which every place that shows figures of a job walks.
 
-Of a running job (its frames): progress line, TensorBoard, Prometheus. Of a finished one (its result): key numbers,
-comparison of runs, and the end of TensorBoard. A new figure is a field of `Frame` or of `Result`, and an entry here.
+`LIVE` is read from the frames of a running job: progress line, TensorBoard, Prometheus. The others are read from the
+result of a finished one: key numbers (with the columns of the comparison, and the end of TensorBoard) and those of the
+page's sections. All stand in the order of the table. A new figure is a field of `Frame` or of `Result`, and an entry
+here.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from statistics import median
+from typing import Any, Literal, NamedTuple, get_args
 
 from shadowsync.metrics.history import Frame, RoleState, role_order
+from shadowsync.recovery.policy import spoken
 from shadowsync.report import words
-from shadowsync.report.result import COIN, Result, dead_of, mostly_dead, notable_recovery, went_astray
+from shadowsync.report.result import (
+    COIN,
+    Aggregation,
+    Data,
+    Recovery,
+    Result,
+    Sync,
+    Throughput,
+    Train,
+    dead_of,
+    mostly_dead,
+    notable_recovery,
+    went_astray,
+)
 
-Value: TypeAlias = float | None
-Labels: TypeAlias = tuple[str, ...]
+Value = float | None
+Labels = tuple[str, ...]
 
+METHODS = {
+    "sync": "rounds that everybody waits for",
+    "async": "every gradient is a step of its own",
+    "bsp": "a step for every global batch of gradients, however old",
+    "hop_bs": "every gradient is a step, and nobody runs far ahead of the slowest",
+    "hop_bw": "rounds that do not wait for the slowest",
+    "gba": "a step for every global batch of gradients, less those that are too old",
+    "auto": "synchronous while the workers are even, else by gba",
+}
+_MODES = {
+    "full": "after a failure everybody goes back to the last checkpoint",
+    "partial": "only the replacement of a dead server goes back to its checkpoint",
+    "none": "nothing is saved for it: a replacement starts from what there is",
+}
+_ELP = "samples at once (ELP)"
 _ROLES_NAMED = 2
 _FINE: tuple[RoleState, ...] = ("alive", "saving", "left")
 
 
 @dataclass(frozen=True)
-class KeyNumber:
+class Measure:
+    """One figure of a running job, or one for each value of its labels.
+
+    Attributes:
+        key: what it is called behind `shadowsync_` for Prometheus; empty: it is not there.
+        help: what it is, in a sentence, for Prometheus.
+        read: its field of a frame, or what reads it from one; with labels a map from theirs (of two labels: from
+            pairs).
+        tag: for TensorBoard, `{}` standing for the label's value; empty: not shown there.
+        kind: a counter only grows.
+        labels: names of the labels.
+        line: its part of the progress line, empty where it has nothing to say; None: it has no part there.
+        term: explains a word of that part where it first stands.
+    """
+
+    key: str
+    help: str
+    read: Callable[[Frame], Value | Mapping[str, Value] | Mapping[tuple[str, str], Value]] | str
+    tag: str = ""
+    kind: Literal["gauge", "counter"] = "gauge"
+    labels: Labels = ()
+    line: Callable[[Frame], str] | None = None
+    term: str = ""
+
+    def values(self, frame: Frame) -> Iterator[tuple[Labels, float]]:
+        """What there is in a frame, by the values of the labels."""
+        found = getattr(frame, self.read) if isinstance(self.read, str) else self.read(frame)
+        for labels, value in (found if isinstance(found, Mapping) else {(): found}).items():
+            if value is not None:
+                yield (labels,) if isinstance(labels, str) else labels, value
+
+
+class KeyNumber(NamedTuple):
     """One row of a table: what it is, its value, and what the value means."""
 
     name: str
@@ -31,25 +95,27 @@ class KeyNumber:
 
 @dataclass(frozen=True)
 class Final:
-    """How a measure is read from the result of a finished run, and how it is written there.
+    """A figure of a finished run, as a row of a table, a column of the comparison, or both.
 
     Attributes:
-        read: its place as `section.key`, or a function; None: it is not defined.
-        name: of its row among the key numbers, which is there where the section is; empty: it has none.
-        meaning: in that row.
-        show: how it is written, with its unit.
+        read: its place in the result as `section.key` or `section`, or a function of it; None: it is not defined.
+        name: of its row, which is there where the section is; empty: it has none.
+        meaning: in that row; may be made from the section, as `name` may.
+        show: how it is written, with its unit; empty: no row.
+        column: heading in the comparison; empty: it is not compared.
         best: picks the best of several; None where there is no best.
-        optional: no row without a value, or for 0.
-        rows: where one such row does not do: all of them.
     """
 
     read: Callable[[Result], Any] | str
-    name: str = ""
-    meaning: Callable[[Result], str] | str = ""
+    name: str | Callable[[Any], str] = ""
+    meaning: str | Callable[[Any], str] = ""
     show: Callable[[Any], str] = words.decimal
+    column: str = ""
     best: Callable[[Any], float] | None = None
-    optional: bool = False
-    rows: Callable[[Result], Iterator[KeyNumber]] | None = None
+
+    @property
+    def section(self) -> str:
+        return "" if callable(self.read) else self.read.partition(".")[0]
 
     def value(self, result: Result) -> Any:
         """None where it is not defined or does not apply."""
@@ -60,144 +126,123 @@ class Final:
             found = None if found is None else getattr(found, part)
         return found
 
-    def key_numbers(self, result: Result) -> Iterator[KeyNumber]:
-        """Its rows in the table of key numbers."""
-        if self.rows is not None:
-            yield from self.rows(result)
-        elif self.name and isinstance(self.read, str) and getattr(result, self.read.partition(".")[0]) is not None:
-            value = self.value(result)
-            if value or not self.optional:
-                meaning = self.meaning if isinstance(self.meaning, str) else self.meaning(result)
-                yield KeyNumber(self.name, self.show(value), meaning)
-
-
-@dataclass(frozen=True)
-class Measure:
-    """One figure of a job, or one for each value of its labels.
-
-    Attributes:
-        key: what it is called in the comparison, and behind `shadowsync_` for Prometheus; empty: it is in neither.
-        help: what it is, in a sentence, for Prometheus.
-        live: reads it from a frame; with labels a map from theirs (of two labels: from pairs). None: there is none now.
-        tag: for TensorBoard, `{}` standing for the label's value; empty: not shown there.
-        kind: a counter only grows.
-        labels: names of the labels.
-        line: its part of the progress line, empty where it has nothing to say; None: it has no part there.
-        final: of a finished run.
-    """
-
-    key: str
-    help: str = ""
-    live: Callable[[Frame], Value | Mapping[str, Value] | Mapping[tuple[str, str], Value]] | None = None
-    tag: str = ""
-    kind: Literal["gauge", "counter"] = "gauge"
-    labels: Labels = ()
-    line: Callable[[Frame], str] | None = None
-    final: Final | None = None
-
-    def values(self, frame: Frame) -> Iterator[tuple[Labels, float]]:
-        """What there is in a frame, by the values of the labels."""
-        found = None if self.live is None else self.live(frame)
-        for labels, value in (found if isinstance(found, Mapping) else {(): found}).items():
-            if value is not None:
-                yield (labels,) if isinstance(labels, str) else labels, value
-
 
 def scalars(frame: Frame) -> Iterator[tuple[str, float]]:
     """Tags and values for TensorBoard."""
-    for measure in MEASURES:
+    for measure in LIVE:
         if measure.tag:
             yield from ((measure.tag.format(*labels), value) for labels, value in measure.values(frame))
 
 
 def final_scalars(result: Result) -> Iterator[tuple[str, float]]:
-    """The same of what is known at the end only; what is not defined has none."""
-    for measure in MEASURES:
-        value = measure.final.value(result) if measure.live is None and measure.final is not None else None
-        if measure.tag and value is not None:
-            yield measure.tag, value
+    """The same of the test, which is known at the end only; what is not defined has none."""
+    for measure in KEY_NUMBERS:
+        if measure.section == "test" and measure.column and (value := measure.value(result)) is not None:
+            yield str(measure.read).replace(".", "/"), value
 
 
-def figures(frame: Frame) -> Iterator[str]:
-    """The parts of the progress line."""
-    parts = (measure.line(frame) for measure in MEASURES if measure.line is not None)
-    return (part for part in parts if part)
+def figures(frame: Frame) -> Iterator[tuple[str, str]]:
+    """The parts of the progress line, each with the explanation of its word, if it needs one."""
+    for measure in LIVE:
+        if measure.line is not None and (part := measure.line(frame)):
+            yield part, measure.term
 
 
-def key_numbers(result: Result) -> list[KeyNumber]:
-    """The rows that apply to this result: the same in the terminal and on the page."""
-    return [row for measure in MEASURES if measure.final for row in measure.final.key_numbers(result)]
+def key_numbers(result: Result, table: Sequence[Final] | None = None) -> list[KeyNumber]:
+    """The rows of a table (the key numbers) that apply to this result: the same in the terminal and on the page."""
+    found = []
+    for measure in KEY_NUMBERS if table is None else table:
+        section = getattr(result, measure.section, None)
+        if section is not None and measure.name and (shown := measure.show(measure.value(result))):
+            name, meaning = (text(section) if callable(text) else text for text in (measure.name, measure.meaning))
+            found.append(KeyNumber(name, shown, meaning))
+        elif measure.section == "units" and section is not None:
+            told = f"units that are 0 on all {words.count(section.rows)} test rows looked at"
+            found += [KeyNumber(f"dead in {layer}", dead_of(section, layer), told) for layer in mostly_dead(section)]
+    return found
 
 
 def _digits(digits: int) -> Callable[[Value], str]:
     return partial(words.decimal, digits=digits)
 
 
-def _text(value: str | None) -> str:
-    return value or words.MISSING
+def _some(show: Callable[[Any], str]) -> Callable[[Any], str]:
+    """No row without a value, or for 0."""
+    return lambda value: show(value) if value else ""
 
 
 def _method(result: Result) -> str | None:
     """Of whichever family was at work."""
-    if (done := result.aggregation) is not None:
-        return done.method
-    return None if result.sync is None else result.sync.method
+    done = result.sync if result.aggregation is None else result.aggregation
+    return None if done is None else done.method
 
 
-def _dead_rows(result: Result) -> Iterator[KeyNumber]:
-    if (units := result.units) is not None:
-        for layer in mostly_dead(units):
-            meaning = f"units that are 0 on all {words.count(units.rows)} test rows looked at"
-            yield KeyNumber(f"dead in {layer}", dead_of(units, layer), meaning)
+def _or_missing(text: str | None) -> str:
+    return text or words.MISSING
 
 
-def _astray_row(result: Result) -> Iterator[KeyNumber]:
-    if (peak := went_astray(result)) is not None:
-        meaning = f"log loss {peak.logloss:.2f} over {words.count(peak.samples)} samples, {COIN:.2f} is guessing"
-        yield KeyNumber("training NE, worst", words.decimal(peak.ne), meaning)
+def _astray(train: Train) -> str:
+    return words.decimal(peak.ne) if (peak := went_astray(train)) else ""
 
 
-def _speed_row(result: Result) -> Iterator[KeyNumber]:
-    emulated = "" if result.throughput.emulated_step_ms is None else "emulated "
-    speed = words.count(result.throughput.eps)
-    yield KeyNumber(f"{emulated}examples/s (EPS)", speed, "first to last batch, start-up left out")
+def _astray_words(train: Train) -> str:
+    peak = went_astray(train)
+    return (
+        f"log loss {peak.logloss:.2f} over {words.count(peak.samples)} samples, {COIN:.2f} is guessing" if peak else ""
+    )
 
 
-def _precision_words(result: Result) -> str:
-    return (result.computing and result.computing.why) or "of the forward and backward pass"
-
-
-def _gap_words(result: Result) -> str:
-    return f"steps between syncs ({result.sync.method}, {result.sync.schedule})" if result.sync else ""
-
-
-def _made_by(result: Result) -> str:
-    done = result.aggregation
-    if done is None or done.method is None:
+def _made_by(done: Aggregation) -> str:
+    if done.method is None:
         return "committed by the aggregator"
     switches = f", {words.plural(len(done.switches), 'switch', 'switches')}" if done.switches else ""
     return f"made by {done.method}{switches}"
 
 
-def _staleness_row(result: Result) -> Iterator[KeyNumber]:
-    if (done := result.aggregation) is not None:
-        both = f"{words.decimal(done.mean_staleness, 2)} / {words.count(done.max_staleness)}"
-        yield KeyNumber("staleness, mean / largest", both, "global steps")
+def _staleness(done: Aggregation) -> str:
+    return f"{words.decimal(done.mean_staleness, 2)} / {words.count(done.max_staleness)}"
 
 
-def _epoch_words(result: Result) -> str:
-    return f"{words.count(result.data.train_samples)} in an epoch"
+def _dropped(done: Aggregation) -> str:
+    share = f" ({words.percent(done.dropped / done.received, 1)})" if done.received else ""
+    return f"{words.count(done.dropped)}{share}"
 
 
-def _mode_words(result: Result) -> str:
-    return f"recovery mode {result.recovery.mode}" if result.recovery else ""
+def _times(seconds: Mapping[str, float]) -> str:
+    return "" if not seconds else f"{1e3 * median(seconds.values()):.3g} / {1e3 * max(seconds.values()):.3g} ms"
 
 
-def _failures_row(result: Result) -> Iterator[KeyNumber]:
-    if (recovery := result.recovery) is not None and recovery.failures:
-        target = "" if recovery.target_pls is None else f", the target is {recovery.target_pls:g}"
-        lost = f"{words.pls(recovery.pls)} (portion of lost samples){target}"
-        yield KeyNumber("failures", words.count(recovery.failures), lost)
+def _lost(recovery: Recovery) -> str:
+    target = "" if recovery.target_pls is None else f", the target is {recovery.target_pls:g}"
+    return f"{words.pls(recovery.pls)} (portion of lost samples){target}"
+
+
+def _mode(done: Aggregation) -> str:
+    return "" if done.mode is None or done.mode == done.method else done.mode
+
+
+def _held(size: float | None) -> str:
+    return "" if size is None else words.data_size(size)
+
+
+def _speed_name(speed: Throughput) -> str:
+    return f"{'' if speed.emulated_step_ms is None else 'emulated '}examples/s (EPS)"
+
+
+def _merged_by(sync: Sync) -> str:
+    return f"steps between syncs ({sync.method}, {sync.schedule})"
+
+
+def _in_an_epoch(data: Data) -> str:
+    return f"{words.count(data.train_samples)} in an epoch"
+
+
+def _interval_name(recovery: Recovery) -> str:
+    return f"{'' if recovery.emulated_job_s is None else 'emulated '}time between saves"
+
+
+def _interval(seconds: float | None) -> str:
+    return words.MISSING if seconds is None else spoken(seconds)
 
 
 def _codecs(frame: Frame) -> str:
@@ -219,11 +264,6 @@ def _pls(frame: Frame) -> str:
     return words.pls(frame.pls) if frame.target_pls is None else f"{words.pls(frame.pls)}/{frame.target_pls:g}"
 
 
-def _visible_failures(frame: Frame) -> Value:
-    """None where nobody could have seen one."""
-    return frame.failures if frame.failures or frame.roles or frame.pls is not None else None
-
-
 def _recovery_seconds(frame: Frame, emulated: bool) -> Mapping[str, Value]:
     return frame.recovery_seconds if (frame.emulated_job_s is not None) == emulated else {}
 
@@ -241,25 +281,7 @@ def _in_trouble(frame: Frame) -> str:
     return ", ".join(troubled[:_ROLES_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-MEASURES: tuple[Measure, ...] = (
-    Measure("method", final=Final(_method, show=_text)),
-    Measure(
-        "test_auc", tag="test/auc", final=Final("test.auc", "test AUC", "1 ranks perfectly, 0.5 guesses", best=max)
-    ),
-    Measure("best_auc", final=Final("test.best_auc", "best reachable AUC", "of the true probabilities", optional=True)),
-    Measure(
-        "test_ne", tag="test/ne", final=Final("test.ne", "test NE", "under 1 beats predicting the mean label", best=min)
-    ),
-    Measure(
-        "test_calibration",
-        tag="test/calibration",
-        final=Final("test.calibration", "test calibration", "above 1 it predicts too many positives", _digits(3)),
-    ),
-    Measure(
-        "test_logloss",
-        tag="test/logloss",
-        final=Final("test.logloss", "test log loss", "nats per sample, lower is better", best=min),
-    ),
+LIVE: tuple[Measure, ...] = (
     Measure(
         "normalized_entropy",
         "Of predictions made before training on them.",
@@ -267,25 +289,17 @@ MEASURES: tuple[Measure, ...] = (
         "quality/ne_{}",
         labels=("over",),
         line=lambda f: f"NE {words.decimal(f.ne_window)}",
-        final=Final("train.ne_window", "training NE, last window", "predictions made before training on them"),
+        term="NE: normalized entropy, log loss over that of predicting the mean label",
     ),
     Measure(
         "auc",
         "Of all predictions so far, each made before training on it.",
-        lambda f: f.auc,
+        "auc",
         "quality/auc",
         line=lambda f: f"AUC {words.decimal(f.auc)}",
     ),
-    Measure("log_loss", "Mean over the last interval, in nats.", lambda f: f.loss, "quality/loss"),
-    Measure("dead_units", final=Final("units.dead", rows=_dead_rows)),
-    Measure("worst_normalized_entropy", final=Final("train.peak", rows=_astray_row)),
-    Measure(
-        "examples_per_second",
-        "Samples trained per second by the whole job.",
-        lambda f: f.eps,
-        "speed/eps",
-        final=Final("throughput.eps", show=words.count, best=max, rows=_speed_row),
-    ),
+    Measure("log_loss", "Mean over the last interval, in nats.", "loss", "quality/loss"),
+    Measure("examples_per_second", "Samples trained per second by the whole job.", "eps", "speed/eps"),
     Measure(
         "trainer_examples_per_second",
         "Samples trained per second by each trainer.",
@@ -294,80 +308,45 @@ MEASURES: tuple[Measure, ...] = (
         labels=("trainer",),
     ),
     Measure(
-        "samples_at_once",
-        final=Final("throughput.elp", "samples at once (ELP)", "batch size × workers × trainers", words.count),
-    ),
-    Measure(
-        "training_seconds",
-        "Time since the first batch, pauses before resumes left out.",
-        lambda f: f.seconds,
-        kind="counter",
-        final=Final("throughput.seconds", "training time", "first to last batch", words.duration),
+        "training_seconds", "Time since the first batch, pauses before resumes left out.", "seconds", kind="counter"
     ),
     Measure(
         "emulated_step_seconds",
         "There only if the machine is emulated: the time that each step is made to take.",
         lambda f: None if f.emulated_step_ms is None else f.emulated_step_ms / 1e3,
-        final=Final(
-            "throughput.emulated_step_ms",
-            "emulated step",
-            "speeds are those of emulated machines",
-            words.step_time,
-            optional=True,
-        ),
     ),
-    Measure("", "The same in milliseconds.", lambda f: f.emulated_step_ms, "speed/emulated_step_ms"),
-    Measure("precision", final=Final("computing.precision", "precision", _precision_words, str)),
-    Measure(
-        "startup_seconds",
-        final=Final("throughput.startup_seconds", "start-up", "before the first batch", words.duration, optional=True),
-    ),
+    Measure("", "The same in milliseconds.", "emulated_step_ms", "speed/emulated_step_ms"),
     Measure(
         "sync_gap_iterations",
         "Steps of a trainer between two synchronisations.",
-        lambda f: f.sync_gap,
+        "sync_gap",
         "sync/gap",
         line=lambda f: "" if f.sync_gap is None else f"sync gap {words.decimal(f.sync_gap, 1)}",
-        final=Final("sync.average_gap", "average sync gap", _gap_words, _digits(1)),
+        term="sync gap: steps of a trainer between two synchronisations of its replica",
     ),
-    Measure(
-        "syncs",
-        "Synchronisations of replicas, all trainers.",
-        lambda f: f.sync_count,
-        "sync/count",
-        "counter",
-        final=Final("sync.count", "synchronisations", "all trainers", words.count),
-    ),
+    Measure("syncs", "Synchronisations of replicas, all trainers.", "sync_count", "sync/count", "counter"),
     Measure(
         "replica_distance_ratio",
         "Mean distance of replicas from their mean.",
-        lambda f: f.replica_distance,
+        "replica_distance",
         "sync/replica_distance",
     ),
     Measure(
         "global_steps",
         "Steps that a gradient method has made.",
-        lambda f: f.global_steps,
+        "global_steps",
         "aggregation/global_steps",
         "counter",
         line=lambda f: "" if f.global_steps is None else f"{f.aggregation_mode} step {words.count(f.global_steps)}",
-        final=Final("aggregation.global_steps", "global steps", _made_by, words.count),
     ),
-    Measure(
-        "dropped_gradients",
-        "Gradients that no global step took.",
-        lambda f: f.dropped,
-        "aggregation/dropped",
-        "counter",
-        final=Final("aggregation.dropped", "dropped gradients", "too late or too old to be used", words.count),
-    ),
+    Measure("dropped_gradients", "Gradients that no global step took.", "dropped", "aggregation/dropped", "counter"),
     Measure(
         "staleness_steps",
         "Mean age of the gradients applied over the last interval.",
-        lambda f: f.staleness,
+        "staleness",
         "aggregation/staleness",
         line=lambda f: "" if f.staleness is None else f"staleness {words.decimal(f.staleness, 1)}",
-        final=Final("aggregation.mean_staleness", show=_digits(2), rows=_staleness_row),
+        term="staleness: global steps by which an applied gradient was late",
     ),
     Measure(
         "aggregation_mode",
@@ -379,15 +358,12 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "worker_step_seconds",
         "What a worker takes for a batch, smoothed.",
-        lambda f: f.step_seconds,
+        "step_seconds",
         "aggregation/step_s_worker_{}",
         labels=("worker",),
     ),
     Measure(
-        "held_gradient_bytes",
-        "Memory of gradients that wait for their step.",
-        lambda f: f.held_bytes,
-        "aggregation/held_bytes",
+        "held_gradient_bytes", "Memory of gradients that wait for their step.", "held_bytes", "aggregation/held_bytes"
     ),
     Measure(
         "wire_codec",
@@ -399,56 +375,27 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "wire_bytes",
         "Bytes between roles as sent.",
-        lambda f: f.wire_bytes,
+        "wire_bytes",
         "wire/{}_bytes",
         "counter",
         ("kind",),
         line=_times_fewer,
     ),
-    Measure(
-        "wire_raw_bytes",
-        "The same with every float as fp32.",
-        lambda f: f.wire_raw_bytes,
-        kind="counter",
-        labels=("kind",),
-    ),
+    Measure("wire_raw_bytes", "The same with every float as fp32.", "wire_raw_bytes", kind="counter", labels=("kind",)),
     Measure(
         "wire_kept_ratio",
         "Share of elements that crossed of late.",
-        lambda f: f.wire_kept_share,
+        "wire_kept_share",
         "wire/{}_kept_share",
         labels=("kind",),
     ),
     Measure(
-        "wire_refreshes",
-        "Thresholds chosen exactly.",
-        lambda f: f.wire_refreshes,
-        "wire/{}_refreshes",
-        "counter",
-        ("kind",),
+        "wire_refreshes", "Thresholds chosen exactly.", "wire_refreshes", "wire/{}_refreshes", "counter", ("kind",)
     ),
-    Measure("queue_depth", "Requests that wait at a role.", lambda f: f.queue_depth, "queue/{}", labels=("role",)),
-    Measure(
-        "samples",
-        "Samples trained, those before a resume included.",
-        lambda f: f.samples,
-        kind="counter",
-        final=Final("data.trained_samples", "trained samples", _epoch_words, words.count),
-    ),
-    Measure("planned_samples", "Samples to be trained in all.", lambda f: f.total_samples),
-    Measure("test_samples", final=Final("data.test_samples", "test samples", "never trained on", words.count)),
-    Measure(
-        "skipped_rows",
-        final=Final("data.skipped_rows", "bad rows skipped", "data.on_bad_row=skip", words.count, optional=True),
-    ),
-    Measure(
-        "checkpoints",
-        "Checkpoints written.",
-        lambda f: f.saves,
-        "recovery/saves",
-        "counter",
-        final=Final("recovery.saves", "checkpoints", _mode_words, words.count),
-    ),
+    Measure("queue_depth", "Requests that wait at a role.", "queue_depth", "queue/{}", labels=("role",)),
+    Measure("samples", "Samples trained, those before a resume included.", "samples", kind="counter"),
+    Measure("planned_samples", "Samples to be trained in all.", "total_samples"),
+    Measure("checkpoints", "Checkpoints written.", "saves", "recovery/saves", "counter"),
     Measure(
         "checkpointing",
         "1 while a checkpoint is being written.",
@@ -458,34 +405,32 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "failures",
         "Roles that died.",
-        lambda f: f.failures,
+        "failures",
         kind="counter",
         line=lambda f: words.plural(f.failures, "failure") if f.failures else "",
-        final=Final("recovery.failures", rows=_failures_row),
     ),
-    Measure("", "The same, where one could be seen.", _visible_failures, "recovery/failures"),
-    Measure("recovery_mode", final=Final(lambda r: (found := notable_recovery(r)) and found.mode, show=_text)),
+    Measure(
+        "",
+        "The same, where one could be seen.",
+        lambda f: f.failures if f.failures or f.roles or f.pls is not None else None,
+        "recovery/failures",
+    ),
     Measure(
         "pls",
         "Portion of samples that failures have lost.",
-        lambda f: f.pls,
+        "pls",
         "recovery/pls",
         line=_pls,
-        final=Final(lambda r: (found := notable_recovery(r)) and found.pls),
+        term="PLS: portion of lost samples: learned by dead embedding servers since they were last saved",
     ),
-    Measure(
-        "target_pls",
-        "What it may come to; only where recovery is partial.",
-        lambda f: f.target_pls,
-        "recovery/target_pls",
-    ),
-    Measure("recovery_seconds", "What recovery has cost.", lambda f: f.recovery_seconds, "", "counter", ("kind",)),
+    Measure("target_pls", "What it may come to; only where recovery is partial.", "target_pls", "recovery/target_pls"),
+    Measure("recovery_seconds", "What recovery has cost.", "recovery_seconds", "", "counter", ("kind",)),
     Measure("", "The same, of time that has passed.", lambda f: _recovery_seconds(f, False), "recovery/{}_s"),
     Measure("", "The same, of an emulated job.", lambda f: _recovery_seconds(f, True), "recovery/emulated_{}_s"),
     Measure(
         "emulated_job_seconds",
         "There only if the job stands for another: its length; recovery_seconds are those of that job.",
-        lambda f: f.emulated_job_s,
+        "emulated_job_s",
     ),
     Measure("roles", "How many roles are in a state.", _role_counts, labels=("state",)),
     Measure(
@@ -496,4 +441,55 @@ MEASURES: tuple[Measure, ...] = (
         line=_in_trouble,
     ),
 )
-"""Key numbers and the figures of the progress line stand in this order."""
+KEY_NUMBERS: tuple[Final, ...] = (
+    Final(_method, show=_or_missing, column="method"),
+    Final("test.auc", "test AUC", "1 ranks perfectly, 0.5 guesses", column="test AUC", best=max),
+    Final("test.best_auc", "best reachable AUC", "of the true probabilities", _some(words.decimal)),
+    Final("test.ne", "test NE", "under 1 beats predicting the mean label", column="test NE", best=min),
+    Final("test.calibration", "test calibration", "above 1 it predicts too many positives", _digits(3), "calibration"),
+    Final("test.logloss", "test log loss", "nats per sample, lower is better", column="log loss", best=min),
+    Final("train.ne_window", "training NE, last window", "predictions made before training on them"),
+    Final("units"),
+    Final("train", "training NE, worst", _astray_words, _astray),
+    Final("throughput.eps", _speed_name, "first to last batch, start-up left out", words.count, "examples/s", max),
+    Final("throughput.elp", _ELP, "batch size × workers × trainers", words.count, _ELP),
+    Final("throughput.seconds", "training time", "first to last batch", words.duration, "time"),
+    Final(
+        "throughput.emulated_step_ms", "emulated step", "speeds are those of emulated machines", _some(words.step_time)
+    ),
+    Final("computing.precision", "precision", lambda how: how.why or "of the forward and backward pass", str),
+    Final("throughput.startup_seconds", "start-up", "before the first batch", _some(words.duration)),
+    Final("sync.average_gap", "average sync gap", _merged_by, _digits(1), "steps between syncs"),
+    Final("sync.count", "synchronisations", "all trainers", words.count),
+    Final("aggregation.global_steps", "global steps", _made_by, words.count),
+    Final("aggregation.dropped", "dropped gradients", "too late or too old to be used", words.count, "dropped"),
+    Final("aggregation", "staleness, mean / largest", "global steps", _staleness),
+    Final("aggregation.mean_staleness", show=_digits(2), column="staleness"),
+    Final("data.trained_samples", "trained samples", _in_an_epoch, words.count, "trained"),
+    Final("data.test_samples", "test samples", "never trained on", words.count),
+    Final("data.skipped_rows", "bad rows skipped", "data.on_bad_row=skip", _some(words.count)),
+    Final("recovery.saves", "checkpoints", lambda recovery: f"recovery mode {recovery.mode}", words.count),
+    Final("recovery.failures", "failures", _lost, _some(words.count)),
+    Final(lambda result: (found := notable_recovery(result)) and found.mode, show=_or_missing, column="recovery"),
+    Final(lambda result: (found := notable_recovery(result)) and found.pls, column="lost samples (PLS)"),
+)
+OF_AGGREGATION = (
+    Final("aggregation.method", "method", lambda done: METHODS.get(done.method, ""), _some(str)),
+    Final("aggregation", "at the end", lambda done: METHODS.get(done.mode, ""), _mode),
+    Final("aggregation.global_steps", "global steps", "of the optimizer, resumes included", words.count),
+    Final("aggregation", "gradients dropped", "left out of every step; their samples count as trained", _dropped),
+    Final("aggregation", "staleness, mean / largest", "global steps, of the gradients that were applied", _staleness),
+    Final("aggregation.switches", "switches", "from one method to another", _some(lambda all_of: str(len(all_of)))),
+    Final("aggregation.step_seconds", "step time, median / slowest", "of the workers, mean time of a batch", _times),
+    Final("aggregation.most_held_bytes", "gradients held, at most", "by all servers, as seen", _held),
+)
+OF_RECOVERY = (
+    Final("recovery.mode", "mode", lambda recovery: _MODES.get(recovery.mode, ""), str),
+    Final("recovery.priority", "priority", "which rows are saved first (recovery.priority)", _some(str)),
+    Final("recovery.interval_s", _interval_name, "at the end of the run, from start to start", _interval),
+    Final("recovery.saves", "checkpoints", "written since the last start", words.count),
+    Final("recovery.failures", "failures", "roles that died since the last start", words.count),
+    Final("recovery.pls", "PLS", "portion of lost samples, resumes included", "{:.3g}".format),
+    Final("recovery.target_pls", "target PLS", "what it is expected to come to, at most", _some("{:g}".format)),
+    Final("recovery.emulated_job_s", "emulated job", "for which this run stands", _some(spoken)),
+)

@@ -10,53 +10,32 @@ import jinja2
 from shadowsync.metrics.history import Frame, RoleEvent
 from shadowsync.recovery.policy import spoken
 from shadowsync.report import words
-from shadowsync.report.aggregation_section import AGGREGATION_TERMS, make_aggregation
-from shadowsync.report.charts import quality_cards, speed_cards
+from shadowsync.report.cards import (
+    aggregation_section,
+    quality_cards,
+    recovery_section,
+    speed_cards,
+    switch_sentences,
+    timeline_section,
+)
 from shadowsync.report.files import write_atomically
 from shadowsync.report.measures import KeyNumber, key_numbers
-from shadowsync.report.recovery_section import PLS_TERM, make_recovery, make_timeline, switch_sentences
-from shadowsync.report.result import Result, warnings
+from shadowsync.report.result import Result, Test, warnings
 
 FILE_NAME = "report.html"
-TERMS = (
-    ("AUC", "The chance that a random positive sample gets a higher prediction than a random negative one."),
-    (
-        "NE",
-        "Normalized entropy: the mean log loss divided by that of always predicting the mean label. "
-        "1 means nothing was learned beyond the mean, 0 would be certainty.",
-    ),
-    ("Calibration", "Mean prediction divided by mean label. 1 is right, 1.1 predicts ten per cent too many positives."),
-    ("EPS", "Examples trained per second by the whole job, from the first to the last batch."),
-    ("ELP", "Example-level parallelism: batch size × workers per trainer × trainers, the samples in work at once."),
-    ("Window", "The last samples trained (report.window of them): what the model does now rather than on average."),
-)
-REPLICA_TERMS = (
-    (
-        "Trainer, worker",
-        "A trainer holds one replica of the dense part; its workers are threads that update it together.",
-    ),
-    ("Sync gap", "Steps of a trainer between two synchronisations of its replica with the others."),
-)
-DEAD_TERM = (
-    "Dead unit",
-    "A ReLU's unit that is 0 for every test row looked at: nothing passes through it, and its weights learn nothing.",
-)
 
 
 def write_page(path: Path, result: Result, frames: Sequence[Frame], events: Sequence[RoleEvent] = ()) -> None:
-    """Writes the page of one run.
-
-    Raises:
-        SaveError: it cannot be written.
-    """
+    """Writes the page of one run; `SaveError` if it cannot be written."""
     write_atomically(path, render_page(result, frames, events).encode())
 
 
 def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEvent] = ()) -> str:
     """The page of one run as HTML; with a timeline if there are `events` of its roles."""
-    aggregation = make_aggregation(result, frames)
-    recovery = make_recovery(result, frames, events)
+    aggregation = aggregation_section(result, frames)
+    recovery = recovery_section(result, frames, events)
     real = {*switch_sentences(result), *(event.detail for event in events if event.about == "codec")}
+    of_another_job = recovery is not None and result.recovery is not None and result.recovery.emulated_job_s is not None
     environment = [*result.versions.items(), *(result.machine or {}).items()]
     if (computing := result.computing) is not None:
         environment.append(("precision", f"{computing.precision}{f' ({computing.why})' if computing.why else ''}"))
@@ -74,18 +53,14 @@ def render_page(result: Result, frames: Sequence[Frame], events: Sequence[RoleEv
         speed_cards=speed_cards(result, frames),
         aggregation=aggregation,
         recovery=recovery,
-        timeline=make_timeline(events, frames, real, emulated=recovery is not None and recovery.emulated),
+        recovery_why=result.recovery and result.recovery.why,
+        recovery_emulated=of_another_job,
+        timeline=timeline_section(events, frames, real, emulated=of_another_job),
         key_numbers=key_numbers(result),
-        terms=terms_of(gradients=aggregation is not None, losses=recovery is not None, units=result.units is not None),
+        dead_units=result.units is not None,
         configuration=list(flat(config)),
         environment=environment,
     )
-
-
-def terms_of(*, gradients: bool, losses: bool, units: bool) -> tuple[tuple[str, str], ...]:
-    """What a page explains: quality and speed, and what the methods at work bring with them."""
-    by_section = AGGREGATION_TERMS if gradients else REPLICA_TERMS
-    return (*TERMS, *by_section, *((PLS_TERM,) if losses else ()), *((DEAD_TERM,) if units else ()))
 
 
 def render(template: str, **values: Any) -> str:
@@ -111,13 +86,8 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 def headlines(result: Result) -> list[KeyNumber]:
     """The few figures a reader looks for first."""
-    found, speed, sync, aggregation = [], result.throughput, result.sync, result.aggregation
-    if (test := result.test) is not None:
-        found = [
-            KeyNumber("Test AUC", words.decimal(test.auc), _auc_words(test.auc, test.best_auc)),
-            KeyNumber("Test NE", words.decimal(test.ne), _entropy_words(test.ne)),
-            KeyNumber("Calibration", words.decimal(test.calibration, 3), _calibration_words(test.calibration)),
-        ]
+    speed, sync, aggregation = result.throughput, result.sync, result.aggregation
+    found = [] if result.test is None else _test_headlines(result.test)
     trainers = words.plural(len(speed.eps_per_trainer), "trainer")
     done = f"{words.count(result.data.trained_samples)} samples in {words.duration(speed.seconds)}, by {trainers}."
     name = "Examples per second" if speed.emulated_step_ms is None else "Emulated examples per second"
@@ -131,28 +101,27 @@ def headlines(result: Result) -> list[KeyNumber]:
     return found
 
 
-def _auc_words(auc: float | None, best: float | None) -> str:
-    if auc is None:
-        return "Not defined: the test set does not hold both labels."
-    reachable = f" The best reachable here is {best:.4f}." if best is not None else ""
-    return f"A random positive is ranked above a random negative in {words.percent(auc, 1)} of cases.{reachable}"
-
-
-def _entropy_words(ne: float | None) -> str:
-    if ne is None:
-        return "Not defined: the test set does not hold both labels."
-    if ne >= 1:
-        return "Not better than always predicting the mean label."
-    return f"{words.percent(1 - ne, 1)} of the uncertainty of always predicting the mean is gone."
-
-
-def _calibration_words(calibration: float | None) -> str:
-    if calibration is None:
-        return "Not defined: the test set holds no positive."
-    if abs(calibration - 1) < 0.0005:
-        return "As many positives are predicted as there are."
-    more = "more" if calibration > 1 else "fewer"
-    return f"{words.percent(abs(calibration - 1), 1)} {more} positives are predicted than there are."
+def _test_headlines(test: Test) -> list[KeyNumber]:
+    ranks = predicts = "Not defined: the test set does not hold both labels."
+    if test.auc is not None:
+        ranks = f"A random positive is ranked above a random negative in {words.percent(test.auc, 1)} of cases."
+        if test.best_auc is not None:
+            ranks += f" The best reachable here is {test.best_auc:.4f}."
+    if test.ne is not None:
+        gone = f"{words.percent(1 - test.ne, 1)} of the uncertainty of always predicting the mean is gone."
+        predicts = gone if test.ne < 1 else "Not better than always predicting the mean label."
+    if test.calibration is None:
+        balance = "Not defined: the test set holds no positive."
+    elif abs(test.calibration - 1) < 0.0005:
+        balance = "As many positives are predicted as there are."
+    else:
+        more = "more" if test.calibration > 1 else "fewer"
+        balance = f"{words.percent(abs(test.calibration - 1), 1)} {more} positives are predicted than there are."
+    return [
+        KeyNumber("Test AUC", words.decimal(test.auc), ranks),
+        KeyNumber("Test NE", words.decimal(test.ne), predicts),
+        KeyNumber("Calibration", words.decimal(test.calibration, 3), balance),
+    ]
 
 
 def _notices(result: Result) -> Iterator[str]:

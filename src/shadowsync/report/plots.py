@@ -7,7 +7,6 @@ light or dark; fonts are left to the page. Imports matplotlib (without pyplot), 
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -45,21 +44,17 @@ _LABELLED = 8
 _FLATTENED = 4.0  # whole range over settled range from which the start is cut off
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """What stands at an axis: its name with the unit, and how its numbers are written."""
 
     name: str
     number: Callable[[float], str] = words.short
 
 
-@dataclass(frozen=True)
-class Line:
-    """One curve of finite points, its label written at its end.
+class Line(NamedTuple):
+    """One curve of finite points, its label written at its end; `steps`: each value holds until the next point.
 
-    Attributes:
-        colour: index of the series colour; None draws it muted, in the background.
-        steps: each value holds until the next point.
+    `colour` is the index of the series colour; None draws it muted, in the background.
     """
 
     x: Sequence[float]
@@ -67,10 +62,6 @@ class Line:
     label: str = ""
     colour: int | None = 0
     steps: bool = False
-
-    @property
-    def paint(self) -> str:
-        return _MUTED if self.colour is None else _series(self.colour)
 
 
 class Band(NamedTuple):
@@ -108,7 +99,6 @@ class Look(NamedTuple):
     hatch: str = ""
 
     def style(self) -> dict[str, Any]:
-        """What matplotlib calls it."""
         return {"facecolor": _series(self.colour), "edgecolor": _CARD, "hatch": self.hatch, "linewidth": 0}
 
 
@@ -152,7 +142,7 @@ def line_chart(
             axes.plot(
                 line.x,
                 line.y,
-                color=line.paint,
+                color=_series(line.colour),
                 linewidth=1.0 if background else 2.0,
                 drawstyle="steps-post" if line.steps else "default",
                 linestyle="--" if line.colour is not None and line.colour >= SERIES_COLOURS else "-",
@@ -167,7 +157,7 @@ def line_chart(
         axes.set_xlim(0, 1.02 * last or 1.0)
         low, high = _limits([line.y for line in lines if line.y], [] if reference is None else [reference[0]], band)
         axes.set_ylim(0 if from_zero else low, high)
-        ends = [(line.y[-1], line.label, line.paint) for line in lines if line.label and line.y][:_LABELLED]
+        ends = [(line.y[-1], line.label, _series(line.colour)) for line in lines if line.label and line.y][:_LABELLED]
         if reference is not None:
             axes.axhline(reference[0], color=_INK, linewidth=1.1, dashes=(4, 3), zorder=2)
             ends.append((*reference, _INK))
@@ -273,7 +263,6 @@ def timeline_chart(name: str, rows: Sequence[Row], looks: Sequence[Look], axis: 
 
 
 def _blank(x: Axis, y: Axis) -> tuple[Figure, Axes]:
-    """A figure with empty axes."""
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     figure.patch.set_alpha(0)
     axes = figure.add_subplot()
@@ -292,9 +281,9 @@ def _blank(x: Axis, y: Axis) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _series(index: int) -> str:
-    """What stands for a series colour until it is on a page; the colours come round again."""
-    return f"#0a0c{index % SERIES_COLOURS:02d}"
+def _series(index: int | None) -> str:
+    """What stands for a series colour until it is on a page (None: for the muted one); the colours come round again."""
+    return _MUTED if index is None else f"#0a0c{index % SERIES_COLOURS:02d}"
 
 
 def _as_svg(figure: Figure, name: str) -> Markup:

@@ -12,7 +12,7 @@ from typing import Any
 
 from shadowsync.errors import ConfigError, MissingExtra
 from shadowsync.metrics.history import Frame
-from shadowsync.report.measures import MEASURES
+from shadowsync.report.measures import LIVE
 
 try:
     from prometheus_client import CollectorRegistry
@@ -53,7 +53,6 @@ class Endpoint:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="prometheus", daemon=True)
 
     def show(self, frame: Frame) -> None:
-        """What is scraped from now on."""
         self._figures.frame = frame
 
     def __enter__(self) -> "Endpoint":
@@ -94,8 +93,8 @@ class _Figures(Collector):
 def metrics(frame: Frame) -> list[Metric]:
     """The frame as metrics; what is None there has no sample."""
     found = []
-    for measure in MEASURES:
-        if measure.key and measure.live is not None:
+    for measure in LIVE:
+        if measure.key:
             kind: Any = GaugeMetricFamily if measure.kind == "gauge" else CounterMetricFamily
             family = kind(f"shadowsync_{measure.key}", measure.help, labels=measure.labels)
             for labels, value in measure.values(frame):

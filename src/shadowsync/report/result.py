@@ -94,13 +94,8 @@ class Throughput(_Section, frozen=True):
 
 
 class Computing(_Section, frozen=True):
-    """How workers computed.
-
-    Attributes:
-        precision: of the forward and backward pass.
-        kernels: the library for each product of each layer, as `train.kernels` takes it.
-        why: what decided about the precision, if it was not the user.
-        others: on a cluster, what other trainers did instead.
+    """How workers computed: the precision of the forward and backward pass and what decided about it if it was not the
+    user, the library for each product of each layer (as `train.kernels` takes it), what other trainers did instead.
     """
 
     precision: str
@@ -143,12 +138,10 @@ class Aggregation(_Section, frozen=True):
     """What a gradient method did, resumes included.
 
     Attributes:
-        global_steps: k.
         dropped: gradients that were left out of every step.
         mean_staleness, max_staleness: of the others: global steps between the parameters that a gradient was computed
             with and those that it was applied to.
-        method: as configured.
-        mode: the method at work at the end; another one under `auto`.
+        mode: the method at work at the end; another than `method` under `auto`.
         received: gradients of which a step has decided.
         staleness: pairs, of a staleness and how many gradients were applied with it.
         switches: from one method to another, in order.
@@ -170,13 +163,8 @@ class Aggregation(_Section, frozen=True):
 
 
 class RecoverySeconds(_Section, frozen=True):
-    """Where recovery's time went.
-
-    Attributes:
-        save: by which saving held up training: standing still, and processors that it took.
-        load: loading checkpoints.
-        lost: training that was repeated.
-        wait: from failures until replacements stood ready.
+    """Where recovery's time went: by how much saving held up training (standing still, and processors that it took),
+    loading checkpoints, training that was repeated, and from failures until replacements stood ready.
     """
 
     save: float
@@ -189,9 +177,7 @@ class Recovery(_Section, frozen=True):
     """Failures and what they cost; `pls` is the portion of lost samples.
 
     Attributes:
-        mode: at the end: after a failure of an embedding server everybody goes back (`full`), only its replacement does
-            (`partial`), or nothing is saved for that (`none`).
-        why: what spoke for the mode, as a sentence.
+        mode: at the end; `why` is what spoke for it, as a sentence.
         target_pls, priority: as configured, under `partial`.
         emulated_job_s: the seconds are those of a job of this length, for which this one stands.
         rounds: saves of everything; by priority it takes several of the `saves` to come to one.
@@ -232,11 +218,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def write_result(folder: Path, result: Result) -> Path:
-    """Writes `folder/result.json` whole or not at all.
-
-    Raises:
-        SaveError: it cannot be written.
-    """
+    """Writes `folder/result.json` whole or not at all; `SaveError` if it cannot be written."""
     path = folder / FILE_NAME
     write_atomically(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     return path
@@ -272,9 +254,9 @@ def dead_of(units: Units, layer: str) -> str:
     return f"{round(units.dead[layer] * units.sizes[layer]):,} of {units.sizes[layer]:,}"
 
 
-def went_astray(result: Result) -> Peak | None:
+def went_astray(train: Train | None) -> Peak | None:
     """The worst stretch of the training, if that was far worse than knowing nothing."""
-    peak = None if result.train is None else result.train.peak
+    peak = None if train is None else train.peak
     return peak if peak is not None and peak.logloss > WILD else None
 
 
@@ -287,7 +269,7 @@ def warnings(result: Result) -> Iterator[str]:
         blocked = [layer for layer in layers if units.dead[layer] == 1]
         through = f", and nothing of what lies in front of {' and '.join(blocked)} gets through" if blocked else ""
         yield f"dead units: {found} were 0 on all {words.count(units.rows)} test rows looked at{through}: {do}"
-    if (peak := went_astray(result)) is not None:
+    if (peak := went_astray(result.train)) is not None:
         yield (
             f"training went astray: the log loss of samples {words.count(peak.end - peak.samples + 1)} to "
             f"{words.count(peak.end)} was {peak.logloss:.2f} (NE {words.decimal(peak.ne, 2)}), and always guessing 0.5 "

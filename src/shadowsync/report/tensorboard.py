@@ -25,17 +25,16 @@ from shadowsync.report.result import Result
 FOLDER_NAME = "tensorboard"
 
 
-class EventLog:
-    """Writes frames as scalars under `folder/tensorboard`; the step is the number of samples trained."""
+class TensorBoardLog:
+    """Writes frames as scalars under `folder/tensorboard`; the step is the number of samples trained.
+
+    Every method raises `SaveError` where it cannot write.
+    """
 
     def __init__(
         self, folder: Path, resumed_at: int | None = None, wall_clock: Callable[[], float] = time.time
     ) -> None:
-        """`resumed_at`: samples at which a resumed run goes on; TensorBoard then hides later points of files there.
-
-        Raises:
-            SaveError: the file cannot be written.
-        """
+        """`resumed_at`: samples at which a resumed run goes on; TensorBoard then hides later points of files there."""
         self._wall_clock = wall_clock
         # a name TensorBoard finds and reads in the order of the starts, and that no earlier start took
         stem = f"events.out.tfevents.{int(wall_clock()):010d}.{socket.gethostname()}"
@@ -50,20 +49,12 @@ class EventLog:
             self._write(step=resumed_at + 1, session_log=SessionLog(status=SessionLog.START))
 
     def append(self, frame: Frame) -> None:
-        """Writes one frame; TensorBoard sees it at once.
-
-        Raises:
-            SaveError: it cannot be written.
-        """
+        """Writes one frame; TensorBoard sees it at once."""
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(frame)]
         self._write(step=frame.samples, summary=Summary(value=values))
 
     def finish(self, result: Result) -> None:
-        """Writes the measures of the test, and the configuration as hyper-parameters beside them.
-
-        Raises:
-            SaveError: it cannot be written.
-        """
+        """Writes the measures of the test, and the configuration as hyper-parameters beside them."""
         from torch.utils.tensorboard.summary import hparams  # noqa: PLC0415 takes a while to load
 
         measures = dict(final_scalars(result))

@@ -107,6 +107,11 @@ def left_out(bad: int, all_rows: int, rows: str, example: str | None = None) -> 
     return f"{bad:,} of {all_rows:,} {rows} ({percent(bad / all_rows)}) were left out by data.on_bad_row=skip{shown}"
 
 
+def shortened(text: str, length: int) -> str:
+    """Its begin and end, which tell names apart, with an ellipsis between them where it is longer."""
+    return text if len(text) <= length else f"{text[: length // 2]}…{text[1 - length // 2 :]}"
+
+
 def plural(number: int, noun: str, several: str | None = None) -> str:
     """`1 trainer`, `2 trainers`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {several or noun + 's'}"

@@ -103,9 +103,14 @@ def test_the_type_of_the_model_is_kept(dtype):
     assert arrived.dtype == inputs.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "bf16", "plain"])
-def test_rounding_up_does_not_lead_out_of_a_narrow_type(codec):
-    largest = torch.finfo(torch.float16).max
+@pytest.mark.parametrize(
+    ("codec", "largest"),
+    [
+        *((codec, torch.finfo(torch.float16).max) for codec in ("int8", "int4", "bf16", "plain")),
+        ("plain", float("inf")),
+    ],
+)
+def test_rounding_up_does_not_lead_out_of_a_narrow_type(codec, largest):
     inputs = torch.full((4, 16), largest, dtype=torch.float16, requires_grad=True)
     arrived = CompressedCut(codec)(inputs)
     arrived.backward(torch.full_like(inputs, largest))
@@ -113,35 +118,21 @@ def test_rounding_up_does_not_lead_out_of_a_narrow_type(codec):
     assert bool((inputs.grad == largest).all())
 
 
-def test_what_carries_infinities_does_so_in_a_narrow_type():
-    inputs = torch.full((4, 16), float("inf"), dtype=torch.float16)
-    assert bool(CompressedCut("plain")(inputs).isinf().all())
-
-
 def test_what_is_not_finite_is_named_in_both_directions():
     cut, inputs = CompressedCut(keep=0.5, values="int8", label="the middle"), numbers((64, 16)).requires_grad_()
-    with pytest.raises(
-        NonFiniteTensor, match=r"^the activations at the middle cannot be sent: 1,024 of 1,024 elements"
-    ):
+    with pytest.raises(NonFiniteTensor, match=r"^the activations at the middle cannot be sent: 1,024 of 1,024 elem"):
         cut(inputs * float("nan"))
     with pytest.raises(NonFiniteTensor, match=r"^the gradient at the middle cannot be sent"):
         (cut(inputs) * float("inf")).sum().backward()
 
 
-def test_mistakes_are_told():
-    with pytest.raises(ConfigError, match="did you mean threshold"):
-        CompressedCut("treshold")
-    with pytest.raises(ConfigError, match="did you mean keep"):
-        CompressedCut(kep=0.1)
-    with pytest.raises(ConfigError, match=r"codec\.keep=2"):
-        CompressedCut(keep=2)
-    with pytest.raises(ConfigError, match=r"^codec\.feedback=true has no meaning"):
-        CompressedCut(feedback=True)
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ({"codec": "treshold"}, "did you mean threshold"),
+        ({"kep": 0.1}, "did you mean keep"),
+        ({"keep": 2}, r"codec\.keep=2"),
+        ({"feedback": True}, r"^codec\.feedback=true has no meaning"),
         ({"codec": None}, "codec=None is not known"),
         ({"groups": (8, 8)}, "groups have no effect with codec=threshold here, but with threshold and scope=group"),
         ({"groups": (8, 8), "codec": "bf16"}, "groups have no effect with codec=bf16"),
@@ -183,9 +174,7 @@ def test_a_gradient_that_is_not_finite_is_told_whatever_its_values_cross_as(valu
 
 def test_numbers_beyond_float32_are_told():
     inputs = numbers((64, 16)).double()
-    with pytest.raises(
-        NonFiniteTensor, match=r"the activations at the cut cannot be sent: 1e\+300 is beyond the range"
-    ):
+    with pytest.raises(NonFiniteTensor, match=r"the activations at the cut cannot be sent: 1e\+300 is beyond the r"):
         CompressedCut()(torch.cat((inputs, torch.full((1, 16), 1e300, dtype=torch.float64))))
     arrived = CompressedCut("plain")(inputs.requires_grad_())
     with pytest.raises(NonFiniteTensor, match=r"the gradient at the cut cannot be sent: 1e\+200 is beyond"):

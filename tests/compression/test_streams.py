@@ -70,7 +70,7 @@ def test_sent_and_residual_make_the_sum_in_every_stream() -> None:
     for _ in range(ROUNDS):
         for key in ("first", "second", ("third", 0)):
             tensor = torch.randn(4, generator=generator)
-            books.enter(key, tensor, line.stream(key).send(tensor))
+            books.enter(key, tensor, line.stream(key).cross(tensor).tensor)
 
 
 def test_every_trainer_has_a_stream_to_each_dense_server() -> None:
@@ -134,11 +134,11 @@ def test_every_server_and_route_has_a_stream_in_either_direction() -> None:
 @pytest.mark.parametrize("codec", [Threshold(), Int8()], ids=["threshold", "int8"])
 def test_what_cannot_be_sent_is_named(codec: Codec) -> None:
     stream = Channel("push", codec, WireCounter()).stream((0, (3, 4)), "the gradients of features a, b")
-    stream.send(torch.ones(20, 16))
+    stream.cross(torch.ones(20, 16))
     bad = torch.ones(20, 16).index_fill(0, torch.tensor([5, 6]), float("inf"))
     with pytest.raises(NonFiniteTensor, match=r"^the gradients of features a, b cannot be sent: 32 of 320 "):
-        stream.send(bad)
-    assert stream.send(torch.ones(20, 16)).mean() == pytest.approx(1, abs=0.01)
+        stream.cross(bad)
+    assert stream.cross(torch.ones(20, 16)).tensor.mean() == pytest.approx(1, abs=0.01)
 
 
 BAD_SERVER = EmbeddingServer(
@@ -180,7 +180,7 @@ def test_messages_of_the_dense_part_are_named_by_trainer_worker_server_and_param
 def test_plain_is_sent_without_a_copy() -> None:
     counter, tensor = WireCounter(), torch.arange(12.0).view(3, 4)
     line = Channel("pull", Plain(), counter)
-    assert line.stream("a").send(tensor).data_ptr() == tensor.data_ptr()
+    assert line.stream("a").cross(tensor).tensor.data_ptr() == tensor.data_ptr()
     assert line.stream("a") is line.stream("a")
     assert counter.totals().bytes == counter.totals().raw_bytes == {"pull": 48}
 

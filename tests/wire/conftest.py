@@ -1,10 +1,10 @@
 """Both ends of the wire for a test, closed after it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 
 import pytest
-from wire_cases import Bank, Link
+from wire_cases import Bank, Link, Setup
 
 from shadowsync.rpc.client import ClientOptions, WireClient, WireConnection
 from shadowsync.rpc.connection import JobKeys
@@ -47,5 +47,22 @@ def connect(keys: JobKeys, stack: ExitStack) -> Callable[..., WireConnection]:
 def link(stack: ExitStack) -> Callable[[WireServer], Link]:
     def make(server: WireServer) -> Link:
         return stack.enter_context(closing(Link(server.address)))
+
+    return make
+
+
+@pytest.fixture
+def linked(
+    serve: Callable[..., WireServer],
+    connect: Callable[..., WireConnection],
+    link: Callable[[WireServer], Link],
+) -> Callable[..., Setup]:
+    """A bank, its server, a link to it, and a connection over that; options are the connection's."""
+
+    def make(server: Mapping[str, object] = {}, **options: object) -> Setup:
+        bank = Bank()
+        serving = serve(bank, **server)
+        way = link(serving)
+        return Setup(bank, serving, way, connect(way.address, **options))
 
     return make

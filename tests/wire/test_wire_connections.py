@@ -4,19 +4,28 @@ import contextlib
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from wire_cases import PATIENCE_S, Balance, Bank, Deposit, deposit, until
+from wire_cases import PATIENCE_S, Balance, Bank, Deposit, Panic, deposit, until
 
 from shadowsync.errors import DataError, RunError
+from shadowsync.rpc.client import WireConnection
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import ended
+from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.service import Payload
 from shadowsync.rpc.tensors import DTYPES, FRAME_BYTES, Misfit, Spec, tensors_of
+from shadowsync.runtime import runtime
+from shadowsync.runtime.runtime import waiting_for
+
+Serve = Callable[..., WireServer]
+Connect = Callable[..., WireConnection]
 
 
 @pytest.fixture
@@ -76,6 +85,7 @@ def test_not_a_number_and_gradients_cross(connection: Connection) -> None:
     [
         ("refuse", DataError, "row 7 of the request has no colour"),
         ("crash", RunError, "crash failed with ZeroDivisionError: divided$"),
+        ("panic", RunError, "^panic failed with Panic: index out of bounds$"),
         ("undress", RunError, "no method 'undress' here; those that are: crash, deposit"),
         ("deposit", DataError, "does not hold a Deposit"),
     ],
@@ -158,11 +168,16 @@ def test_any_number_of_replies_may_come_later_and_hold_no_thread(connection: Con
 
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
-    [(DataError("no such row"), DataError, "no such row"), (ZeroDivisionError("by nothing"), RunError, "by nothing")],
-    ids=["known", "other"],
+    [
+        (DataError("no such row"), DataError, "no such row"),
+        (ZeroDivisionError("by nothing"), RunError, "by nothing"),
+        (Panic("too late"), RunError, "deposit_later failed with Panic: too late"),
+        (CancelledError(), RunError, "deposit_later failed with CancelledError"),
+    ],
+    ids=repr,
 )
 def test_what_goes_wrong_later_is_raised_by_the_answer(
-    connection: Connection, bank: Bank, error: Exception, kind: type[Exception], said: str
+    connection: Connection, bank: Bank, error: BaseException, kind: type[Exception], said: str
 ) -> None:
     answer = connection.call("deposit_later", deposit("d", 1))
     until(lambda: bool(bank.later), "the request")
@@ -195,3 +210,46 @@ def test_parts_of_a_tensor_that_do_not_make_it_are_refused() -> None:
     for frames in ([whole, half], [half, half[1:]], [whole, nothing], [half, half, half]):
         with pytest.raises(Misfit):
             tensors_of(frames, [spec])
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_panics_and_exits_come_back_and_the_threads_go_on(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve(bank := Bank(), threads=1).address)
+    for _ in range(3):
+        with pytest.raises(RunError, match="index out of bounds"):
+            connection.call("panic").result(PATIENCE_S)
+        with pytest.raises(RunError, match="exit failed with SystemExit: 3"):
+            connection.call("exit").result(PATIENCE_S)
+    assert connection.call("deposit", deposit("after", 5)).result(PATIENCE_S).read(Balance) == Balance(5)
+    assert bank.total == 5
+
+
+def test_in_process_an_exit_ends_who_called() -> None:
+    with pytest.raises(SystemExit):
+        DirectConnection(Bank()).call("exit")
+
+
+def test_a_callback_that_panics_does_not_end_the_thread_that_receives(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve(Bank()).address)
+
+    def panic(_: object) -> None:
+        raise Panic("in a callback")
+
+    panicking = connection.call("echo")
+    panicking.then(panic)
+    connection.call("echo").result(PATIENCE_S)
+
+
+def test_a_call_that_a_living_peer_does_not_answer_is_told_of(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = Bank()
+    connection = connect(serve(bank).address)
+    slow = connection.call("slow_deposit", deposit("slow", 1))
+    assert bank.entered.wait(PATIENCE_S)
+    assert waiting_for([("bank-0", connection)]) == ""
+    monkeypatch.setattr(runtime, "LONG_S", 0.0)
+    assert waiting_for([("bank-0", connection)]) == "waits for slow_deposit of bank-0 for more than 0 s"
+    bank.open.set()
+    slow.result(PATIENCE_S)
+    until(lambda: waiting_for([("bank-0", connection)]) == "", "the end of it")

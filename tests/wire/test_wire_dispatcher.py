@@ -55,60 +55,60 @@ def greet(dispatcher: Dispatcher, route: bytes, name: str = NAMES[0], now_s: flo
     return welcome
 
 
-def job_of(step: Taken) -> Task:
-    (job,) = step.jobs
-    return job
+def task_of(step: Taken) -> Task:
+    (task,) = step.tasks
+    return task
 
 
 def test_a_call_becomes_a_job_with_its_tensors() -> None:
     dispatcher = Dispatcher(120.0)
     session = greet(dispatcher, b"r").session
-    job = job_of(dispatcher.take(b"r", call(session, 1), 0))
-    assert job.method == "work"
-    assert torch.equal(job.request.tensors[0], torch.arange(5))
-    assert dispatcher.finish(job, reply(1), keep=True) == (b"r", False)
+    task = task_of(dispatcher.take(b"r", call(session, 1), 0))
+    assert task.method == "work"
+    assert torch.equal(task.request.tensors[0], torch.arange(5))
+    assert dispatcher.finish(task, reply(1), keep=True) == (b"r", False)
     assert dispatcher.take(b"r", call(session, 1), 0).answer == sent(1)
-    assert dispatcher.take(b"r", call(session, 2, low=2), 0).jobs
+    assert dispatcher.take(b"r", call(session, 2, low=2), 0).tasks
     assert dispatcher.take(b"r", call(session, 1), 0) == Taken(), "its sender has the answer"
 
 
 def test_what_may_run_again_is_not_kept() -> None:
     dispatcher = Dispatcher(120.0)
     session = greet(dispatcher, b"r").session
-    first = job_of(dispatcher.take(b"r", call(session, 1), 0))
+    first = task_of(dispatcher.take(b"r", call(session, 1), 0))
     assert dispatcher.take(b"r", call(session, 1), 0) == Taken(), "it runs"
     dispatcher.finish(first, reply(1), keep=False)
-    assert dispatcher.take(b"r", call(session, 1), 0).jobs
+    assert dispatcher.take(b"r", call(session, 1), 0).tasks
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4), st.booleans()), max_size=40))
 def test_each_call_runs_once_however_often_it_comes(script: list[tuple[int, int, bool]]) -> None:
-    """Calls come in any order and again, `low` rises, and jobs end at any time."""
+    """Calls come in any order and again, `low` rises, and tasks end at any time."""
     dispatcher = Dispatcher(120.0)
     session, low, running, ran = greet(dispatcher, b"r").session, 1, {}, []
     for number, rise, ends in script:
         low = max(low, number - rise)
         step = dispatcher.take(b"r", call(session, number, low), 0)
-        if step.jobs:
+        if step.tasks:
             ran.append(number)
-            (running[number],) = step.jobs
+            (running[number],) = step.tasks
         elif step.answer is not None:
             assert step.answer == sent(number)
             assert number not in running
         if ends and running:
-            over, job = running.popitem()
-            dispatcher.finish(job, reply(over), keep=True)
+            over, task = running.popitem()
+            dispatcher.finish(task, reply(over), keep=True)
     assert len(ran) == len(set(ran))
 
 
 def test_a_reply_goes_where_its_client_is_now() -> None:
     dispatcher = Dispatcher(120.0)
     session = greet(dispatcher, b"old").session
-    job = job_of(dispatcher.take(b"old", call(session, 1), 0))
+    task = task_of(dispatcher.take(b"old", call(session, 1), 0))
     assert greet(dispatcher, b"new", session=session).session == session
     assert dispatcher.take(b"new", call(session, 1), 0) == Taken()
-    assert dispatcher.finish(job, reply(1), keep=True)[0] == b"new"
+    assert dispatcher.finish(task, reply(1), keep=True)[0] == b"new"
     assert said(dispatcher.take(b"old", call(session, 2), 0)) == Unknown(session)
 
 
@@ -124,7 +124,7 @@ def test_a_client_that_called_is_known_by_its_session_only() -> None:
     dispatcher.take(b"r", call(session, 1), 0)
     for guess in (0, session + 1):
         assert dispatcher.take(b"thief", [encode(Hello(NAMES[0], guess))], 0) == Taken()
-    assert dispatcher.take(b"r", call(session, 2), 0).jobs
+    assert dispatcher.take(b"r", call(session, 2), 0).tasks
 
 
 def test_silence_is_forgotten_signs_of_life_are_not() -> None:
@@ -143,13 +143,13 @@ def test_silence_is_forgotten_signs_of_life_are_not() -> None:
 def test_a_client_is_freed_when_its_last_job_has_ended(ends: str) -> None:
     dispatcher = Dispatcher(10.0)
     session = greet(dispatcher, b"r").session
-    jobs = [job_of(dispatcher.take(b"r", call(session, number), 0)) for number in (1, 2)]
+    tasks = [task_of(dispatcher.take(b"r", call(session, number), 0)) for number in (1, 2)]
     if ends == "bye":
         assert dispatcher.take(b"r", [encode(Bye(session))], 0).gone is None
     else:
         assert dispatcher.forget_silent(11) == []
-    assert dispatcher.finish(jobs[1], reply(2), keep=True)[1] is False
-    assert dispatcher.finish(jobs[0], reply(1), keep=True)[1] is True
+    assert dispatcher.finish(tasks[1], reply(2), keep=True)[1] is False
+    assert dispatcher.finish(tasks[0], reply(1), keep=True)[1] is True
 
 
 def test_a_farewell_frees_at_once_where_nothing_runs() -> None:
@@ -166,12 +166,12 @@ def test_calls_that_travel_together_run_in_order_and_repeat_together() -> None:
     specs, _ = pack(WORK, 1 << 20)
     header = encode(Calls(session, 1, tuple(Call(number, "work", WORK.meta, specs) for number in (1, 2))))
     together = [header, *frames[0][1:], *frames[1][1:]]
-    jobs = dispatcher.take(b"r", together, 0).jobs
-    assert [job.number for job in jobs] == [1, 2]
-    assert all(torch.equal(job.request.tensors[0], torch.arange(5)) for job in jobs)
-    dispatcher.finish(jobs[1], reply(2), keep=True)
+    tasks = dispatcher.take(b"r", together, 0).tasks
+    assert [task.number for task in tasks] == [1, 2]
+    assert all(torch.equal(task.request.tensors[0], torch.arange(5)) for task in tasks)
+    dispatcher.finish(tasks[1], reply(2), keep=True)
     assert dispatcher.take(b"r", together, 0) == Taken(sent(2)), "the other one runs"
-    dispatcher.finish(jobs[0], reply(1), keep=True)
+    dispatcher.finish(tasks[0], reply(1), keep=True)
     assert dispatcher.take(b"r", together, 0) == Taken(sent(1, 2))
     assert dispatcher.take(b"r", together[:-1], 0) == Taken(), "a frame is missing"
 
@@ -205,13 +205,13 @@ def test_what_is_malformed_is_dropped(frames: list[bytes]) -> None:
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(st.lists(st.binary(max_size=40), max_size=4), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_no_bytes_get_through(frames: list[bytes], bits: int, randomness: random.Random) -> None:
-    """Noise, and honest messages with some bits turned: the only job they may lead to is a call that still reads."""
+    """Noise, and honest messages with some bits turned: the only task they may lead to is a call that still reads."""
     dispatcher = Dispatcher(120.0)
     session = greet(dispatcher, b"r").session
-    assert dispatcher.take(b"r", frames, 0).jobs == ()
+    assert dispatcher.take(b"r", frames, 0).tasks == ()
     bent = [bytearray(frame) for frame in call(session, 1)]
     for _ in range(bits):
         frame = randomness.choice(bent)
         frame[randomness.randrange(len(frame))] ^= 1 << randomness.randrange(8)
-    for job in dispatcher.take(b"r", [bytearray(frame) for frame in bent], 0).jobs:
-        assert sum(tensor.nbytes for tensor in job.request.tensors) == 40
+    for task in dispatcher.take(b"r", [bytearray(frame) for frame in bent], 0).tasks:
+        assert sum(tensor.nbytes for tensor in task.request.tensors) == 40

@@ -163,7 +163,7 @@ def test_ten_thousand_hostile_messages_change_nothing(
 
     assert (bank.total, dict(bank.runs)) == (before[0], before[2])
     assert torch.equal(bank.vault, before[1])
-    assert sorted(server.clients) == sorted([honest.client, "a" * 32, "b" * 32])
+    assert sorted(server.dispatcher.clients) == sorted([honest.client, "a" * 32, "b" * 32])
     answer = honest.call("deposit", deposit("after", 1)).result(PATIENCE_S)
     assert answer.read(Balance).total == before[0] + 1
 
@@ -207,7 +207,7 @@ def test_nobody_takes_over_a_client_that_has_called(raw: Callable[..., Raw], ser
     thief.greet("b" * 32)
     victim.socket.send_multipart(victim.deposit(2))
     until(lambda: bank.total == 2, "the next deposit")
-    assert sorted(server.clients) == ["a" * 32, "b" * 32]
+    assert sorted(server.dispatcher.clients) == ["a" * 32, "b" * 32]
 
 
 def heard(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from wire_cases import PATIENCE_S, Balance, Bank, Link, deposit, until
+from wire_cases import PATIENCE_S, Balance, Bank, Link, Setup, deposit, until
 
 from shadowsync.rpc import client
 from shadowsync.rpc.client import WireClient, WireConnection
@@ -17,6 +17,8 @@ from shadowsync.rpc.server import WireServer
 Serve = Callable[..., WireServer]
 Connect = Callable[..., WireConnection]
 MakeLink = Callable[[WireServer], Link]
+Linked = Callable[..., Setup]
+FORGETFUL = {"tick_s": 0.01, "forget_client_after_s": 0.2}
 
 
 def settled(connection: WireConnection) -> None:
@@ -55,11 +57,8 @@ def test_nobody_waits_to_take_leave_of_a_peer_that_is_gone(
     assert not closing.is_alive()
 
 
-def test_a_link_lost_again_and_again_loses_and_doubles_nothing(serve: Serve, connect: Connect, link: MakeLink) -> None:
-    bank = Bank()
-    server = serve(bank)
-    way = link(server)
-    connection = connect(way.address)
+def test_a_link_lost_again_and_again_loses_and_doubles_nothing(linked: Linked) -> None:
+    bank, _, way, connection = linked()
 
     def work(worker: int) -> None:
         for i in range(40):
@@ -86,13 +85,8 @@ def test_a_link_lost_again_and_again_loses_and_doubles_nothing(serve: Serve, con
 
 
 @pytest.mark.parametrize("byte_count", [1, 60, 1500])
-def test_a_lost_reply_is_sent_again_and_the_method_does_not_run_again(
-    serve: Serve, connect: Connect, link: MakeLink, byte_count: int
-) -> None:
-    bank = Bank()
-    server = serve(bank)
-    way = link(server)
-    connection = connect(way.address, ping_every_s=100)
+def test_a_lost_reply_is_sent_again_and_the_method_does_not_run_again(linked: Linked, byte_count: int) -> None:
+    bank, server, way, connection = linked(ping_every_s=100)
     settled(connection)
     way.break_after("back", byte_count)
     futures = [connection.call("deposit", deposit(str(i), 1)) for i in range(50)]
@@ -100,16 +94,12 @@ def test_a_lost_reply_is_sent_again_and_the_method_does_not_run_again(
     assert balances == set(range(1, 51))
     assert set(bank.runs.values()) == {1}
     assert way.made == 2
-    assert server.repeated > 0
+    assert server.dispatcher.repeated > 0
 
 
 @pytest.mark.parametrize("byte_count", [1, 5000, 500_000])
-def test_a_request_that_arrives_in_part_runs_once(
-    serve: Serve, connect: Connect, link: MakeLink, byte_count: int
-) -> None:
-    bank = Bank()
-    way = link(serve(bank))
-    connection = connect(way.address, ping_every_s=100)
+def test_a_request_that_arrives_in_part_runs_once(linked: Linked, byte_count: int) -> None:
+    bank, _, way, connection = linked(ping_every_s=100)
     settled(connection)
     way.break_after("there", byte_count)
     future = connection.call("deposit", deposit("large", 1, *[torch.ones(1000)] * 200))
@@ -118,27 +108,20 @@ def test_a_request_that_arrives_in_part_runs_once(
     assert way.made == 2
 
 
-def test_a_request_that_comes_again_while_it_runs_is_answered_by_the_first(
-    serve: Serve, connect: Connect, link: MakeLink
-) -> None:
-    bank = Bank()
-    server = serve(bank)
-    way = link(server)
-    connection = connect(way.address)
+def test_a_request_that_comes_again_while_it_runs_is_answered_by_the_first(linked: Linked) -> None:
+    bank, server, way, connection = linked()
     future = connection.call("slow_deposit", deposit("slow", 1))
     assert bank.entered.wait(PATIENCE_S)
     way.cut()
     way.mend()
-    until(lambda: server.repeated == 1, "the request's return")
+    until(lambda: server.dispatcher.repeated == 1, "the request's return")
     bank.open.set()
     assert future.result(PATIENCE_S).read(Balance).total == 1
     assert bank.runs["slow"] == 1
 
 
-def test_a_call_that_has_time_travels_with_the_next_one(serve: Serve, connect: Connect, link: MakeLink) -> None:
-    bank = Bank()
-    way = link(serve(bank))
-    connection = connect(way.address, tick_s=1000.0)
+def test_a_call_that_has_time_travels_with_the_next_one(linked: Linked) -> None:
+    bank, _, _, connection = linked(tick_s=1000.0)
     settled(connection)
     along = [connection.call_along("deposit", deposit(str(i), 1, torch.ones(1000))) for i in range(3)]
     assert not bank.runs
@@ -147,19 +130,14 @@ def test_a_call_that_has_time_travels_with_the_next_one(serve: Serve, connect: C
     assert bool((bank.vault == 3).all())
 
 
-def test_a_call_that_has_time_and_no_company_goes_with_the_next_tick(serve: Serve, connect: Connect) -> None:
-    bank = Bank()
-    connection = connect(serve(bank).address, tick_s=0.01)
+def test_a_call_that_has_time_and_no_company_goes_with_the_next_tick(linked: Linked) -> None:
+    connection = linked(tick_s=0.01).connection
     settled(connection)
     assert connection.call_along("deposit", deposit("alone", 1)).result(PATIENCE_S).read(Balance) == Balance(1)
 
 
-def test_calls_that_travel_together_run_once_when_their_link_is_lost(
-    serve: Serve, connect: Connect, link: MakeLink
-) -> None:
-    bank = Bank()
-    way = link(serve(bank))
-    connection = connect(way.address)
+def test_calls_that_travel_together_run_once_when_their_link_is_lost(linked: Linked) -> None:
+    bank, _, way, connection = linked()
     settled(connection)
     for turn in range(20):
         way.break_after("there" if turn % 2 else "back", 1)
@@ -170,10 +148,8 @@ def test_calls_that_travel_together_run_once_when_their_link_is_lost(
     assert bank.total == 40
 
 
-def test_a_stalled_link_shows_and_harms_nothing(serve: Serve, connect: Connect, link: MakeLink) -> None:
-    bank = Bank()
-    way = link(serve(bank))
-    connection = connect(way.address, ping_every_s=0.05, tick_s=0.01)
+def test_a_stalled_link_shows_and_harms_nothing(linked: Linked) -> None:
+    bank, _, way, connection = linked(ping_every_s=0.05, tick_s=0.01)
     settled(connection)
     way.hold()
     futures = [connection.call("deposit", deposit(str(i), 1)) for i in range(10)]
@@ -188,9 +164,8 @@ def test_a_stalled_link_shows_and_harms_nothing(serve: Serve, connect: Connect, 
     until(lambda: connection.silent_s() < 0.03, "a sign of life without a call")
 
 
-def test_a_deadline_passes(serve: Serve, connect: Connect) -> None:
-    bank = Bank()
-    connection = connect(serve(bank).address, tick_s=0.01)
+def test_a_deadline_passes(linked: Linked) -> None:
+    bank, _, _, connection = linked(tick_s=0.01)
     late = connection.call("slow_deposit", deposit("late", 1), timeout_s=0.1)
     with pytest.raises(CallTimeout, match=r"slow_deposit at tcp://.* gave no answer in 0\.1 s"):
         late.result(PATIENCE_S)
@@ -218,14 +193,12 @@ def test_what_is_under_way_goes_to_the_replacement(serve: Serve, connect: Connec
     assert connection.call("deposit", deposit("new", 1)).result(PATIENCE_S).read(Balance).total == 2
 
 
-def test_a_redirect_to_the_same_server_runs_nothing_twice(serve: Serve, connect: Connect) -> None:
-    bank = Bank()
-    server = serve(bank)
-    connection = connect(server.address)
+def test_a_redirect_to_the_same_server_runs_nothing_twice(linked: Linked) -> None:
+    bank, server, _, connection = linked()
     waiting = connection.call("slow_deposit", deposit("waiting", 1))
     assert bank.entered.wait(PATIENCE_S)
     connection.redirect(server.address)
-    until(lambda: server.repeated == 1, "the request's return")
+    until(lambda: server.dispatcher.repeated == 1, "the request's return")
     bank.open.set()
     assert waiting.result(PATIENCE_S).read(Balance).total == 1
     assert bank.runs["waiting"] == 1
@@ -263,20 +236,15 @@ def test_a_server_that_is_back_at_its_address_is_a_new_one(serve: Serve, connect
     assert first.runs["waiting"] == 1
 
 
-def test_a_client_that_vanishes_is_forgotten_when_its_methods_have_ended(
-    serve: Serve, connect: Connect, link: MakeLink
-) -> None:
-    bank = Bank()
-    server = serve(bank, tick_s=0.01, forget_client_after_s=0.2)
-    way = link(server)
-    connection = connect(way.address, ping_every_s=0.05, tick_s=0.01)
+def test_a_client_that_vanishes_is_forgotten_when_its_methods_have_ended(linked: Linked) -> None:
+    bank, server, way, connection = linked(FORGETFUL, ping_every_s=0.05, tick_s=0.01)
     waiting = connection.call("slow_deposit", deposit("waiting", 1))
     assert bank.entered.wait(PATIENCE_S)
     way.hold()
     unsent = connection.call("deposit", deposit("lost on the way", 1))
-    until(lambda: server.clients == [], "the forgetting")
+    until(lambda: server.dispatcher.clients == [], "the forgetting")
     assert bank.gone == []
-    assert server.clients == []
+    assert server.dispatcher.clients == []
     bank.open.set()
     until(lambda: bank.gone == [connection.client], "the client's end")
     way.release()
@@ -287,12 +255,8 @@ def test_a_client_that_vanishes_is_forgotten_when_its_methods_have_ended(
     assert bank.runs == {"waiting": 1, "again": 1}
 
 
-def test_a_reply_that_comes_later_finds_its_way_over_another_link(
-    serve: Serve, connect: Connect, link: MakeLink
-) -> None:
-    bank = Bank()
-    way = link(serve(bank))
-    connection = connect(way.address)
+def test_a_reply_that_comes_later_finds_its_way_over_another_link(linked: Linked) -> None:
+    bank, _, way, connection = linked()
     answer = connection.call("deposit_later", deposit("d", 3))
     until(lambda: bool(bank.later), "the request")
     way.cut()
@@ -316,9 +280,8 @@ def test_an_answer_says_how_long_the_server_had_the_request(serve: Serve, connec
     assert 0 < quick.served_s <= between
 
 
-def test_what_is_answered_later_counts_until_then(serve: Serve, connect: Connect) -> None:
-    bank = Bank()
-    connection = connect(serve(bank).address)
+def test_what_is_answered_later_counts_until_then(linked: Linked) -> None:
+    bank, _, _, connection = linked()
     answer = connection.call("deposit_later", deposit("later", 1))
     for number in range(20):
         connection.call("deposit", deposit(f"{number}", 1)).result(PATIENCE_S)

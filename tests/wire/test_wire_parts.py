@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_cases import PATIENCE_S, Bank, deposit
+from wire_cases import PATIENCE_S, Bank, Panic, deposit
 
 from shadowsync import errors
 from shadowsync.errors import MissingExtra, NonFiniteLoss, RunError, SaveError, ShadowSyncError
@@ -125,10 +125,14 @@ def test_a_reply_that_cannot_cross_is_an_error_of_its_call(serve: object, connec
     connection.call("deposit", deposit("a", 1)).result(PATIENCE_S)
 
 
-def test_a_loop_outlives_an_action_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError(), Panic("in the loop")], ids=repr)
+def test_a_loop_outlives_an_action_that_fails(caplog: pytest.LogCaptureFixture, error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
     ticked, done = threading.Event(), threading.Event()
     loop = Loop("test", ticked.set, 0.01)
-    loop.post(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    loop.post(fail)
     loop.post(done.set)
     with caplog.at_level(logging.ERROR):
         loop.start()

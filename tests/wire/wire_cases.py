@@ -4,12 +4,14 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from shadowsync.errors import DataError
+from shadowsync.rpc.client import WireConnection
 from shadowsync.rpc.pending import Promise
+from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.service import Meta, Method, Payload
 
 PATIENCE_S = 120.0
@@ -238,3 +240,12 @@ class Link:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+class Setup(NamedTuple):
+    """Both ends and what lies between them."""
+
+    bank: Bank
+    server: WireServer
+    way: Link
+    connection: WireConnection

@@ -23,11 +23,9 @@ class Counter(Protocol):
 
     def add(self, kind: str, sent: int, raw: int) -> None:
         """Counts one message: `sent` bytes of it on the wire, `raw` bytes of it uncompressed."""
-        ...
 
     def add_kept(self, kind: str, elements: int, kept: int, refreshes: int, early: int) -> None:
         """Counts of one message the elements, those that crossed, and the thresholds chosen for it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -75,22 +73,16 @@ class Channel:
         return same
 
     def count(self, sent: int, raw: int) -> None:
-        """Counts one message, in bytes."""
         self.counter.add(self.kind, sent, raw)
 
     def count_kept(self, elements: int, kept: int, refreshes: int = 0, early: int = 0) -> None:
-        """Counts the elements of one message, and those that crossed."""
         self.counter.add_kept(self.kind, elements, kept, refreshes, early)
 
 
 class Stream:
     """The messages of one sender to one receiver about one thing: what the codec remembers belongs to them alone.
 
-    Args:
-        codec: of all messages.
-        about: what the messages are called in errors.
-        part_of: what the element at a position belongs to, for errors.
-        channel: counts them; None where whoever sends them does.
+    `about` and `part_of` are for errors (`naming`); `channel` counts messages, unless whoever sends them does.
     """
 
     def __init__(
@@ -100,18 +92,14 @@ class Stream:
         self._state: Any = None
         self._lock = threading.Lock()
 
-    def encode(self, tensor: Tensor, groups: Sequence[int] = (), times: float = 1.0) -> Encoded:
-        """The next message, counted `times` times; `groups` as `Codec.encode` has them.
-
-        Raises:
-            NonFiniteTensor: the tensor holds NaN or infinities, and the codec cannot carry them.
-        """
+    def encode(self, tensor: Tensor, groups: Sequence[int] = ()) -> Encoded:
+        """The next message; as `Codec.encode`, but `NonFiniteTensor` names what cannot cross."""
         # workers of one trainer may share a stream; each message starts from the state of the last
         with self._lock, naming(self._about, self._part_of):
             encoded = self.codec.encode(tensor, self._state, groups)
             self._state = encoded.state
         if self._channel is not None:
-            self._channel.count(round(encoded.byte_count * times), round(tensor.nbytes * times))
+            self._channel.count(encoded.byte_count, tensor.nbytes)
             if self.codec.sparse:
                 self._channel.count_kept(tensor.numel(), encoded.kept_count, encoded.refreshes, encoded.early)
         return encoded
@@ -126,19 +114,12 @@ class Stream:
             self._channel.count_kept(tensor.numel(), encoded.kept_count)
         return encoded
 
-    def send(self, tensor: Tensor, times: float = 1.0) -> Tensor:
-        """The float32 tensor as the receiver sees it; `times` messages of its size are counted."""
-        if self.codec.exact and self._channel is not None:
-            size = round(tensor.nbytes * times)
-            self._channel.count(size, size)
-            return tensor
-        encoded = self.encode(tensor, (), times)
-        return self.codec.decode(encoded.frames, encoded.shape)
-
     def cross(self, tensor: Tensor, groups: Sequence[int] = ()) -> Decoded:
-        """As `send`, with the positions that crossed."""
+        """The float32 tensor as the receiver sees it, with the positions that crossed."""
         if self.codec.exact:
-            return Decoded(self.send(tensor))
+            if self._channel is not None:
+                self._channel.count(tensor.nbytes, tensor.nbytes)
+            return Decoded(tensor)
         encoded = self.encode(tensor, groups)
         return self.codec.decode_kept(encoded.frames, encoded.shape)
 
@@ -181,11 +162,9 @@ class Message:
 
     @classmethod
     def of_difference(cls, encoded: Encoded) -> "Message":
-        """A difference as it was encoded."""
         return cls(encoded.frames, False, encoded.kept_count, encoded.refreshes, encoded.early)
 
     def count(self, channel: Channel, elements: int) -> None:
-        """Counts the message, of a vector of so many elements."""
         channel.count(sum(frame.nbytes for frame in self.frames), elements * torch.float32.itemsize)
         if not self.whole and channel.codec.sparse:
             channel.count_kept(elements, self.kept, self.refreshes, self.early)
@@ -200,11 +179,7 @@ class Differences:
     took another's place, gets the vector again, and so does whoever is sent another codec's messages. Where nothing is
     left out every message is the vector, and nothing is known.
 
-    Args:
-        about: what messages are called in errors.
-
-    Attributes:
-        known: `[p]`, None before the first message; not to be kept by the caller.
+    `known` is `[p]`, None before the first message, and not to be kept by the caller.
     """
 
     def __init__(self, about: str) -> None:
@@ -225,11 +200,8 @@ class Differences:
         return Message.of_difference(encoded)
 
     def take(self, codec: Codec, message: Message, shape: tuple[int, ...]) -> Tensor | None:
-        """The receiver's end: what is known after that message; None if it needs one before that never came.
-
-        Raises:
-            DataError: the frames are none of such a message.
-        """
+        """The receiver's end: what is known after that message; None if it needs one before that never came. Raises
+        `DataError` for frames of something else."""
         self._begin(codec)
         frames = message.frames
         if message.whole:
@@ -262,10 +234,9 @@ class Differences:
 
 
 class Restoring(Protocol):
-    """Goes on from what was kept of a worker's gradients (a `Stream`, or several)."""
+    """Goes on from what was kept of a worker's gradients: a `Stream`, or several."""
 
-    def restore(self, tensors: Mapping[str, Tensor], /) -> bool:
-        """As `Stream.restore`."""
+    def restore(self, tensors: Mapping[str, Tensor], /) -> bool: ...
 
 
 def restore_all(workers: Iterable[tuple[Restoring, Mapping[str, Tensor]]]) -> None:

@@ -39,9 +39,8 @@ class Measured:
     """What a trainer saw of one kind of traffic over a stretch of time.
 
     Attributes:
-        steps: that its workers made.
         computed_s: that a worker computed, the mean over the workers.
-        waited_s: that a worker waited for vectors, for parameters, or until gradients were taken; the same mean.
+        waited_s: that one waited for vectors, for parameters, or until gradients were taken; the same mean.
         busy_s: in which at least one message was on its way, there or back; what the servers took is not in it.
         fixed_bytes: of ids, which no codec changes.
         float_bytes: of floats as they crossed.
@@ -61,7 +60,6 @@ class Measured:
 
     @property
     def says_something(self) -> bool:
-        """Enough was done and sent."""
         return self.steps >= LEAST_STEPS and self.computed_s > 0 and self.busy_s > 0 and self.float_bytes > 0
 
 
@@ -102,15 +100,11 @@ class Chooser:
 
     @property
     def codec(self) -> str:
-        """The name of the codec in use."""
         return self._names[self._at]
 
     def judge(self, seen: Measured, now: float) -> str | None:
-        """Takes a stretch of time that ended `now`, all of it with the codec in use.
-
-        Returns:
-            Why the codec is another one from now on, a sentence without its end; None if it is not.
-        """
+        """Takes a stretch of time that ended `now`, all of it with the codec in use. Why another one is in use from now
+        on, a sentence without its end; None if it is not."""
         if self._since is None:
             self._since = now
         if not seen.says_something:
@@ -156,7 +150,6 @@ class Chooser:
         return next((place for place in weaker if self._expected(place, seen) <= EVEN * self._share), at)
 
     def _expected(self, place: int, seen: Measured) -> float:
-        """The load with another codec, at the speed that was measured."""
         if self._elastic:
             return seen.load
         return seen.load * self._bytes(place, seen) / self._bytes(self._at, seen)
@@ -285,11 +278,9 @@ STRETCH_S = 1.0
 
 @dataclass(frozen=True)
 class Situation:
-    """What `auto` has to know of the job.
+    """What `auto` has to know of the job: pulls are `overlapped` where they are prefetched.
 
     Attributes:
-        workers: of the trainer, which share its link.
-        overlapped: pulls are prefetched.
         elastic: the dense part is merged in the background, in whatever time the network has left.
         collective: all trainers send the dense part in one codec, so that none of them can choose it.
     """

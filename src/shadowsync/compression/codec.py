@@ -78,12 +78,10 @@ class Encoded:
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all frames."""
         return sum(frame.nbytes for frame in self.frames)
 
     @property
     def kept_count(self) -> int:
-        """Elements that cross."""
         return math.prod(self.shape) if self.kept is None else len(self.kept)
 
 
@@ -96,7 +94,6 @@ class Decoded:
 
     @property
     def kept_count(self) -> int:
-        """Elements that crossed."""
         return self.tensor.numel() if self.kept is None else len(self.kept)
 
 
@@ -177,11 +174,8 @@ class Codec(ABC):
         return (self,)
 
     def level(self, name: str) -> "Codec":
-        """The level of that name, as a message has it; the first one for an empty name.
-
-        Raises:
-            DataError: there is none.
-        """
+        """The level of that name, as a message has it; the first one for an empty name. Raises `DataError` if there is
+        none."""
         for codec in self.levels:
             if name in ("", codec.name):
                 return codec
@@ -205,19 +199,12 @@ class Codec(ABC):
         return self
 
     def resolved(self, key: str) -> Self:
-        """Defaults filled in for what the configuration key says (`compression.pull`, `.push`, `.dense`).
-
-        Raises:
-            ConfigError: an option makes no sense there.
-        """
+        """Defaults filled in for what the configuration key says (`compression.pull`, `.push`, `.dense`); raises
+        `ConfigError` for an option that makes no sense there."""
         return self
 
     def restored(self, tensors: Mapping[str, Tensor]) -> Any:
-        """The state whose `tensors()` these are.
-
-        Raises:
-            ValueError: they are none of a state of this codec.
-        """
+        """The state whose `tensors()` these are; raises `ValueError` if they are none of a state of this codec."""
         if tensors:
             raise ValueError(f"{self.name} remembers nothing, but got {', '.join(sorted(tensors))}")
         return None
@@ -245,11 +232,8 @@ def received(what: str, codec: Codec) -> Iterator[None]:
 
 
 def nothing(shape: tuple[int, ...]) -> Tensor:
-    """Zeros (float32), of which memory is taken only where somebody touches them.
-
-    Raises:
-        ValueError: there is no such shape, or no memory for it.
-    """
+    """Zeros (float32), of which memory is taken only where somebody touches them; raises `ValueError` where there is no
+    such shape, or no memory for it."""
     try:
         return torch.from_numpy(np.zeros(shape, np.float32))
     except MemoryError as error:

@@ -54,13 +54,8 @@ _SAMPLE = 1 << 14
 
 
 def exact_floors(flat: Floats, keep: float, groups: Sequence[int] = ()) -> Bits:
-    """`[G]` bits of the magnitude from which on an element belongs to the share `keep` of the largest in its group.
-
-    Args:
-        flat: `[N]`.
-        keep: share of the elements, in (0, 1]; at least one.
-        groups: widths that add up to C, where `flat` is `[N / C, C]`; none is one group.
-    """
+    """`[G]` bits of the magnitude from which on an element of `[N]` belongs to the share `keep` of the largest (at
+    least one) in its group; `groups` are widths that add up to C, where `flat` is `[N / C, C]`."""
     magnitudes = flat.view(np.int32) & MAGNITUDE
     if not groups:
         return np.array([_floor(magnitudes, keep)], np.int32)
@@ -153,11 +148,8 @@ def pack(kept: Positions, count: int) -> Tensor:
 
 
 def unpack(frame: Tensor, count: int) -> Positions | None:
-    """The positions of a frame; None where all N = `count` elements cross.
-
-    Raises:
-        ValueError: it is no such frame. At most a few times N numbers have been allocated by then.
-    """
+    """The positions of a frame; None where all N = `count` elements cross. Raises `ValueError` if it is no such frame,
+    having allocated at most a few times N numbers."""
     if frame.dtype != torch.uint8 or frame.dim() != 1:
         raise ValueError(f"positions are a row of bytes, not {frame.dtype} {list(frame.shape)}")
     data: Bytes = frame.numpy()

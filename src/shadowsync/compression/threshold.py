@@ -52,10 +52,10 @@ class ThresholdState(CodecState):
 
     Attributes:
         floors: `[G]` bits (int32) of the thresholds of the groups; None before the first selection.
-        residual: `[N]` what has not been sent yet; None where that is nothing.
+        residual: `[N]` what has not been sent yet, if anything.
         spare: memory of an earlier residual, to be overwritten.
         age: messages since the last selection.
-        share: of the elements that cross, a running mean since the last selection.
+        share: of the elements that cross, a running mean since then.
         reached: share that the last selection let pass: more than was asked for where magnitudes are equal, less where
             there are zeros.
         pause: messages before a selection that let too much pass is tried again.
@@ -168,7 +168,6 @@ class Threshold(Codec):
 
     @property
     def asked(self) -> float:
-        """`keep`, or what it is by itself."""
         return KEEP_FED_BACK if self.keep is None else self.keep
 
     @property
@@ -199,7 +198,6 @@ class Threshold(Codec):
 
     @functools.cached_property
     def value_codec(self) -> Codec:
-        """How the elements that were selected cross."""
         if self.values in ("int8", "int4"):
             return (Int8 if self.values == "int8" else Int4)(self.rounding, self.seed, self.block)
         return Bf16() if self.values == "bf16" else Plain()

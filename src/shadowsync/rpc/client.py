@@ -1,5 +1,6 @@
 """Connections to services behind sockets, with one thread for all of them in a process."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -166,7 +167,6 @@ class WireConnection(Connection):
     # what follows needs the lock
 
     def _take(self, numbers: Iterable[int]) -> list[OpenCall]:
-        """Takes out calls."""
         return [self._calls.pop(number) for number in list(numbers)]
 
     def _detach(self) -> ClientSocket | None:
@@ -216,7 +216,6 @@ class WireConnection(Connection):
             old.close(self._owner.loop, _BYE_MS if listening else 0)
 
     def receive(self, socket: ClientSocket) -> None:
-        """Takes what has come on a socket."""
         for frames in socket.receive():
             self._heard_s = time.monotonic()
             try:
@@ -227,7 +226,6 @@ class WireConnection(Connection):
                 _LOG.exception("a message of %s was dropped", self._address)
 
     def news(self, socket: ClientSocket, news: LinkNews) -> None:
-        """Takes what has become of a socket's connection."""
         if news is LinkNews.BROKEN:
             self.receive(socket)
             self._renew(socket)
@@ -326,11 +324,7 @@ class WireClient:
         self.loop.start()
 
     def connect(self, address: str) -> WireConnection:
-        """A connection to the service at `tcp://host:port`; the peer need not be there yet.
-
-        Raises:
-            PeerLost: this client is closed.
-        """
+        """A connection to the service there; the peer need not be there yet. Raises `PeerLost` once this is closed."""
         with self._lock:
             if self._closed:
                 raise PeerLost("the client is closed")
@@ -339,7 +333,6 @@ class WireClient:
             return connection
 
     def close(self) -> None:
-        """Closes all connections and ends the thread."""
         with self._lock:
             self._closed, already = True, self._closed
             connections = list(self._connections)
@@ -351,11 +344,7 @@ class WireClient:
         self._context.term()
 
     def open(self, address: str, connection: WireConnection) -> ClientSocket:
-        """A socket for a connection, called in the loop.
-
-        Raises:
-            RunError: that is no address.
-        """
+        """A socket for a connection, called in the loop; raises `RunError` where that is no address."""
         socket = ClientSocket(
             self._context,
             address,
@@ -369,10 +358,8 @@ class WireClient:
         return socket
 
     def forget(self, connection: WireConnection) -> None:
-        """A connection was closed."""
-        with self._lock:
-            if connection in self._connections:
-                self._connections.remove(connection)
+        with self._lock, contextlib.suppress(ValueError):
+            self._connections.remove(connection)
 
     def _tick(self) -> None:
         now_s = time.monotonic()

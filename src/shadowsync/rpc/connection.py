@@ -26,7 +26,6 @@ class JobKeys(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls) -> "JobKeys":
-        """New keys."""
         zmq = importlib.import_module("zmq")  # jobs in one process need neither
         return cls(*(key.decode() for _ in range(2) for key in zmq.curve_keypair()))
 
@@ -36,25 +35,18 @@ class JobKeys(msgspec.Struct, frozen=True):
 
 
 class Connection(ABC):
-    """A caller's end; any thread may use it, with any number of calls under way.
-
-    Attributes:
-        client: its random id.
-    """
+    """A caller's end; any thread may use it, with any number of calls under way."""
 
     client: str = ""
+    """Its random id."""
 
     @abstractmethod
     def call(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
-        """Starts a call.
+        """Starts a call of one of the service's methods; without a deadline the connection's own holds.
 
-        Args:
-            method: one of the service's.
-            payload: its tensors are not to be written to until the answer is there.
-            timeout_s: deadline; the default is the connection's own.
-
-        The answer's tensors belong to the caller. Instead of it comes what the service raised (a `ShadowSyncError` of
-        the same class), `PeerLost` when the peer is given up or the connection is closed, or `CallTimeout`.
+        Tensors that are sent are not to be written to until the answer is there; those of the answer belong to the
+        caller. Instead of it comes what the service raised (a `ShadowSyncError` of the same class), `PeerLost` when the
+        peer is given up or the connection is closed, or `CallTimeout`.
         """
 
     def call_along(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:

@@ -20,19 +20,14 @@ GONE = (PeerLost, CallTimeout)
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
-    """An error as it crosses the wire.
-
-    Attributes:
-        kinds: names of the error's class and of its bases, nearest first, up to `ShadowSyncError`.
-        message: its one sentence.
-    """
+    """An error as it crosses the wire: its sentence, and the names of its class and of that one's bases, nearest first,
+    up to `ShadowSyncError`."""
 
     kinds: tuple[str, ...]
     message: str
 
     @classmethod
     def of(cls, error: ShadowSyncError) -> "Fault":
-        """What crosses the wire for this error."""
         kinds = [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, ShadowSyncError)]
         return cls(tuple(kinds), str(error))
 

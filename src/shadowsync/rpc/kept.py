@@ -40,11 +40,9 @@ class PerClient(Generic[V]):
         return found if found is not None else self._clients.setdefault(client, self._make())
 
     def forget(self, client: str) -> None:
-        """It is gone."""
         self._clients.pop(client, None)
 
     def values(self) -> list[V]:
-        """Of all clients."""
         return list(self._clients.values())
 
 
@@ -90,7 +88,6 @@ class Mask:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
         return sum(0 if positions is None else positions.nbytes for positions in self.kept)
 
 

@@ -51,11 +51,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Calls(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Requests, to be run in their order; behind the header the frames of each, in the same order.
-
-    Attributes:
-        low: the lowest number whose answer the client still wants; answers below it need not be kept.
-    """
+    """Requests, to be run in their order; behind the header the frames of each, in the same order. `low` is the lowest
+    number whose answer the client still wants; answers below it need not be kept."""
 
     session: _Number
     low: _Number
@@ -76,12 +73,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Answers a `Call`.
-
-    Attributes:
-        served_s: from the moment the request was there until the answer was ready to be sent.
-        fault: what went wrong, instead of all the rest.
-    """
+    """Answers a `Call`, `served_s` after it was there, or says what went wrong."""
 
     number: int
     meta: bytes = b""

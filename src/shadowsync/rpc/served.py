@@ -39,17 +39,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a marked method is called.
-
-    Attributes:
-        name: of the method.
-        arguments, result: decode what crosses.
-        parameters: names of all.
-        names: of those that cross.
-        defaults: of the last ones.
-        client: position of the client's id among all; None if there is none.
-        once, quick, timeout_s: as it was marked.
-    """
+    """How a marked method is called: `parameters` are the names of all, `names` of those that cross, decoded by
+    `arguments`; `client` is the position of the client's id among all, if there is one."""
 
     name: str
     arguments: "msgspec.msgpack.Decoder[Any]"
@@ -79,11 +70,8 @@ def served(*, once: bool = True, quick: bool = False, timeout_s: float | None = 
 
 
 class Served:
-    """Serves all marked methods of a role (a `rpc.service.Service`).
-
-    Args:
-        role: whose; its `client_gone(client)` is called if it has one, and its `close()`.
-    """
+    """Serves all marked methods of a role (a `rpc.service.Service`), whose `client_gone(client)` and `close()` are
+    called if it has them."""
 
     def __init__(self, role: object) -> None:
         self.role = role

@@ -79,7 +79,7 @@ class Taken:
     """What a message leads to, any or none of: an answer at once, requests to run, a client to be freed."""
 
     answer: Frames | None = None
-    jobs: tuple[Task, ...] = ()
+    tasks: tuple[Task, ...] = ()
     gone: str | None = None
 
 
@@ -88,9 +88,6 @@ class Dispatcher:
 
     Who is here has the job's keys. Memory is taken only for what was sent (`tensors_of`); how much of that is under way
     its sender bounds, as it does in process.
-
-    Args:
-        forget_after_s: silence after which a client is forgotten.
 
     Attributes:
         incarnation: of this server, drawn at random.
@@ -107,18 +104,12 @@ class Dispatcher:
 
     @property
     def clients(self) -> list[str]:
-        """Those that it knows."""
         with self._lock:
             return list(self._by_client)
 
     def take(self, route: bytes, frames: Sequence[Any], now_s: float) -> Taken:
-        """A message that came on a route; what no honest client sends is dropped.
-
-        Args:
-            route: of the connection, as the socket names it.
-            frames: of the message, without the route.
-            now_s: any steady clock.
-        """
+        """A message that came on a route (a connection, as the socket names it); what no honest client sends is
+        dropped."""
         try:
             message = header_of(frames, FROM_CLIENT)
             calls = message.calls if isinstance(message, Calls) else ()
@@ -140,7 +131,7 @@ class Dispatcher:
                     del record.requests[number]
             if not calls:
                 return Taken([encode(Answers())])
-            jobs, ready = [], []
+            tasks, ready = [], []
             for call, own in zip(calls, tensors, strict=True):
                 if call.number in record.requests:
                     self.repeated += 1
@@ -150,8 +141,8 @@ class Dispatcher:
                     record.called = True
                     record.requests[call.number] = None
                     record.running += 1
-                    jobs.append(Task(record, call.number, call.method, Payload(call.meta, own, record.client)))
-            return Taken(joined(ready) if ready else None, tuple(jobs))
+                    tasks.append(Task(record, call.number, call.method, Payload(call.meta, own, record.client)))
+            return Taken(joined(ready) if ready else None, tuple(tasks))
 
     def _hello(self, route: bytes, hello: Hello, now_s: float) -> Taken:
         """Binds the client to the route. A session that is not known is answered with a new one: the client decides
@@ -168,26 +159,23 @@ class Dispatcher:
         self._by_route[route] = record
         return Taken([encode(Welcome(record.session, self.incarnation))])
 
-    def finish(self, job: Task, answer: Ready, keep: bool) -> tuple[bytes, bool]:
-        """Ends a job; where to send its answer, and whether its client went meanwhile and is now to be freed.
+    def finish(self, task: Task, answer: Ready, keep: bool) -> tuple[bytes, bool]:
+        """Ends a task; where to send its answer, and whether its client went meanwhile and is now to be freed.
 
-        Args:
-            job: as it was given out.
-            answer: is kept until its client has it, so that the request does not run again.
-            keep: False where it may run again.
+        With `keep` the answer is kept until its client has it, so that the request does not run again.
         """
-        record = job.record
+        record = task.record
         with self._lock:
             record.running -= 1
-            if job.number in record.requests:  # else its sender gave it up meanwhile
+            if task.number in record.requests:  # else its sender gave it up meanwhile
                 if keep:
-                    record.requests[job.number] = answer
+                    record.requests[task.number] = answer
                 else:
-                    del record.requests[job.number]
+                    del record.requests[task.number]
             return record.route, record.gone and not record.running
 
     def forget_silent(self, now_s: float) -> list[str]:
-        """Forgets clients; those to be freed now, the others when their last job ends."""
+        """Forgets clients; those to be freed now, the others when their last task ends."""
         with self._lock:
             silent = [record for record in self._by_client.values() if record.heard_at < now_s - self._forget_after_s]
             return [record.client for record in silent if self._forget(record)]
@@ -239,27 +227,13 @@ class WireServer:
         self._service = service
         self._keys = keys
         self._options = options or ServerOptions()
-        self._dispatcher = Dispatcher(self._options.forget_client_after_s)
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.dispatcher = Dispatcher(self._options.forget_client_after_s)
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._silent = False
         self._threads: list[threading.Thread] = []
 
-    @property
-    def clients(self) -> list[str]:
-        """Those that it knows."""
-        return self._dispatcher.clients
-
-    @property
-    def repeated(self) -> int:
-        """Requests that came again, so far."""
-        return self._dispatcher.repeated
-
     def start(self) -> None:
-        """Opens the address and starts to answer.
-
-        Raises:
-            RunError: the address cannot be had.
-        """
+        """Opens the address and starts to answer; raises `RunError` where it cannot be had."""
         options = self._options
         self._loop = Loop("wire-server", self._tick, options.tick_s)
         self._socket = ServerSocket(
@@ -286,9 +260,9 @@ class WireServer:
         if not self._threads:
             return
         self._loop.close()
-        self._free(self._dispatcher.clients)
+        self._free(self.dispatcher.clients)
         for _ in self._threads:
-            self._jobs.put(None)
+            self._queue.put(None)
         until_s = time.monotonic() + _JOIN_S
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -306,13 +280,13 @@ class WireServer:
                 _LOG.exception("a message was dropped")
 
     def _take(self, route: bytes, frames: Frames, now_s: float) -> None:
-        taken = self._dispatcher.take(route, frames, now_s)
-        if taken.jobs:
-            methods = [self._service.methods.get(job.method) for job in taken.jobs]
+        taken = self.dispatcher.take(route, frames, now_s)
+        if taken.tasks:
+            methods = [self._service.methods.get(task.method) for task in taken.tasks]
             if all(method is not None and method.quick for method in methods):
-                self._run(taken.jobs, now_s)
+                self._run(taken.tasks, now_s)
             else:
-                self._jobs.put(partial(self._run, taken.jobs, now_s))
+                self._queue.put(partial(self._run, taken.tasks, now_s))
         if taken.answer is not None:
             self._socket.send([route, *taken.answer])
         if taken.gone is not None:
@@ -320,65 +294,65 @@ class WireServer:
 
     def _tick(self) -> None:
         now_s = time.monotonic()
-        self._free(self._dispatcher.forget_silent(now_s))
+        self._free(self.dispatcher.forget_silent(now_s))
         self._socket.tick(now_s)
 
     def _free(self, clients: Iterable[str]) -> None:
         for client in clients:
-            self._jobs.put(partial(self._service.client_gone, client))
+            self._queue.put(partial(self._service.client_gone, client))
 
     # in the threads that answer
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (task := self._queue.get()) is not None:
             try:
-                job()
+                task()
             except BaseException:  # whatever it was, the others are not to wait for a thread that is no more
                 _LOG.exception("a thread of the wire goes on after an error")
 
-    def _run(self, jobs: Sequence[Task], since_s: float) -> None:
+    def _run(self, tasks: Sequence[Task], since_s: float) -> None:
         """One after the other; what is answered at once is answered together."""
         ended: list[tuple[Task, Payload | BaseException]] = []
-        for job in jobs:
+        for task in tasks:
             try:
-                answer = perform(self._service, job.method, job.request)
+                answer = perform(self._service, task.method, task.request)
             except BaseException as error:  # who asked waits for an answer
-                ended.append((job, error))
+                ended.append((task, error))
                 continue
             if isinstance(answer, Pending):
-                answer.then(partial(self._later, job, answer, since_s))
+                answer.then(partial(self._later, task, answer, since_s))
             else:
-                ended.append((job, answer))
+                ended.append((task, answer))
         if ended:
             self._send(ended, since_s)
 
-    def _later(self, job: Task, pending: Pending[Payload], since_s: float, _: BaseException | None) -> None:
+    def _later(self, task: Task, pending: Pending[Payload], since_s: float, _: BaseException | None) -> None:
         try:
             answer: Payload | BaseException = pending.result()
         except BaseException as error:
             answer = error
-        self._send([(job, answer)], since_s)
+        self._send([(task, answer)], since_s)
 
     def _send(self, ended: Sequence[tuple[Task, Payload | BaseException]], since_s: float) -> None:
         """Of one client."""
         answers, route, is_gone = [], b"", False
-        for job, answer in ended:
-            method = self._service.methods.get(job.method)
-            answers.append(self._ready(job, answer, since_s))
-            route, gone = self._dispatcher.finish(job, answers[-1], keep=method is not None and method.once)
+        for task, answer in ended:
+            method = self._service.methods.get(task.method)
+            answers.append(self._ready(task, answer, since_s))
+            route, gone = self.dispatcher.finish(task, answers[-1], keep=method is not None and method.once)
             is_gone = is_gone or gone
         if not self._silent:
             self._socket.send([route, *joined(answers)])
         if is_gone:
             self._service.client_gone(ended[0][0].record.client)
 
-    def _ready(self, job: Task, answer: Payload | BaseException, since_s: float) -> Ready:
+    def _ready(self, task: Task, answer: Payload | BaseException, since_s: float) -> Ready:
         try:
             if isinstance(answer, BaseException):
-                raise known_error(job.method, answer)
+                raise known_error(task.method, answer)
             specs, frames = pack(answer, self._options.max_message_bytes)
-            return Answer(job.number, answer.meta, specs, time.monotonic() - since_s), frames
+            return Answer(task.number, answer.meta, specs, time.monotonic() - since_s), frames
         except ShadowSyncError as error:
-            return Answer(job.number, fault=Fault.of(error)), []
+            return Answer(task.number, fault=Fault.of(error)), []
         except BaseException as error:  # an answer that cannot be written down
-            return Answer(job.number, fault=Fault.of(known_error(f"the reply of {job.method}", error))), []
+            return Answer(task.number, fault=Fault.of(known_error(f"the reply of {task.method}", error))), []

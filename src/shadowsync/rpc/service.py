@@ -40,7 +40,6 @@ class Payload:
 
     @classmethod
     def of(cls, meta: Meta, tensors: tuple[Tensor, ...] = ()) -> "Payload":
-        """With this typed part."""
         return cls(_ENCODER.encode(meta), tensors)
 
     def read(self, kind: type[M]) -> M:

@@ -66,7 +66,6 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self.watch(self._woken.fileno(), self._wake)
         self._thread.start()
 
@@ -122,25 +121,6 @@ def _guarded(action: Action) -> None:
         _LOG.exception("an action of the wire failed")
 
 
-def _tune(socket: Socket, max_message_bytes: int, link_timeout_s: float) -> None:
-    """Options that both ends share.
-
-    A dead link is noticed by TCP itself, not by ZMTP's heart-beats: those wait behind the message that is under way,
-    so that a long one on a slow link would look like a dead peer.
-    """
-    socket.linger = 0
-    socket.maxmsgsize = min(max_message_bytes, FRAME_BYTES) + _SEAL
-    socket.copy_threshold = _COPIED
-    socket.sndhwm = 0  # nothing is ever dropped: whoever asks waits for answers, and asks no more meanwhile
-    socket.handshake_ivl = 5_000  # less would turn honest peers away where many of them start on few cores
-    socket.setsockopt(zmq.TCP_MAXRT, int(link_timeout_s * 1000))
-    probe_s = max(1, int(link_timeout_s / 4))
-    socket.tcp_keepalive = 1
-    socket.tcp_keepalive_idle = probe_s
-    socket.tcp_keepalive_intvl = probe_s
-    socket.tcp_keepalive_cnt = 3
-
-
 def _readable(socket: Socket) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
@@ -151,28 +131,38 @@ def _watch(loop: Loop, file: int, action: Action) -> None:
 
 
 class SharedSocket:
-    """A socket on which any thread sends and one receives.
+    """A socket on which any thread sends and one receives, and that hears what happens to its connections.
 
     The file behind a ZeroMQ socket only says that something changed, and a sender may be the one who hears it: then
     it passes the word on, through `wake`.
+
+    A dead link is noticed by TCP itself, not by ZMTP's heart-beats: those wait behind the message that is under way,
+    so that a long one on a slow link would look like a dead peer.
+
+    Args:
+        events: that are to be heard of, `zmq.EVENT_…`.
+        wake: has the thread that receives look again.
     """
 
-    def __init__(self, socket: Socket, wake: Action) -> None:
+    def __init__(
+        self, socket: Socket, events: int, max_message_bytes: int, link_timeout_s: float, wake: Action
+    ) -> None:
+        socket.linger = 0
+        socket.maxmsgsize = min(max_message_bytes, FRAME_BYTES) + _SEAL
+        socket.copy_threshold = _COPIED
+        socket.sndhwm = 0  # nothing is ever dropped: whoever asks waits for answers, and asks no more meanwhile
+        socket.handshake_ivl = 5_000  # less would turn honest peers away where many of them start on few cores
+        socket.setsockopt(zmq.TCP_MAXRT, int(link_timeout_s * 1000))
+        probe_s = max(1, int(link_timeout_s / 4))
+        socket.tcp_keepalive = 1
+        socket.tcp_keepalive_idle = probe_s
+        socket.tcp_keepalive_intvl = probe_s
+        socket.tcp_keepalive_cnt = 3
         self._socket = socket
+        self._monitor = socket.get_monitor_socket(events)
         self._wake = wake
         self._lock = threading.Lock()
         self._closed = False
-
-    @property
-    def file(self) -> int:
-        """What to watch for reading."""
-        return int(self._socket.fd)
-
-    def do(self, action: Callable[[Socket], object]) -> None:
-        """Does something with the socket, unless it is closed."""
-        with self._lock:
-            if not self._closed:
-                action(self._socket)
 
     def send(self, frames: Sequence[Any]) -> None:
         """Sends one message; once closed, or where the connection is lost for good, it is dropped as by a network."""
@@ -195,45 +185,35 @@ class SharedSocket:
                 if len(messages) == _BATCH:
                     self._wake()
                     break
-                messages.append(self._receive_one())
+                frames = [self._socket.recv(_NOBLOCK, copy=False)]
+                while frames[-1].more:
+                    frames.append(self._socket.recv(_NOBLOCK, copy=False))
+                messages.append(frames)
         return messages
 
-    def _receive_one(self) -> list[zmq.Frame]:
-        frames = [self._socket.recv(_NOBLOCK, copy=False)]
-        while frames[-1].more:
-            frames.append(self._socket.recv(_NOBLOCK, copy=False))
-        return frames
+    def watch_events(self, loop: Loop, hear: Callable[[int], None]) -> None:
+        """Has the loop tell of events."""
 
-    def close(self, linger_ms: int = 0) -> None:
+        def look() -> None:
+            for _ in range(_BATCH):
+                if self._closed or not _readable(self._monitor):
+                    return
+                hear(int(recv_monitor_message(self._monitor)["event"]))
+            loop.post(look)
+
+        _watch(loop, int(self._monitor.fd), look)
+
+    def watch_messages(self, loop: Loop, receive: Action) -> None:
+        """Has the loop run `receive` when there may be messages."""
+        _watch(loop, int(self._socket.fd), receive)
+
+    def shut(self, linger_ms: int = 0) -> None:
         """Closes it; what was sent and has not left goes on leaving for so long."""
         with self._lock:
             self._closed = True
+            self._socket.disable_monitor()
+            self._monitor.close(0)
             self._socket.close(linger_ms)
-
-
-class Monitor:
-    """Hears what happens to a socket's connections."""
-
-    def __init__(self, socket: Socket, events: int) -> None:
-        self._watched = socket
-        self._socket = socket.get_monitor_socket(events)
-
-    @property
-    def file(self) -> int:
-        """What to watch for reading."""
-        return int(self._socket.fd)
-
-    def events(self) -> list[int]:
-        """What has happened since the last time, as `zmq.EVENT_…`; if that was much there may be more."""
-        found: list[int] = []
-        while len(found) < _BATCH and not self._socket.closed and _readable(self._socket):
-            found.append(int(recv_monitor_message(self._socket)["event"]))
-        return found
-
-    def close(self) -> None:
-        """Closes it; before the socket that it watches."""
-        self._watched.disable_monitor()
-        self._socket.close(0)
 
 
 class Gatekeeper:
@@ -253,7 +233,7 @@ class Gatekeeper:
         self._socket.bind(_ZAP)
 
     def watch(self, loop: Loop) -> None:
-        """Lets a loop that has not started answer whoever asks."""
+        """Has the loop answer whoever asks."""
         _watch(loop, int(self._socket.fd), self._answer)
 
     def _answer(self) -> None:
@@ -266,36 +246,27 @@ class Gatekeeper:
             self._socket.send_multipart([*request[:2], *verdict, b""])
 
     def close(self) -> None:
-        """Closes it."""
         self._socket.close(0)
 
 
-class ServerSocket:
+class ServerSocket(SharedSocket):
     """A ROUTER with the job's server key in a context of its own, into which only those with the client key get."""
 
     def __init__(self, keys: JobKeys, max_message_bytes: int, link_timeout_s: float, wake: Action) -> None:
         self._context: Context = zmq.Context()
         self._gatekeeper = Gatekeeper(self._context, keys)
         self._keys = keys
-        self._socket = self._context.socket(zmq.ROUTER)
-        _tune(self._socket, max_message_bytes, link_timeout_s)
-        self._socket.rcvhwm = _RECEIVED
-        self._monitor = Monitor(self._socket, zmq.EVENT_ACCEPT_FAILED)
+        socket = self._context.socket(zmq.ROUTER)
+        socket.rcvhwm = _RECEIVED
+        super().__init__(socket, zmq.EVENT_ACCEPT_FAILED, max_message_bytes, link_timeout_s, wake)
         self._endpoint = ""
         self._reopens_s = math.inf
-        self._shared = SharedSocket(self._socket, wake)
-        self.send = self._shared.send
-        self.receive = self._shared.receive
 
     def bind(self, host: str, port: int) -> str:
-        """Opens the address and returns it with the port that it got; on an error everything is closed.
-
-        Args:
-            host: an address of this machine; or a folder that only this user may enter, for a Unix socket in it.
-            port: 0 takes a free one; nothing to a Unix socket.
+        """Opens the address (see `ServerOptions`) and returns it with the port that it got.
 
         Raises:
-            RunError: it cannot be had.
+            RunError: it cannot be had, and everything is closed.
         """
         place = f"[{host}]" if ":" in host else host
         socket = self._socket
@@ -320,30 +291,30 @@ class ServerSocket:
     def watch(self, loop: Loop, receive: Action) -> None:
         """Lets a loop that has not started wait for it, and run `receive` when there may be messages."""
         self._gatekeeper.watch(loop)
-        _watch(loop, self._monitor.file, lambda: self._hear(loop))
-        _watch(loop, self._shared.file, receive)
+        self.watch_events(loop, self._pause)
+        self.watch_messages(loop, receive)
 
-    def _hear(self, loop: Loop) -> None:
-        events = self._monitor.events()
-        if zmq.EVENT_ACCEPT_FAILED in events and self._reopens_s == math.inf:
-            self._reopens_s = time.monotonic() + _REOPEN_S
-            self._shared.do(lambda socket: socket.unbind(self._endpoint))
-        if len(events) == _BATCH:
-            loop.post(lambda: self._hear(loop))
+    def _pause(self, _: int) -> None:
+        """There was no file descriptor for another connection."""
+        with self._lock:
+            if self._reopens_s == math.inf and not self._closed:
+                self._reopens_s = time.monotonic() + _REOPEN_S
+                self._socket.unbind(self._endpoint)
 
     def tick(self, now_s: float) -> None:
         """Lets newcomers in again after a pause; called in the loop."""
         if now_s >= self._reopens_s:
             self._reopens_s = math.inf
             try:
-                self._shared.do(lambda socket: socket.bind(self._endpoint))
+                with self._lock:
+                    if not self._closed:
+                        self._socket.bind(self._endpoint)
             except zmq.ZMQError:  # there is still no descriptor for that
                 self._reopens_s = now_s + _REOPEN_S
 
     def close(self) -> None:
         """Closes everything; replies that have not left are lost."""
-        self._monitor.close()
-        self._shared.close()
+        self.shut()
         self._gatekeeper.close()
         self._context.term()
 
@@ -364,7 +335,7 @@ def is_folder(host: str) -> bool:
     return host.startswith("/")
 
 
-class ClientSocket:
+class ClientSocket(SharedSocket):
     """A DEALER with the job's client key, for one network connection; made and closed by the loop's thread.
 
     As long as the connection has not stood, ZeroMQ goes on trying; once it has broken, the socket is of no more use:
@@ -381,7 +352,6 @@ class ClientSocket:
         wake: Action,
     ) -> None:
         socket = context.socket(zmq.DEALER)
-        _tune(socket, max_message_bytes, link_timeout_s)
         socket.rcvhwm = 0
         socket.ipv6 = "[" in address
         socket.connect_timeout = 2_000  # a lost first packet would otherwise be repeated at growing intervals
@@ -394,42 +364,33 @@ class ClientSocket:
             socket.curve_serverkey = keys.server_public.encode()
             socket.curve_publickey = keys.client_public.encode()
             socket.curve_secretkey = keys.client_secret.encode()
-        self._monitor = Monitor(socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED)
-        self._shared = SharedSocket(socket, wake)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
+        super().__init__(socket, events, max_message_bytes, link_timeout_s, wake)
         self._stood = False
-        self.send = self._shared.send
-        self.receive = self._shared.receive
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
-            self._close(0)
+            self.shut()
             raise RunError(f"there can be no peer at {address}: {error}") from error
 
     def watch(self, loop: Loop, receive: Action, news: Callable[[LinkNews], None]) -> None:
         """Lets the loop wait for messages and for news; called in the loop."""
-        _watch(loop, self._monitor.file, lambda: self._tell(news))
-        _watch(loop, self._shared.file, receive)
 
-    def _tell(self, news: Callable[[LinkNews], None]) -> None:
-        found = set()
-        for event in self._monitor.events():
+        def hear(event: int) -> None:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stood = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                found.add(LinkNews.REFUSED)
+                news(LinkNews.REFUSED)
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                found.add(LinkNews.USELESS)
+                news(LinkNews.USELESS)
             elif event == zmq.EVENT_DISCONNECTED and self._stood:
-                found.add(LinkNews.BROKEN)
-        for item in found:  # last, because the listener may close this socket
-            news(item)
+                news(LinkNews.BROKEN)
+
+        self.watch_events(loop, hear)
+        self.watch_messages(loop, receive)
 
     def close(self, loop: Loop, linger_ms: int = 0) -> None:
         """Closes it, called in the loop; what was sent may go on leaving for so long."""
-        loop.unwatch(self._monitor.file)
-        loop.unwatch(self._shared.file)
-        self._close(linger_ms)
-
-    def _close(self, linger_ms: int) -> None:
-        self._monitor.close()
-        self._shared.close(linger_ms)
+        loop.unwatch(int(self._monitor.fd))
+        loop.unwatch(int(self._socket.fd))
+        self.shut(linger_ms)

@@ -45,11 +45,7 @@ class Misfit(ValueError):
 
 
 def spec_of(tensor: Tensor) -> Spec:
-    """What the header says of a tensor.
-
-    Raises:
-        RunError: a type that cannot cross, or too many dimensions.
-    """
+    """What the header says of a tensor; raises `RunError` for a type or so many dimensions that cannot cross."""
     code = _CODES.get(tensor.dtype)
     if code is None or tensor.dim() > MAX_DIMS:
         raise RunError(f"a tensor of {tensor.dtype} with {tensor.dim()} dimensions cannot cross the wire")
@@ -151,11 +147,7 @@ def bundle(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unbundle(row: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that `bundle` made the bytes of; they may share its memory.
-
-    Raises:
-        DataError: it made none of these.
-    """
+    """The tensors that `bundle` made the bytes of, whose memory they may share; raises `DataError` if it did not."""
     data = row.numpy().data
     end = _LENGTH + int.from_bytes(data[:_LENGTH], "big")
     try:

@@ -19,9 +19,9 @@ from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Choices, choose_all
 from shadowsync.config import Config, load, parse
 from shadowsync.data.batch import Batch
+from shadowsync.data.files import FileRows, large_columns
 from shadowsync.data.parquet import Columns, OpenParquet, Parquet
 from shadowsync.data.reader import batches
-from shadowsync.data.rows import FileRows, large_columns
 from shadowsync.data.source import OpenSource, Schema, Source
 from shadowsync.data.writer import is_csv, write_parquet, writing_table
 from shadowsync.embedding.catalog import widths

@@ -26,8 +26,8 @@ from shadowsync.cluster.context import Material, Own, RolePlace, no_failures
 from shadowsync.cluster.manager import cpus_needed, resources_needed
 from shadowsync.cluster.session import Session
 from shadowsync.config import Config, load, merge, parse, read_given, with_written
+from shadowsync.data.files import large_columns, largest_column
 from shadowsync.data.leases import Position
-from shadowsync.data.rows import large_columns, largest_column
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, SaveError, ShadowSyncError

@@ -16,9 +16,8 @@ from polars.exceptions import PanicException
 from shadowsync.data import criteo
 from shadowsync.data.batch import Batch
 from shadowsync.data.criteo import Criteo
-from shadowsync.data.files import File
+from shadowsync.data.files import File, large_columns, largest_column
 from shadowsync.data.parquet import Columns, OpenParquet, Parquet
-from shadowsync.data.rows import large_columns, largest_column
 from shadowsync.data.synthetic import Synthetic
 from shadowsync.errors import DataError
 

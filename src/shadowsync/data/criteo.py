@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.files import PANIC, File, open_lines
+from shadowsync.data.files import PANIC, File, FileOptions, FileRows, Problem, open_lines
 from shadowsync.data.hashing import mix, to_rows
-from shadowsync.data.rows import FileOptions, FileRows, Problem
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice, Source
 from shadowsync.errors import ConfigError, DataError
 

@@ -20,9 +20,8 @@ import polars as pl
 import pyarrow.parquet
 
 from shadowsync.data.batch import Batch
-from shadowsync.data.files import PANIC, File, reading
-from shadowsync.data.frame import TableOptions, batch_of, problems, type_of
-from shadowsync.data.rows import FileOptions, FileRows
+from shadowsync.data.files import PANIC, File, FileOptions, FileRows, reading
+from shadowsync.data.frame import TableOptions, batch_of, type_of
 from shadowsync.data.source import PART, OpenSource, Slice, Source, digest
 from shadowsync.errors import DataError, SaveError
 
@@ -59,10 +58,9 @@ class OpenParquet(FileRows):
     def __init__(self, options: Parquet, files: Sequence[File], on_bad_row: Literal["error", "skip"]) -> None:
         self._opened = [_Opened(file, options.names()) for file in files]
         first = self._opened[0]
-        self._layout = options.layout(first.types, first.file.path)
+        self._options, self._columns = options, options.columns(first.types, first.file.path)
         for other in self._opened[1:]:
-            layout = options.layout(other.types, other.file.path)
-            for here, there in zip(layout.columns, self._layout.columns, strict=True):
+            for here, there in zip(options.columns(other.types, other.file.path), self._columns, strict=True):
                 if here != there:  # its ids would differ
                     raise DataError(
                         f"{other.file.path}: column {here.name!r} holds {other.types[here.name]}, in {first.file.path} "
@@ -70,28 +68,28 @@ class OpenParquet(FileRows):
                     )
         self.labelled = options.label is not None
         rows = [opened.rows() for opened in self._opened]
-        super().__init__(self._layout.schema(), files, rows, on_bad_row)
+        super().__init__(options.schema(self._columns), files, rows, on_bad_row)
 
     def read(self, part: Slice) -> Batch:
         """Decodes the pages that hold the slice; rows are looked at one by one only if something is wrong."""
         self.check_unchanged(part)
         frame = self._opened[part.file].take(part.start, part.rows)
-        batch = batch_of(frame, self._layout)
-        if batch is None:
-            keep = self.reject(part, problems(frame, self._layout))
-            batch = batch_of(frame.filter(pl.Series(keep)), self._layout)
-            assert batch is not None, "problems() must find what batch_of() rejects"
+        batch, problems = batch_of(frame, self._options, self._columns)
+        if problems:
+            keep = self.reject(part, problems)
+            batch, problems = batch_of(frame.filter(pl.Series(keep)), self._options, self._columns)
+            assert not problems
         return batch
 
     def dense_bounds(self) -> Mapping[str, float]:
         """As the footers tell; nothing where logarithms are taken, or where a file holds no bounds."""
         largest: dict[str, float] = {}
-        for opened in () if self._layout.options.log_dense else self._opened:
+        for opened in () if self._options.log_dense else self._opened:
             with reading(opened.file.path):
                 metadata = pq.read_metadata(opened.path)
                 groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
                 names = enumerate(groups[0].column(number).path_in_schema for number in range(metadata.num_columns))
-                for number, name in [pair for pair in names if pair[1] in self._layout.options.dense]:
+                for number, name in [pair for pair in names if pair[1] in self._options.dense]:
                     for chunk in (group.column(number) for group in groups):
                         if chunk.is_stats_set and chunk.statistics.has_min_max:
                             bounds = abs(float(chunk.statistics.min)), abs(float(chunk.statistics.max))
@@ -107,7 +105,7 @@ class OpenParquet(FileRows):
         with reading(opened.file.path):
             metadata = pq.read_metadata(opened.path)
             spans = [(size - 8 - metadata.serialized_size, size)]
-            label = self._layout.options.label
+            label = self._options.label
             labels = [] if label is None else _spans(metadata.row_group(0), (label,))
         if labels:
             spans.append((labels[0][0], min(labels[0][1], labels[0][0] + PART)))

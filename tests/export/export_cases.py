@@ -17,9 +17,8 @@ from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.models.dcn import Dcn
 from shadowsync.models.deepfm import DeepFm
-from shadowsync.models.dien import Dien
-from shadowsync.models.din import Din
 from shadowsync.models.dlrm import Dlrm
+from shadowsync.models.interest import Dien, Din
 from shadowsync.models.model import ModelSpec, SequenceInput
 
 ROW_BYTES = 4 * 8

@@ -19,7 +19,7 @@ from shadowsync.embedding.memory import fill
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import ConfigError
 from shadowsync.metrics.quality import evaluate_scores
-from shadowsync.models.din import Din
+from shadowsync.models.interest import Din
 from shadowsync.models.model import SequenceInput
 from shadowsync.models.vectors import JaggedVectors
 

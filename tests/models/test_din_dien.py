@@ -7,8 +7,15 @@ import torch
 from torch import Tensor
 
 from shadowsync.errors import ConfigError
-from shadowsync.models.dien import Dien, InterestEvolution, Recurrence, next_behaviour_loss, with_loss
-from shadowsync.models.din import ActivationUnit, Din
+from shadowsync.models.interest import (
+    ActivationUnit,
+    Dien,
+    Din,
+    InterestEvolution,
+    Recurrence,
+    next_behaviour_loss,
+    with_loss,
+)
 from shadowsync.models.model import ModelSpec, SequenceInput
 from shadowsync.models.vectors import JaggedVectors, Pooled
 from shadowsync.registry import build

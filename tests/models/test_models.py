@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from shadowsync.errors import ConfigError
 from shadowsync.models.dcn import CrossLayer, Dcn
 from shadowsync.models.deepfm import DeepFm
-from shadowsync.models.dien import Dien
-from shadowsync.models.din import Din
 from shadowsync.models.dlrm import Dlrm
+from shadowsync.models.interest import Dien, Din
 from shadowsync.models.model import ModelSpec, SequenceInput
 from shadowsync.models.vectors import JaggedVectors, Pooled
 from shadowsync.registry import build, members

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shadowsync.models.model import ModelSpec, SequenceInput, Widths, common_dim, draw, linear, refuse_sequences, tower
-from shadowsync.models.vectors import NO_SEQUENCES, concatenate, stack
+from shadowsync.models.vectors import NO_SEQUENCES, concatenate
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ class DeepFmModule(nn.Module):
         self.deep = tower(inputs, spec.deep)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        fields = torch.cat([dense, concatenate(embeddings, self.features)], dim=1)
+        flat = concatenate(embeddings, self.features)
+        fields = torch.cat([dense, flat], dim=1)
         logits: Tensor = (self.first_order(fields) + self.deep(fields)).squeeze(1)
         # all pairs: `Σ_{i<j} ⟨v_i, v_j⟩ = ½ (‖Σ v_i‖² − Σ ‖v_i‖²)` over the fields
-        vectors = stack(embeddings, self.features)
+        vectors = flat.view(flat.shape[0], len(self.features), -1)
         total, squares = vectors.sum(dim=1), vectors.square().sum(dim=(1, 2))
         if self.dense_vectors is not None:
             total = total + self.dense_vectors(dense)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from shadowsync.errors import ConfigError
 from shadowsync.models.vectors import NO_SEQUENCES
-from shadowsync.registry import nearest
 
 Widths = tuple[Annotated[int, Field(gt=0, le=65_536)], ...]
 """Hidden widths of a tower of layers; more and larger ones cost time and memory and fit more."""
@@ -47,25 +46,18 @@ class ModelSpec(ABC):
     def build(
         self, dense_columns: int, dims: Mapping[str, int], sequences: Mapping[str, SequenceInput] = NO_SEQUENCES
     ) -> nn.Module:
-        """A freshly initialised module; its values depend on torch's random state only.
+        """A freshly initialised module for `N` dense columns, which may be none; depends on torch's random state only.
 
         It is called once more before, with torch's meta device as the default, to know how large the module gets.
-
-        Args:
-            dense_columns: `N`, may be 0.
-            dims: the width of each pooled feature's vector, in the order of the configuration.
-            sequences: the features that are not pooled, in that order.
-
-        Raises:
-            ConfigError: the model cannot work on these columns.
+        `dims` are the widths of the pooled features' vectors, in the order of the configuration; `sequences` are the
+        features that are not pooled. Raises `ConfigError` if the model cannot work on these columns.
         """
 
     def wanted_sequences(self, histories: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
         """The features that are to come as sequences, although the configuration does not say so of them.
 
-        Args:
-            histories: the features with several ids per sample, each with the features with one id per sample that
-                share its table; empty where the configuration says of any feature that it is a sequence.
+        `histories` are those with several ids per sample, each with the features with one id per sample that share its
+        table; it is empty where the configuration says of any feature that it is a sequence.
         """
         del histories
         return ()
@@ -81,11 +73,7 @@ def refuse_sequences(model: str, sequences: Mapping[str, SequenceInput]) -> None
 
 
 def common_dim(model: str, dims: Mapping[str, int]) -> int:
-    """The one width that all features have.
-
-    Raises:
-        ConfigError: there is no feature, or two features differ.
-    """
+    """The one width that all features have; raises `ConfigError` if two differ, or there is none."""
     if not dims:
         raise ConfigError(f"model.name={model} needs at least one categorical feature; the data has none")
     first, width = next(iter(dims.items()))
@@ -96,58 +84,6 @@ def common_dim(model: str, dims: Mapping[str, int]) -> int:
                 f"{other}: give their tables the same dim, or set model.name=dcn, which takes mixed widths"
             )
     return width
-
-
-def find_targets(
-    model: str, chosen: Mapping[str, str], dims: Mapping[str, int], sequences: Mapping[str, SequenceInput]
-) -> dict[str, str]:
-    """The target of each sequence, in the order of the sequences.
-
-    Args:
-        model: the model's name, for messages.
-        chosen: targets by sequence, as configured; any other sequence takes the one feature with one id per sample
-            that shares its table.
-        dims: the width of each pooled feature's vector.
-        sequences: all of them.
-
-    Raises:
-        ConfigError: there is no sequence; a name is unknown; a sequence has no such feature, or several; or target
-            and sequence differ in width.
-    """
-    if not sequences:
-        pooled = f" (model.targets names {', '.join(chosen)}, which embedding.pooling pools)" if chosen else ""
-        raise ConfigError(
-            f"model.name={model} attends over a behaviour sequence, and no feature has pooling=none: let a feature "
-            "with several ids per sample share the table of the feature that it is attended with, or name both: "
-            f"model.targets={{recent_items: item}}{pooled}"
-        )
-    for feature in chosen:
-        if feature not in sequences:
-            raise ConfigError(
-                f"model.targets: feature {feature} is no sequence{nearest(feature, sequences)}; sequences, with "
-                f"pooling=none, are {', '.join(sequences)}"
-            )
-    found = {}
-    for name, sequence in sequences.items():
-        if name not in chosen and len(sequence.partners) != 1:
-            several = f"several features with one id per sample share its table: {', '.join(sequence.partners)}"
-            none = "no feature with one id per sample shares its table"
-            raise ConfigError(
-                f"sequence {name}: {several if sequence.partners else none}; name the one it is attended with: "
-                f"model.targets={{{name}: {(*sequence.partners, 'FEATURE')[0]}}}"
-            )
-        target = found[name] = chosen.get(name) or sequence.partners[0]
-        if target not in dims:
-            raise ConfigError(
-                f"model.targets: {name} is attended with {target}, which is no pooled feature{nearest(target, dims)}; "
-                f"there are {', '.join(dims) or 'none'}"
-            )
-        if dims[target] != sequence.dim:
-            raise ConfigError(
-                f"model.targets: vectors of {name} have {sequence.dim} columns and those of its target {target} "
-                f"{dims[target]}: let them share a table, or give their tables the same dim"
-            )
-    return found
 
 
 def draw(weights: Tensor, std: float) -> None:

@@ -37,7 +37,6 @@ class JaggedVectors:
 
     @property
     def samples(self) -> int:
-        """`B`."""
         return self.offsets.shape[0] - 1
 
     def lengths(self) -> Tensor:
@@ -51,19 +50,14 @@ class JaggedVectors:
         return torch.searchsorted(self.offsets[1:].contiguous(), positions, right=True)
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        """The sum of each sample's vectors, `[B, D]`; zeros for an empty sequence.
-
-        Args:
-            weights: one for each vector, `[L]`; None for ones.
-        """
+        """The sum of each sample's vectors, each times its weight `[L]`, `[B, D]`; zeros for an empty sequence."""
         vectors = self.values if weights is None else weights[:, None] * self.values
         return vectors.new_zeros(self.samples, vectors.shape[1]).index_add(0, self.owners, vectors)
 
     def padded(self, steps: int | None = None) -> tuple[Tensor, Tensor]:
         """All sequences with zeros behind them, `[B, T, D]`, and where they are not padded, bool `[B, T]`.
 
-        Args:
-            steps: `T`; of a longer sequence the last `T` vectors are kept. None: as long as the longest.
+        `steps` is `T`; of a longer sequence the last `T` vectors are kept. None: as long as the longest.
         """
         lengths = self.lengths()
         steps = steps if steps is not None else int(lengths.max()) if len(lengths) else 0
@@ -76,7 +70,6 @@ class JaggedVectors:
         return whole[:, :steps], torch.arange(steps, device=lengths.device) < lengths[:, None]
 
     def to(self, device: torch.device) -> "JaggedVectors":
-        """The same on a device."""
         return JaggedVectors(self.feature, self.values.to(device), self.offsets.to(device))
 
     def leaf(self) -> "JaggedVectors":
@@ -160,18 +153,8 @@ def concatenate(embeddings: Mapping[str, Tensor], features: Sequence[str]) -> Te
     return torch.cat([embeddings[feature] for feature in features], dim=1)
 
 
-def stack(embeddings: Mapping[str, Tensor], features: Sequence[str]) -> Tensor:
-    """The vectors of `features`, all of width `D`, as `[B, F, D]`; a view of a `Pooled` in the same order."""
-    flat = concatenate(embeddings, features)
-    return flat.reshape(flat.shape[0], len(features), flat.shape[1] // len(features))
-
-
 def sequence_of(embeddings: Mapping[str, Any], feature: str) -> JaggedVectors:
-    """The sequences of a feature among what a model is called with.
-
-    Raises:
-        ConfigError: the feature is pooled.
-    """
+    """The sequences of a feature among what a model is called with; raises `ConfigError` if the feature is pooled."""
     found = embeddings[feature]
     if not isinstance(found, JaggedVectors):
         raise ConfigError(f"feature {feature} is pooled to one vector: set embedding.pooling={{{feature}: none}}")

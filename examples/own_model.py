@@ -28,7 +28,7 @@ class GatedTower(nn.Module):
 
 
 config = {
-    "data": {"name": "synthetic", "rows": 120_000, "test_rows": 20_000, "features": 6, "table_rows": 2_000},
+    "data": {"name": "synthetic", "rows": 60_000, "test_rows": 20_000, "features": 6, "table_rows": 2_000},
     "train": {"trainers": 2, "workers": 2, "batch_size": 256},
 }
 tables = [Table(name, rows=2_000, dim=dim, features=(name,)) for name, dim in zip(FEATURES, DIMS, strict=True)]

@@ -14,10 +14,10 @@ from typing import Any
 import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
-from shadowsync.metrics.frame import Frame
 
 from shadowsync import Job, ShadowSyncError
 from shadowsync.config import load
+from shadowsync.metrics.history import Frame
 
 SPACE = {
     "sync.alpha": tune.uniform(0.05, 0.9),

@@ -14,6 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from shadowsync.cli import main
+from shadowsync.job import train_from_command_line
 
 ROWS = 50
 
@@ -33,11 +34,7 @@ class CommandLine:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self._monkeypatch, self._capsys = folder, monkeypatch, capsys
         monkeypatch.chdir(folder)
-        write_parquet(folder / "train.parquet", 60, 0)
-        write_parquet(folder / "test.parquet", 30, 1)
-        write_criteo(folder / "log.tsv.gz", 20)
-        OmegaConf.save(OmegaConf.create(parquet_settings()), folder / "run.yaml")
-        OmegaConf.save(OmegaConf.create(criteo_settings()), folder / "criteo.yaml")
+        write_data(folder)
 
     def __call__(self, *arguments: str) -> Said:
         self._monkeypatch.setattr(sys, "argv", ["shadowsync", *arguments])
@@ -47,6 +44,24 @@ class CommandLine:
             main()
         written = self._capsys.readouterr()
         return Said(int(ended.value.code or 0), written.out, written.err)
+
+
+def write_data(folder: Path) -> None:
+    write_parquet(folder / "train.parquet", 60, 0)
+    write_parquet(folder / "test.parquet", 30, 1)
+    (folder / "log.tsv.gz").write_bytes(gzip.compress("\n".join(map(criteo_line, range(20))).encode() + b"\n"))
+    OmegaConf.save(OmegaConf.create(parquet_settings()), folder / "run.yaml")
+    OmegaConf.save(OmegaConf.create(criteo_settings()), folder / "criteo.yaml")
+
+
+def trained_once(folder: Path, *settings: str) -> Path:
+    """The folder of a run on that data, for tests that share it by copies."""
+    write_data(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("shadowsync.job.cores", lambda: 2)
+        train_from_command_line(Path("run.yaml"), settings, Path("out"), None)
+    return folder / "out"
 
 
 def columns(rows: int, seed: int = 0) -> pl.DataFrame:
@@ -64,10 +79,6 @@ def write_parquet(path: Path, rows: int, seed: int = 0) -> None:
 def criteo_line(row: int) -> str:
     """A good line of the Criteo log."""
     return "\t".join([str(row % 2), *(str(k + row) for k in range(13)), *(f"{k * row:08x}" for k in range(26))])
-
-
-def write_criteo(path: Path, rows: int) -> None:
-    path.write_bytes(gzip.compress("\n".join(criteo_line(row) for row in range(rows)).encode() + b"\n"))
 
 
 def small() -> dict[str, Any]:

@@ -17,13 +17,6 @@ from shadowsync.checkpoint.files import LocalFiles
 from shadowsync.config import load
 
 
-@pytest.fixture
-def trained(shadowsync: CommandLine) -> CommandLine:
-    """A run in `out`."""
-    assert shadowsync(*train()).status == 0
-    return shadowsync
-
-
 def test_results_of_a_run_are_not_overwritten(trained: CommandLine) -> None:
     before = digest(trained.folder / "out")
     assert_sentence(trained(*train()), 2, ["out holds a run already", "--resume out", "--out"])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine, assert_sentence, train
+from command_line import CommandLine, assert_sentence, train, trained_once
 
 from shadowsync.planning import plan_recovery
 from shadowsync.recovery.priority import RowPriority
@@ -26,12 +26,11 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {first: rest for first, *rest in lines}
 
 
-@pytest.fixture
-def trained(shadowsync: CommandLine) -> CommandLine:
-    """A run in `out` whose three tables of 50 rows of width 4 are saved by priority."""
-    said = shadowsync(*train("recovery.mode=partial", "recovery.priority=mfu", "recovery.min_rows=50"))
-    assert (said.status, said.err) == (0, "")
-    return shadowsync
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its three tables of 50 rows of width 4 are saved by priority."""
+    settings = ("recovery.mode=partial", "recovery.priority=mfu", "recovery.min_rows=50")
+    return trained_once(tmp_path_factory.mktemp("run"), *settings)
 
 
 def set_measured(folder: Path, recovery: dict[str, Any] | None) -> float:

@@ -1,6 +1,7 @@
 """The search with Ray Tune runs as it is, on data made by the source."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,11 @@ def test_two_trials_are_jobs_that_report_and_are_compared_on_the_test_rows(tmp_p
     assert all(read_frames(job)[-1].samples == 3000 for job in jobs)
 
 
-def test_an_override_that_is_wrong_ends_the_search_at_once(tmp_path: Path) -> None:
-    done = run(tmp_path, "--trials", "1", "train.lrr=3")
-    assert done.returncode == 2
-    assert "tune.py: error: train.lrr: there is no such key, did you mean lr?" in done.stderr
+def test_an_override_that_is_wrong_ends_the_search_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(TUNE), "--trials", "1", "train.lrr=3"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TUNE), run_name="__main__")
+    assert ended.value.code == 2
+    assert "tune.py: error: train.lrr: there is no such key, did you mean lr?" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def gradient_settings(path: Path, method: str, **sections: Any) -> dict[str, Any
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("global_batch", [None, 2, 32], ids=lambda size: f"G{size}")
 def test_every_row_is_trained_once(tmp_path: Path, method: str, global_batch: int | None) -> None:
-    data = write_rows(tmp_path / "rows.parquet", 101)
+    data = write_rows(tmp_path / "rows.parquet", 49)
     config = gradient_settings(
         data,
         method,
@@ -60,8 +60,8 @@ def test_every_row_is_trained_once(tmp_path: Path, method: str, global_batch: in
         },
     )
     result, rows = train_counted(config, tmp_path / "out")
-    assert rows == dict.fromkeys(range(101), 2)
-    assert result.data.trained_samples == 202
+    assert rows == dict.fromkeys(range(49), 2)
+    assert result.data.trained_samples == 98
     assert result.sync is None
     assert result.aggregation is not None
     assert result.aggregation.global_steps > 0
@@ -224,7 +224,7 @@ def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("iteration", [1, 5])
 def test_a_trainer_that_dies_holds_nobody_up(tmp_path: Path, method: str, iteration: int) -> None:
-    data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
+    data, out = write_rows(tmp_path / "rows.parquet", 61), tmp_path / "out"
 
     dead: list[int] = []
 
@@ -237,8 +237,8 @@ def test_a_trainer_that_dies_holds_nobody_up(tmp_path: Path, method: str, iterat
         data, method, train={"trainers": 3, "workers": 2}, data={"epochs": 2}, aggregation={"global_batch": 12}
     )
     result, rows = train_counted(config, out, failures=script)
-    assert result.data.trained_samples == 202
-    assert rows == dict.fromkeys(range(101), 2)
+    assert result.data.trained_samples == 122
+    assert rows == dict.fromkeys(range(61), 2)
     assert result.recovery is not None
     assert result.recovery.failures == 1
 
@@ -247,7 +247,7 @@ def test_a_trainer_that_dies_holds_nobody_up(tmp_path: Path, method: str, iterat
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_trainer_with_pulls_ahead_may_die_too(tmp_path: Path, method: str, workers: int) -> None:
     """What it has begun and does not compute must not hold up the round that its own pulls wait for."""
-    data = write_rows(tmp_path / "rows.parquet", 101)
+    data = write_rows(tmp_path / "rows.parquet", 61)
 
     def script(rank: int, step: int) -> None:
         if rank == 0 and step == 2:
@@ -257,8 +257,8 @@ def test_a_trainer_with_pulls_ahead_may_die_too(tmp_path: Path, method: str, wor
         data, method, train={"trainers": 2, "workers": workers, "prefetch": 3}, aggregation={"global_batch": 4}
     )
     result, rows = train_counted(config, tmp_path / "out", failures=script)
-    assert rows == dict.fromkeys(range(101), 1)
-    assert result.data.trained_samples == 101
+    assert rows == dict.fromkeys(range(61), 1)
+    assert result.data.trained_samples == 61
 
 
 @pytest.mark.parametrize("method", ["sync", "hop_bw"])

@@ -66,8 +66,8 @@ def average(job: Job, rank: int, deaf_round: int, out: TextIO) -> None:
     def make_ring(seat: Seat) -> Ring:
         return Going(seat, deaf_round, out)
 
-    with closing(WireClient(job.keys)) as courier:
-        connection, options = courier.connect(job.address), AveragingOptions(check_s=0.05)
+    with closing(WireClient(job.keys)) as connector:
+        connection, options = connector.connect(job.address), AveragingOptions(check_s=0.05)
         end = RemoteAveraging(rank, connection, make_ring, Plain(), WireCounter(), options)
         for number in range(job.rounds):
             mean = end.mean(torch.full((SIZE,), float(10 * number + rank)))

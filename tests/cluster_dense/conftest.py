@@ -30,8 +30,8 @@ def over_the_wire(stack: ExitStack) -> Connect:
         server = WireServer(service, keys, ServerOptions(threads=6))
         server.start()
         stack.callback(server.close)
-        courier = stack.enter_context(closing(WireClient(keys)))
-        return [courier.connect(server.address) for _ in range(clients)]
+        connector = stack.enter_context(closing(WireClient(keys)))
+        return [connector.connect(server.address) for _ in range(clients)]
 
     return connect
 

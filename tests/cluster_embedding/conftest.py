@@ -42,13 +42,13 @@ def wire(keys: JobKeys, stack: ExitStack) -> "Wire":
 
 
 class Wire:
-    """Servers and one courier on this machine."""
+    """Servers and one connector on this machine."""
 
     def __init__(self, keys: JobKeys, stack: ExitStack) -> None:
         from shadowsync.rpc.client import ClientOptions, WireClient  # noqa: PLC0415 (needs ZeroMQ)
 
         self._keys, self._stack = keys, stack
-        self._courier = stack.enter_context(closing(WireClient(keys, ClientOptions(timeout_s=120))))
+        self._connector = stack.enter_context(closing(WireClient(keys, ClientOptions(timeout_s=120))))
 
     def serve(self, service):
         from shadowsync.rpc.server import WireServer  # noqa: PLC0415 (needs ZeroMQ)
@@ -59,4 +59,4 @@ class Wire:
         return server
 
     def connect(self, address):
-        return self._stack.enter_context(closing(self._courier.connect(address)))
+        return self._stack.enter_context(closing(self._connector.connect(address)))

@@ -92,7 +92,7 @@ class Line:
 
 
 class Lines:
-    """A courier of such connections."""
+    """A connector of such connections."""
 
     def connect(self, address: str) -> Line:
         return Line(address)
@@ -279,8 +279,8 @@ def test_the_watch_finds_the_dead_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
 def test_calls_to_who_is_given_up_fail_at_once() -> None:
     """Over the real wire: what waits for an answer, and what is asked later."""
     runtime, woken = Wired(JobKeys.make()), threading.Event()
-    with closing(runtime), closing(WireClient(runtime.keys)) as courier:
-        launched = Supervisor(runtime, courier, LOST_AFTER_S, EventLog(), woken.set)
+    with closing(runtime), closing(WireClient(runtime.keys)) as connector:
+        launched = Supervisor(runtime, connector, LOST_AFTER_S, EventLog(), woken.set)
         with closing(launched):
             member = launched.launch(LaunchRequest("reader-0"))
             runtime.processes[0].kill()  # nobody serves now

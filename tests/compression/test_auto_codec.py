@@ -207,7 +207,7 @@ def codec_of(*overrides, kind="push"):
     return choose_all(load(None, [f"compression.{kind}=auto", *overrides]), own_model=False).codecs[kind]
 
 
-def test_the_ladder_is_what_the_options_say():
+def test_the_levels_are_what_the_options_say():
     assert [codec.name for codec in codec_of().levels] == list(NAMES)
     given = {"weakest": "bf16", "strongest": "threshold", "keep": 0.1}
     some = codec_of(*(f"compression.push.{key}={value}" for key, value in given.items()))
@@ -229,7 +229,7 @@ def test_the_ladder_is_what_the_options_say():
         ({"stay_s": -1}, "greater than or equal to 0"),
     ],
 )
-def test_what_makes_no_ladder_is_an_error(options, said):
+def test_levels_that_make_no_sense_are_an_error(options, said):
     with pytest.raises(ConfigError, match=said):
         codec_of(*(f"compression.push.{key}={value}" for key, value in options.items()))
 

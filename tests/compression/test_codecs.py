@@ -8,7 +8,9 @@ from codec_cases import CODECS, MEMBERS, numbers, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowsync.compression.int4 import Int4
 from shadowsync.compression.int8 import Int8
+from shadowsync.compression.threshold import Threshold
 
 EACH = pytest.mark.parametrize("codec", [pytest.param(codec, id=name) for name, codec in CODECS.items()])
 SHAPES = [(), (0,), (1,), (7,), (300,), (1000,), (3, 0), (0, 4), (2, 3, 5), (60, 9), (31, 16), (5, 512), (300, 1)]
@@ -129,6 +131,13 @@ def test_a_message_that_was_given_up_is_encoded_again(codec):
     state = codec.encode(numbers((40, 16)), codec.encode(numbers((40, 16), 1)).state).state
     first = [frame.tolist() for frame in codec.encode(numbers((40, 16), 2), state).frames]
     assert [frame.tolist() for frame in codec.encode(numbers((40, 16), 2), state).frames] == first
+
+
+@pytest.mark.parametrize("codec", [Int8(), Int4(), Threshold(scope="group")], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("groups", [(3, 3), (4, 0), (5, -1), (3, 2)])
+def test_groups_are_the_columns(codec, groups):
+    with pytest.raises(ValueError, match="groups"):
+        codec.encode(numbers((100, 4)), None, groups)
 
 
 @EACH

@@ -104,7 +104,7 @@ def test_the_wire_tells_of_data_that_cannot_be_read(received):
 
 
 @pytest.mark.parametrize("name", ["threshold", "auto", "int2", "PLAIN", "\0", "x" * 1_000_000])
-def test_a_codec_that_is_not_on_the_ladder_is_one_short_error(name):
+def test_a_codec_that_is_not_among_the_levels_is_one_short_error(name):
     tensor = numbers((4, 16))
     coded, frames = pack_coded([Auto().level("int8").encode(tensor)], name)
     with pytest.raises(

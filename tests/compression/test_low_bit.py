@@ -113,12 +113,6 @@ def test_each_feature_has_a_scale_and_the_other_side_need_not_know(kind, groups)
 
 
 @KINDS
-def test_groups_are_the_columns(kind):
-    with pytest.raises(ValueError, match="groups"):
-        kind().encode(numbers((10, 32)), None, (16, 17))
-
-
-@KINDS
 @pytest.mark.parametrize("count", [0, 1, 39, 80, 50 * 416 // 4, 50 * 416])
 def test_scales_of_no_cut_of_a_row_are_refused(kind, count):
     packed, _ = kind().encode(numbers((40, 416))).frames

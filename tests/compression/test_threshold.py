@@ -249,12 +249,6 @@ def test_many_columns_and_rows_are_compared_piece_by_piece():
     assert torch.equal(arrived, tensor.where(tensor.abs() >= levels, 0.0))
 
 
-@pytest.mark.parametrize("groups", [(3, 3), (4, 0), (5, -1)])
-def test_groups_are_the_columns(groups):
-    with pytest.raises(ValueError, match="groups"):
-        Threshold(scope="group").encode(numbers((100, 4)), None, groups)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("options", [{}, {"keep": 1}, {"feedback": False}, {"values": "int4"}], ids=str)
 @pytest.mark.parametrize("shape", [(20, 50), (3,)])

@@ -88,10 +88,10 @@ def connection(request: pytest.FixtureRequest, shop: Shop) -> Iterator[Connectio
         yield DirectConnection(Served(shop))
         return
     keys = JobKeys.make()
-    server, courier = WireServer(Served(shop), keys), WireClient(keys)
+    server, connector = WireServer(Served(shop), keys), WireClient(keys)
     server.start()
-    yield courier.connect(server.address)
-    courier.close()
+    yield connector.connect(server.address)
+    connector.close()
     server.close()
 
 
@@ -116,22 +116,17 @@ def test_the_service_says_who_asks(connection: Connection) -> None:
     assert (first[1], second[1]) == (4, 5)
 
 
-def test_a_result_that_comes_later_holds_nobody_up(connection: Connection, shop: Shop) -> None:
+@pytest.mark.parametrize("error", [None, DataError("row 7"), ZeroDivisionError("by nothing")])
+def test_a_result_that_comes_later_holds_nobody_up(connection: Connection, shop: Shop, error: Exception | None) -> None:
     asked = later(connection, Shop.wait)
     ask(connection, Shop.nothing)
     while not shop.waiting:
         threading.Event().wait(0.001)
     assert not asked.done()
-    shop.waiting[0].keep(11)
-    assert asked.result() == 11
-
-
-@pytest.mark.parametrize("error", [DataError("row 7"), ZeroDivisionError("by nothing")])
-def test_a_result_that_does_not_come_says_why(connection: Connection, shop: Shop, error: Exception) -> None:
-    asked = later(connection, Shop.wait)
-    ask(connection, Shop.nothing)
-    while not shop.waiting:
-        threading.Event().wait(0.001)
+    if error is None:
+        shop.waiting[0].keep(11)
+        assert asked.result() == 11
+        return
     shop.waiting[0].fail(error)
     with pytest.raises(DataError if isinstance(error, DataError) else RunError, match=str(error)):
         asked.result()

@@ -32,7 +32,7 @@ def runtime() -> Iterator[Processes]:
 
 
 @pytest.fixture
-def courier(runtime: Processes) -> Iterator[WireClient]:
+def connector(runtime: Processes) -> Iterator[WireClient]:
     made = WireClient(runtime.keys)
     yield made
     made.close()
@@ -63,13 +63,13 @@ def says_what_is_loaded(_: None, __: ProcessContext) -> RoleService:
 
 
 def test_a_part_is_served_from_another_process_and_another_takes_its_place(
-    runtime: Processes, courier: WireClient
+    runtime: Processes, connector: WireClient
 ) -> None:
     process = forked(runtime, "reader-0")
     place = process.endpoint(PATIENCE_S)
     assert place.pid != os.getpid()
     assert Path(place.log).is_file()
-    connection = courier.connect(place.address)
+    connection = connector.connect(place.address)
     for spec in ("first", "second"):
         process.build(greeter, spec).result(PATIENCE_S)
         said = connection.call("greet", timeout_s=PATIENCE_S).result(PATIENCE_S).read(Said)
@@ -195,10 +195,10 @@ def test_a_module_of_the_working_directory_is_not_taken_for_pythons_own(
     runtime.close()
 
 
-def test_children_begin_with_what_takes_long_to_load(runtime: Processes, courier: WireClient) -> None:
+def test_children_begin_with_what_takes_long_to_load(runtime: Processes, connector: WireClient) -> None:
     process = forked(runtime, "reader-1")
     process.build(says_what_is_loaded, None).result(PATIENCE_S)
-    connection = courier.connect(process.endpoint(PATIENCE_S).address)
+    connection = connector.connect(process.endpoint(PATIENCE_S).address)
     assert json.loads(connection.call("greet").result(PATIENCE_S).read(Said).text) == ["torch", "zmq"]
     process.kill()
 

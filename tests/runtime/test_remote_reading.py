@@ -63,12 +63,12 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
             yield lambda service: stack.enter_context(closing(DirectConnection(service)))
             return
         keys = JobKeys.make()
-        courier = stack.enter_context(closing(WireClient(keys)))
+        connector = stack.enter_context(closing(WireClient(keys)))
 
         def over_the_wire(service: Service) -> Connection:
             server = stack.enter_context(closing(WireServer(service, keys)))
             server.start()
-            return courier.connect(server.address)
+            return connector.connect(server.address)
 
         yield over_the_wire
 

@@ -26,15 +26,15 @@ def runtime() -> Iterator[Wired]:
 
 
 @pytest.fixture
-def courier(runtime: Wired) -> Iterator[WireClient]:
+def connector(runtime: Wired) -> Iterator[WireClient]:
     made = WireClient(runtime.keys)
     yield made
     made.close()
 
 
-def test_a_part_is_served_and_another_takes_its_place(runtime: Wired, courier: WireClient) -> None:
+def test_a_part_is_served_and_another_takes_its_place(runtime: Wired, connector: WireClient) -> None:
     process = runtime.start(LaunchRequest("reader-0", "machine-1"))
-    connection = courier.connect(process.endpoint(10).address)
+    connection = connector.connect(process.endpoint(10).address)
     for spec in ("first", "second"):
         process.build(greeter, spec).result(120)
         assert connection.call("greet", timeout_s=120).result(120).read(Said).text == f"{spec} from reader-0"
@@ -45,19 +45,19 @@ def test_a_part_is_served_and_another_takes_its_place(runtime: Wired, courier: W
     assert process.ended() == "it was killed"
 
 
-def test_a_part_that_cannot_be_built_says_why_and_the_process_goes_on(runtime: Wired, courier: WireClient) -> None:
+def test_a_part_that_cannot_be_built_says_why_and_the_process_goes_on(runtime: Wired, connector: WireClient) -> None:
     process = runtime.start(LaunchRequest("trainer-3"))
     with pytest.raises(ConfigError, match="trainer-3 cannot be built from sand"):
         process.build(refuses, "sand").result(120)
     process.build(greeter, "stone").result(120)
-    connection = courier.connect(process.endpoint(10).address)
+    connection = connector.connect(process.endpoint(10).address)
     assert connection.call("greet", timeout_s=120).result(120).read(Said).text == "stone from trainer-3"
 
 
-def test_a_killed_process_answers_nobody_and_has_no_place(runtime: Wired, courier: WireClient) -> None:
+def test_a_killed_process_answers_nobody_and_has_no_place(runtime: Wired, connector: WireClient) -> None:
     process = runtime.start(LaunchRequest("dense-0"))
     process.build(greeter, "one").result(120)
-    connection = courier.connect(process.endpoint(10).address)
+    connection = connector.connect(process.endpoint(10).address)
     process.kill()
     with pytest.raises((CallTimeout, PeerLost)):
         connection.call("greet", timeout_s=0.5).result(120)

@@ -37,8 +37,8 @@ def serve(keys: JobKeys, stack: ExitStack) -> Callable[..., WireServer]:
 @pytest.fixture
 def connect(keys: JobKeys, stack: ExitStack) -> Callable[..., WireConnection]:
     def make(address: str, **options: object) -> WireConnection:
-        courier = stack.enter_context(closing(WireClient(keys, ClientOptions(**options))))  # type: ignore[arg-type]
-        return courier.connect(address)
+        connector = stack.enter_context(closing(WireClient(keys, ClientOptions(**options))))  # type: ignore[arg-type]
+        return connector.connect(address)
 
     return make
 

@@ -38,15 +38,12 @@ from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.tensors import Spec
 
 EACH = 2500
-OTHER_PROTOCOL = 16
 
 
 class Raw:
     """A bare DEALER that says what it likes; with the keys of a job, others, or none."""
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: JobKeys | None, **options: int
-    ) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: JobKeys | None) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.sndhwm = 0
@@ -55,8 +52,6 @@ class Raw:
             self.socket.curve_serverkey = keys.server_public.encode()
             self.socket.curve_publickey = keys.client_public.encode()
             self.socket.curve_secretkey = keys.client_secret.encode()
-        for name, value in options.items():
-            setattr(self.socket, name, value)
         self.socket.connect(address)
         self.session = 0
 
@@ -72,19 +67,19 @@ class Raw:
         while header_of(self.socket.recv_multipart(), FROM_SERVER) != Answers():
             pass
 
-    def deposit(self, number: int, method: str = "deposit") -> list[bytes]:
+    def deposit(self, number: int) -> list[bytes]:
         """An honest message."""
         payload = deposit(f"raw {number}", 1, torch.ones(1000))
         specs, frames = pack(payload, 1 << 20)
-        return [encode(Calls(self.session, 1, (Call(number, method, payload.meta, specs),))), *map(bytes, frames)]
+        return [encode(Calls(self.session, 1, (Call(number, "deposit", payload.meta, specs),))), *map(bytes, frames)]
 
 
 @pytest.fixture
 def raw(stack: ExitStack, keys: JobKeys) -> Callable[..., Raw]:
     context = stack.enter_context(zmq.Context())
 
-    def make(address: str, keys: JobKeys | None = keys, **options: int) -> Raw:
-        made = Raw(context, address, keys, **options)
+    def make(address: str, keys: JobKeys | None = keys) -> Raw:
+        made = Raw(context, address, keys)
         stack.callback(made.socket.close, 0)
         return made
 
@@ -284,8 +279,8 @@ def test_a_frame_that_is_too_long_ends_its_connection_before_it_is_read(
 
 def test_a_client_learns_that_its_keys_are_refused(keys: JobKeys, serve: Callable[..., WireServer]) -> None:
     server = serve(Bank())
-    with closing(WireClient(wrong_client(keys))) as courier:
-        call = courier.connect(server.address).call("echo")
+    with closing(WireClient(wrong_client(keys))) as connector:
+        call = connector.connect(server.address).call("echo")
         with pytest.raises(PeerLost, match="does not accept the keys of this job"):
             call.result(PATIENCE_S)
 

@@ -45,13 +45,13 @@ def test_nobody_waits_to_take_leave_of_a_peer_that_is_gone(
     way = link(serve(Bank()))
     if not welcomed:
         way.cut()
-    courier = WireClient(keys)
-    connection = courier.connect(way.address)
+    connector = WireClient(keys)
+    connection = connector.connect(way.address)
     if welcomed:
         settled(connection)
         way.cut()
         until(lambda: not connection._ready, "the news of it")
-    closing = threading.Thread(target=courier.close)
+    closing = threading.Thread(target=connector.close)
     closing.start()
     closing.join(PATIENCE_S / 2)
     assert not closing.is_alive()

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from wire_cases import PATIENCE_S, Bank, Panic, deposit
 
 from shadowsync import errors
 from shadowsync.errors import MissingExtra, NonFiniteLoss, RunError, SaveError, ShadowSyncError
+from shadowsync.rpc.client import WireConnection
 from shadowsync.rpc.connection import DirectConnection, JobKeys
 from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
 from shadowsync.rpc.messages import MAX_TENSORS, META_BYTES, pack
@@ -20,6 +22,8 @@ from shadowsync.rpc.service import EMPTY, Payload
 from shadowsync.rpc.sockets import Loop
 from shadowsync.rpc.tensors import DTYPES, Misfit, Spec, bytes_of, spec_of, tensor_of
 
+Serve = Callable[..., WireServer]
+Connect = Callable[..., WireConnection]
 KINDS = [PeerLost, CallTimeout, NonFiniteLoss, SaveError, errors.DataError, errors.ConfigError, ShadowSyncError]
 
 
@@ -94,32 +98,30 @@ def test_what_cannot_cross_is_refused_by_its_sender(meta: bytes, tensors: list[t
         pack(Payload(meta, tuple(tensors)), 1000)
 
 
-def test_an_address_that_is_taken_is_refused_in_a_sentence(keys: JobKeys, serve: object) -> None:
-    server = serve(Bank())  # type: ignore[operator]
+def test_an_address_that_is_taken_is_refused_in_a_sentence(serve: Serve) -> None:
+    server = serve(Bank())
     port = server.address.rpartition(":")[2]
     with pytest.raises(RunError, match=f"nothing can be served at 127.0.0.1:{port}: Address already in use"):
-        serve(Bank(), port=int(port))  # type: ignore[operator]
+        serve(Bank(), port=int(port))
 
 
-def test_an_address_that_is_none_fails_its_calls(connect: object) -> None:
-    connection = connect("nowhere")  # type: ignore[operator]
+def test_an_address_that_is_none_fails_its_calls(connect: Connect) -> None:
+    connection = connect("nowhere")
     with pytest.raises(PeerLost, match="there can be no peer at nowhere"):
         connection.call("echo").result(PATIENCE_S)
 
 
-def test_a_server_frees_its_clients_when_it_is_closed(keys: JobKeys, connect: object) -> None:
-    bank = Bank()
-    server = WireServer(bank, keys)
-    server.start()
-    connection = connect(server.address)  # type: ignore[operator]
+def test_a_server_frees_its_clients_when_it_is_closed(serve: Serve, connect: Connect) -> None:
+    server = serve(bank := Bank())
+    connection = connect(server.address)
     connection.call("deposit", deposit("a", 1)).result(PATIENCE_S)
     server.close()
     server.close()
     assert bank.gone == [connection.client]
 
 
-def test_a_reply_that_cannot_cross_is_an_error_of_its_call(serve: object, connect: object) -> None:
-    connection = connect(serve(Bank()).address)  # type: ignore[operator]
+def test_a_reply_that_cannot_cross_is_an_error_of_its_call(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve(Bank()).address)
     with pytest.raises(RunError, match="complex64 with 1 dimensions cannot cross the wire"):
         connection.call("unspeakable").result(PATIENCE_S)
     connection.call("deposit", deposit("a", 1)).result(PATIENCE_S)

@@ -84,14 +84,14 @@ class Supervisor:
 
     Args:
         runtime: starts processes.
-        courier: the driver's.
+        connector: the driver's.
         lost_after_s: silence after which a member is given up.
         events: hears of what happens to them.
         wake: called when somebody died.
     """
 
     runtime: Runtime
-    courier: Connector
+    connector: Connector
     lost_after_s: float
     events: EventLog
     wake: Callable[[], None]
@@ -121,7 +121,7 @@ class Supervisor:
             raise
         before = self.members.get(request.role)
         incarnation = 0 if before is None else before.incarnation + 1
-        member = Member(request, incarnation, process, endpoint, self.courier.connect(endpoint.address))
+        member = Member(request, incarnation, process, endpoint, self.connector.connect(endpoint.address))
         with self._lock:
             if self._closed.is_set():
                 process.kill()

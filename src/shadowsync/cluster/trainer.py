@@ -159,7 +159,7 @@ class TrainerPart(Imaged):
         """The connection to a role, the same one each time."""
         known = self._connections.get((kind, index))
         if known is None:
-            known = self._connections[kind, index] = self._process.courier.connect(address)
+            known = self._connections[kind, index] = self._process.connector.connect(address)
         return known
 
     def _measured(self, kind: str, index: int, address: str) -> Connection:

@@ -54,8 +54,8 @@ class RoleHost:
 
     def __init__(self, role: str, keys: JobKeys, host: str, threads: int = 4, forget_s: float = 120.0) -> None:
         self._switch = Switch()
-        courier = WireClient(keys, ClientOptions(timeout_s=CALL_S))
-        self._context = ProcessContext(role, courier, LOOPBACK if is_folder(host) else host)
+        connector = WireClient(keys, ClientOptions(timeout_s=CALL_S))
+        self._context = ProcessContext(role, connector, LOOPBACK if is_folder(host) else host)
         self._lock = threading.Lock()
         options = ServerOptions(host=host, threads=threads, forget_client_after_s=forget_s)
         self._server = WireServer(self._switch, keys, options)
@@ -82,7 +82,7 @@ class RoleHost:
         with self._lock:
             self._end()
         self._server.close()
-        self._context.courier.close()
+        self._context.connector.close()
 
     def _end(self) -> None:
         before, self._switch.part = self._switch.part, None

@@ -65,12 +65,12 @@ class ProcessContext:
 
     Attributes:
         role: its name, for instance `trainer-0`.
-        courier: connects to the other roles.
+        connector: connects to the other roles.
         host: address of this machine as the others see it.
     """
 
     role: str
-    courier: Connector
+    connector: Connector
     host: str
 
 

@@ -47,7 +47,7 @@ def test_blocks_repeat_on_demand():
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.0, 1.2, 3.0])
 @pytest.mark.parametrize("rows", [1, 2, 10, 1000])
 def test_ids_follow_a_bounded_pareto_distribution(rows, exponent):
-    found = _Zipf.of(rows, exponent).rows_at((np.arange(100_000) + 0.5) / 100_000)
+    found = _Zipf(rows, exponent).rows_at((np.arange(100_000) + 0.5) / 100_000)
     counts = np.sort(np.bincount(found, minlength=rows))[::-1] / 100_000
     edges = np.arange(1, rows + 2, dtype=float)
     cumulative = np.log(edges) if exponent == 1 else edges ** (1 - exponent) / (1 - exponent)
@@ -57,7 +57,7 @@ def test_ids_follow_a_bounded_pareto_distribution(rows, exponent):
 
 @pytest.mark.parametrize("rows", [2, 7, 100, 4096, 99_999])
 def test_ranks_are_scattered_over_all_rows(rows):
-    found = _Zipf.of(rows, 0.0).rows_at((np.arange(rows) + 0.5) / rows)
+    found = _Zipf(rows, 0.0).rows_at((np.arange(rows) + 0.5) / rows)
     assert len(set(found.tolist())) == rows
 
 

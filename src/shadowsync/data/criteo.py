@@ -53,7 +53,6 @@ class Criteo(FileOptions, Source):
     ] = 200_000
 
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
-        """Counts the rows of the files in one pass (see `lines`)."""
         sizes = self.hash_size
         if isinstance(sizes, int):
             sizes = (sizes,) * len(CATEGORICAL)

@@ -46,13 +46,7 @@ _PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}  # those 
 
 @dataclass(frozen=True)
 class File:
-    """A file that exists and is not empty.
-
-    Attributes:
-        path: as shown in messages.
-        key: its path on `filesystem`.
-        size: bytes.
-    """
+    """A file that exists and is not empty: its `path` as shown in messages, its `key` on its file system, its bytes."""
 
     path: str
     key: str
@@ -64,17 +58,8 @@ class File:
         """It lies on this machine, at `key`; else it is read by ranges of bytes, with patience."""
         return _is_local(self.filesystem)
 
-    @property
-    def name(self) -> str:
-        """Without its folder."""
-        return self.path.rpartition("/")[2]
-
     def stamp(self) -> tuple[int, int] | None:
-        """Size and time of the last change as they are now; None where the file is not on this machine.
-
-        Raises:
-            DataError: it is gone.
-        """
+        """Size and time of the last change as they are now; None where the file is not on this machine."""
         if not self.local:
             return None
         with reading(self.path):
@@ -82,11 +67,7 @@ class File:
         return found.st_size, found.st_mtime_ns
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes `start … stop − 1`.
-
-        Raises:
-            DataError: the file cannot be read, or is shorter now.
-        """
+        """Bytes `start … stop − 1`; raises `DataError` if the file cannot be read, or is shorter now."""
         with reading(self.path):
             if self.local:
                 with self.filesystem.open(self.key, "rb") as stream:
@@ -154,11 +135,7 @@ def reading(path: str) -> Iterator[None]:
 
 
 def patiently(fetch: Callable[[], bytes]) -> bytes:
-    """What `fetch` returns; a request that fails for a reason that may pass is made again, for about 20 s.
-
-    Raises:
-        Exception: what the last attempt raised.
-    """
+    """What `fetch` returns or raises; a request that fails for a reason that may pass is made again, for about 20 s."""
     for pause_s in _PAUSES_S:
         try:
             return fetch()
@@ -171,20 +148,28 @@ def patiently(fetch: Callable[[], bytes]) -> bytes:
 
 def _expand(key: str, pattern: str, suffix: str | None) -> Iterator[File]:
     shown = redacted(pattern)
-    filesystem, inner = _open_filesystem(f"{key}={shown}", pattern)
+    try:
+        filesystem, inner = _url_to_fs(pattern)
+    except ImportError as error:
+        cause = error.__cause__ or error.__context__ or error
+        module = (getattr(cause, "name", None) or "fsspec").partition(".")[0]
+        package = _PACKAGES.get(module, module)
+        raise DataError(f"{key}={shown}: needs a package that is not installed: pip install {package}") from error
+    except Exception as error:  # each file system has its own kinds
+        raise DataError(f"{key}={shown}: {_reason(error)}") from error
     with reading(shown):
         if not glob.has_magic(inner) or filesystem.exists(inner):
             found = filesystem.info(inner)
             if suffix is not None and found["type"] == "directory":
                 yield from _in_folder(filesystem, shown, inner, suffix)
             else:
-                yield _file(filesystem, shown, inner, found)
+                yield _file(filesystem, inner, found, shown)
             return
         matches = sorted(match for match in filesystem.glob(inner) if not filesystem.isdir(match))
         if not matches:
             raise DataError(f"{key}={shown}: no file matches")
         for match in matches:
-            yield _file(filesystem, _shown(filesystem, match), match, filesystem.info(match))
+            yield _file(filesystem, match, filesystem.info(match))
 
 
 def _in_folder(filesystem: Any, pattern: str, folder: str, suffix: str) -> Iterator[File]:
@@ -202,31 +187,17 @@ def _in_folder(filesystem: Any, pattern: str, folder: str, suffix: str) -> Itera
             )
         raise DataError(f"{pattern}: is a folder without files that end in {suffix}; name files, for instance {some}")
     for name in names:
-        yield _file(filesystem, _shown(filesystem, name), name, filesystem.info(name))
+        yield _file(filesystem, name, filesystem.info(name))
 
 
 def _last(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _shown(filesystem: Any, key: str) -> str:
-    return key if _is_local(filesystem) else redacted(str(filesystem.unstrip_protocol(key)))
-
-
-def _open_filesystem(place: str, pattern: str) -> tuple[Any, str]:
-    try:
-        filesystem, inner = _url_to_fs(pattern)
-    except ImportError as error:
-        cause = error.__cause__ or error.__context__ or error
-        module = (getattr(cause, "name", None) or "fsspec").partition(".")[0]
-        package = _PACKAGES.get(module, module)
-        raise DataError(f"{place}: needs a package that is not installed: pip install {package}") from error
-    except Exception as error:  # each file system has its own kinds
-        raise DataError(f"{place}: {_reason(error)}") from error
-    return filesystem, inner
-
-
-def _file(filesystem: Any, path: str, key: str, information: Mapping[str, Any]) -> File:
+def _file(filesystem: Any, key: str, information: Mapping[str, Any], path: str | None = None) -> File:
+    """With a path as the user wrote it, or one that is made from its key."""
+    if path is None:
+        path = key if _is_local(filesystem) else redacted(str(filesystem.unstrip_protocol(key)))
     if information["type"] == "directory":
         with reading(path):
             raise IsADirectoryError
@@ -335,7 +306,7 @@ class FileRows(OpenSource):
 
     def _mark(self, number: int) -> Mark:
         file = self.files[number]
-        return Mark(file.name, file.size, self.digest(number))
+        return Mark(_last(file.path), file.size, self.digest(number))
 
     def check_unchanged(self, part: Slice) -> None:
         """Raises `DataError` if the slice's file is not the one that was opened; a new time alone says nothing."""
@@ -363,11 +334,7 @@ class FileRows(OpenSource):
 
 
 def large_columns(source: OpenSource) -> str | None:
-    """A sentence on dense columns whose numbers are far too large to train on, as the first rows of a file show them.
-
-    Raises:
-        DataError: one of these rows cannot be used.
-    """
+    """A sentence on dense columns whose numbers are far too large to train on, as the first rows of a file show."""
     if not isinstance(source, FileRows) or not source.schema.dense or not source.rows:
         return None
     dense = source.read(Slice(0, 0, 0, min(_LOOKED_AT, source.file_rows[0]))).dense
@@ -389,22 +356,14 @@ def large_columns(source: OpenSource) -> str | None:
 
 
 def largest_column(source: OpenSource) -> str | None:
-    """`|price| is up to 1e+30`: the dense column with the largest number, where it is large and the files tell it.
-
-    Raises:
-        DataError: a file is gone, or was damaged.
-    """
+    """`|price| is up to 1e+30`: the dense column with the largest number, where it is large and the files tell it."""
     bounds = source.dense_bounds() if isinstance(source, FileRows) else {}
     name = max(bounds, key=bounds.__getitem__, default=None)
     return None if name is None or bounds[name] <= _LARGE else f"|{name}| is up to {bounds[name]:.3g}"
 
 
 class Lines(ABC):
-    """The lines of a text file; `read` may be called from several threads.
-
-    Attributes:
-        count: how many lines; a last one without a line break counts.
-    """
+    """The lines of a text file; `read` may be called from several threads. A last one without a line break counts."""
 
     sequential: bool
 
@@ -421,11 +380,7 @@ class Lines(ABC):
         self._marks = starts if starts[-1] == size else np.append(starts, size)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Lines `start … stop − 1`, with their line breaks.
-
-        Raises:
-            DataError: the file cannot be read any more.
-        """
+        """Lines `start … stop − 1`, with their line breaks."""
         first, last = start // _STRIDE, -(-stop // _STRIDE)
         block = self._range(int(self._marks[first]), int(self._marks[min(last, len(self._marks) - 1)]))
         before, wanted = start - first * _STRIDE, stop - start

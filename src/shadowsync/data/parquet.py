@@ -112,7 +112,6 @@ class OpenParquet(FileRows):
         return digest(size, spans, opened.file.read if opened.mirror is None else opened.mirror.read)
 
     def close(self) -> None:
-        """Removes what was fetched of remote files."""
         for opened in self._opened:
             if opened.mirror is not None:
                 opened.mirror.close()
@@ -160,11 +159,8 @@ class _Opened:
         # a path that looks like a pattern is a name, as it was resolved before
         self._scan = pl.scan_parquet(self.path, glob=False)
         self._columns = self._scan.select(list(dict.fromkeys(columns)))
-        with reading(file.path):
-            try:
-                self.types: Mapping[str, pl.DataType] = self._scan.collect_schema()
-            except (pl.exceptions.PolarsError, PANIC) as error:
-                raise DataError(f"{file.path}: is not a parquet file, or was cut: {_line(error)}") from error
+        with _decoding(file.path, "is not a parquet file, or was cut"):
+            self.types: Mapping[str, pl.DataType] = self._scan.collect_schema()
 
     def rows(self) -> int:
         with reading(self.file.path):
@@ -176,19 +172,21 @@ class _Opened:
     def take(self, start: int, rows: int) -> pl.DataFrame:
         if self.mirror is not None:
             self.mirror.fetch(start, rows)
-        with reading(self.file.path):
-            try:
-                return self._columns.slice(start, rows).collect()
-            except (pl.exceptions.PolarsError, PANIC) as error:
-                raise DataError(
-                    f"{self.file.path}: row {start + 1} and those after cannot be decoded: {_line(error)}"
-                ) from error
+        with _decoding(self.file.path, f"row {start + 1} and those after cannot be decoded"):
+            return self._columns.slice(start, rows).collect()
 
 
-def _line(error: BaseException) -> str:
-    if isinstance(error, PANIC):
-        return "it is damaged, or was changed while it was being read"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+@contextmanager
+def _decoding(path: str, what: str) -> Iterator[None]:
+    """As `reading`, with `what` before polars' own words."""
+    with reading(path):
+        try:
+            yield
+        except PANIC as error:
+            raise DataError(f"{path}: {what}: it is damaged, or was changed while it was being read") from error
+        except pl.exceptions.PolarsError as error:
+            words = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(f"{path}: {what}: {words}") from error
 
 
 @dataclass
@@ -203,26 +201,24 @@ class _Group:
 
 
 class Mirror:
-    """The local stand-in of a remote parquet file; may be used from several threads.
+    """The local stand-in of a remote parquet file, of which `columns` will be read; may be used from several threads.
 
     The copy lies in the system's folder for temporary files (`TMPDIR` moves it) and vanishes with the mirror, on Linux
     even if the process is killed.
 
     Attributes:
         path: where to read it; the footer is there from the start, rows once they were fetched.
+
+    Raises:
+        DataError: the remote file cannot be read.
+        SaveError: there is no room for the copy.
     """
 
     def __init__(self, file: File, columns: Collection[str]) -> None:
-        """`columns` are those that will be read.
-
-        Raises:
-            DataError: the remote file cannot be read.
-            SaveError: there is no room for the copy.
-        """
         self._file = file
         self._columns = frozenset(columns)
         self._lock = threading.Lock()
-        self._groups: list[_Group] | None = None
+        self._groups: list[_Group] = []
         self._open()
         with _writing(file):
             os.ftruncate(self._handle, file.size)
@@ -250,15 +246,13 @@ class Mirror:
             self.path, self.close = name, weakref.finalize(self, _remove, self._handle, name)
 
     def fetch(self, start: int, rows: int) -> None:
-        """Makes sure that rows `start … start + rows − 1` are there.
-
-        Raises:
-            DataError: the remote file cannot be read.
-            SaveError: there is no room for the copy.
-        """
+        """Makes sure that rows `start … start + rows − 1` are there; raises as the class."""
         with self._lock:
-            if self._groups is None:
-                self._groups = self._row_groups()
+            if not self._groups:
+                metadata, stop = pq.read_metadata(self.path), 0
+                for group in (metadata.row_group(number) for number in range(metadata.num_row_groups)):
+                    first, stop = stop, stop + group.num_rows
+                    self._groups.append(_Group(first, stop, _joined(_spans(group, self._columns))))
         for group in self._groups:
             if group.first_row < start + rows and start < group.stop_row:
                 with group.lock:
@@ -269,21 +263,8 @@ class Mirror:
                         group.fetched = True
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes `start … stop − 1`, which are fetched unless they lie in what was fetched with the footer.
-
-        Raises:
-            DataError: the remote file cannot be read.
-        """
+        """Bytes `start … stop − 1`, which are fetched unless they lie in what was fetched with the footer."""
         return self._file.read(start, stop) if start < self._tail else os.pread(self._handle, stop - start, start)
-
-    def _row_groups(self) -> list[_Group]:
-        """In the order of the rows."""
-        metadata, groups, first_row = pq.read_metadata(self.path), [], 0
-        for group in (metadata.row_group(number) for number in range(metadata.num_row_groups)):
-            spans = _joined(_spans(group, self._columns))
-            groups.append(_Group(first_row, first_row + group.num_rows, spans))
-            first_row += group.num_rows
-        return groups
 
     def _copy(self, begin: int, end: int) -> bytes:
         data = self._file.read(begin, end)

@@ -27,7 +27,6 @@ class Feature:
     """A categorical feature of a source.
 
     Attributes:
-        name: under which a model receives its pooled vector, or its sequence of vectors.
         rows: ids lie in `[0, rows)`.
         table: the embedding table that holds its rows; None for one of its own, called like the feature.
         multi_hot: a sample may have any number of ids, zero included.
@@ -54,10 +53,10 @@ class Slice:
     """A run of consecutive rows that is read at once.
 
     Attributes:
-        index: position among the slices of its source, from 0.
+        index: position among the slices of its source.
         file: position of the file among the source's files (0 where there are none).
         start: first row within that file, from 0.
-        rows: how many rows; reading may yield fewer where bad rows are skipped, never more.
+        rows: how many; reading may yield fewer where bad rows are skipped, never more.
     """
 
     index: int
@@ -75,7 +74,6 @@ class BadRows:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, messages: Sequence[str]) -> None:
-        """Counts one row per message and keeps the first few messages; may be called from several threads."""
         with self._lock:
             self.count += len(messages)
             fresh = [message for message in messages[:5] if message not in self.examples]
@@ -100,9 +98,7 @@ class OpenSource(ABC):
     """A source opened for reading. `read` may be called from several threads at once, in any order of slices.
 
     Attributes:
-        schema: the columns.
-        rows: rows in one pass, bad ones included.
-        bad_rows: rows skipped so far.
+        rows: in one pass, bad ones included.
         sequential: reading slices out of order is slow (compressed text), so the reader keeps the file's order.
         labelled: the rows have labels; else `read` gives zeros, which are good for predictions only.
         best_auc: the highest AUC any model can reach on this data, where that is known (synthetic), else None.
@@ -117,19 +113,13 @@ class OpenSource(ABC):
 
     @abstractmethod
     def slices(self, rows_per_slice: int) -> Sequence[Slice]:
-        """Cuts the data into slices of at most `rows_per_slice` rows, in order, without overlap or gap.
-
-        Raises:
-            DataError: if there is nothing to read.
-        """
+        """Cuts the data into slices of at most `rows_per_slice` rows, in order, without overlap or gap."""
 
     @abstractmethod
     def read(self, part: Slice) -> Batch:
         """All good rows of a slice, in the order of the file.
 
-        Raises:
-            DataError: for a row that cannot be used, with its file and row number (from 1), unless bad rows are
-                skipped.
+        Raises `DataError` for a row that cannot be used, with its `place`, unless bad rows are skipped.
         """
 
     @abstractmethod
@@ -187,12 +177,9 @@ def digest(size: int, spans: Iterable[tuple[int, int]], read: Callable[[int, int
 
 
 def mark_of_options(source: Any, rows: int, without: Collection[str] = ()) -> Mark:
-    """Of rows that a source's options decide; those at their defaults do not count, so that there may be new ones.
+    """Of rows that a source's options decide, `without` those that do not matter to the training rows.
 
-    Args:
-        source: the dataclass with the options.
-        rows: how many.
-        without: options that do not matter to the training rows.
+    Options at their defaults do not count, so that there may be new ones.
     """
     options = [(option, getattr(source, option.name)) for option in dataclasses.fields(source)]
     given = {option.name: value for option, value in options if option.name not in without and value != option.default}

@@ -87,10 +87,7 @@ class Synthetic(Source):
     ] = 0
 
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
-        """No row is ever bad."""
-        if split == "test" and self.test_rows == 0:
-            return None
-        return OpenSynthetic(self, split)
+        return None if split == "test" and self.test_rows == 0 else OpenSynthetic(self, split)
 
     def sizes(self) -> tuple[int, ...]:
         """Rows of each feature's table, `F` of them."""
@@ -114,15 +111,12 @@ class OpenSynthetic(OpenSource):
         self.rows = options.rows if split == "train" else options.test_rows
         self.bad_rows = BadRows()
         self._options, self._sizes, self._stream = options, sizes, int(split == "test")
-        self._zipf = [_Zipf.of(size, options.zipf) for size in sizes]
+        self._zipf = [_Zipf(size, options.zipf) for size in sizes]
         sample = [self._inputs(np.random.default_rng((options.seed, 0, k))) for k in range(_CALIBRATION_BLOCKS)]
         self._teacher = Teacher(
             np.concatenate([dense for dense, _, _ in sample]),
             np.concatenate([hidden for _, _, hidden in sample], axis=1),
-            options.dense_share,
-            options.scale,
-            options.base_rate,
-            options.seed,
+            options,
         )
         self._made = functools.lru_cache(maxsize=options.repeat_blocks or 2)(self._make)
 
@@ -134,15 +128,12 @@ class OpenSynthetic(OpenSource):
         return auc(labels, np.concatenate([probabilities for _, probabilities in made])[: self.rows])
 
     def slices(self, rows_per_slice: int) -> Sequence[Slice]:
-        """Slices of `rows_per_slice` rows, the last one shorter."""
         return _Slices(self.rows, rows_per_slice)
 
     def marks(self) -> tuple[Mark, ...]:
-        """Its options."""
         return (mark_of_options(self._options, self.rows, without=("test_rows",)),)
 
     def read(self, part: Slice) -> Batch:
-        """Makes the blocks that the slice lies in."""
         pieces, stop = [], part.start + part.rows
         for block in range(part.start // _BLOCK, -(-stop // _BLOCK)):
             first = block * _BLOCK
@@ -151,7 +142,6 @@ class OpenSynthetic(OpenSource):
         return Batch.join(pieces)
 
     def place(self, part: Slice, row: int) -> str:
-        """`synthetic rows, row N`, from 1."""
         return f"synthetic data, row {part.start + row + 1}"
 
     def _make(self, block: int) -> tuple[Batch, Floats]:
@@ -211,24 +201,15 @@ class _Slices(Sequence[Slice]):
         return Slice(found, 0, start, min(self.size, self.rows - start))
 
 
-@dataclass(frozen=True)
 class _Zipf:
-    """Ids of one feature by the inverse of their distribution function.
+    """Ids of one feature by the inverse of their distribution function."""
 
-    Attributes:
-        step: prime to `rows`; rank r lies in row `r · step mod rows`, so that frequent rows are not neighbours.
-    """
-
-    rows: int
-    exponent: float
-    step: int
-
-    @staticmethod
-    def of(rows: int, exponent: float) -> "_Zipf":
-        step = int(rows * 0.6180339887) | 1
-        while math.gcd(step, rows) > 1:
-            step += 2
-        return _Zipf(rows, exponent, step)
+    def __init__(self, rows: int, exponent: float) -> None:
+        self.rows, self.exponent = rows, exponent
+        # prime to `rows`; rank r lies in row `r · step mod rows`, so that frequent rows are not neighbours
+        self.step = int(rows * 0.6180339887) | 1
+        while math.gcd(self.step, rows) > 1:
+            self.step += 2
 
     def rows_at(self, uniform: NDArray[np.float64]) -> Integers:
         """Rows for uniform numbers in [0, 1)."""
@@ -246,17 +227,12 @@ class Teacher:
     """`logit = bias + scale · (√share · network + √(1 − share) · ids)`, both parts of mean 0 and variance 1.
 
     `network`, of two tanh layers, sees the dense columns and the latents of the first few features; `ids` is a sum over
-    all features of the latents with weights that fall from feature to feature.
-
-    Args:
-        dense, hidden: a sample on which moments and mean label are to be right, as in `logits`.
-        dense_share, scale, base_rate, seed: see the options of `Synthetic`.
+    all features of the latents with weights that fall from feature to feature. Moments and mean label are right on the
+    sample that is given, as to `logits`.
     """
 
-    def __init__(
-        self, dense: Floats, hidden: Floats, dense_share: float, scale: float, base_rate: float, seed: int
-    ) -> None:
-        generator, features = np.random.default_rng((seed, 1)), len(hidden)
+    def __init__(self, dense: Floats, hidden: Floats, options: Synthetic) -> None:
+        generator, features = np.random.default_rng((options.seed, 1)), len(hidden)
         inputs = dense.shape[1] + min(features, _SHARED)
         shapes = ((inputs, _HIDDEN), (_HIDDEN, _HIDDEN), (_HIDDEN, 1))
         layers = [generator.normal(0, _GAIN / max(rows, 1) ** 0.5, (rows, columns)) for rows, columns in shapes]
@@ -265,13 +241,13 @@ class Teacher:
         signs = generator.choice((-1.0, 1.0), features)
         self._weights = (signs * (1 + np.arange(features)) ** -0.5).astype(np.float32)
         self._moments = [(float(part.mean()), float(part.std()) or 1.0) for part in self._parts(dense, hidden)]
-        self._shares = np.float32(dense_share**0.5), np.float32((1 - dense_share) ** 0.5)
-        self._scale, self._bias = scale, 0.0
+        self._shares = np.float32(options.dense_share**0.5), np.float32((1 - options.dense_share) ** 0.5)
+        self._scale, self._bias = options.scale, 0.0
         unbiased = self.logits(dense, hidden)
         low, high = -50.0, 50.0
         for _ in range(50):  # bisection of the shift that makes the mean probability `base_rate`
             middle = (low + high) / 2
-            too_high = float(sigmoid(unbiased + np.float32(middle)).mean()) > base_rate
+            too_high = float(sigmoid(unbiased + np.float32(middle)).mean()) > options.base_rate
             low, high = (low, middle) if too_high else (middle, high)
         self._bias = (low + high) / 2
 

@@ -29,12 +29,7 @@ def write_parquet(source: OpenSource, path: Path) -> str:
     Columns: `label` (int8), the dense columns (float32, transformed as the source does), and the features (integers,
     or lists of them for multi-hot ones, with a column `<feature>_weights` where the source gives weights).
 
-    Returns:
-        The YAML lines that read the file back.
-
-    Raises:
-        SaveError: the file cannot be written.
-        DataError: the source cannot be read.
+    Gives the YAML lines that read the file back; raises `SaveError` if it cannot be written, and what reading raises.
     """
     weighted = False
     with replacing(path) as temporary, writing(path):
@@ -70,11 +65,7 @@ def yaml_lines(schema: Schema, path: Path, weighted: bool) -> str:
 
 @contextmanager
 def writing_table(path: Path) -> Iterator[Callable[[pl.DataFrame], None]]:
-    """Gives what writes frames of the same columns, as parquet or CSV by the name; the file appears when it is whole.
-
-    Raises:
-        SaveError: the file cannot be written.
-    """
+    """Gives what writes frames of the same columns, parquet or CSV by the name; the file appears when it is whole."""
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(replacing(path))
         stack.enter_context(writing(path))
@@ -94,11 +85,7 @@ def writing_table(path: Path) -> Iterator[Callable[[pl.DataFrame], None]]:
 
 
 def is_csv(path: Path) -> bool:
-    """Whether a table of this name is CSV; else it is parquet.
-
-    Raises:
-        ConfigError: its name ends neither in .csv nor in .parquet.
-    """
+    """Whether a table of this name is CSV, else parquet; raises `ConfigError` if its name ends in neither."""
     ending = path.suffix.lower()
     if ending not in (".csv", ".parquet"):
         has = f"the ending {path.suffix}" if path.suffix else "no ending"

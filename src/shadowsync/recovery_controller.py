@@ -109,11 +109,9 @@ class Chain:
         self._deltas = list(layers[1:])
 
     def whole(self, size: int) -> None:
-        """A whole checkpoint begins a new chain."""
         self._whole_bytes, self._deltas = size, []
 
     def delta(self, size: int) -> None:
-        """One more lies on top."""
         self._deltas.append(size)
 
     def takes(self, size: int) -> bool:
@@ -154,17 +152,8 @@ class RecoveryController:
     """Has saved what a `CheckpointScheduler` says is due, makes fail what is to fail, and keeps the account.
 
     The job's thread calls it. What follows a save is noted by the saver's thread and taken up at the next `look`.
-
-    Args:
-        session: whose state is saved.
-        store: where to.
-        saver: writes there.
-        given: the configuration as the user gave it, for checkpoints.
-        resumed: what the job goes on from.
-        own: `resumed` is in this store.
-
-    Attributes:
-        rounds: whole saves, and ends of rounds of saves by priority.
+    `given` is the configuration as the user gave it; the job goes on from `resumed`, which is in this store if `own`.
+    `rounds` counts whole saves, and ends of rounds of saves by priority.
     """
 
     def __init__(
@@ -222,7 +211,6 @@ class RecoveryController:
 
     @property
     def mode(self) -> str:
-        """What happens after a failure now: `full`, `partial` or `none`."""
         return self.scheduler.decision.mode
 
     @property
@@ -247,7 +235,7 @@ class RecoveryController:
         return self.scheduler.estimates.failures
 
     def seconds(self, load_s: float) -> dict[str, float]:
-        """What recovery has cost by kind as in `result.json`, with the seconds that a resume took to load."""
+        """As in `result.json`, with the seconds that a resume took to load."""
         return {**self._spent_s, "load": load_s + self._spent_s["load"]}
 
     @property
@@ -258,7 +246,6 @@ class RecoveryController:
     # --- in mid-run --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Training starts now."""
         self._start_clock()
         while self._script is not None and self._epochs and self._script.due(-1.0, self._epochs):
             pass  # those of before a resume have happened
@@ -466,8 +453,7 @@ class RecoveryController:
             self.scheduler.saved(Due.ROUND if saved.whole else saved.due, cost_s)
 
     def _note_failed_save(self) -> None:
-        """It is due as before, and tried again soon."""
-        self._again_at = self._now() + AGAIN_S
+        self._again_at = self._now() + AGAIN_S  # it is due as before
         self._taken_samples = self._exact_samples = -1  # a save at these samples is on no disk
         self.scheduler.not_saved()
 

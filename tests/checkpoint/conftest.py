@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from checkpoint_helpers import memory_root
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +17,10 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(os, "fsync", record)
     return paths
+
+
+@pytest.fixture(params=["local", "url", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where checkpoints go."""
+    place = f"{tmp_path}/checkpoints"
+    return {"local": place, "url": f"file://{place}", "memory": memory_root()}[request.param]

@@ -1,28 +1,41 @@
 """What a serving system is given: the rows that changed since it was last given some."""
 
-import errno
+import itertools
 import json
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import ITEMS, USERS, memory_root
-from delta_helpers import EDGES, Model, chain, tight_store
+from checkpoint_helpers import (
+    BASE,
+    EDGES,
+    FIRST,
+    ITEMS,
+    SECOND,
+    USERS,
+    Counting,
+    Model,
+    ScriptedLocal,
+    Steps,
+    chain,
+    disk_full,
+    flip,
+    memory_root,
+    tight_store,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
 from shadowsync.checkpoint.deltas import changed_rows, write_delta
-from shadowsync.checkpoint.files import LocalFiles, open_files
+from shadowsync.checkpoint.files import open_files
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import RowSet, Shard
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import CheckpointError, SaveError
-
-BASE, FIRST, SECOND = "samples-000000000001", "samples-000000000002", "samples-000000000003"
 
 
 def by_table(found: list[RowSet]) -> dict[str, list[int]]:
@@ -34,19 +47,13 @@ def by_table(found: list[RowSet]) -> dict[str, list[int]]:
 
 def test_between_deltas_only_their_rows_are_read(tmp_path: Path) -> None:
     store, states = chain(tmp_path)
-    read: list[str] = []
-
-    class Watched(LocalFiles):
-        def read(self, path: str, start: int, stop: int) -> bytes:
-            read.append(path)
-            return super().read(path, start, stop)
-
-    found = list(changed_rows(tight_store(tmp_path, files=Watched(str(tmp_path), tmp_path)), BASE, SECOND))
+    files = Counting(tmp_path)
+    found = list(changed_rows(tight_store(tmp_path, files=files), BASE, SECOND))
     assert by_table(found) == {"user": [0, 3, 8, 9, *range(10, 16), 22], ITEMS.name: [1]}
     users = found[0]
     assert users.tensors.keys() == {"weight"}
     assert torch.equal(users.tensors["weight"], states[SECOND]["user"]["weight"][users.numbers])
-    base = {path.partition("/")[2] for path in read if path.startswith(BASE)} - {"manifest.json"}
+    base = {path.partition("/")[2] for path in files.paths if path.startswith(BASE)} - {"manifest.json"}
     items = {piece.file for piece in store.open(BASE).layers[0].pieces[ITEMS.name]}
     assert base <= {*items, "dense.safetensors", "random.safetensors"}
     assert by_table(list(changed_rows(store, FIRST))) == {"user": [3, *range(10, 16)], ITEMS.name: [1]}
@@ -150,33 +157,25 @@ def test_no_changes_are_a_delta_too_wherever_it_goes() -> None:
     assert files.names("none") == ["delta.json"]
     size = files.size("some/rows-00000.safetensors")
     assert size is not None
-    assert load(files.read("some/rows-00000.safetensors", 0, size))["user[0:23].numbers"].tolist() == [
-        3,
-        *range(10, 16),
-    ]
+    tensors = load(files.read("some/rows-00000.safetensors", 0, size))
+    assert tensors["user[0:23].numbers"].tolist() == [3, *range(10, 16)]
 
 
 def test_a_delta_appears_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = chain(tmp_path / "from")
-    steps = {"left": 0}
-
-    class Full(LocalFiles):
-        def write(self, path: str, chunks: object) -> None:
-            steps["left"] -= 1
-            if steps["left"] < 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            super().write(path, chunks)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("shadowsync.checkpoint.deltas.open_files", lambda root: Full(root, Path(root)))
     out = tmp_path / "out" / "delta"
-    for room in range(3):
-        steps["left"] = room
-        with pytest.raises(SaveError, match=r"delta could not be written \(No space left on device\): make room"):
+    for at in itertools.count(1):
+        steps = Steps(at, disk_full)
+        monkeypatch.setattr(
+            "shadowsync.checkpoint.deltas.open_files", lambda root, steps=steps: ScriptedLocal(Path(root), steps)
+        )
+        try:
             write_delta(str(out), BASE, SECOND, changed_rows(store, BASE, SECOND), file_bytes=100)
-        assert not list((tmp_path / "out").glob("*"))
-        assert not list((tmp_path / "out").glob(".*"))
-    steps["left"] = 9
-    write_delta(str(out), BASE, SECOND, changed_rows(store, BASE, SECOND), file_bytes=100)
+            break
+        except SaveError as error:
+            assert "delta could not be written (No space left on device): make room" in str(error)  # noqa: PT017
+            assert not list((tmp_path / "out").glob("*"))
+    assert at > 10
     with pytest.raises(SaveError, match="is there already: give another folder"):
         write_delta(str(out), BASE, SECOND, [])
     assert len(list(out.iterdir())) == 3
@@ -185,9 +184,7 @@ def test_a_delta_appears_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
 def test_a_damaged_checkpoint_leaves_no_delta(tmp_path: Path) -> None:
     chain(tmp_path / "from")
     for path in (tmp_path / "from" / SECOND).glob("rows-*"):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip(path)
     store = CheckpointStore(str(tmp_path / "from"))
     with pytest.raises(CheckpointError, match="is not what was written"):
         write_delta(str(tmp_path / "delta"), BASE, SECOND, changed_rows(store, BASE, SECOND))

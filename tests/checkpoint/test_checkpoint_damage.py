@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from checkpoint_helpers import assert_holds, make_snapshot, small_store
+from checkpoint_helpers import assert_holds, flip, make_snapshot, small_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.checkpoint import format as manifests
 from shadowsync.checkpoint.files import LocalFiles
-from shadowsync.checkpoint.format import MANIFEST, DamagedCheckpoint, FileEntry, Manifest, TensorEntry, decode, encode
+from shadowsync.checkpoint.format import MANIFEST, DamagedCheckpoint, Manifest, TensorEntry, decode, encode
 from shadowsync.errors import CheckpointError
 
 NEWEST = "samples-000000000020"
@@ -49,7 +49,7 @@ def assert_falls_back(root: Path, defect: str) -> None:
     assert is_one_sentence(str(caught.value))
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file != MANIFEST])
+@pytest.mark.parametrize("file", FILES[:1] + FILES[2:])
 def test_a_missing_file_is_named(root: Path, file: str) -> None:
     (root / NEWEST / file).unlink()
     assert_falls_back(root, file)
@@ -111,9 +111,8 @@ def test_rows_are_checked_when_they_are_read(root: Path) -> None:
     store = small_store(root)
     loaded = store.load(NEWEST)
     path = root / NEWEST / "rows-00000.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(path)
+    content = path.read_bytes()
     with pytest.raises(DamagedCheckpoint, match=r"rows-00000.safetensors is not what was written"):
         loaded.rows("user", 0, 23)
     path.write_bytes(content[:-5])
@@ -161,31 +160,33 @@ def test_a_manifest_too_large_is_not_read(root: Path, monkeypatch: pytest.Monkey
         small_store(root).load(NEWEST)
 
 
-def replaced_file(change: Callable[[FileEntry], FileEntry]) -> Callable[[Manifest], Manifest]:
-    return lambda m: msgspec.structs.replace(m, files=(change(m.files[0]), *m.files[1:]))
+Change = Callable[[Manifest], Manifest]
 
 
-def replaced_tensor(index: int = 0, **changes: object) -> Callable[[Manifest], Manifest]:
+def replaced(**changes: object) -> Change:
+    return lambda m: msgspec.structs.replace(m, **changes)
+
+
+def first(kind: str, **changes: object) -> Change:
+    """Changes the first of the files, pieces or tables."""
+
     def change(m: Manifest) -> Manifest:
-        first = m.pieces[0]
-        tensors: list[TensorEntry] = list(first.tensors)
-        tensors[index] = msgspec.structs.replace(tensors[index], **changes)
-        piece = msgspec.structs.replace(first, tensors=tuple(tensors))
-        return msgspec.structs.replace(m, pieces=(piece, *m.pieces[1:]))
+        one, *others = getattr(m, kind)
+        replace = dataclasses.replace if kind == "tables" else msgspec.structs.replace
+        return msgspec.structs.replace(m, **{kind: (replace(one, **changes), *others)})
 
     return change
 
 
-def replaced_piece(**changes: object) -> Callable[[Manifest], Manifest]:
-    return lambda m: msgspec.structs.replace(m, pieces=(msgspec.structs.replace(m.pieces[0], **changes), *m.pieces[1:]))
+def tensor(index: int = 0, **changes: object) -> Change:
+    """Changes a tensor of the first piece."""
 
+    def change(m: Manifest) -> Manifest:
+        tensors = list(m.pieces[0].tensors)
+        tensors[index] = msgspec.structs.replace(tensors[index], **changes)
+        return first("pieces", tensors=tuple(tensors))(m)
 
-def replaced_table(**changes: object) -> Callable[[Manifest], Manifest]:
-    return lambda m: msgspec.structs.replace(m, tables=(dataclasses.replace(m.tables[0], **changes), *m.tables[1:]))
-
-
-def replaced(**changes: object) -> Callable[[Manifest], Manifest]:
-    return lambda m: msgspec.structs.replace(m, **changes)
+    return change
 
 
 def without_width(m: Manifest) -> Manifest:
@@ -197,42 +198,42 @@ def without_width(m: Manifest) -> Manifest:
             msgspec.structs.replace(t, shape=(piece.rows, width.get(t.name, 1))[: len(t.shape)]) for t in piece.tensors
         ]
         pieces.append(msgspec.structs.replace(piece, tensors=tuple(tensors)) if piece.table == name else piece)
-    return replaced_table(dim=0)(msgspec.structs.replace(m, pieces=tuple(pieces)))
+    return first("tables", dim=0)(msgspec.structs.replace(m, pieces=tuple(pieces)))
 
 
 HUGE = 2**62
-HOSTILE: dict[str, Callable[[Manifest], Manifest]] = {
-    "parent folder": replaced_file(lambda f: msgspec.structs.replace(f, name="../x.safetensors")),
-    "absolute path": replaced_file(lambda f: msgspec.structs.replace(f, name="/etc/passwd")),
-    "other kind of file": replaced_file(lambda f: msgspec.structs.replace(f, name="rows.pickle")),
-    "unlisted file": replaced_file(lambda f: msgspec.structs.replace(f, name="rows-00009.safetensors")),
-    "huge file": replaced_file(lambda f: msgspec.structs.replace(f, bytes=HUGE)),
-    "negative file": replaced_file(lambda f: msgspec.structs.replace(f, bytes=-1)),
-    "no checksums": replaced_file(lambda f: msgspec.structs.replace(f, crc32=())),
-    "other size": replaced_file(lambda f: msgspec.structs.replace(f, bytes=f.bytes - 1)),
+HOSTILE: dict[str, Change] = {
+    "parent folder": first("files", name="../x.safetensors"),
+    "absolute path": first("files", name="/etc/passwd"),
+    "other kind of file": first("files", name="rows.pickle"),
+    "unlisted file": first("files", name="rows-00009.safetensors"),
+    "huge file": first("files", bytes=HUGE),
+    "negative file": first("files", bytes=-1),
+    "no checksums": first("files", crc32=()),
+    "other size": lambda m: first("files", bytes=m.files[0].bytes - 1)(m),
     "file twice": lambda m: msgspec.structs.replace(m, files=(*m.files, m.files[0])),
-    "huge tensor": replaced_tensor(shape=(HUGE, HUGE)),
-    "negative shape": replaced_tensor(shape=(-1, 4)),
-    "many dimensions": replaced_tensor(shape=(1,) * 9),
-    "unknown dtype": replaced_tensor(dtype="PICKLE"),
-    "other dtype": replaced_tensor(dtype="I32"),
-    "negative offset": replaced_tensor(offset=-8),
-    "inside the header's length": replaced_tensor(offset=4),
-    "beyond the file": replaced_tensor(offset=HUGE),
-    "over its neighbour": lambda m: replaced_tensor(1, offset=m.pieces[0].tensors[0].offset)(m),
-    "name twice": lambda m: replaced_tensor(name=m.pieces[0].tensors[1].name)(m),
-    "no weight": replaced_tensor(name="weigth"),
-    "rows of nobody": replaced_piece(table="nobody"),
-    "rows beyond": replaced_piece(start=5),
+    "huge tensor": tensor(shape=(HUGE, HUGE)),
+    "negative shape": tensor(shape=(-1, 4)),
+    "many dimensions": tensor(shape=(1,) * 9),
+    "unknown dtype": tensor(dtype="PICKLE"),
+    "other dtype": tensor(dtype="I32"),
+    "negative offset": tensor(offset=-8),
+    "inside the header's length": tensor(offset=4),
+    "beyond the file": tensor(offset=HUGE),
+    "over its neighbour": lambda m: tensor(1, offset=m.pieces[0].tensors[0].offset)(m),
+    "name twice": lambda m: tensor(name=m.pieces[0].tensors[1].name)(m),
+    "no weight": tensor(name="weigth"),
+    "rows of nobody": first("pieces", table="nobody"),
+    "rows beyond": first("pieces", start=5),
     "rows missing": lambda m: msgspec.structs.replace(m, pieces=m.pieces[1:]),
     "rows twice": lambda m: msgspec.structs.replace(m, pieces=(m.pieces[0], *m.pieces)),
-    "no rows": replaced_piece(rows=0),
-    "negative rows": replaced_piece(rows=-4),
-    "huge rows": replaced_piece(rows=HUGE),
-    "other state": lambda m: replaced_piece(tensors=m.pieces[0].tensors[:1])(m),
-    "huge table": replaced_table(rows=HUGE),
-    "other width": replaced_table(dim=5),
-    "table without rows": replaced_table(rows=0),
+    "no rows": first("pieces", rows=0),
+    "negative rows": first("pieces", rows=-4),
+    "huge rows": first("pieces", rows=HUGE),
+    "other state": lambda m: first("pieces", tensors=m.pieces[0].tensors[:1])(m),
+    "huge table": first("tables", rows=HUGE),
+    "other width": first("tables", dim=5),
+    "table without rows": first("tables", rows=0),
     "table without width": without_width,
     "table twice": lambda m: msgspec.structs.replace(m, tables=(*m.tables, m.tables[0])),
     "negative samples": replaced(samples=-1),
@@ -301,42 +302,34 @@ def forged(manifest: Manifest) -> bytes:
     return msgspec.json.encode({"format": 1, "crc32": zlib.crc32(body), "body": msgspec.Raw(body)})
 
 
-def many_tensors(manifest: Manifest) -> Manifest:
-    tensors = tuple(TensorEntry(f"t{n}", "F32", (0,), 8) for n in range(manifests.MAX_ENTRIES))
-    return msgspec.structs.replace(manifest, random=msgspec.structs.replace(manifest.random, tensors=tensors))
+def with_random(tensors: tuple[TensorEntry, ...]) -> Change:
+    return lambda m: msgspec.structs.replace(m, random=msgspec.structs.replace(m.random, tensors=tensors))
 
 
-def one_tensor_twice(manifest: Manifest) -> Manifest:
-    tensors = (TensorEntry("t", "F32", (0,), 8),) * 2
-    return msgspec.structs.replace(manifest, random=msgspec.structs.replace(manifest.random, tensors=tensors))
+MANY_TENSORS = with_random(tuple(TensorEntry(f"t{n}", "F32", (0,), 8) for n in range(manifests.MAX_ENTRIES)))
+LARGE_CONFIGURATION = replaced(config=msgspec.Raw(b'{"a":[' + b"[]," * 2_000_000 + b"1]}"))
+FAR_TOO_MUCH = {
+    "more than any manifest": MANY_TENSORS,
+    "lists a tensor of random.safetensors twice": with_random((TensorEntry("t", "F32", (0,), 8),) * 2),
+    "has a configuration of 6000009 bytes": LARGE_CONFIGURATION,
+}
 
 
-def large_configuration(manifest: Manifest) -> Manifest:
-    return msgspec.structs.replace(manifest, config=msgspec.Raw(b'{"a":[' + b"[]," * 2_000_000 + b"1]}"))
-
-
-@pytest.mark.parametrize(
-    ("forge", "defect"),
-    [
-        (many_tensors, "more than any manifest"),
-        (one_tensor_twice, "lists a tensor of random.safetensors twice"),
-        (large_configuration, "has a configuration of 6000009 bytes"),
-    ],
-)
+@pytest.mark.parametrize("defect", FAR_TOO_MUCH)
 def test_a_manifest_of_far_too_much_is_refused_before_it_is_looked_through(
-    root: Path, monkeypatch: pytest.MonkeyPatch, forge: Callable[[Manifest], Manifest], defect: str
+    root: Path, monkeypatch: pytest.MonkeyPatch, defect: str
 ) -> None:
     looked: list[object] = []
     monkeypatch.setattr(manifests, "_table_defects", lambda manifest: looked.append(manifest) or ())
-    honest = decode((root / "samples-000000000020" / MANIFEST).read_bytes(), "")
+    honest = decode((root / NEWEST / MANIFEST).read_bytes(), "")
     looked.clear()
     with pytest.raises(DamagedCheckpoint, match=defect):
-        decode(forged(forge(honest)), "manifest")
+        decode(forged(FAR_TOO_MUCH[defect](honest)), "manifest")
     assert looked == []
 
 
 def test_a_manifest_that_could_not_be_read_again_is_not_written(root: Path) -> None:
-    honest = decode((root / "samples-000000000020" / MANIFEST).read_bytes(), "")
-    for forge in (many_tensors, large_configuration):
+    honest = decode((root / NEWEST / MANIFEST).read_bytes(), "")
+    for forge in (MANY_TENSORS, LARGE_CONFIGURATION):
         with pytest.raises(CheckpointError, match="more than can be read again"):
             encode(forge(honest))

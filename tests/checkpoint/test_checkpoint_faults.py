@@ -1,6 +1,5 @@
 """Saves that are cut off: by a full disk, by kill -9, and by a reader that looks at the wrong moment."""
 
-import errno
 import os
 import signal
 import threading
@@ -9,60 +8,68 @@ from pathlib import Path
 
 import pytest
 from checkpoint_helpers import (
+    SECOND,
     ScriptedLocal,
     ScriptedRemote,
     Steps,
     assert_holds,
+    assert_state,
+    chain,
+    disk_full,
     make_snapshot,
     memory_root,
+    model_on,
     small_store,
+    tight_store,
 )
 
 from shadowsync.checkpoint.files import Files, LocalFiles, open_files
 from shadowsync.errors import CheckpointError, SaveError
 
 MANY_STEPS = 1000
-Scripted = Callable[[str, Steps], Files]
-MEMBERS: dict[str, tuple[Callable[[Path], str], Scripted]] = {
+MEMBERS: dict[str, tuple[Callable[[Path], str], Callable[[str, Steps], Files]]] = {
     "local": (str, lambda root, steps: ScriptedLocal(Path(root), steps)),
     "memory": (lambda path: memory_root(), ScriptedRemote),
 }
 
 
-def nothing() -> None:
-    """A script in which all goes well."""
-
-
-def disk_full() -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def steps_of_a_save(root: str, scripted: Scripted) -> int:
-    small_store(root).save(make_snapshot(10))
-    steps = Steps(MANY_STEPS, nothing)
-    small_store(root, keep=1, files=scripted(root, steps)).save(make_snapshot(20))
-    return steps.done
-
-
-@pytest.mark.parametrize("member", MEMBERS)
-def test_a_full_disk_at_any_moment_leaves_the_earlier_checkpoints(tmp_path: Path, member: str) -> None:
+@pytest.mark.parametrize(
+    ("member", "what"), [("local", "whole"), ("memory", "whole"), ("local", "delta"), ("local", "compaction")]
+)
+def test_a_full_disk_at_any_moment_leaves_what_was_there(tmp_path: Path, member: str, what: str) -> None:
     make_root, scripted = MEMBERS[member]
-    total = steps_of_a_save(make_root(tmp_path / "count"), scripted)
-    assert total >= 15
-    outcomes = set()
-    for at in range(1, total + 1):
+    outcomes = []
+    for at in range(1, MANY_STEPS):
         root = make_root(tmp_path / str(at))
-        small_store(root).save(make_snapshot(10))
-        with pytest.raises(SaveError) as caught:
-            small_store(root, keep=1, files=scripted(root, Steps(at, disk_full))).save(make_snapshot(20))
-        outcomes.add(outcome := str(caught.value).partition(": ")[2])
-        assert "No space left on device" in outcome
-        assert "\n" not in outcome
+        _, states = chain(root, keep=9)
+        model = model_on(states)
+        states["samples-000000000004"], states[f"{SECOND}-whole"] = model.copy(), states[SECOND]
+        steps = Steps(at, disk_full)
+        store = tight_store(root, keep=1, files=scripted(root, steps))
+        try:
+            if what == "compaction":
+                store.compact(SECOND)
+            else:
+                store.save(model.delta(SECOND) if what == "delta" else model.whole())
+        except SaveError as error:
+            outcomes.append(str(error).partition(": ")[2])
         assert not [name for name in open_files(root).names() if name.startswith(".")]
-        loaded = small_store(root).load()
-        assert_holds(loaded, 20 if "samples-000000000020 is complete" in outcome else 10)
+        loaded = tight_store(root).load()
         assert loaded.skipped == ()
-    assert len(outcomes) == 2
+        assert_state(loaded, states[loaded.name])
+        if steps.done < at:
+            break
+        assert "No space left on device" in outcomes[-1]
+        assert "\n" not in outcomes[-1]
+        complete = outcomes[-1].partition(" is complete")
+        assert loaded.name == (complete[0][-len(loaded.name) :] if complete[1] else SECOND)
+        assert complete[1] or "as they were" in outcomes[-1] or "it is as it was" in outcomes[-1]
+    assert steps.done < at, "the last went through"
+    assert len(outcomes) >= 15
+    assert len(set(outcomes)) == (1 if what == "delta" else 2), "beside a delta nothing is removed"
+    again = tight_store(root, keep=1)
+    assert again.compact(again.names()[-1]).endswith("-whole") == (what != "whole")
+    assert len(again.names()) == 1
 
 
 @pytest.mark.parametrize("member", MEMBERS)

@@ -1,6 +1,7 @@
-"""Saving, listing, keeping and loading, the same on every file system."""
+"""Saving, listing, keeping and loading, the same on every file system, and any range of rows out of any cut."""
 
-from collections.abc import Callable
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from checkpoint_helpers import (
     LONE,
     USERS,
+    assert_equal,
     assert_holds,
     cut,
     full_table,
@@ -16,25 +18,18 @@ from checkpoint_helpers import (
     memory_root,
     small_store,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from shadowsync.checkpoint import snapshot as snapshots
 from shadowsync.checkpoint.files import open_files
 from shadowsync.checkpoint.format import place
+from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.snapshot import TABLE_WIDE, Snapshot
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.optimizers import Extent, rule_class
-from shadowsync.embedding.table import Rows
+from shadowsync.embedding.table import Rows, Table
 from shadowsync.errors import CheckpointError, SaveError
-
-ROOTS: dict[str, Callable[[Path], str]] = {
-    "local": lambda path: str(path / "checkpoints"),
-    "url": lambda path: f"file://{path}/checkpoints",
-    "memory": lambda path: memory_root(),
-}
-
-
-@pytest.fixture(params=ROOTS)
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return ROOTS[request.param](tmp_path)
 
 
 def test_what_is_saved_is_loaded(root: str) -> None:
@@ -127,16 +122,10 @@ def test_our_files_are_safetensors_files(tmp_path: Path) -> None:
     found: dict[str, torch.Tensor] = {}
     for path in sorted((tmp_path / name).glob("rows-*.safetensors")):
         found |= safetensors.torch.load_file(path)
-    users = torch.cat(
-        [found[key] for key in sorted(found, key=_first_row) if key.startswith("user") and "weight" in key]
-    )
-    assert torch.equal(users, full_table(USERS, 7)["weight"])
+    parts = {int(key[5:].partition(":")[0]): tensor for key, tensor in found.items() if re.match("user.*weight", key)}
+    assert torch.equal(torch.cat([parts[start] for start in sorted(parts)]), full_table(USERS, 7)["weight"])
     dense = safetensors.torch.load_file(tmp_path / name / "dense.safetensors")
     assert torch.equal(dense["center"], torch.full((5,), 7.0))
-
-
-def _first_row(key: str) -> int:
-    return int(key.partition("[")[2].partition(":")[0])
 
 
 def test_files_stay_within_their_bound(tmp_path: Path) -> None:
@@ -161,15 +150,11 @@ def test_tensors_may_be_views_of_any_dtype(tmp_path: Path) -> None:
         "bytes": wide.to(torch.uint8)[:3, :5],
         "learned": torch.nn.Parameter(wide.clone()),
     }
-    snapshot = Snapshot({}, 1, (), dense, {}, {}, {})
-    small_store(tmp_path).save(snapshot)
-    loaded = small_store(tmp_path).load()
-    for name, tensor in dense.items():
-        assert loaded.dense[name].dtype == tensor.dtype
-        assert torch.equal(loaded.dense[name], tensor)
+    small_store(tmp_path).save(Snapshot({}, 1, (), dense, {}, {}, {}))
+    assert_equal(small_store(tmp_path).load().dense, dense)
 
 
-def test_every_tensor_stands_at_a_multiple_of_its_width(tmp_path: Path) -> None:
+def test_every_tensor_stands_at_a_multiple_of_its_width() -> None:
     dtypes = [torch.uint8, torch.float64, torch.bfloat16, torch.float32, torch.bool, torch.int64, torch.int16]
     for lengths in ((1, 1, 1, 1, 1, 1, 1), (3, 2, 5, 1, 7, 2, 9)):
         tensors = [(str(i), torch.zeros(n, dtype=d)) for i, (n, d) in enumerate(zip(lengths, dtypes, strict=True))]
@@ -223,3 +208,92 @@ def test_the_root_can_be_a_relative_path(tmp_path: Path, monkeypatch: pytest.Mon
 def test_tensors_of_a_whole_shard_are_known_by_name(optimizer: str) -> None:
     state = rule_class(optimizer).state
     assert {name for name, extent in state.items() if extent is Extent.SHARD} == TABLE_WIDE & state.keys()
+
+
+# --- any cut in, any range of rows out -----------------------------------------------------------------------------
+
+ROWS = st.integers(0, USERS.rows)
+
+
+def saved_and_loaded(tables: tuple[Rows, ...], piece_bytes: int = 200) -> LoadedCheckpoint:
+    store = CheckpointStore(memory_root(), piece_bytes=piece_bytes)
+    store.save(Snapshot({}, 1, tables, {}, {}, {}, {}))
+    return store.load()
+
+
+@given(
+    edges=st.lists(ROWS, max_size=6),
+    piece_bytes=st.integers(1, 700),
+    ranges=st.lists(st.tuples(ROWS, ROWS), min_size=1, max_size=6),
+)
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_any_cut_in_any_range_out(edges: list[int], piece_bytes: int, ranges: list[tuple[int, int]]) -> None:
+    whole = full_table(USERS, 0)
+    loaded = saved_and_loaded(cut(USERS, whole, edges), piece_bytes)
+    for one, other in ranges:
+        start, stop = min(one, other), max(one, other)
+        if start < stop:
+            assert_equal(loaded.rows("user", start, stop), {name: t[start:stop] for name, t in whole.items()})
+
+
+@given(block_bytes=st.integers(1024, 1100), start=st.integers(0, 2999), count=st.integers(1, 3000))
+@settings(deadline=None, max_examples=40, derandomize=True)
+def test_rows_that_straddle_blocks_are_put_together(block_bytes: int, start: int, count: int) -> None:
+    table = Table("t", 3000, 3, ("f",))
+    whole = full_table(table, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshots, "BLOCK_BYTES", block_bytes)
+        loaded = saved_and_loaded((Rows(table, 0, whole),), 1 << 20)
+    stop = min(start + count, table.rows)
+    assert_equal(loaded.rows("t", start, stop), {name: tensor[start:stop] for name, tensor in whole.items()})
+
+
+def test_servers_of_any_number_take_their_parts() -> None:
+    whole = full_table(USERS, 0)
+    loaded = saved_and_loaded(cut(USERS, whole, [3, 10, 11]))
+    for servers in range(1, 9):
+        edges = [round(USERS.rows * i / servers) for i in range(servers + 1)]
+        parts = [loaded.rows("user", a, b)["weight"] for a, b in pairwise(edges)]
+        assert torch.equal(torch.cat(parts), whole["weight"])
+
+
+def test_a_state_of_the_whole_table_is_the_furthest_of_the_parts_that_hold_the_rows() -> None:
+    parts = [
+        Rows(USERS, start, {"weight": torch.ones(stop - start, 4), "step": torch.tensor([step])})
+        for start, stop, step in ((0, 10, 5.0), (10, 22, 9.0), (22, 23, 7.0))
+    ]
+    loaded = saved_and_loaded(tuple(parts))
+    assert loaded.rows("user", 0, 10)["step"].tolist() == [5.0]
+    assert loaded.rows("user", 5, 23)["step"].tolist() == [9.0]
+    assert loaded.rows("user", 22, 23)["step"].tolist() == [7.0]
+
+
+def test_only_the_asked_tensors_are_read() -> None:
+    loaded = saved_and_loaded(make_snapshot(1).tables)
+    assert loaded.rows("user", 0, 2, {"weight"}).keys() == {"weight"}
+    assert loaded.rows("lone", 0, 1, {"step"}).keys() == {"step"}
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 5), (6, 5), (0, 24), (23, 24)])
+def test_rows_beyond_the_table_are_refused(start: int, stop: int) -> None:
+    loaded = saved_and_loaded(cut(USERS, full_table(USERS, 0), []))
+    with pytest.raises(CheckpointError, match=f"no rows {start} to {stop} of table user: it has 23 rows"):
+        loaded.rows("user", start, stop)
+
+
+def test_an_unknown_table_is_named() -> None:
+    loaded = saved_and_loaded(cut(USERS, full_table(USERS, 0), []))
+    with pytest.raises(CheckpointError, match="no table usr; it has user"):
+        loaded.rows("usr", 0, 1)
+    with pytest.raises(CheckpointError, match="no table usr"):
+        loaded.tensor_names("usr")
+
+
+def test_a_dense_tensor_must_be_there_and_fit(tmp_path: Path) -> None:
+    small_store(tmp_path).save(make_snapshot(3))
+    loaded = small_store(tmp_path).load()
+    assert torch.equal(loaded.dense_tensor("center", 5), torch.full((5,), 3.0))
+    with pytest.raises(CheckpointError, match=r"no dense tensor centre \(it has center, scalar, empty\)"):
+        loaded.dense_tensor("centre", 5)
+    with pytest.raises(CheckpointError, match="center has 5 elements where this model has 6"):
+        loaded.dense_tensor("center", 6)

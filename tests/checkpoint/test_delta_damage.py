@@ -1,7 +1,6 @@
 """Chains of checkpoints with files gone, cut or lying, and saves cut off by a full disk: never wrong rows."""
 
 import dataclasses
-import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from checkpoint_helpers import ScriptedLocal, Steps
-from delta_helpers import Model, State, assert_state, chain, tight_store
+from checkpoint_helpers import BASE, FIRST, SECOND, Model, State, assert_state, chain, flip, model_on, tight_store
 
 from shadowsync.checkpoint.format import MANIFEST, DamagedCheckpoint, Manifest, Piece, Scattered, decode, encode
+from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.errors import CheckpointError, SaveError
 
-OLD, BASE, FIRST, SECOND = (f"samples-{samples:012d}" for samples in range(4))
+OLD = "samples-000000000000"
 WHOLE = f"{SECOND}-whole"
 
 
@@ -42,42 +41,27 @@ def survivor(root: Path, file: str) -> str:
     return {BASE: OLD, FIRST: BASE, SECOND: FIRST}[folder]
 
 
-def removed(path: Path) -> None:
-    path.unlink()
+HARMS: dict[str, Callable[[Path], object]] = {
+    "removed": Path.unlink,
+    "halved": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "last byte gone": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "flipped": flip,
+}
 
 
-def halved(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def last_byte_gone(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flipped(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("harm", [removed, halved, emptied, last_byte_gone, flipped])
-def test_with_any_file_harmed_the_newest_whole_state_loads(
-    tmp_path: Path, states: dict[str, State], harm: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("harm", HARMS)
+def test_with_any_file_harmed_the_newest_whole_state_loads(tmp_path: Path, states: dict[str, State], harm: str) -> None:
     files = files_of(tmp_path)
     assert len(files) > 15
     for file in files:
         path = tmp_path / file
         content, left = path.read_bytes(), survivor(tmp_path, file)
-        harm(path)
+        HARMS[harm](path)
         loaded = tight_store(tmp_path).load()
         assert loaded.name == left, file
         assert_state(loaded, states[loaded.name])
-        gone = harm is removed and file.endswith(MANIFEST)  # a folder without its manifest is no checkpoint
+        gone = harm == "removed" and file.endswith(MANIFEST)  # a folder without its manifest is no checkpoint
         told = [name for name in states if name > loaded.name and not (gone and name == file.partition("/")[0])]
         assert len(loaded.skipped) == bool(told), file
         for sentence in loaded.skipped:
@@ -92,9 +76,9 @@ def test_with_any_file_harmed_the_newest_whole_state_loads(
 
 def test_each_defect_is_told_of_once(tmp_path: Path, states: dict[str, State]) -> None:
     """The newest is damaged itself, and what it and another build on as well."""
-    model, save = delta_of(states)
-    save(tight_store(tmp_path, keep=9))
-    flipped(next((tmp_path / FIRST).glob("rows-*")))
+    model = model_on(states)
+    tight_store(tmp_path, keep=9).save(model.delta(SECOND))
+    flip(next((tmp_path / FIRST).glob("rows-*")))
     (tmp_path / "samples-000000000004" / "dense.safetensors").unlink()
     loaded = tight_store(tmp_path).load()
     assert loaded.name == BASE
@@ -129,65 +113,23 @@ def test_where_a_state_is_there_twice_one_of_both_is_enough(tmp_path: Path, stat
     for folder in (FIRST, f"{FIRST}-whole"):
         for path in (tmp_path / folder).glob("rows-*"):
             content = path.read_bytes()
-            flipped(path)
+            flip(path)
             loaded = tight_store(tmp_path).load()
             assert (loaded.name, loaded.skipped) == (SECOND, ())
             assert_state(loaded, states[SECOND])
             path.write_bytes(content)
     assert tight_store(tmp_path).compact(FIRST) == f"{FIRST}-whole", "it is there"
     assert (tmp_path / FIRST).exists()
-    flipped(tmp_path / SECOND / "dense.safetensors")
-    flipped(tmp_path / f"{FIRST}-whole" / "dense.safetensors")
+    flip(tmp_path / SECOND / "dense.safetensors")
+    flip(tmp_path / f"{FIRST}-whole" / "dense.safetensors")
     loaded = tight_store(tmp_path).load()
     assert loaded.name == FIRST
     assert loaded.skipped[1].startswith(f"{FIRST}-whole cannot be loaded, so {FIRST}, of as many samples, takes its")
     assert_state(loaded, states[FIRST])
 
 
-def disk_full() -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def delta_of(states: dict[str, State]) -> tuple[Model, Callable[[object], None]]:
-    model = Model(samples=3, state={table: dict(tensors) for table, tensors in states[SECOND].items()})
-    model.state = model.copy()
-    model.train([2, 9, 20])
-    return model, lambda store: store.save(model.delta(SECOND))  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("what", ["delta", "compaction"])
-def test_a_full_disk_at_any_moment_leaves_what_was_there(tmp_path: Path, what: str) -> None:
-    outcomes = []
-    for at in range(1, 200):
-        root = tmp_path / str(at)
-        _, states = chain(root, keep=9)
-        model, save = delta_of(states)
-        states["samples-000000000004"], states[WHOLE] = model.copy(), states[SECOND]
-        steps = Steps(at, disk_full)
-        store = tight_store(root, keep=1, files=ScriptedLocal(root, steps))
-        try:
-            save(store) if what == "delta" else store.compact(SECOND)
-        except SaveError as error:
-            outcomes.append(str(error).partition(": ")[2])
-        assert not list(root.glob(".*"))
-        loaded = tight_store(root).load()
-        assert loaded.skipped == ()
-        assert_state(loaded, states[loaded.name])
-        if steps.done < at:
-            break
-        assert "No space left on device" in outcomes[-1]
-        assert loaded.name == (outcomes[-1].partition(" is complete")[0][-len(loaded.name) :]) or (
-            (loaded.name == SECOND and "as they were" in outcomes[-1]) or "it is as it was" in outcomes[-1]
-        )
-    assert steps.done < at, "the last went through"
-    assert len(outcomes) >= 15
-    again = tight_store(root, keep=1)
-    assert again.compact(again.names()[-1]).endswith("-whole")
-    assert len(again.names()) == 1
-
-
 def test_a_compaction_of_what_is_damaged_writes_nothing(tmp_path: Path, states: dict[str, State]) -> None:
-    flipped(next((tmp_path / FIRST).glob("rows-*")))
+    flip(next((tmp_path / FIRST).glob("rows-*")))
     with pytest.raises(SaveError, match=rf"{SECOND} could not be rewritten as a whole \(.* is not what was written"):
         tight_store(tmp_path).compact(SECOND)
     assert sorted(path.name for path in tmp_path.iterdir()) == list(states)
@@ -274,12 +216,10 @@ def test_numbers_that_lie_are_refused(
 ) -> None:
     """Written with right checksums by somebody who leaves the checks out."""
     monkeypatch.setattr("shadowsync.checkpoint.snapshot._check_kinds", lambda *_: None)
-    model, _ = delta_of(states)
-    snapshot = model.delta(SECOND, [3, 4])
+    snapshot = model_on(states).delta(SECOND, [3, 4])
     object.__setattr__(snapshot.tables[0], "numbers", torch.tensor(numbers))
-    store = tight_store(tmp_path, keep=9)
-    big = type(store)(str(tmp_path), 9)
-    name = big.save(snapshot)
+    store = CheckpointStore(str(tmp_path), 9)
+    name = store.save(snapshot)
     loaded = tight_store(tmp_path).load()
     assert loaded.name == SECOND
     assert "has impossible row numbers for table user" in loaded.skipped[0]

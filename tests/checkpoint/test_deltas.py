@@ -2,14 +2,26 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from checkpoint_helpers import ITEMS, USERS, assert_equal, memory_root
-from delta_helpers import Model, assert_state, chain, tight_store
+from checkpoint_helpers import (
+    BASE,
+    FIRST,
+    ITEMS,
+    SECOND,
+    USERS,
+    Counting,
+    Model,
+    State,
+    assert_equal,
+    assert_state,
+    chain,
+    memory_root,
+    tight_store,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +32,6 @@ from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.errors import CheckpointError, SaveError
 
-BASE, FIRST, SECOND = "samples-000000000001", "samples-000000000002", "samples-000000000003"
 USER_ROWS = st.lists(st.integers(0, USERS.rows - 1), min_size=1, max_size=8)
 
 
@@ -92,23 +103,16 @@ def test_rows_saved_by_priority_are_told_of(tmp_path: Path) -> None:
 
 def test_given_shards_are_loaded_whatever_happened_to_the_rest(tmp_path: Path) -> None:
     _store, states = chain(tmp_path)
-    touched: list[str] = []
-
-    class Watched(LocalFiles):
-        def read(self, path: str, start: int, stop: int) -> bytes:
-            touched.append(path)
-            return super().read(path, start, stop)
-
-    shards = [Shard(USERS, 14, 23), Shard(ITEMS, 2, 4)]
-    loaded = tight_store(tmp_path, files=Watched(str(tmp_path), tmp_path)).open(None, shards)
+    files, shards = Counting(tmp_path), [Shard(USERS, 14, 23), Shard(ITEMS, 2, 4)]
+    loaded = tight_store(tmp_path, files=files).open(None, shards)
     for rows, shard in zip(loaded.rows_of(shards), shards, strict=True):
         wanted = states[SECOND][shard.table.name]
         assert rows.start == shard.start
         assert_equal(rows.tensors, {n: t if n == "step" else t[shard.start : shard.stop] for n, t in wanted.items()})
     assert loaded.name == SECOND
-    assert not [path for path in touched if "dense" in path or "random" in path]
+    assert not [path for path in files.paths if "dense" in path or "random" in path]
     for path in tmp_path.glob("*/*.safetensors"):
-        if str(path.relative_to(tmp_path)) not in touched:
+        if str(path.relative_to(tmp_path)) not in files.paths:
             path.unlink()
     assert len(list(tmp_path.glob("*/rows-*"))) >= 3
     again = tight_store(tmp_path).open(None, shards)
@@ -310,7 +314,7 @@ def test_any_course_equals_plain_rows(steps: list[tuple[str, list[int]]], keep: 
     """Whole ones, deltas, priority saves, compactions and returns to an older one, against copies in memory."""
     root = memory_root()
     store, model = tight_store(root, keep), Model()
-    kept: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+    kept: dict[str, State] = {}
     at = store.save(model.whole())
     kept[at] = model.copy()
     for kind, rows in steps:
@@ -323,11 +327,9 @@ def test_any_course_equals_plain_rows(steps: list[tuple[str, list[int]]], keep: 
                 model.changed.clear()
             case "delta" | "some":
                 chosen = None if kind == "delta" else rows
-                expected = _laid_over(kept[at], model, chosen)
-                at = store.save(model.delta(at, chosen))
-                kept[at] = expected
-                model.state = {table: dict(tensors) for table, tensors in expected.items()}
-                model.state = model.copy()
+                model.state, delta = _laid_over(kept[at], model, chosen), model.delta(at, chosen)
+                at = store.save(delta)
+                kept[at] = model.copy()
                 model.changed.clear()
             case "compact":
                 whole = store.compact(at)
@@ -335,8 +337,7 @@ def test_any_course_equals_plain_rows(steps: list[tuple[str, list[int]]], keep: 
             case _:
                 names = store.names()
                 at = names[rows[0] % len(names)]
-                loaded = store.load(at)
-                model.samples, model.state = loaded.samples, {t: dict(s) for t, s in kept[at].items()}
+                model.samples, model.state = store.load(at).samples, kept[at]
                 model.state = model.copy()
                 model.changed.clear()
         for name in store.names():
@@ -345,9 +346,7 @@ def test_any_course_equals_plain_rows(steps: list[tuple[str, list[int]]], keep: 
     assert {name.removesuffix(".part") for name in open_files(root).names()} == set(store.names())
 
 
-def _laid_over(
-    parent: dict[str, dict[str, torch.Tensor]], model: Model, chosen: list[int] | None
-) -> dict[str, dict[str, torch.Tensor]]:
+def _laid_over(parent: State, model: Model, chosen: list[int] | None) -> State:
     """The parent's rows with the chosen ones of the model."""
     rows = sorted(model.changed if chosen is None else set(chosen))
     state = model.copy()
@@ -356,12 +355,6 @@ def _laid_over(
         users[name][rows] = state["user"][name][rows]
     users["step"] = state["user"]["step"]
     return {"user": users, ITEMS.name: state[ITEMS.name]}
-
-
-def compacted(store: CheckpointStore, name: str) -> Iterator[str]:
-    """The name as it is, and then that of the same as a whole."""
-    yield name
-    yield store.compact(name)
 
 
 def test_each_server_keeps_its_own_count_through_a_compaction(tmp_path: Path) -> None:
@@ -374,6 +367,7 @@ def test_each_server_keeps_its_own_count_through_a_compaction(tmp_path: Path) ->
     delta = model.delta(name)
     delta.tables[1].tensors["step"][0] = 8.0
     name = store.save(delta)
-    for loaded in (store.open(made) for made in compacted(store, name)):
+    for rewrite in (lambda name: name, store.compact):
+        loaded = store.open(rewrite(name))
         found = [loaded.rows("user", *edges)["step"].item() for edges in ((0, 9), (9, 23), (8, 10))]
         assert found == [1.0, 8.0, 8.0]

@@ -1,6 +1,7 @@
 """Saving in the background: one under way, one waiting, no error lost."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from checkpoint_helpers import make_snapshot
@@ -11,33 +12,30 @@ from shadowsync.errors import SaveError
 
 
 class GatedStore:
-    """A store whose saves take as long as the test wants."""
+    """A store whose saves take as long as the test wants, and fail where `fails` says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, fails: Callable[[int], bool] = lambda samples: False) -> None:
         self.saved: list[int] = []
         self.started = threading.Semaphore(0)
         self.go_on = threading.Semaphore(0)
         self.threads: set[int] = set()
+        self.fails = fails
 
     def save(self, snapshot: Snapshot) -> str:
         self.threads.add(threading.get_ident())
         self.started.release()
         assert self.go_on.acquire(timeout=120)
+        if self.fails(snapshot.samples):
+            raise SaveError(f"disk full at {snapshot.samples}")
         self.saved.append(snapshot.samples)
         return str(snapshot.samples)
 
 
-class FailingStore:
-    """Fails for odd sample counts."""
-
-    def __init__(self) -> None:
-        self.saved: list[int] = []
-
-    def save(self, snapshot: Snapshot) -> str:
-        if snapshot.samples % 2:
-            raise SaveError(f"disk full at {snapshot.samples}")
-        self.saved.append(snapshot.samples)
-        return ""
+def failing_store() -> GatedStore:
+    """Fails for odd sample counts; nothing takes long."""
+    store = GatedStore(lambda samples: samples % 2 == 1)
+    store.go_on.release(1000)
+    return store
 
 
 def test_saves_happen_elsewhere_and_in_order() -> None:
@@ -67,7 +65,7 @@ def test_one_waits_and_gives_way_to_a_newer_one() -> None:
 
 
 def test_an_error_surfaces_in_wait_and_saving_goes_on() -> None:
-    store = FailingStore()
+    store = failing_store()
     saver = AsyncSaver(store.save)
     saver.submit(make_snapshot(1))
     with pytest.raises(SaveError, match="disk full at 1"):
@@ -80,7 +78,7 @@ def test_an_error_surfaces_in_wait_and_saving_goes_on() -> None:
 
 
 def test_an_error_surfaces_in_the_next_submit_which_is_saved_none_the_less() -> None:
-    store = FailingStore()
+    store = failing_store()
     saver = AsyncSaver(store.save)
     saver.submit(make_snapshot(1))
     while saver.busy:
@@ -92,15 +90,8 @@ def test_an_error_surfaces_in_the_next_submit_which_is_saved_none_the_less() -> 
 
 
 def test_of_several_errors_none_is_lost() -> None:
-    store = GatedStore()
-    failing = FailingStore()
-
-    class Both:
-        def save(self, snapshot: Snapshot) -> str:
-            store.save(snapshot)
-            return failing.save(snapshot)
-
-    saver = AsyncSaver(Both().save)
+    store = GatedStore(lambda samples: True)
+    saver = AsyncSaver(store.save)
     saver.submit(make_snapshot(1))
     assert store.started.acquire(timeout=120)
     saver.submit(make_snapshot(3))
@@ -112,13 +103,13 @@ def test_of_several_errors_none_is_lost() -> None:
 
 
 def test_leaving_the_block_waits_and_raises() -> None:
-    with pytest.raises(SaveError, match="disk full at 5"), AsyncSaver(FailingStore().save) as saver:
+    with pytest.raises(SaveError, match="disk full at 5"), AsyncSaver(failing_store().save) as saver:
         saver.submit(make_snapshot(5))
 
 
 def test_an_error_of_the_block_comes_first_with_that_of_the_save_beside_it() -> None:
     def run() -> None:
-        with AsyncSaver(FailingStore().save) as saver:
+        with AsyncSaver(failing_store().save) as saver:
             saver.submit(make_snapshot(5))
             raise RuntimeError("first")
 
@@ -128,7 +119,7 @@ def test_an_error_of_the_block_comes_first_with_that_of_the_save_beside_it() -> 
 
 
 def test_many_submits_end_with_the_newest() -> None:
-    store = FailingStore()
+    store = failing_store()
     saver = AsyncSaver(store.save)
     for samples in range(0, 400, 2):
         saver.submit(make_snapshot(samples))

@@ -1,24 +1,22 @@
 """Snapshots whose rows are read when they are written."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import LONE, USERS, assert_equal, make_snapshot, memory_root, small_store
+from checkpoint_helpers import LONE, USERS, assert_equal, make_snapshot, small_store
 from safetensors import safe_open
 from torch import Tensor
 
 from shadowsync.checkpoint.loading import Written, written_rows
-from shadowsync.checkpoint.snapshot import DeltaOf, GivenUp
+from shadowsync.checkpoint.snapshot import DeltaOf, GivenUp, Snapshot
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.errors import CheckpointError
 from shadowsync.rpc.errors import CallTimeout, PeerLost
-
-ROOTS: dict[str, Callable[[Path], str]] = {"local": lambda path: str(path / "here"), "memory": lambda _: memory_root()}
 
 
 class Source:
@@ -46,8 +44,11 @@ def streamed(rows: Rows | RowSet, source: Source) -> Rows | RowSet:
     return replace(rows, tensors={name: tensor.to("meta") for name, tensor in rows.tensors.items()}, source=source)
 
 
-def with_step(rows: Rows | RowSet) -> Rows | RowSet:
-    return replace(rows, tensors={"step": torch.tensor([7]), **rows.tensors})
+def parts() -> tuple[Snapshot, list[Rows | RowSet], list[Rows | RowSet]]:
+    """A snapshot, the runs of its users, of which each has a count of its own, and its other tables."""
+    snapshot, count = make_snapshot(10), {"step": torch.tensor([7])}
+    users = [replace(rows, tensors=count | dict(rows.tensors)) for rows in snapshot.tables if rows.table == USERS]
+    return snapshot, list(users), [rows for rows in snapshot.tables if rows.table != USERS]
 
 
 def delta() -> RowSet:
@@ -59,9 +60,7 @@ def delta() -> RowSet:
 def two(root: str) -> tuple[CheckpointStore, list[str], RowSet, dict[str, Tensor]]:
     """A whole checkpoint of 10 samples and a delta of 20, both streamed."""
     store = small_store(root)
-    snapshot = make_snapshot(10)
-    users = [with_step(rows) for rows in snapshot.tables if rows.table == USERS]
-    others = [rows for rows in snapshot.tables if rows.table != USERS]
+    snapshot, users, others = parts()
     tables = [streamed(rows, Source(rows)) for rows in (*users, *others)]
     names = [store.save(replace(snapshot, tables=tuple(tables)))]
     changed = delta()
@@ -71,9 +70,8 @@ def two(root: str) -> tuple[CheckpointStore, list[str], RowSet, dict[str, Tensor
     return store, names, changed, whole
 
 
-@pytest.mark.parametrize("root", ROOTS)
-def test_they_are_those_that_the_source_gives(tmp_path: Path, root: str) -> None:
-    store, names, changed, whole = two(ROOTS[root](tmp_path))
+def test_they_are_those_that_the_source_gives(root: str) -> None:
+    store, names, changed, whole = two(root)
     assert_equal(store.open(names[0]).rows("user", 0, USERS.rows), {**whole, "step": torch.tensor([7])})
     for name in ("weight", "momentum"):
         whole[name][changed.numbers] = changed.tensors[name]
@@ -83,9 +81,7 @@ def test_they_are_those_that_the_source_gives(tmp_path: Path, root: str) -> None
 
 
 def test_what_belongs_to_the_table_as_a_whole_is_read_last_and_all_is_aligned(tmp_path: Path) -> None:
-    snapshot, store = make_snapshot(10), CheckpointStore(str(tmp_path))
-    users = [with_step(rows) for rows in snapshot.tables if rows.table == USERS]
-    others = [rows for rows in snapshot.tables if rows.table != USERS]
+    store, (snapshot, users, others) = CheckpointStore(str(tmp_path)), parts()
     parent = store.save(replace(snapshot, tables=(*users, *others)))
     changed = delta()
     odd = replace(changed, numbers=changed.numbers[:5], tensors={n: t[:5] for n, t in changed.tensors.items()})
@@ -100,10 +96,8 @@ def test_what_belongs_to_the_table_as_a_whole_is_read_last_and_all_is_aligned(tm
 
 
 @pytest.mark.parametrize("error", [PeerLost("gone"), CallTimeout("late"), CheckpointError("unreadable"), None])
-@pytest.mark.parametrize("root", ROOTS)
-def test_a_source_that_fails_in_the_middle_leaves_nothing(tmp_path: Path, root: str, error: Exception | None) -> None:
-    where = ROOTS[root](tmp_path)
-    store = small_store(where)
+def test_a_source_that_fails_in_the_middle_leaves_nothing(root: str, error: Exception | None) -> None:
+    store = small_store(root)
     store.save(make_snapshot(10))
     snapshot = make_snapshot(20)
     tables = tuple(streamed(rows, Source(rows, 4, error)) for rows in snapshot.tables)
@@ -112,12 +106,11 @@ def test_a_source_that_fails_in_the_middle_leaves_nothing(tmp_path: Path, root: 
         store.save(replace(snapshot, tables=tables))
     assert store.names() == ["samples-000000000010"]
     store.save(make_snapshot(20))
-    assert small_store(where).load().samples == 20
+    assert small_store(root).load().samples == 20
 
 
-@pytest.mark.parametrize("root", ROOTS)
-def test_written_weights_are_read_back(tmp_path: Path, root: str) -> None:
-    store, names, changed, whole = two(ROOTS[root](tmp_path))
+def test_written_weights_are_read_back(root: str) -> None:
+    store, names, changed, whole = two(root)
     opened: list[str] = []
 
     def written(name: str) -> AbstractContextManager[Written]:
@@ -150,11 +143,9 @@ class Impatient(Source):
             yield from super().read(first, last, name)
 
 
-@pytest.mark.parametrize("root", ROOTS)
-def test_what_is_being_written_ends_when_somebody_cannot_wait(tmp_path: Path, root: str) -> None:
-    store, names, changed, _ = two(ROOTS[root](tmp_path))
-    others = [rows for rows in make_snapshot(30).tables if rows.table != USERS]
-    again = (streamed(changed, Impatient(changed, store)), *others)
+def test_what_is_being_written_ends_when_somebody_cannot_wait(root: str) -> None:
+    store, names, changed, _ = two(root)
+    again = (streamed(changed, Impatient(changed, store)), *parts()[2])
     with pytest.raises(GivenUp):
         store.save(replace(make_snapshot(30), tables=again, delta=DeltaOf(names[1], True)))
     assert store.names() == names

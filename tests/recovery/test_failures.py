@@ -157,20 +157,16 @@ def test_what_is_not_in_the_language(text: str, named: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "roles", "named"),
     [
-        ("at:1,index=8", "no embedding 8 that could fail; it has 8"),
-        ("gamma:mean_s=1,kind=dense,index=0+1", "no dense 1 that could fail; it has 1"),
+        ("at:1,index=8", ROLES, "no embedding 8 that could fail; it has 8"),
+        ("gamma:mean_s=1,kind=dense,index=0+1", ROLES, "no dense 1 that could fail; it has 1"),
+        ("at:1,kind=dense", {"embedding": 2}, "no dense 0 that could fail; it has none"),
     ],
 )
-def test_roles_that_a_job_does_not_have(text: str, named: str) -> None:
+def test_roles_that_a_job_does_not_have(text: str, roles: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        script_of(text)
-
-
-def test_a_job_without_dense_servers_has_none_to_fail() -> None:
-    with pytest.raises(ConfigError, match="no dense 0 that could fail; it has none"):
-        script_of("at:1,kind=dense", {"embedding": 2})
+        script_of(text, roles)
 
 
 def test_a_script_tells_when_the_next_failure_counted_in_epochs_is() -> None:

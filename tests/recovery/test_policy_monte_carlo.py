@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shadowsync.recovery.policy import Costs, Full, Goal, PlsAccount, Scale, decide
-from shadowsync.recovery.scheduler import CheckpointScheduler, Due, Estimates, Priors
+from shadowsync.recovery.scheduler import CheckpointScheduler, Estimates, Priors
 
 HOUR = 3600.0
 TRUE = Costs(save_s=318.0, load_s=200.0, restart_s=208.0, fail_s=28 * HOUR)
@@ -21,16 +21,7 @@ WRONG = Priors(save_s=60.0, restart_s=15.0, fail_s=10 * HOUR)
 
 @dataclass
 class Job:
-    """A simulated job.
-
-    Attributes:
-        scheduler: decides.
-        account: of lost samples.
-        now: the clock.
-        trained: seconds of training that are in the model.
-        checkpoint: the same in the last save.
-        lost_s: by kind.
-    """
+    """A simulated job, with the seconds of training that are in the model and in the last save."""
 
     scheduler: CheckpointScheduler
     account: PlsAccount
@@ -48,15 +39,12 @@ class Job:
             self.scheduler.saving(due, self.now)
             self._stand(min(TRUE.save_s, time - due_at), "save")
             if self.now < time:
-                self._saved(due)
+                self.scheduler.saved(due, TRUE.save_s)
+                self.checkpoint = self.trained
+                for server in range(len(self.account.shares)):
+                    self.account.saved(server, round(self.trained))
         self.trained += max(time - self.now, 0.0)
         self.now = max(time, self.now)
-
-    def _saved(self, due: Due) -> None:
-        self.scheduler.saved(due, TRUE.save_s)
-        self.checkpoint = self.trained
-        for server in range(len(self.account.shares)):
-            self.account.saved(server, round(self.trained))
 
     def fail(self, servers: list[int]) -> None:
         """Some servers die; under full recovery everybody goes back."""
@@ -78,10 +66,7 @@ class Job:
 
 
 def simulated(goal: Goal, servers: int, lost: int, failures: int) -> Job:
-    """A job after so many failures of `lost` servers each.
-
-    The gaps are the quantiles of an exponential distribution in a drawn order, so their mean is exact.
-    """
+    """A job after so many failures of `lost` servers each; their gaps are quantiles, so that the mean is exact."""
     dice = np.random.default_rng(4)
     quantiles = -TRUE.fail_s * np.log1p(-(np.arange(failures) + 0.5) / failures)
     times = np.cumsum(dice.permutation(quantiles))

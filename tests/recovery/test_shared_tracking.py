@@ -1,5 +1,6 @@
 """Priorities of rows that other processes push to: what they tell in shared memory, and what outlives its owner."""
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -34,12 +35,15 @@ def tracking(request: pytest.FixtureRequest) -> RowTracking:
     return tracking_of(request.param)
 
 
+def memory_for(tracking: RowTracking) -> SharedMemory:
+    followed = [part for shard in SHARDS for part in tracking.parts(shard)]
+    return SharedMemory.create(bytes_of([*parts_of(SHARDS, rule_class("rowwise_adagrad")), *followed]), "the rows")
+
+
 @pytest.fixture
 def memory(tracking: RowTracking) -> Iterator[SharedMemory]:
-    followed = [part for shard in SHARDS for part in tracking.parts(shard)]
-    made = SharedMemory.create(bytes_of([*parts_of(SHARDS, rule_class("rowwise_adagrad")), *followed]), "the rows")
-    yield made
-    made.close()
+    with contextlib.closing(memory_for(tracking)) as made:
+        yield made
 
 
 def server(memory: SharedMemory, tracking: RowTracking | None, seed: int | None = None) -> EmbeddingServer:
@@ -59,6 +63,14 @@ def told(guest: EmbeddingServer) -> None:
     guest._watches._tell()
 
 
+def picked_by(owner: EmbeddingServer) -> list[int]:
+    """Rows of the big table in a save that begins now."""
+    owner.begin_save()
+    picked = owner.pick(1, end_of_round=True)
+    assert picked is not None
+    return picked.tolist()
+
+
 def test_the_owner_picks_what_guests_have_pushed_to(memory: SharedMemory, tracking: RowTracking) -> None:
     owner = server(memory, tracking, seed=3)
     guests = [server(memory, tracking if tracking.sees else None) for _ in range(2)]
@@ -66,25 +78,19 @@ def test_the_owner_picks_what_guests_have_pushed_to(memory: SharedMemory, tracki
     push(guests[1], ROWS)
     for guest in guests:
         told(guest)
-    owner.begin_save()
-    picked = owner.pick(1, end_of_round=True)
-    assert picked is not None
-    assert set(picked.tolist()) <= {row + 10 for row in ROWS}
-    assert len(picked)
+    picked = picked_by(owner)
+    assert picked
+    assert set(picked) <= {row + 10 for row in ROWS}
     assert not torch.equal(owner.state()[1].tensors["weight"][ROWS], torch.zeros(5, 2))
 
 
 def test_marks_are_there_as_soon_as_a_push_is_over() -> None:
     """Who pushed may be killed right afterwards, and the next delta is to have the row all the same."""
     tracking = tracking_of("all")
-    followed = [part for shard in SHARDS for part in tracking.parts(shard)]
-    memory = SharedMemory.create(bytes_of([*parts_of(SHARDS, rule_class("rowwise_adagrad")), *followed]), "the rows")
+    memory = memory_for(tracking)
     owner, guest = server(memory, tracking, seed=3), server(memory, tracking)
     push(guest, ROWS)
-    owner.begin_save()
-    picked = owner.pick(1, end_of_round=True)
-    assert picked is not None
-    assert picked.tolist() == [row + 10 for row in ROWS]
+    assert picked_by(owner) == [row + 10 for row in ROWS]
 
 
 def test_who_takes_the_owners_place_misses_nothing_that_was_not_saved(
@@ -95,18 +101,14 @@ def test_who_takes_the_owners_place_misses_nothing_that_was_not_saved(
     told(guest)
     before = owner.state()[1].tensors["weight"].clone()
     if tracking.priority.name in ("all", "scar"):  # others may lose what was picked for a save that nobody confirms
-        owner.begin_save()
-        owner.pick(1, end_of_round=True)
+        picked_by(owner)
     heir = server(memory, tracking)
     heir.inherit()
     assert torch.equal(heir.state()[1].tensors["weight"], before)
-    heir.begin_save()
-    picked = heir.pick(1, end_of_round=True)
-    assert picked is not None
-    wanted = {row + 10 for row in ROWS}
+    picked = picked_by(heir)
+    assert picked
     if tracking.priority.name == "all":
-        assert wanted <= set(picked.tolist())
-    assert len(picked)
+        assert {row + 10 for row in ROWS} <= set(picked)
 
 
 def test_priorities_that_look_at_weights_alone_need_no_word_from_guests() -> None:

@@ -291,7 +291,6 @@ class Catalog:
         return replace(loaded, skipped=(older,))
 
     def _manifests(self, name: str, prefer_whole: bool) -> Iterator[tuple[str, Manifest]]:
-        """The checkpoint and what it builds on, newest first."""
         while True:
             manifest = self.manifest(name)
             yield name, manifest
@@ -303,7 +302,6 @@ class Catalog:
             name = parent
 
     def _reader(self, name: str, manifest: Manifest, needed: Collection[str]) -> BlockReader:
-        """Of the files that are needed; compares their sizes with the manifest's."""
         entries = [entry for entry in manifest.files if entry.name in needed]
         reader = BlockReader(self.files, name, entries, manifest.block_bytes)
         reader.check_sizes()

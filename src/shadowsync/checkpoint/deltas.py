@@ -113,15 +113,9 @@ def write_delta(
 ) -> DeltaList:
     """Writes changed rows into the new folder `out`, which appears when it is complete.
 
-    Args:
-        out: a local path or any URL that fsspec knows; nothing may be there.
-        since: name of the checkpoint that the changes are laid over.
-        until: name of the one that comes out.
-        changes: from `changed_rows`; no more than `file_bytes` of them are held at a time, and go into one file.
-
-    Raises:
-        ConfigError: fsspec does not know the URL.
-        SaveError: it cannot be written, or there is something. Nothing is left of it then.
+    `out` is a local path or any URL that fsspec knows (else `ConfigError`). `since` and `until` name the checkpoint
+    that the changes are laid over and the one that comes out. Of the changes no more than `file_bytes` are held at a
+    time, and go into one file. `SaveError` if it cannot be written, or something is there: nothing is left of it then.
     """
     root, _, folder = out.rstrip("/").rpartition("/")
     files = open_files(root or ("/" if out.startswith("/") else "."))

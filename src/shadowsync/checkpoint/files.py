@@ -34,15 +34,14 @@ _kept = threading.local()
 
 
 class Files(ABC):
-    """A folder of checkpoints. Every member writes a whole file or a whole folder so that nothing half-written shows.
+    """A folder of checkpoints, at `root` as the user wrote it.
 
-    `root` is as the user wrote it, for messages.
+    A file or a folder is there as a whole or not at all, so that nothing half-written shows.
     """
 
     root: str
 
     def place(self, path: str) -> str:
-        """`path` with its root, for messages."""
         return f"{self.root.rstrip('/')}/{path}"
 
     def guarded(self, path: str, read: Callable[[str], T]) -> T:
@@ -56,11 +55,11 @@ class Files(ABC):
 
     @abstractmethod
     def names(self, folder: str = "") -> list[str]:
-        """Names in a folder, in no particular order; none where there is no such folder."""
+        """In no particular order; none where there is no such folder."""
 
     @abstractmethod
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is no such file."""
+        """None where there is no such file."""
 
     @abstractmethod
     def read(self, path: str, start: int, stop: int) -> bytes:
@@ -290,7 +289,6 @@ class _Target:
             self.write(view[done:])
 
     def write(self, view: memoryview) -> None:
-        """All of a view, the ordinary way."""
         if self._is_direct:
             self._set(0)
             self._is_direct = False

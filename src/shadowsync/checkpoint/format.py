@@ -143,7 +143,6 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def stop(self) -> int:
-        """One beyond the last row that the piece speaks of."""
         return self.start + self.rows if self.scattered is None else self.scattered.stop
 
     @property

@@ -72,7 +72,6 @@ class BlockReader:
         return {tensor.name: self.read_tensor(group.file, tensor) for tensor in group.tensors}
 
     def check_sizes(self) -> None:
-        """Compares every file's size with the manifest's."""
         for entry in self._entries.values():
             size = self._files.guarded(f"{self._folder}/{entry.name}", self._files.size)
             if size is None:
@@ -118,15 +117,12 @@ class Layer:
 
     @property
     def byte_count(self) -> int:
-        """Bytes of the rows that are needed of it."""
         return sum(tensor.byte_count for found in self.pieces.values() for one in found for tensor in one.all_tensors)
 
     def is_whole(self, table: str) -> bool:
-        """Whether every row of the table is here."""
         return table in self.pieces and self.pieces[table][0].scattered is None
 
     def touched(self, table: str, start: int, stop: int) -> list[Piece]:
-        """Pieces that speak of any of these rows."""
         pieces = self.pieces.get(table, ())
         first = bisect_right(pieces, start, key=lambda piece: piece.stop)
         return list(pieces[first : bisect_left(pieces, stop, key=lambda piece: piece.start)])

@@ -36,12 +36,12 @@ class RemoteSave:
 
     @classmethod
     def begin(cls, connection: Connection, chunk_bytes: int = CHUNK_BYTES, early: bool = True) -> "RemoteSave":
-        """A save begins; the one before it is over. Small shards are copied `early`, if messages take their time."""
+        """The save before is over. Small shards are copied `early`, if messages take their time."""
         begun = ask(connection, SaveMethods.begin_save)
         return cls(connection, *begun, chunk_bytes, EARLY_BYTES if early else 0)
 
     def everything(self, shards: Sequence[Shard]) -> Iterator[Rows]:
-        """All rows, one `Rows` for each of the server's shards, which are copied when they are read."""
+        """All rows, one `Rows` for each shard, which are copied when they are read."""
         left = [self.early_bytes]
         for index, shard in enumerate(shards):
             yield self._whole(index, shard, left)

@@ -72,7 +72,7 @@ class AsyncSaver:
             save()
 
     def settle(self) -> None:
-        """Returns when everything submitted has been saved or has failed, which somebody else will hear of."""
+        """Returns when everything submitted has been saved or has failed, of which somebody else will hear."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -86,7 +86,6 @@ class AsyncSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
         with self._lock:
             return self._thread is not None
 

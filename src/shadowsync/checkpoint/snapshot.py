@@ -80,13 +80,8 @@ def write_snapshot(
 ) -> Manifest:
     """Writes everything but the manifest, which it returns; rows that are not in memory are read in their turn.
 
-    Args:
-        files: where to.
-        folder: where in it.
-        snapshot: whose rows were copied after `version` samples.
-        version: of all its rows.
-        piece_bytes: no file of rows grows beyond this, but for a single row that is wider.
-        given_up: asked before each chunk.
+    They were copied after `version` samples. No file of rows grows beyond `piece_bytes`, but for a single row that is
+    wider. `given_up` is asked before each chunk.
 
     Raises:
         OSError: what the file system raised.

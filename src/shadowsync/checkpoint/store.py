@@ -45,15 +45,11 @@ class ParentLost(SaveError):
 
 
 class CheckpointStore:
-    """The checkpoints below one root. One store writes there; any number may read at the same time.
+    """The checkpoints below one root. One store writes, from several threads; any number may read at the same time.
 
-    A store may be used from several threads: a compaction runs beside saves.
-
-    Args:
-        root: a local folder or any URL that fsspec knows (else `ConfigError`); made at the first save.
-        keep: how many to keep that share no file (`Parents.kept`), and all that these build on.
-        files: in place of what `root` says (tests hand in file systems that fail).
-        piece_bytes: no file of rows grows beyond this.
+    `root` is a local folder or any URL that fsspec knows (else `ConfigError`), made at the first save; `keep` says how
+    many to keep that share no file (`Parents.kept`), beside all that these build on. `files` are in place of what
+    `root` says (tests hand in file systems that fail). No file of rows grows beyond `piece_bytes`.
     """
 
     def __init__(self, root: str, keep: int = 2, *, files: Files | None = None, piece_bytes: int = PIECE_BYTES) -> None:
@@ -86,15 +82,13 @@ class CheckpointStore:
 
         A second checkpoint of the same sample count gets a number behind its name, so nothing is ever overwritten.
         Checkpoints newer than the one that `load` gave belong to a course that was given up (damaged ones, for
-        instance) and go as well.
+        instance) and go as well. After an error nothing is left of the new one, and the earlier ones are as they were.
 
         Raises:
             ParentLost: what a delta builds on cannot be loaded any more, or belongs to a course that was given up.
                 Save a whole one then.
             SaveError: the files cannot be written, or the folder holds newer checkpoints of another run.
             GivenUp: somebody could not wait (`given_up`).
-
-        After any of them nothing is left of the new one, and the earlier ones are as they were.
         """
         with (
             self._as_save_error("the new checkpoint could not be written", "earlier ones are as they were"),
@@ -112,11 +106,7 @@ class CheckpointStore:
 
         Takes the memory of a few chunks of rows, whatever the size of the tables. May run in a thread of its own
         while others save: deltas saved meanwhile, or later, on `name` stand on what it is rewritten as. Returns the
-        whole one's name; one that is whole already stays as it is.
-
-        Raises:
-            SaveError: it cannot be read or written. Everything is as it was.
-            GivenUp: as `save`.
+        whole one's name; one that is whole already stays as it is. After a `SaveError` or `GivenUp` all is as it was.
         """
         with (
             self._as_save_error(f"{name} could not be rewritten as a whole", "it is as it was"),

@@ -42,11 +42,9 @@ class Costs:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be above 0")
 
     def per_failure(self, seconds: float) -> float:
-        """The share of the time that goes when every failure costs so many seconds."""
         return 0.0 if math.isinf(self.fail_s) else seconds / self.fail_s
 
     def per_save(self, interval_s: float) -> float:
-        """The share of the time that goes into saving once in every interval."""
         return self.save_s / interval_s if self.save_s else 0.0
 
     def lost(self, scale: "Scale", interval_s: float) -> float:

@@ -55,7 +55,6 @@ class Estimates:
     _lost_servers: int = 0
 
     def failed(self, servers: int = 1) -> None:
-        """So many embedding servers died at once."""
         self.failures += 1
         self._lost_servers += servers
 
@@ -156,7 +155,7 @@ class CheckpointScheduler:
         return self._round_s + interval_s
 
     def due(self, now: float) -> Due:
-        """What is to be saved now. Whoever saves it says so with `saving`."""
+        """Whoever saves it says so with `saving`."""
         if now >= self._round_at:
             return Due.ROUND
         return Due.SHARE if now >= self.due_at else Due.NOTHING

@@ -43,7 +43,6 @@ class RecoverySettings:
 
     @property
     def saves(self) -> bool:
-        """Whether rows are saved to recover from, or may be."""
         return self.goal.mode != "none"
 
 
@@ -106,11 +105,9 @@ class RowTracking:
         return self.priority.tracker(own.tensors["weight"], self.share, self.seed, allocate)
 
     def parts(self, shard: Shard) -> Sequence[tuple[int, torch.dtype]]:
-        """Elements and type of what `watch` allocates."""
         return [] if shard.table.rows < self.min_rows else self.priority.seen_parts(shard.rows, self.share)
 
     def count(self, rows: int) -> int:
-        """How many of a shard's rows one save holds."""
         return math.ceil(self.share * rows)
 
 

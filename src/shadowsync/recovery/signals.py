@@ -27,7 +27,7 @@ class StopRequest:
 
     @property
     def name(self) -> str:
-        """What asked, for messages: `SIGINT`, `SIGTERM` or `the program`."""
+        """For messages."""
         return self.signal.name if self.signal is not None else "the program"
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
@@ -43,9 +43,8 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Within the block SIGINT and SIGTERM set the request handed out; afterwards the handlers are as before.
 
-    A second signal goes to the handler that SIGINT had before, which as a rule raises `KeyboardInterrupt`.
-
-    Only the main thread may change handlers, so elsewhere the request is never set by a signal.
+    A second signal goes to the handler that SIGINT had before, which as a rule raises `KeyboardInterrupt`. Only the
+    main thread may change handlers, so elsewhere the request is never set by a signal.
     """
     usual = signal.getsignal(signal.SIGINT)
     request = StopRequest(usual) if callable(usual) else StopRequest()

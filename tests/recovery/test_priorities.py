@@ -141,34 +141,51 @@ def test_rows_that_were_loaded_are_known_as_saved(name: str) -> None:
     assert set(tracker.pick(ROWS, weights).tolist()) <= {7, 8}
 
 
-def test_all_is_every_row_that_changed_since_the_save_that_was_reported() -> None:
-    tracker, weights = made("all")
-    push(tracker, weights, [3, 9, 9, 39])
-    assert tracker.pick(1, weights).tolist() == [3, 9, 39]
-    push(tracker, weights, [4])
-    assert tracker.pick(1, weights).tolist() == [3, 4, 9, 39], "the first save was never reported"
-    push(tracker, weights, [5, 9])
-    tracker.saved(torch.tensor([3, 4, 9, 39]), None)
-    assert tracker.pick(1, weights).tolist() == [5, 9], "what changed after the pick is not in what was saved"
+COURSES = {
+    "every row that changed, until a save is reported": (
+        "all: push 3 9 9 39, pick 3 9 39, push 4, pick 3 4 9 39, push 5 9, saved 3 4 9 39, pick 5 9"
+    ),
+    "of a whole save what came after it began": "all: push 1 2, begin, push 2 3, saved every, pick 2 3",
+    "the save holds what loaded rows were before, so that the next one has to hold what they are": (
+        "all: push 1 2, begin, loaded 1, saved 1 2, pick 1"
+    ),
+    "a whole save may hold what a row was loaded as meanwhile": (
+        "all: begin, loaded 4, saved every, pick 4, saved 4, loaded 4, pick"
+    ),
+    "what is used while a save is written is not forgotten": (
+        "mfu ssu all: push 7 7 7 7 7 7 30 30, begin, pick 7 30, push 7 7 7 7 8 8 8 8, saved 7, saved 30, pick 7 8"
+    ),
+    "of a save that was never reported everything comes again": (
+        "mfu ssu all: push 7 7 7 7, begin, pick 7, push 8 8 8 8, begin, pick 7 8, push 9 9 9 9, begin, pick 7 8 9, "
+        "saved 7 8 9, pick"
+    ),
+    "rows loaded while a save is written start anew": (
+        "mfu ssu: push 7 7 7 7 7 7 8 8 8 8 8 8, begin, pick 7 8, push 7 7 7 7 8 8 8 8, loaded 7, push 7 7, saved 7 8, "
+        "pick 7 8, loaded 8 7, pick"
+    ),
+    "a whole save leaves nothing of an earlier pick": (
+        "mfu: push 7 7 7 8 8 8 8, pick 7 8, push 8 8 8, begin, saved every, pick"
+    ),
+}
+MEMBERS_OF_COURSES = [(says, name) for says, course in COURSES.items() for name in course.partition(":")[0].split()]
 
 
-def test_all_knows_of_a_whole_save_what_came_after_it_began() -> None:
-    tracker, weights = made("all")
-    push(tracker, weights, [1, 2])
-    tracker.begin()
-    push(tracker, weights, [2, 3])
-    tracker.saved(torch.arange(ROWS), None)
-    assert tracker.pick(1, weights).tolist() == [2, 3]
-
-
-def test_all_does_not_take_rows_for_saved_that_are_loaded_while_newer_ones_are_written() -> None:
-    """The save holds what they were before, so that the next one has to hold what they are."""
-    tracker, weights = made("all")
-    push(tracker, weights, [1, 2])
-    tracker.begin()
-    tracker.loaded(torch.tensor([1]), weights[[1]])
-    tracker.saved(torch.tensor([1, 2]), None)
-    assert tracker.pick(1, weights).tolist() == [1]
+@pytest.mark.parametrize(("says", "name"), MEMBERS_OF_COURSES)
+def test_courses_of_saves(says: str, name: str) -> None:
+    tracker, weights = made(name)
+    for event in COURSES[says].partition(": ")[2].split(", "):
+        what, *words = event.split()
+        rows = list(range(ROWS)) if words == ["every"] else [int(word) for word in words]
+        ids = torch.tensor(rows, dtype=torch.int64)
+        match what:
+            case "push":
+                push(tracker, weights, rows)
+            case "begin":
+                tracker.begin()
+            case "pick":
+                assert tracker.pick(COUNT, weights).tolist() == rows
+            case _:
+                getattr(tracker, what)(ids, weights[ids])
 
 
 def test_scar_goes_by_the_distance_from_what_was_saved() -> None:
@@ -192,46 +209,6 @@ def test_scar_gives_the_rows_of_a_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(tracker.pick(13, moved), wanted)
 
 
-@pytest.mark.parametrize("name", ["mfu", "ssu", "all"])
-def test_what_is_used_while_a_save_is_written_is_not_forgotten(name: str) -> None:
-    """Row 7 is used before the pick and after it, row 8 after it only."""
-    tracker, weights = made(name)
-    push(tracker, weights, [7] * 6 + [30] * 2)
-    tracker.begin()
-    picked = tracker.pick(COUNT, weights)
-    assert picked.tolist() == [7, 30]
-    push(tracker, weights, [7] * 4 + [8] * 4)
-    for part in picked.split(1):
-        tracker.saved(part, weights[part])
-    assert tracker.pick(COUNT, weights).tolist() == [7, 8]
-
-
-@pytest.mark.parametrize("name", ["mfu", "ssu", "all"])
-def test_of_a_save_that_was_never_reported_everything_comes_again(name: str) -> None:
-    tracker, weights = made(name)
-    for row in (7, 8, 9):
-        push(tracker, weights, [row] * 4)
-        tracker.begin()
-        assert tracker.pick(COUNT, weights).tolist() == list(range(7, row + 1))
-    tracker.saved(torch.tensor([7, 8, 9]), None)
-    assert tracker.pick(COUNT, weights).tolist() == []
-
-
-@pytest.mark.parametrize("name", ["mfu", "ssu"])
-def test_rows_loaded_while_a_save_is_written_start_anew(name: str) -> None:
-    tracker, weights = made(name)
-    push(tracker, weights, [7] * 6 + [8] * 6)
-    tracker.begin()
-    picked = tracker.pick(COUNT, weights)
-    push(tracker, weights, [7] * 4 + [8] * 4)
-    tracker.loaded(torch.tensor([7]), weights[[7]])
-    push(tracker, weights, [7] * 2)
-    tracker.saved(picked, None)
-    assert tracker.pick(COUNT, weights).tolist() == [7, 8]
-    tracker.loaded(torch.tensor([8, 7]), weights[[8, 7]])
-    assert tracker.pick(COUNT, weights).tolist() == []
-
-
 def test_mfu_takes_off_what_a_row_was_picked_for() -> None:
     tracker, weights = made("mfu")
     push(tracker, weights, [7] * 60 + [8] * 5)
@@ -241,16 +218,6 @@ def test_mfu_takes_off_what_a_row_was_picked_for() -> None:
     assert tracker.pick(1, weights).tolist() == [7]
     push(tracker, weights, [8] * 2)
     assert tracker.pick(1, weights).tolist() == [8]
-
-
-def test_a_whole_save_leaves_mfu_nothing_of_an_earlier_pick() -> None:
-    tracker, weights = made("mfu")
-    push(tracker, weights, [7] * 6 + [8] * 9)
-    tracker.pick(1, weights)
-    push(tracker, weights, [8] * 3)
-    tracker.begin()
-    tracker.saved(torch.arange(ROWS), None)
-    assert tracker.pick(COUNT, weights).tolist() == []
 
 
 def test_ssu_merges_what_it_set_aside_into_one_list() -> None:
@@ -354,17 +321,6 @@ def test_all_holds_a_rows_number_once_however_many_saves_fail() -> None:
         push(tracker, weights, [n % 3, 7])
         assert tracker.pick(1, weights).tolist() == sorted({7, *(earlier % 3 for earlier in range(n + 1))})
     tracker.saved(torch.tensor([7]), None)
-    assert tracker.pick(1, weights).tolist() == []
-
-
-def test_rows_loaded_while_nothing_changed_but_a_save_began_are_in_the_next() -> None:
-    tracker, weights = made("all")
-    tracker.begin()
-    tracker.loaded(torch.tensor([4]), weights[[4]])
-    tracker.saved(torch.arange(ROWS), None)
-    assert tracker.pick(1, weights).tolist() == [4], "a whole save may hold what it was changed to meanwhile"
-    tracker.saved(torch.tensor([4]), None)
-    tracker.loaded(torch.tensor([4]), weights[[4]])
     assert tracker.pick(1, weights).tolist() == []
 
 

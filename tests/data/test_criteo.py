@@ -178,10 +178,6 @@ def test_a_file_cut_while_it_is_read_is_an_error(tmp_path):
         opened.read(opened.slices(100)[0])
 
 
-def test_without_test_path_there_is_no_test():
-    assert Criteo(path="x").open("test", "error") is None
-
-
 def test_several_files_and_globs(tmp_path: Path):
     for k in range(3):
         write_criteo(tmp_path / f"day_{k}.tsv", ROWS[k * 5 : k * 5 + 5])

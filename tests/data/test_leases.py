@@ -276,21 +276,14 @@ def train(leases: LeaseService, rows: int) -> None:
         assert leases.done(lease, 0, 2)
 
 
-def test_the_alarm_rings_once_when_so_many_rows_are_trained() -> None:
-    leases, rung = LeaseService(LeaseBook([2] * 6), 2), list[int]()
+def test_the_last_alarm_rings_once_when_so_many_rows_are_trained_and_not_when_it_is_late() -> None:
+    leases, rung = LeaseService(LeaseBook([2] * 8), 2), list[object]()
+    leases.alarm(2, lambda: rung.append("replaced"))
     leases.alarm(5, lambda: rung.append(leases.trained))
     train(leases, 4)
     assert rung == []
     train(leases, 8)
     assert rung == [6]
-
-
-def test_the_last_alarm_counts_and_one_that_is_late_does_not_ring() -> None:
-    leases, rung = LeaseService(LeaseBook([2] * 6), 2), list[str]()
-    leases.alarm(2, lambda: rung.append("first"))
-    leases.alarm(4, lambda: rung.append("second"))
-    train(leases, 8)
-    assert rung == ["second"]
-    leases.alarm(8, lambda: rung.append("late"))
+    leases.alarm(12, lambda: rung.append("late"))
     train(leases, 4)
-    assert rung == ["second"]
+    assert rung == [6]

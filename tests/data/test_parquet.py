@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import fsspec
 import polars as pl
 import pytest
 import torch
@@ -187,7 +186,6 @@ def test_files_that_cannot_be_used(tmp_path):
     (tmp_path / "cut.parquet").write_bytes(good.read_bytes()[:-100])
     (tmp_path / "text.parquet").write_text("label,price\n")
     pl.DataFrame(GOOD).clear().write_parquet(tmp_path / "none.parquet")
-    pl.DataFrame({**GOOD, "item": ["a", "b", "c"]}).write_parquet(tmp_path / "other.parquet")
     for name, message in (
         ("cut.parquet", "cut.parquet: is not a parquet file, or was cut"),
         ("text.parquet", "text.parquet: is not a parquet file, or was cut"),
@@ -196,11 +194,6 @@ def test_files_that_cannot_be_used(tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             Parquet(path=str(tmp_path / name), **OPTIONS).open("train", "error")
-    sizes = {"rows": {"tags": 3}, "hash_size": {"item": 9, "word": 9}}
-    with pytest.raises(
-        DataError, match=r"other\.parquet: column .item. holds String, in .*good\.parquet it holds Int64"
-    ):
-        Parquet(path=(str(good), str(tmp_path / "other.parquet")), **{**OPTIONS, **sizes}).open("train", "error")
 
 
 def test_pages_damaged_inside_are_an_error(tmp_path):
@@ -212,11 +205,3 @@ def test_pages_damaged_inside_are_an_error(tmp_path):
     opened = Parquet(path=str(path), **OPTIONS).open("train", "error")
     with pytest.raises(DataError, match=r"rows\.parquet: row 1 and those after cannot be decoded"):
         opened.read(opened.slices(10)[0])
-
-
-def test_remote_files(tmp_path):
-    pl.DataFrame(GOOD).write_parquet(tmp_path / "rows.parquet")
-    with fsspec.open("memory://rows.parquet", "wb") as stream:
-        stream.write((tmp_path / "rows.parquet").read_bytes())
-    opened = Parquet(path="memory://rows.parquet", **OPTIONS).open("train", "error")
-    assert opened.read(opened.slices(10)[0]).labels.tolist() == [0, 1, 1]

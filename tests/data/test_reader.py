@@ -2,7 +2,8 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -49,13 +50,16 @@ def run_trainers(reader: Reader, trainers: int, workers: int = 1) -> list[int]:
     return seen
 
 
-def test_one_worker_sees_the_same_batches_in_the_same_order_again():
+@pytest.fixture
+def make_reader() -> Iterator[Callable[..., Reader]]:
+    """Makes readers that are closed at the end."""
+    with ExitStack() as stack:
+        yield lambda *arguments: stack.enter_context(closing(Reader(*arguments)))
+
+
+def test_one_worker_sees_the_same_batches_in_the_same_order_again(make_reader):
     def order(readers: int) -> list[list[int]]:
-        reader = Reader(CountedRows(50), ReaderOptions(4, 8, 2, seed=3, readers=readers))
-        try:
-            return drain(reader)
-        finally:
-            reader.close()
+        return drain(make_reader(CountedRows(50), ReaderOptions(4, 8, 2, seed=3, readers=readers)))
 
     first = order(1)
     assert first == order(1) == order(3)
@@ -64,18 +68,16 @@ def test_one_worker_sees_the_same_batches_in_the_same_order_again():
     assert first[:13] != first[13:]
 
 
-def test_without_shuffling_rows_keep_their_order():
-    reader = Reader(CountedRows(21), ReaderOptions(4, 8, 1, shuffle=False))
+def test_without_shuffling_rows_keep_their_order(make_reader):
+    reader = make_reader(CountedRows(21), ReaderOptions(4, 8, 1, shuffle=False))
     assert drain(reader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19], [20]]
-    reader.close()
 
 
-def test_a_sequential_source_keeps_its_slices_in_order_but_rows_inside_are_permuted():
+def test_a_sequential_source_keeps_its_slices_in_order_but_rows_inside_are_permuted(make_reader):
     source = CountedRows(64)
     source.sequential = True
-    reader = Reader(source, ReaderOptions(8, 8, 1, seed=1))
+    reader = make_reader(source, ReaderOptions(8, 8, 1, seed=1))
     seen = drain(reader)
-    reader.close()
     assert [sorted(rows) for rows in seen] == [list(range(start, start + 8)) for start in range(0, 64, 8)]
     assert seen[0] != sorted(seen[0])
 
@@ -91,22 +93,20 @@ def test_a_sequential_source_keeps_its_slices_in_order_but_rows_inside_are_permu
 )
 def test_every_good_row_is_trained_once_per_epoch(rows, bad, trainers, workers, batch_size, prefetch):
     source = CountedRows(rows, bad)
-    reader = Reader(source, ReaderOptions(batch_size, 16, 2, seed=rows, readers=2, prefetch=prefetch))
-    seen = run_trainers(reader, trainers, workers)
+    with closing(Reader(source, ReaderOptions(batch_size, 16, 2, seed=rows, readers=2, prefetch=prefetch))) as reader:
+        seen = run_trainers(reader, trainers, workers)
     assert Counter(seen) == dict.fromkeys(source.good(), 2)
     assert reader.finished
     assert [(e.trained, e.skipped) for e in reader.epochs()] == [(len(source.good()), rows - len(source.good()))] * 2
-    reader.close()
 
 
-def test_a_thousand_trainers_on_ten_rows_end():
-    reader = Reader(CountedRows(10), ReaderOptions(1, 8, 1))
+def test_a_thousand_trainers_on_ten_rows_end(make_reader):
+    reader = make_reader(CountedRows(10), ReaderOptions(1, 8, 1))
     assert sorted(run_trainers(reader, 1000)) == list(range(10))
-    reader.close()
 
 
-def test_idle_trainers_take_over_what_others_have_not_begun():
-    reader = Reader(CountedRows(32), ReaderOptions(4, 32, 1))
+def test_idle_trainers_take_over_what_others_have_not_begun(make_reader):
+    reader = make_reader(CountedRows(32), ReaderOptions(4, 32, 1))
     first, second = reader.feed(0), reader.feed(1)
     mine = first.next()
     theirs = second.next()
@@ -116,12 +116,11 @@ def test_idle_trainers_take_over_what_others_have_not_begun():
     assert first.done(mine)
     drain(reader, 0)
     assert reader.finished
-    reader.close()
 
 
-def test_batches_are_numbered_in_the_order_in_which_they_are_handed_out():
+def test_batches_are_numbered_in_the_order_in_which_they_are_handed_out(make_reader):
     """Slices of 8 in batches of 3; trainer 1 takes over what was parsed for trainer 0."""
-    reader = Reader(CountedRows(40), ReaderOptions(3, 8, 2, prefetch=3))
+    reader = make_reader(CountedRows(40), ReaderOptions(3, 8, 2, prefetch=3))
     feeds, seen, turn = [reader.feed(0), reader.feed(1)], [], 0
     while (leased := feeds[turn % 2].next()) is not None:
         seen.append(leased.number)
@@ -129,11 +128,10 @@ def test_batches_are_numbered_in_the_order_in_which_they_are_handed_out():
         turn += 1 if turn < 10 else 2
     assert reader.finished
     assert seen == list(range(len(seen)))
-    reader.close()
 
 
-def test_rows_of_a_dead_trainer_wake_those_who_wait():
-    reader = Reader(CountedRows(8), ReaderOptions(8, 8, 1))
+def test_rows_of_a_dead_trainer_wake_those_who_wait(make_reader):
+    reader = make_reader(CountedRows(8), ReaderOptions(8, 8, 1))
     held = reader.feed(0).next()
     assert reader.feed(1).next(wait=False) is None
     seen: list[list[int]] = []
@@ -144,18 +142,16 @@ def test_rows_of_a_dead_trainer_wake_those_who_wait():
     assert [sorted(rows) for rows in seen] == [list(range(8))]
     assert not reader.feed(0).done(held), "others have trained these rows"
     assert reader.finished
-    reader.close()
 
 
-def test_a_closed_feed_gives_nothing_and_a_new_one_goes_on():
-    reader = Reader(CountedRows(16), ReaderOptions(4, 8, 1))
+def test_a_closed_feed_gives_nothing_and_a_new_one_goes_on(make_reader):
+    reader = make_reader(CountedRows(16), ReaderOptions(4, 8, 1))
     feed = reader.feed(0)
     leased = feed.next()
     feed.done(leased)
     feed.close()
     assert feed.next() is None
     assert sorted([*numbers(leased.batch), *flat(drain(reader, 0))]) == list(range(16))
-    reader.close()
 
 
 def test_a_closed_reader_gives_nothing_and_lets_waiters_go():
@@ -170,9 +166,9 @@ def test_a_closed_reader_gives_nothing_and_lets_waiters_go():
 
 
 @pytest.mark.parametrize("trained", [0, 1, 5, 12])
-def test_a_restored_reader_trains_the_rest_with_another_batch_size_and_more_trainers(trained):
+def test_a_restored_reader_trains_the_rest_with_another_batch_size_and_more_trainers(make_reader, trained):
     source = CountedRows(50, bad=7)
-    reader = Reader(source, OPTIONS)
+    reader = make_reader(source, OPTIONS)
     feed, seen = reader.feed(0), []
     for _ in range(trained):
         leased = feed.next()
@@ -181,11 +177,9 @@ def test_a_restored_reader_trains_the_rest_with_another_batch_size_and_more_trai
     lost = feed.next()
     assert lost is not None
     state = reader.state()
-    reader.close()
-    resumed = Reader(source, ReaderOptions(batch_size=3, slice_rows=999, epochs=2, seed=99), state)
+    resumed = make_reader(source, ReaderOptions(batch_size=3, slice_rows=999, epochs=2, seed=99), state)
     seen += run_trainers(resumed, 3)
     assert Counter(seen) == dict.fromkeys(source.good(), 2)
-    resumed.close()
 
 
 OF_BOOK = ({"slices": None}, {"rows": "3"}, {"epoch": -1}, {"position": 1.5}, {"trained": None}, {"trained": [-1]})
@@ -198,38 +192,30 @@ OF_BOOK = ({"slices": None}, {"rows": "3"}, {"epoch": -1}, {"position": 1.5}, {"
         *({"book": change} for change in (*OF_BOOK, {"skipped": ["../x"]}, {"parts": {}}, {"position": 4})),
     ],
 )
-def test_a_state_that_no_reader_gives_is_refused(change):
-    reader = Reader(CountedRows(24), OPTIONS)
-    reader.close()
-    state = reader.state()
+def test_a_state_that_no_reader_gives_is_refused(make_reader, change):
+    state = make_reader(CountedRows(24), OPTIONS).state()
     if change.get("book"):
         change = {"book": state["book"] | change["book"]}
     with pytest.raises(CheckpointError, match="position in the data"):
         Reader(CountedRows(24), OPTIONS, state | change)
 
 
-def test_one_trainer_goes_on_in_the_order_it_would_have_had():
+def test_one_trainer_goes_on_in_the_order_it_would_have_had(make_reader):
     def order(pause: int) -> list[list[int]]:
-        reader = Reader(CountedRows(24), ReaderOptions(4, 8, 2, seed=1, prefetch=0))
+        reader = make_reader(CountedRows(24), ReaderOptions(4, 8, 2, seed=1, prefetch=0))
         feed, seen = reader.feed(0), []
         for _ in range(pause):
             leased = feed.next()
             seen.append(numbers(leased.batch))
             feed.done(leased)
-        reader.close()
-        resumed = Reader(CountedRows(24), ReaderOptions(4, 8, 2, seed=1, prefetch=0), reader.state())
-        seen += drain(resumed)
-        resumed.close()
-        return seen
+        return seen + drain(make_reader(CountedRows(24), ReaderOptions(4, 8, 2, seed=1, prefetch=0), reader.state()))
 
     assert order(0) == order(3) == order(6) == order(9)
 
 
-def test_a_state_of_other_data_is_refused():
-    reader = Reader(CountedRows(50), OPTIONS)
-    reader.close()
+def test_a_state_of_other_data_is_refused(make_reader):
     with pytest.raises(CheckpointError, match="50 rows, this data has 51"):
-        Reader(CountedRows(51), OPTIONS, reader.state())
+        Reader(CountedRows(51), OPTIONS, make_reader(CountedRows(50), OPTIONS).state())
 
 
 def test_closing_lets_go_of_those_who_wait_for_a_slice_that_nobody_will_parse():
@@ -266,12 +252,11 @@ class Broken(CountedRows):
         raise OSError("the disk is gone")
 
 
-def test_an_exception_reaches_every_trainer_unchanged():
-    reader = Reader(Broken(20), OPTIONS)
+def test_an_exception_reaches_every_trainer_unchanged(make_reader):
+    reader = make_reader(Broken(20), OPTIONS)
     for trainer in (0, 1):
         with pytest.raises(OSError, match=r"^the disk is gone$"):
             reader.feed(trainer).next()
-    reader.close()
     with pytest.raises(OSError, match="the disk is gone"):
         list(batches(Broken(20), 4))
 
@@ -292,12 +277,11 @@ class Outside(CountedRows):
 
 @pytest.mark.parametrize("multi_hot", [False, True])
 @pytest.mark.parametrize("value", [20, -1])
-def test_an_id_out_of_rows_is_named_with_its_place(value, multi_hot):
-    reader = Reader(Outside(value, multi_hot), OPTIONS)
+def test_an_id_out_of_rows_is_named_with_its_place(make_reader, value, multi_hot):
+    reader = make_reader(Outside(value, multi_hot), OPTIONS)
     expected = f"counted, row 13: feature id has id {value}, outside of 0 … 19; raise the feature's rows, or hash it"
     with pytest.raises(DataError, match=expected):
         drain(reader)
-    reader.close()
     with pytest.raises(DataError, match="counted, row 13"):
         list(batches(Outside(value, multi_hot), 4))
 

@@ -4,8 +4,9 @@ import gzip
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from shadowsync.data.source import OpenSource, Source
 from shadowsync.errors import DataError, SaveError
 
 ROWS = 3000
+Shops = Callable[[], tuple[OpenSource, OpenSource]]
 
 
 @pytest.fixture
@@ -84,14 +86,24 @@ def whole(source: OpenSource, rows: int = 300) -> Batch:
 
 
 @pytest.fixture
+def shops(tmp_path: Path, web: Web) -> Iterator[Shops]:
+    """Opens the shop over HTTP, and the same shop here."""
+    web.files["shop.parquet"] = shop(tmp_path)
+    with ExitStack() as stack:
+        yield lambda: (
+            stack.enter_context(closing(opened(parquet(f"{web.url}/shop.parquet")))),
+            opened(parquet(str(tmp_path / "shop.parquet"))),
+        )
+
+
+@pytest.fixture
 def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("_TAIL", 2000), ("_GAP", 500), ("_BLOCK", 3000)):
         monkeypatch.setattr(parquet_module, name, size)
 
 
-def test_a_slice_fetches_only_its_row_groups_and_columns(tmp_path: Path, web: Web, small_requests: None) -> None:
-    web.files["shop.parquet"] = shop(tmp_path)
-    local, remote = opened(parquet(str(tmp_path / "shop.parquet"))), opened(parquet(f"{web.url}/shop.parquet"))
+def test_a_slice_fetches_only_its_row_groups_and_columns(web: Web, shops: Shops, small_requests: None) -> None:
+    remote, local = shops()
     part = remote.slices(300)[5]  # rows 1500 … 1799: the fourth group and the fifth
     before = web.sent
     assert same(remote.read(part), local.read(part))
@@ -104,65 +116,45 @@ def test_a_slice_fetches_only_its_row_groups_and_columns(tmp_path: Path, web: We
     assert total < 0.8 * len(web.files["shop.parquet"]), "columns that nobody wants stay where they are"
     assert same(whole(remote, 1000), whole(local, 1000))
     assert web.sent == total, "a second pass fetches nothing"
-    remote.close()
 
 
-def test_small_files_come_with_their_footer(tmp_path: Path, web: Web) -> None:
-    web.files["shop.parquet"] = shop(tmp_path)
-    remote = opened(parquet(f"{web.url}/shop.parquet"))
-    assert same(whole(remote), whole(opened(parquet(str(tmp_path / "shop.parquet")))))
+def test_small_files_come_with_their_footer(web: Web, shops: Shops) -> None:
+    remote, local = shops()
+    assert same(whole(remote), whole(local))
     assert web.got == [(0, len(web.files["shop.parquet"]))]
-    remote.close()
 
 
-def test_a_footer_longer_than_the_first_guess(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_footer_longer_than_the_first_guess(shops: Shops, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_module, "_TAIL", 30)
-    web.files["shop.parquet"] = shop(tmp_path)
-    remote = opened(parquet(f"{web.url}/shop.parquet"))
-    assert same(whole(remote), whole(opened(parquet(str(tmp_path / "shop.parquet")))))
-    remote.close()
+    remote, local = shops()
+    assert same(whole(remote), whole(local))
 
 
-def test_many_threads_fetch_each_row_group_once(tmp_path: Path, web: Web, small_requests: None) -> None:
-    web.files["shop.parquet"] = shop(tmp_path)
-    remote, local = opened(parquet(f"{web.url}/shop.parquet")), opened(parquet(str(tmp_path / "shop.parquet")))
+def test_many_threads_fetch_each_row_group_once(web: Web, shops: Shops, small_requests: None) -> None:
+    remote, local = shops()
     with ThreadPoolExecutor(8) as pool:
         read = list(pool.map(remote.read, remote.slices(50)))
     assert same(Batch.join(read), whole(local))
     assert len(web.got) == len(set(web.got))
-    remote.close()
 
 
+@pytest.mark.parametrize("nameless", [True, False], ids=["", "where open files have no path"])
 def test_the_copy_has_no_name_and_is_gone_when_closed(
-    tmp_path: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch, nameless: bool
 ) -> None:
-    content = shop(tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
+    content, temporary, exists = shop(tmp_path), tmp_path / "temporary", Path.exists
+    if not nameless:
+        monkeypatch.setattr(Path, "exists", lambda path: "/proc/self/fd" not in str(path) and exists(path))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    temporary.mkdir()
     fsspec.filesystem("flaky").pipe_file("/shop.parquet", content)
     remote = opened(parquet("flaky://shop.parquet"))
-    whole(remote)
-    assert not Path("/proc/self/fd").exists() or list((tmp_path / "temporary").iterdir()) == []
+    assert same(whole(remote), whole(opened(parquet(str(tmp_path / "shop.parquet")))))
+    assert len(list(temporary.iterdir())) == (not Path("/proc/self/fd").exists())
     remote.close()
-    assert list((tmp_path / "temporary").iterdir()) == []
+    assert list(temporary.iterdir()) == []
     with pytest.raises(DataError):
         remote.read(remote.slices(10)[0])
-
-
-def test_where_open_files_have_no_path_the_copy_has_a_name_until_closed(
-    tmp_path: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = shop(tmp_path)
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: "/proc/self/fd" not in str(path) and exists(path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    fsspec.filesystem("flaky").pipe_file("/shop.parquet", content)
-    remote = opened(parquet("flaky://shop.parquet"))
-    assert len(list((tmp_path / "temporary").iterdir())) == 1
-    assert same(whole(remote), whole(opened(parquet(str(tmp_path / "shop.parquet")))))
-    remote.close()
-    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_no_room_for_the_copy(tmp_path: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,11 +118,7 @@ def opened(source: Source) -> OpenSource:
     return found
 
 
-def whole(opened: OpenSource) -> Batch:
-    return opened.read(opened.slices(1 << 30)[0]) if len(opened.slices(1 << 30)) == 1 else cut(opened, 1 << 30)
-
-
-def cut(opened: OpenSource, rows: int) -> Batch:
+def whole(opened: OpenSource, rows: int = 1 << 30) -> Batch:
     return Batch.join([opened.read(part) for part in opened.slices(rows)])
 
 
@@ -155,9 +151,9 @@ def test_batches_have_the_shape_that_the_schema_says(opened):
     check_ids(batch, opened, part)
 
 
-@pytest.mark.parametrize("rows", [7, 4096])
+@pytest.mark.parametrize("rows", [7, 3000, 4096])
 def test_rows_do_not_depend_on_the_cut(opened, rows):
-    assert same(cut(opened, rows), whole(opened))
+    assert same(whole(opened, rows), whole(opened))
 
 
 def test_slices_may_be_read_from_several_threads_in_any_order(opened):
@@ -184,6 +180,11 @@ def test_the_test_split_has_the_same_schema(source, opened):
     assert len(whole(test)) == test.rows > 0
 
 
+@pytest.mark.parametrize("without", [Criteo(path="x"), Synthetic(test_rows=0)])
+def test_there_may_be_no_test_rows(without):
+    assert without.open("test", "error") is None
+
+
 def test_the_seam_knows_its_members():
     found = registry.members("shadowsync.data", Source)
     assert set(found) == {name.split(" ")[0].rstrip(",") for name in MEMBERS}
@@ -193,6 +194,8 @@ def test_options_are_checked_and_named():
     for member, options, message in (
         (Criteo, {"path": "x", "hash_size": 1}, "data.hash_size"),
         (Synthetic, {"zipf": -1}, "data.zipf"),
+        (Synthetic, {"rows": 10**18}, r"data\.rows=1000000000000000000: .*less than or equal to 10+$"),
+        (Synthetic, {"test_rows": 10**18}, r"data\.test_rows=1000000000000000000: .*less than or equal to 10+$"),
         (Synthetic, {"multi_hot": 0.5}, "data.multi_hot"),
         (Parquet, {"categorical": ["a"]}, "data.path"),
         (completejourney.CompleteJourney, {"negatives": 0}, "data.negatives"),

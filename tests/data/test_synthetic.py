@@ -12,7 +12,6 @@ from shadowsync.data.reader import Parser, ReaderOptions
 from shadowsync.data.source import Slice
 from shadowsync.data.synthetic import OpenSynthetic, Synthetic, _Zipf, auc
 from shadowsync.errors import ConfigError
-from shadowsync.registry import build
 
 
 def open_train(**options) -> OpenSynthetic:
@@ -21,13 +20,6 @@ def open_train(**options) -> OpenSynthetic:
 
 def everything(opened) -> Batch:
     return opened.read(opened.slices(opened.rows)[0])
-
-
-@settings(deadline=None, max_examples=10, derandomize=True)
-@given(cut=st.integers(1000, 20_000))
-def test_rows_depend_on_seed_and_position_only(cut):
-    opened = open_train()
-    assert same(Batch.join([opened.read(part) for part in opened.slices(cut)]), everything(open_train()))
 
 
 def test_seeds_and_splits_differ():
@@ -118,22 +110,12 @@ def test_sizes_must_be_as_many_as_features():
         open_train(table_rows=(5, 6))
 
 
-def test_without_test_rows_there_is_no_test():
-    assert Synthetic(test_rows=0).open("test", "error") is None
-
-
 def test_slices_of_billions_of_rows_are_made_as_they_are_asked_for():
     slices = open_train(rows=10**10).slices(4096)
     assert len(slices) == -(-(10**10) // 4096)
     assert slices[-1] == Slice(len(slices) - 1, 0, (len(slices) - 1) * 4096, 10**10 % 4096)
     assert [part.start for part in slices[:2]] == [0, 4096]
     assert list(open_train(rows=5).slices(2)) == [Slice(0, 0, 0, 2), Slice(1, 0, 2, 2), Slice(2, 0, 4, 1)]
-
-
-@pytest.mark.parametrize("option", ["rows", "test_rows"])
-def test_more_rows_than_can_be_counted_out_are_refused(option):
-    with pytest.raises(ConfigError, match=rf"data\.{option}=1000000000000000000: .*less than or equal to 10+$"):
-        build(Synthetic, {option: 10**18}, "data")
 
 
 def test_slices_far_too_many_are_refused_at_once():

@@ -168,16 +168,3 @@ def test_targets_are_found_or_named(member: type[ModelSpec]) -> None:
 def test_a_model_wants_histories_as_sequences_or_those_it_was_told(member: type[Any]) -> None:
     assert member().wanted_sequences({"seen": ("item",), "visited": ("shop",)}) == ("seen", "visited")
     assert member(targets={"tags": "tag"}).wanted_sequences({"seen": ("item",)}) == ("tags",)
-
-
-@pytest.mark.parametrize(
-    ("member", "options", "message"),
-    [
-        (Din, {"attention": [0]}, r"model.attention.0=0: input should be greater than 0"),
-        (Dien, {"steps": 0}, r"model.steps=0: input should be greater than or equal to 1"),
-        (Dien, {"auxiliary": -1}, r"model.auxiliary=-1"),
-    ],
-)
-def test_options_out_of_range_are_named(member: type[ModelSpec], options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build(member, options, "model")

@@ -45,12 +45,6 @@ def test_in_autocast_the_gradient_has_the_dtype_of_the_input(dtype: torch.dtype)
     torch.testing.assert_close(gradient.float(), wanted.float(), rtol=0.05, atol=0.1)
 
 
-def test_gradcheck() -> None:
-    flat = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
-
-    assert torch.autograd.gradcheck(DotInteraction(4), flat)
-
-
 def test_without_gradients_the_output_is_the_same() -> None:
     flat = torch.randn(3, 12)
     with torch.no_grad():

@@ -138,7 +138,8 @@ def test_the_order_of_the_mapping_does_not_matter(spec: ModelSpec) -> None:
 def test_samples_do_not_see_each_other(spec: ModelSpec) -> None:
     module = spec.build(2, EQUAL_DIMS, sequences_for(spec)).double()
     dense, flat = (part.double() for part in make_inputs(6, 2, EQUAL_DIMS))
-    sequences = {name: doubled(found) for name, found in make_sequences(spec, 6).items()}
+    made = make_sequences(spec, 6).items()
+    sequences = {name: JaggedVectors(name, found.values.double(), found.offsets) for name, found in made}
 
     together = module(dense, Pooled(flat, EQUAL_DIMS, sequences))
     alone = [
@@ -147,10 +148,6 @@ def test_samples_do_not_see_each_other(spec: ModelSpec) -> None:
     ]
 
     torch.testing.assert_close(together, torch.cat(alone))
-
-
-def doubled(found: JaggedVectors) -> JaggedVectors:
-    return JaggedVectors(found.feature, found.values.double(), found.offsets)
 
 
 @every_spec
@@ -240,17 +237,16 @@ class Unwrapped(nn.Module):
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "dien"])  # its 50 steps are traced one by one
-@pytest.mark.parametrize("dense_columns", [0])
-def test_export_with_any_number_of_samples_and_behaviours(name: str, dense_columns: int) -> None:
+def test_export_with_any_number_of_samples_and_behaviours(name: str) -> None:
     spec = SPECS[name]
-    module = Unwrapped(spec.build(dense_columns, EQUAL_DIMS, sequences_for(spec)))
+    module = Unwrapped(spec.build(0, EQUAL_DIMS, sequences_for(spec)))
     samples = torch.export.Dim("samples")
     lengths = {name: torch.export.Dim(f"{name}_vectors", min=0) for name in sequences_for(spec)}
     given = {name: ({0: length}, {0: samples + 1}) for name, length in lengths.items()}
     shapes = ({0: samples}, {name: {0: samples} for name in EQUAL_DIMS}, given)
 
     def inputs(count: int) -> tuple[Tensor, dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        dense, flat = make_inputs(count, dense_columns, EQUAL_DIMS)
+        dense, flat = make_inputs(count, 0, EQUAL_DIMS)
         sequences = {name: (found.values, found.offsets) for name, found in make_sequences(spec, count).items()}
         return dense, as_dict(flat, EQUAL_DIMS), sequences
 
@@ -302,39 +298,31 @@ def test_cross_layer_is_the_papers_equation(rank: int | None) -> None:
     torch.testing.assert_close(layer(first, crossed), first * (crossed @ matrix.T + bias) + crossed)
 
 
-def test_dcn_takes_mixed_widths() -> None:
+def test_dcn_takes_mixed_widths_and_dense_columns_alone() -> None:
     module = Dcn(cross=2, deep=(8,)).build(3, MIXED_DIMS)
     dense, flat = make_inputs(5, 3, MIXED_DIMS)
 
     assert torch.equal(module(dense, Pooled(flat, MIXED_DIMS)), module(dense, as_dict(flat, MIXED_DIMS)))
-
-
-def test_dcn_works_on_dense_columns_alone() -> None:
     assert Dcn(cross=1, deep=(4,)).build(3, {})(torch.randn(5, 3), {}).shape == (5,)
 
 
-@pytest.mark.parametrize("spec", [Dlrm(), DeepFm()])
-def test_mixed_widths_are_refused_with_both_names(spec: ModelSpec) -> None:
-    with pytest.raises(ConfigError, match=r"feature user has 4 and item has 2: .*model.name=dcn"):
-        spec.build(3, MIXED_DIMS)
-
-
-@pytest.mark.parametrize("spec", [Dlrm(), DeepFm()])
-def test_no_feature_at_all_is_refused(spec: ModelSpec) -> None:
-    with pytest.raises(ConfigError, match=f"model.name={spec.name} needs at least one categorical feature"):
-        spec.build(3, {})
-
-
-def test_dlrm_refuses_a_single_vector() -> None:
-    with pytest.raises(ConfigError, match="two vectors to interact"):
-        Dlrm().build(0, {"user": 4})
-
-
-def test_dcn_refuses_no_columns_and_a_rank_that_saves_nothing() -> None:
-    with pytest.raises(ConfigError, match="needs at least one column"):
-        Dcn().build(0, {})
-    with pytest.raises(ConfigError, match=r"model.low_rank=6 must be below the 6 input columns"):
-        Dcn(low_rank=6).build(2, {"user": 4})
+@pytest.mark.parametrize(
+    ("spec", "dense_columns", "dims", "message"),
+    [
+        (Dlrm(), 3, MIXED_DIMS, r"feature user has 4 and item has 2: .*model.name=dcn"),
+        (DeepFm(), 3, MIXED_DIMS, r"feature user has 4 and item has 2: .*model.name=dcn"),
+        (Dlrm(), 3, {}, "model.name=dlrm needs at least one categorical feature"),
+        (DeepFm(), 3, {}, "model.name=deepfm needs at least one categorical feature"),
+        (Dlrm(), 0, {"user": 4}, "two vectors to interact"),
+        (Dcn(), 0, {}, "needs at least one column"),
+        (Dcn(low_rank=6), 2, {"user": 4}, r"model.low_rank=6 must be below the 6 input columns"),
+    ],
+)
+def test_columns_that_a_model_cannot_work_on(
+    spec: ModelSpec, dense_columns: int, dims: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec.build(dense_columns, dims)
 
 
 @pytest.mark.parametrize(
@@ -344,6 +332,9 @@ def test_dcn_refuses_no_columns_and_a_rank_that_saves_nothing() -> None:
         (Dlrm, {"top": [70_000]}, r"model.top.0=70000"),
         (Dcn, {"structure": "sideways"}, r"model.structure=sideways.*'stacked' or 'parallel'"),
         (Dcn, {"cross": 0}, r"model.cross=0"),
+        (Din, {"attention": [0]}, r"model.attention.0=0: input should be greater than 0"),
+        (Dien, {"steps": 0}, r"model.steps=0: input should be greater than or equal to 1"),
+        (Dien, {"auxiliary": -1}, r"model.auxiliary=-1"),
     ],
 )
 def test_options_out_of_range_are_named(member: type[ModelSpec], options: dict[str, object], message: str) -> None:

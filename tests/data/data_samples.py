@@ -37,10 +37,6 @@ class CountedRows(OpenSource):
         self.reads: list[int] = []
         self._lock = threading.Lock()
 
-    def slices(self, rows_per_slice: int) -> Sequence[Slice]:
-        starts = range(0, self.rows, rows_per_slice)
-        return [Slice(k, 0, start, min(rows_per_slice, self.rows - start)) for k, start in enumerate(starts)]
-
     def read(self, part: Slice) -> Batch:
         with self._lock:
             self.reads.append(part.index)

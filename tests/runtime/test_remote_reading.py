@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
@@ -34,10 +34,6 @@ class Bags(OpenSource):
     def __init__(self, rows: int) -> None:
         self.schema = Schema(("number",), (Feature("many", 9, multi_hot=True), Feature("one", 9)))
         self.rows = rows
-
-    def slices(self, rows_per_slice: int) -> Sequence[Slice]:
-        starts = range(0, self.rows, rows_per_slice)
-        return [Slice(k, 0, start, min(rows_per_slice, self.rows - start)) for k, start in enumerate(starts)]
 
     def read(self, part: Slice) -> Batch:
         numbers = torch.arange(part.start, part.start + part.rows)

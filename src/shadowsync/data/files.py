@@ -273,15 +273,6 @@ class FileRows(OpenSource):
         self.file_rows = tuple(int(max(min(n, rows - b), 0)) for n, b in zip(self.file_rows, before, strict=True))
         self.rows = sum(self.file_rows)
 
-    def slices(self, rows_per_slice: int) -> Sequence[Slice]:
-        """Slices of `rows_per_slice` rows, the last one of each file shorter."""
-        cuts = [
-            (file, start, min(rows_per_slice, rows - start))
-            for file, rows in enumerate(self.file_rows)
-            for start in range(0, rows, rows_per_slice)
-        ]
-        return [Slice(index, *cut) for index, cut in enumerate(cuts)]
-
     def place(self, part: Slice, row: int) -> str:
         """`path, row N`, counted from 1 in the file; rows that were skipped count."""
         dropped = self._dropped.get((part.file, part.start), set())

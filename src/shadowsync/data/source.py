@@ -1,13 +1,15 @@
 """The seam between a data format and the reader, and by what data is known again."""
 
+import bisect
 import dataclasses
 import hashlib
+import itertools
 import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, overload
 
 import msgspec
 import numpy as np
@@ -65,6 +67,29 @@ class Slice:
     rows: int
 
 
+class Slices(Sequence[Slice]):
+    """Files cut into slices of `size` rows, the last one of each shorter; each is made as it is asked for."""
+
+    def __init__(self, file_rows: Sequence[int], size: int) -> None:
+        self._file_rows, self._size = file_rows, size
+        self._ends = list(itertools.accumulate((rows + size - 1) // size for rows in file_rows))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Slice: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Slice]: ...
+    def __getitem__(self, index: int | slice) -> Slice | Sequence[Slice]:
+        found = range(len(self))[index]
+        if isinstance(found, range):
+            return [self[number] for number in found]
+        file = bisect.bisect_right(self._ends, found)
+        start = (found - (self._ends[file - 1] if file else 0)) * self._size
+        return Slice(found, file, start, min(self._size, self._file_rows[file] - start))
+
+
 @dataclass
 class BadRows:
     """Rows left out because of `data.on_bad_row=skip`, and what was wrong with the first few."""
@@ -99,6 +124,7 @@ class OpenSource(ABC):
 
     Attributes:
         rows: in one pass, bad ones included.
+        file_rows: those of each file, which slices do not cross; empty where there are no files.
         sequential: reading slices out of order is slow (compressed text), so the reader keeps the file's order.
         labelled: the rows have labels; else `read` gives zeros, which are good for predictions only.
         best_auc: the highest AUC any model can reach on this data, where that is known (synthetic), else None.
@@ -106,14 +132,15 @@ class OpenSource(ABC):
 
     schema: Schema
     rows: int
+    file_rows: Sequence[int] = ()
     bad_rows: BadRows
     sequential: bool = False
     labelled: bool = True
     best_auc: float | None = None
 
-    @abstractmethod
     def slices(self, rows_per_slice: int) -> Sequence[Slice]:
         """Cuts the data into slices of at most `rows_per_slice` rows, in order, without overlap or gap."""
+        return Slices(self.file_rows or (self.rows,), rows_per_slice)
 
     @abstractmethod
     def read(self, part: Slice) -> Batch:

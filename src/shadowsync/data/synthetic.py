@@ -5,9 +5,8 @@
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, overload
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -127,9 +126,6 @@ class OpenSynthetic(OpenSource):
         labels = np.concatenate([batch.labels.numpy() for batch, _ in made])[: self.rows]
         return auc(labels, np.concatenate([probabilities for _, probabilities in made])[: self.rows])
 
-    def slices(self, rows_per_slice: int) -> Sequence[Slice]:
-        return _Slices(self.rows, rows_per_slice)
-
     def marks(self) -> tuple[Mark, ...]:
         return (mark_of_options(self._options, self.rows, without=("test_rows",)),)
 
@@ -177,28 +173,6 @@ class OpenSynthetic(OpenSource):
         offsets = np.append(0, np.cumsum(lengths))
         ids = np.concatenate(values)
         return Jagged(torch.from_numpy(ids), torch.from_numpy(offsets), None, len(self._sizes), _BLOCK), hidden
-
-
-@dataclass(frozen=True)
-class _Slices(Sequence[Slice]):
-    """Slices of `size` of the rows, each made as it is asked for: there may be millions."""
-
-    rows: int
-    size: int
-
-    def __len__(self) -> int:
-        return (self.rows + self.size - 1) // self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Slice: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Slice]: ...
-    def __getitem__(self, index: int | slice) -> Slice | Sequence[Slice]:
-        found = range(len(self))[index]
-        if isinstance(found, range):
-            return [self[number] for number in found]
-        start = found * self.size
-        return Slice(found, 0, start, min(self.size, self.rows - start))
 
 
 class _Zipf:

@@ -89,8 +89,13 @@ def train(
     """
     from shadowsync.job import train_from_command_line
 
-    path, overrides = _split_settings(settings or [])
-    train_from_command_line(path, overrides, out, resume)
+    files = [Path(setting) for setting in settings or () if "=" not in setting]
+    if len(files) > 1:
+        raise ConfigError(
+            f"one configuration file at most, not {' and '.join(map(str, files))}; overrides are key.path=value"
+        )
+    overrides = [setting for setting in settings or () if "=" in setting]
+    train_from_command_line(files[0] if files else None, overrides, out, resume)
 
 
 @app.command()
@@ -249,13 +254,6 @@ def _said(trained: "Trained") -> "Trained":
     for sentence in trained.skipped:
         typer.echo(sentence, err=True)
     return trained
-
-
-def _split_settings(settings: list[str]) -> tuple[Path | None, list[str]]:
-    files = [setting for setting in settings if "=" not in setting]
-    if len(files) > 1:
-        raise ConfigError(f"one configuration file at most, not {' and '.join(files)}; overrides are key.path=value")
-    return (Path(files[0]) if files else None), [setting for setting in settings if "=" in setting]
 
 
 def main() -> None:

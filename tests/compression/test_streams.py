@@ -27,7 +27,7 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.sync.all_reduce import Averaging
 from shadowsync.training.gate import Gate
 from shadowsync.training.pieces import by_parameter
-from shadowsync.training.replica import Slot
+from shadowsync.training.replica import ParameterSlot
 
 ROUNDS = 12
 
@@ -165,7 +165,7 @@ def test_messages_of_embeddings_are_named_by_features_tables_and_server(slots: t
 
 @pytest.mark.parametrize("codec", [Threshold(), Int8()], ids=["threshold", "int8"])
 def test_messages_of_the_dense_part_are_named_by_trainer_worker_server_and_parameter(codec: Codec) -> None:
-    slots = [Slot("top.0.weight", torch.Size([30, 10]), 0), Slot("top.0.bias", torch.Size([30]), 304)]
+    slots = [ParameterSlot("top.0.weight", torch.Size([30, 10]), 0), ParameterSlot("top.0.bias", torch.Size([30]), 304)]
     bad = torch.zeros(400)
     bad[310] = float("inf")
     line = Channel("dense", by_parameter(codec, slots, 400), WireCounter())

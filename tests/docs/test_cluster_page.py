@@ -53,7 +53,6 @@ def test_the_manifests_trainers_and_servers_have_room() -> None:
 def test_the_batch_script_is_one_of_bash_and_its_command_is_one_that_trains() -> None:
     (script,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
     bash = shutil.which("bash")
-    assert bash is not None
     checked = subprocess.run([bash, "-n"], input=script, capture_output=True, text=True, check=False, timeout=120)
     assert (checked.returncode, checked.stderr) == (0, "")
     for part in ("srun", "start --head --block", '--node-ip-address="$head_ip"', "start --block --address"):

@@ -49,7 +49,6 @@ def test_the_first_python_of_the_readme_prints_a_result(capsys: pytest.CaptureFi
     assert len([line for line in own_config.splitlines() if line]) <= 12
     exec(compile(own_config, "README.md", "exec"), {})
     auc = re.fullmatch(r"AUC (0\.\d{4}), [\d,]+ examples/s, sync gap \d+\.\d\n", capsys.readouterr().out)
-    assert auc is not None
     assert float(auc[1]) > 0.6
     assert all(
         (Path("runs/bmuf") / name).exists()
@@ -170,7 +169,6 @@ def test_the_new_method_trains_and_resumes(new_method: Callable[..., SyncMethod]
     train = {"trainers": 2, "batch_size": 100}
     config: dict[str, Any] = {"data": data, "sync": sync, "model": model, "train": train}
     first = Job(config, out="first").run()
-    assert first.sync is not None
     assert first.sync.method == "fedadam"
     assert first.sync.count >= 6
     again = Job(config | {"data": data | {"epochs": 2}}, resume="first", out="second").run()

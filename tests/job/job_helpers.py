@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 import polars as pl
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -146,6 +147,14 @@ def error_of(run: Callable[[], Any]) -> ShadowSyncError:
     except ShadowSyncError as error:
         return error
     raise AssertionError("nothing was raised")
+
+
+def fails(run: Callable[[], Any], kind: type[ShadowSyncError], *parts: str) -> ShadowSyncError:
+    """The error of that kind that it ends with, whose sentence has all the parts."""
+    with pytest.raises(kind) as caught:
+        run()
+    assert [part for part in parts if part not in str(caught.value)] == []
+    return caught.value
 
 
 def checkpoints(out: Path) -> list[Path]:

@@ -56,7 +56,6 @@ def material(
     config = parse(beside_own_model(values))
     choices = choose_all(config, own_model=True)
     source = choices.source.open("train", "error")
-    assert source is not None
     own = Own(Witness(Ledger()), TABLES) if failures is None else Own(Witness(Ledger()), TABLES, failures)
     return Material(config, choices, own, source, None)
 
@@ -98,7 +97,6 @@ def never_asked(table: Table, rows: Tensor | range) -> Tensor:
 
 def in_memory(rows: Rows | RowSet) -> dict[str, Tensor]:
     """Copies all that a source gives."""
-    assert rows.source is not None
     count = len(rows.tensors["weight"])
     return {name: torch.cat(list(rows.source.read(0, count, name))) for name in rows.tensors}
 

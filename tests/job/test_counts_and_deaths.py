@@ -15,6 +15,7 @@ from job_helpers import (
     beside_own_model,
     checkpoints,
     error_of,
+    fails,
     name_of,
     settings,
     train_counted,
@@ -144,8 +145,7 @@ def _everybody_dies(rank: int, iteration: int) -> None:
 def test_when_all_trainers_die_the_run_fails_and_can_be_resumed(tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 40), tmp_path / "out"
     config = settings(data, train={"trainers": 2, "workers": 2}, sync={"method": "ma"})
-    error = error_of(lambda: train_counted(config, out, failures=_everybody_dies))
-    assert isinstance(error, RunError)
+    error = fails(lambda: train_counted(config, out, failures=_everybody_dies), RunError)
     assert error.exit_status == 1
     assert "every trainer died" in str(error)
     assert f"--resume {out}" in str(error)
@@ -184,8 +184,9 @@ def test_an_exception_in_a_worker_ends_the_job_with_it(tmp_path: Path, sync: dic
 def test_a_loss_that_is_not_finite_names_its_place(tmp_path: Path, value: float) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
     config = settings(data, train={"trainers": 2, "workers": 2})
-    error = error_of(lambda: Job(beside_own_model(config), model=Broken(Ledger(), lambda x: x * value), out=out).run())
-    assert isinstance(error, NonFiniteLoss)
+    error = fails(
+        lambda: Job(beside_own_model(config), model=Broken(Ledger(), lambda x: x * value), out=out).run(), NonFiniteLoss
+    )
     assert error.exit_status == 1
     assert f"{data}, row " in str(error)
     assert "train.lr" in str(error)
@@ -199,9 +200,7 @@ def test_a_row_that_cannot_be_read_ends_the_job(tmp_path: Path) -> None:
         data
     )
     config = settings(data, train={"trainers": 2, "workers": 2}, sync={"method": "ma", "schedule": "every_k", "k": 1})
-    error = error_of(lambda: train_counted(config, out))
-    assert isinstance(error, DataError)
-    assert f"{data}, row 47" in str(error)
+    fails(lambda: train_counted(config, out), DataError, f"{data}, row 47")
     assert not (out / "result.json").exists()
 
 

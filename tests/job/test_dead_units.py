@@ -54,7 +54,6 @@ def test_of_many_test_rows_some_are_looked_at_from_begin_to_end(
     monkeypatch.setattr(shadowsync.inference, "WATCHED_ROWS", 20)
     data, test = write_rows(tmp_path / "rows.parquet", 8), write_rows(tmp_path / "test.parquet", 58, 1)
     result = Job(settings(data, test) | {"model": SMALL_DLRM}, out=tmp_path / "out").run()
-    assert result.units is not None
     assert result.units.rows == 20, "every third batch of four"
     assert result.units.sizes == {"bottom.1": 8, "bottom.3": 16, "top.1": 8}
     assert result.test is not None

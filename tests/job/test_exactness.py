@@ -130,7 +130,6 @@ def in_order(config: dict[str, Any]) -> Iterator[Batch]:
     """The batches in the order in which a single worker gets them."""
     checked = parse(config)
     source = choose_all(checked, own_model=True).source.open("train", "error")
-    assert source is not None
     options = ReaderOptions(checked.train.batch_size, checked.data.slice_rows, checked.data.epochs)
     reader = Reader(source, options)
     feed = reader.feed(0)

@@ -17,6 +17,7 @@ from job_helpers import (
     by_gradients,
     checkpoints,
     error_of,
+    fails,
     result_of,
     settings,
     train_counted,
@@ -63,7 +64,6 @@ def test_every_row_is_trained_once(tmp_path: Path, method: str, global_batch: in
     assert rows == dict.fromkeys(range(49), 2)
     assert result.data.trained_samples == 98
     assert result.sync is None
-    assert result.aggregation is not None
     assert result.aggregation.global_steps > 0
     assert result_of(tmp_path / "out")["aggregation"]["dropped"] == result.aggregation.dropped
     if method in ("sync", "async"):
@@ -97,7 +97,6 @@ def test_with_nothing_stale_it_is_large_batch_training(tmp_path: Path, method: s
         aggregation={"global_batch": 8, "rows": "buffer"},
     )
     result = Job(config, out=tmp_path / "out").run()
-    assert result.aggregation is not None
     assert (result.aggregation.global_steps, result.aggregation.max_staleness) == (16, 0)
     large, ours = weights(tmp_path / "large"), weights(tmp_path / "out")
     assert large.keys() == ours.keys()
@@ -171,9 +170,7 @@ def test_from_python_another_number_of_workers_needs_a_word_about_the_global_bat
     there, more = tmp_path / "there", {"data": {"epochs": 2}, "model": SMALL_DLRM}
     Job(gradient_settings(data, "sync", model=SMALL_DLRM, train={"workers": 2}), out=there).run()
     config = gradient_settings(data, "sync", train={"workers": 3}, **more)
-    error = error_of(Job(config, out=tmp_path / "here", resume=there).run)
-    assert isinstance(error, ConfigError)
-    assert "was made of 4 samples, and would be of 6" in str(error)
+    fails(Job(config, out=tmp_path / "here", resume=there).run, ConfigError, "was made of 4 samples, and would be of 6")
     for size in (4, 6):
         given = gradient_settings(data, "sync", train={"workers": 3}, aggregation={"global_batch": size}, **more)
         assert Job(given, out=tmp_path / f"of-{size}", resume=there).run().data.trained_samples == 202
@@ -217,7 +214,6 @@ def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:
     result = Job(config("gba", 2), out=tmp_path / "other", resume=tmp_path / "half").run()
     whole, other = weights(tmp_path / "whole"), weights(tmp_path / "other")
     assert all(torch.equal(whole[name], other[name]) for name in whole)
-    assert result.aggregation is not None
     assert result.aggregation.global_steps == 16
 
 
@@ -239,7 +235,6 @@ def test_a_trainer_that_dies_holds_nobody_up(tmp_path: Path, method: str, iterat
     result, rows = train_counted(config, out, failures=script)
     assert result.data.trained_samples == 122
     assert rows == dict.fromkeys(range(61), 2)
-    assert result.recovery is not None
     assert result.recovery.failures == 1
 
 
@@ -304,9 +299,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_settings_that_mean_nothing_are_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
     config = settings(write_rows(tmp_path / "rows.parquet", 10)) | {"aggregation": given}
     del config["sync"]
-    error = error_of(lambda: Job(config, out=tmp_path / "out").run())
-    assert isinstance(error, ConfigError)
-    assert said in str(error)
+    fails(lambda: Job(config, out=tmp_path / "out").run(), ConfigError, said)
     assert not (tmp_path / "out").exists()
 
 
@@ -314,9 +307,7 @@ def test_settings_that_mean_nothing_are_refused(tmp_path: Path, given: dict[str,
 def test_what_belongs_to_the_other_family_is_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
     config = settings(write_rows(tmp_path / "rows.parquet", 10)) | {"aggregation": {"method": "gba"}}
     del config["sync"]
-    error = error_of(lambda: Job(config | extra, out=tmp_path / "out").run())
-    assert isinstance(error, ConfigError)
-    assert "aggregation.method=gba" in str(error)
+    fails(lambda: Job(config | extra, out=tmp_path / "out").run(), ConfigError, "aggregation.method=gba")
 
 
 @pytest.mark.parametrize(
@@ -354,9 +345,11 @@ def test_only_a_worker_that_is_there_can_be_slow(tmp_path: Path, trainers: int) 
     if trainers == 3:
         Job(config, out=tmp_path / "out").run()
         return
-    error = error_of(lambda: Job(config, out=tmp_path / "out").run())
-    assert isinstance(error, ConfigError)
-    assert "there is no worker 4 that could be slow; this job has 4, counted from 0" in str(error)
+    fails(
+        lambda: Job(config, out=tmp_path / "out").run(),
+        ConfigError,
+        "there is no worker 4 that could be slow; this job has 4, counted from 0",
+    )
 
 
 def test_a_job_may_wait_instead_of_computing(tmp_path: Path) -> None:
@@ -387,7 +380,6 @@ def test_each_switch_is_told_once_and_in_order_and_a_resume_goes_on_telling(tmp_
     console = Console(file=io.StringIO(), width=400)
     job = Job(beside_own_model(config), model=Witness(Ledger()), out=out, resume=out)
     result = job.run(console)
-    assert result.aggregation is not None
     switches = [switch.sentence for switch in result.aggregation.switches]
     assert decisions(out) == switches
     assert switches[: len(first)] == first
@@ -404,7 +396,6 @@ def test_the_result_and_the_history_tell_what_the_method_did(tmp_path: Path) -> 
     )
     result, _ = train_counted(config, out)
     done = result.aggregation
-    assert done is not None
     assert (done.method, done.mode, done.switches) == ("gba", "gba", ())
     assert done.received == 150
     assert done.dropped > 0

@@ -16,6 +16,7 @@ from job_helpers import (
     Ledger,
     Witness,
     error_of,
+    fails,
     name_of,
     settings,
     train_counted,
@@ -43,7 +44,6 @@ def run(files: tuple[Path, Path], out: Path, /, **sections: Mapping[str, Any]) -
 def test_evaluation_repeats_the_result(tmp_path: Path, data: tuple[Path, Path], sync: dict[str, Any]) -> None:
     result = run(data, tmp_path / "out", sync=sync, train={"trainers": 2, "workers": 2}, embedding={"servers": 3})
     measured = Trained(tmp_path / "out").evaluate()
-    assert result.test is not None
     found = (measured.auc, measured.ne, measured.logloss, measured.calibration, measured.samples)
     assert found == (result.test.auc, result.test.ne, result.test.logloss, result.test.calibration, 120)
 
@@ -97,9 +97,11 @@ def test_a_bad_row_is_never_left_out_of_predictions(tmp_path: Path, data: tuple[
     frame = pl.read_parquet(data[1])
     frame.with_columns(pl.when(pl.int_range(pl.len()) == 5).then(ROWS).otherwise("c1").alias("c1")).write_parquet(bad)
     file = tmp_path / "predictions.parquet"
-    error = error_of(lambda: Trained(tmp_path / "out").predict(str(bad), file))
-    assert isinstance(error, DataError)
-    assert f"{bad}, row 6: c1 has id 40, outside of 0 … 39 (data.rows); mend it, or take such rows out" in str(error)
+    fails(
+        lambda: Trained(tmp_path / "out").predict(str(bad), file),
+        DataError,
+        f"{bad}, row 6: c1 has id 40, outside of 0 … 39 (data.rows); mend it, or take such rows out",
+    )
     assert list(tmp_path.glob("*predictions*")) == []
 
 
@@ -110,8 +112,7 @@ def test_rows_without_labels_can_be_predicted(tmp_path: Path, data: tuple[Path, 
     for source, file in ((bare, "bare.out.parquet"), (data[1], "out.parquet")):
         trained.predict(str(source), tmp_path / file)
     assert pl.read_parquet(tmp_path / "bare.out.parquet").equals(pl.read_parquet(tmp_path / "out.parquet"))
-    error = error_of(lambda: trained.evaluate(str(bare)))
-    assert isinstance(error, DataError)
+    fails(lambda: trained.evaluate(str(bare)), DataError)
 
 
 @pytest.mark.parametrize(("column", "value"), [("label", 7), ("c1", -1), ("c1", None), ("x", float("nan"))])
@@ -167,9 +168,7 @@ def test_predictions_go_to_a_path_given_as_text_as_csv_or_parquet_by_its_name(
 @pytest.mark.parametrize("name", ["p", "p.json", "p.csv.gz"])
 def test_predictions_of_another_format_are_refused(tmp_path: Path, data: tuple[Path, Path], name: str) -> None:
     run(data, tmp_path / "out")
-    error = error_of(lambda: Trained(tmp_path / "out").predict(data[1], tmp_path / name))
-    assert isinstance(error, ConfigError)
-    assert "ends in .parquet or .csv" in str(error)
+    fails(lambda: Trained(tmp_path / "out").predict(data[1], tmp_path / name), ConfigError, "ends in .parquet or .csv")
     assert not (tmp_path / name).exists()
 
 
@@ -222,9 +221,11 @@ def test_a_kept_column_has_one_type_in_all_files(tmp_path: Path, data: tuple[Pat
         rows = pl.read_parquet(data[1]).with_row_index("user_id").with_columns(pl.col("user_id").cast(kind))
         rows.write_parquet(tmp_path / f"keys-{part}.parquet")
     pattern = str(tmp_path / "keys-*.parquet")
-    error = error_of(lambda: Trained(tmp_path / "out").predict(pattern, tmp_path / "p.csv", keep=("user_id",)))
-    assert isinstance(error, DataError)
-    assert f"keys-b.parquet: column 'user_id' (--keep) holds String, but Int64 in {tmp_path}" in str(error)
+    fails(
+        lambda: Trained(tmp_path / "out").predict(pattern, tmp_path / "p.csv", keep=("user_id",)),
+        DataError,
+        f"keys-b.parquet: column 'user_id' (--keep) holds String, but Int64 in {tmp_path}",
+    )
 
 
 class OwnModel(nn.Module):
@@ -259,9 +260,7 @@ def test_a_module_of_ones_own_trains_and_is_evaluated(tmp_path: Path, data: tupl
 def test_a_module_of_ones_own_is_asked_for(tmp_path: Path, data: tuple[Path, Path]) -> None:
     out = tmp_path / "out"
     train_counted(settings(*data), out)
-    error = error_of(lambda: Trained(out))
-    assert isinstance(error, ConfigError)
-    assert f"shadowsync.Trained({str(out)!r}, model=module)" in str(error)
+    fails(lambda: Trained(out), ConfigError, f"shadowsync.Trained({str(out)!r}, model=module)")
     assert isinstance(error_of(lambda: Trained(out, model=OwnModel())), CheckpointError)
     assert Trained(out, model=Witness(Ledger())).evaluate().samples == 120
 
@@ -270,9 +269,7 @@ def test_a_run_cannot_be_evaluated_without_rows(tmp_path: Path, data: tuple[Path
     out = tmp_path / "out"
     result = Job(settings(data[0], model=SMALL_DLRM), out=out).run()
     assert result.test is None
-    error = error_of(lambda: Trained(out).evaluate())
-    assert isinstance(error, DataError)
-    assert "--data PATH" in str(error)
+    fails(lambda: Trained(out).evaluate(), DataError, "--data PATH")
     assert Trained(out).evaluate(str(data[1])).samples == 120
 
 
@@ -280,7 +277,4 @@ def test_rows_of_other_columns_are_refused(tmp_path: Path, data: tuple[Path, Pat
     run(data, tmp_path / "out")
     other = tmp_path / "other.parquet"
     pl.read_parquet(data[1]).rename({"c1": "c_1"}).write_parquet(other)
-    error = error_of(lambda: Trained(tmp_path / "out").evaluate(str(other)))
-    assert isinstance(error, DataError)
-    assert "'c1'" in str(error)
-    assert "did you mean c_1" in str(error)
+    fails(lambda: Trained(tmp_path / "out").evaluate(str(other)), DataError, "'c1'", "did you mean c_1")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from job_helpers import SMALL_DLRM, error_of, settings, train_counted, write_rows
+from job_helpers import SMALL_DLRM, error_of, fails, settings, train_counted, write_rows
 from rich.console import Console
 
 from shadowsync import Job
@@ -34,8 +34,7 @@ def with_data(config: dict[str, Any], **data: Any) -> dict[str, Any]:
 
 def refused(config: dict[str, Any], out: Path) -> str:
     before = (out / "result.json").read_bytes()
-    error = error_of(lambda: train_counted(config, out, resume=out))
-    assert isinstance(error, CheckpointError)
+    error = fails(lambda: train_counted(config, out, resume=out), CheckpointError)
     assert (out / "result.json").read_bytes() == before
     return str(error)
 
@@ -112,10 +111,12 @@ def test_ids_among_dense_columns_are_told_of_and_end_the_run(tmp_path: Path) -> 
     ids = np.random.default_rng(0).integers(0, 1 << 62, 12_000)
     said = io.StringIO()
     job = Job(unscaled(tmp_path / "rows.parquet", ids), out=tmp_path / "out")
-    error = error_of(lambda: job.run(Console(file=said, width=400)))
-    assert isinstance(error, RunError)
-    assert "training NE is " in str(error)
-    assert "nothing can be learnt like that: scale the dense columns (|x| is up to 4.61e+18) to about −1" in str(error)
+    fails(
+        lambda: job.run(Console(file=said, width=400)),
+        RunError,
+        "training NE is ",
+        "nothing can be learnt like that: scale the dense columns (|x| is up to 4.61e+18) to about −1",
+    )
     assert "dense columns with numbers beyond ±10,000, which drown the others: x (4.6" in said.getvalue()
     assert not (tmp_path / "out" / "result.json").exists()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_helpers import Ledger, Witness, beside_own_model, checkpoints, error_of, settings, write_rows
+from job_helpers import Ledger, Witness, beside_own_model, checkpoints, fails, settings, write_rows
 
 from shadowsync import Job, Result
 from shadowsync.errors import ConfigError
@@ -36,7 +36,6 @@ def run(folder: Path, recovery: dict[str, Any], epochs: int = 1, resume: bool = 
 
 def test_what_a_server_has_learned_is_lost_where_nothing_was_saved(tmp_path: Path) -> None:
     result = run(tmp_path, {"inject": "at:0.5,unit=epoch,index=1", "mode": "partial"})
-    assert result.recovery is not None
     assert result.recovery.failures == 1
     frames = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert frames[-1]["pls"] == result.recovery.pls
@@ -48,13 +47,11 @@ def test_saves_shorten_what_is_lost_and_can_be_resumed(tmp_path: Path, priority:
     by_priority = {} if priority == "all" else {"priority": priority, "share": 0.5, "min_rows": 1}
     recovery = {"inject": "at:0.9,unit=epoch,index=0", "mode": "partial", "interval_s": 0.05, **by_priority}
     result = run(tmp_path, recovery)
-    assert result.recovery is not None
     assert result.recovery.saves > 3
     assert 0 <= result.recovery.pls < 0.4  # nothing, if a save ended at that very moment
     assert result.recovery.mode == "partial"
     assert result.recovery.priority == priority
     more = run(tmp_path, recovery, epochs=2, resume=True)
-    assert more.recovery is not None
     assert more.recovery.pls >= result.recovery.pls
 
 
@@ -80,8 +77,6 @@ def test_a_job_may_stand_for_a_longer_one(tmp_path: Path) -> None:
     recovery = {"inject": "at:0.5,unit=epoch,index=1", "emulate_job_s": 10 * HOURS, **costs}
     full = run(tmp_path / "full", {**recovery, "mode": "full"})
     partial = run(tmp_path / "partial", {**recovery, "mode": "partial"})
-    assert full.recovery is not None
-    assert partial.recovery is not None
     assert full.recovery.seconds.save == pytest.approx(300 * _saves(full), rel=0.5)
     assert full.recovery.seconds.load == pytest.approx(100, abs=1)
     assert full.recovery.seconds.wait == pytest.approx(50)
@@ -93,13 +88,11 @@ def test_a_job_may_stand_for_a_longer_one(tmp_path: Path) -> None:
 
 
 def _saves(result: Result) -> int:
-    assert result.recovery is not None
     return result.recovery.saves
 
 
 def test_a_trainer_may_fail_by_script(tmp_path: Path) -> None:
     result = run(tmp_path, {"inject": "at:0.3,unit=epoch,kind=trainer,index=1"})
-    assert result.recovery is not None
     assert result.recovery.failures == 1
     assert result.recovery.pls == 0
 
@@ -107,19 +100,15 @@ def test_a_trainer_may_fail_by_script(tmp_path: Path) -> None:
 def test_roles_that_only_a_cluster_has_cannot_fail_here(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.parquet", 40)
     config = beside_own_model(settings(data, None, recovery={"inject": "at:0.3,unit=epoch,kind=dense"}))
-    error = error_of(lambda: Job(config, model=Witness(Ledger()), out=tmp_path / "out"))
-    assert isinstance(error, ConfigError)
-    assert "no dense 0 that could fail" in str(error)
+    fails(lambda: Job(config, model=Witness(Ledger()), out=tmp_path / "out"), ConfigError, "no dense 0 that could fail")
 
 
 def test_a_failure_may_come_at_the_very_start(tmp_path: Path) -> None:
     result = run(tmp_path, {"inject": "at:0", "mode": "partial"})
-    assert result.recovery is not None
     assert result.recovery.failures == 1
     assert result.recovery.pls < 0.1
 
 
 def test_more_failures_than_anybody_can_count_do_not_hold_up_a_job(tmp_path: Path) -> None:
     result = run(tmp_path, {"inject": "gamma:mean_s=0.1", "emulate_job_s": 1e6, "mode": "full"})
-    assert result.recovery is not None
     assert result.recovery.failures > 0

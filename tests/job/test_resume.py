@@ -22,6 +22,7 @@ from job_helpers import (
     beside_own_model,
     checkpoints,
     error_of,
+    fails,
     name_of,
     result_of,
     settings,
@@ -61,8 +62,7 @@ class SignalAt:
 
         original = Session.stop
         with mock.patch.object(Session, "stop", stop):
-            error = error_of(job.run)
-        assert isinstance(error, Interrupted)
+            error = fails(job.run, Interrupted)
         return str(error)
 
 
@@ -114,7 +114,6 @@ def test_a_job_goes_on_in_another_shape(tmp_path: Path, change: dict[str, Any]) 
     result, after = train_counted(changed | {"sync": change.get("sync", config["sync"])}, out, resume=out)
     assert before + after == dict.fromkeys(range(101), 1)
     assert result.data.trained_samples == 101
-    assert result.test is not None
     assert result.test.logloss is not None
     assert result.test.logloss < 5
 
@@ -178,9 +177,11 @@ def test_checkpoints_of_another_run_are_not_touched(tmp_path: Path) -> None:
     train_counted(config, tmp_path / "one")
     untouched = contents(shared)
     for own in ({}, {"resume": tmp_path / "one"}):
-        error = error_of(lambda own=own: train_counted(config, tmp_path / "two", **own))
-        assert isinstance(error, ConfigError)
-        assert f"train.checkpoint_dir={shared}" in str(error)
+        fails(
+            lambda own=own: train_counted(config, tmp_path / "two", **own),
+            ConfigError,
+            f"train.checkpoint_dir={shared}",
+        )
         assert not (tmp_path / "two").exists()
     assert contents(shared) == untouched
     _, rows = train_counted(merge(config, {"data": {"epochs": 2}}, []), tmp_path / "one", resume=tmp_path / "one")
@@ -274,9 +275,7 @@ def test_pauses_meet_prefetched_pulls(tmp_path: Path, prefetch: int) -> None:
 def test_another_model_is_refused_by_its_parameter(tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
     train_counted(settings(data), out)
-    error = error_of(Job(beside_own_model(settings(data)), model=Dropping(), out=out, resume=out).run)
-    assert isinstance(error, CheckpointError)
-    assert "tower." in str(error)
+    fails(Job(beside_own_model(settings(data)), model=Dropping(), out=out, resume=out).run, CheckpointError, "tower.")
 
 
 @pytest.mark.parametrize(
@@ -296,9 +295,7 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path, change: dict[s
     config = settings(data, model=SMALL_DLRM)
     Job(config, out=out).run()
     untouched = contents(out / "checkpoints")
-    error = error_of(lambda: Job(merge(config, change, []), out=out, resume=out).run())
-    assert isinstance(error, CheckpointError)
-    assert named in str(error)
+    fails(lambda: Job(merge(config, change, []), out=out, resume=out).run(), CheckpointError, named)
     assert contents(out / "checkpoints") == untouched
 
 
@@ -319,9 +316,7 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
     train_counted(settings(data), out)
     write_rows(data, 21)
-    error = error_of(lambda: train_counted(settings(data), out, resume=out))
-    assert isinstance(error, CheckpointError)
-    assert "20 rows" in str(error)
+    fails(lambda: train_counted(settings(data), out, resume=out), CheckpointError, "20 rows")
 
 
 def test_a_full_disk_while_training_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,8 +326,7 @@ def test_a_full_disk_while_training_ends_the_job(tmp_path: Path, monkeypatch: py
     interrupt(config, out, 3)
     untouched = contents(out / "checkpoints")
     _fill_the_disk(monkeypatch)
-    error = error_of(lambda: train_counted(config, out, resume=out))
-    assert isinstance(error, SaveError)
+    error = fails(lambda: train_counted(config, out, resume=out), SaveError)
     assert error.exit_status == 1
     assert "No space left on device" in str(error)
     assert not (out / "result.json").exists()

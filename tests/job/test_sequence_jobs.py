@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from job_helpers import ROWS, SMALL_DLRM, beside_own_model, error_of, result_of, settings, write_rows
+from job_helpers import ROWS, SMALL_DLRM, beside_own_model, error_of, fails, result_of, settings, write_rows
 from test_exactness import NO_FBGEMM, assert_near, in_order, job_config, table_rows
 from test_inference import exported_inputs
 from test_resume import SignalAt
@@ -208,8 +208,7 @@ def test_a_module_of_ones_own_may_use_sequences(tmp_path: Path, data: tuple[Path
 
 def test_a_module_that_takes_a_sequence_for_a_vector_is_told(tmp_path: Path, data: tuple[Path, Path]) -> None:
     job = Job(beside_own_model(settings(*data)), model=Ignorant(), tables=TABLES, out=tmp_path / "out")
-    error = error_of(job.run)
-    assert isinstance(error, ConfigError)
+    error = fails(job.run, ConfigError)
     assert str(error).startswith("feature many has pooling=none, ")
 
 
@@ -254,8 +253,7 @@ def test_a_job_may_wait_instead_of_computing(tmp_path: Path, data: tuple[Path, P
 def test_what_makes_no_sense_is_refused(
     tmp_path: Path, data: tuple[Path, Path], sections: dict[str, Any], message: str
 ) -> None:
-    error = error_of(lambda: Job(config_of(data, **sections), out=tmp_path / "out").run())
-    assert isinstance(error, ConfigError)
+    error = fails(lambda: Job(config_of(data, **sections), out=tmp_path / "out").run(), ConfigError)
     assert str(error).startswith(message)
 
 

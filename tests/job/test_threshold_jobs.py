@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from job_helpers import SMALL_DLRM, checkpoints, decided, error_of, result_of, settings, write_rows
+from job_helpers import SMALL_DLRM, checkpoints, decided, fails, result_of, settings, write_rows
 from safetensors.torch import load_file
 from test_gradient_methods import gradient_settings, weights
 from test_resume import SignalAt
@@ -63,7 +63,6 @@ def test_what_a_threshold_lets_pass_is_told(tmp_path: Path) -> None:
         },
     }
     result = Job(gradient_settings(data, "sync", **sections), out=tmp_path / "out").run()
-    assert result.wire is not None
     assert result.wire.kept_share.keys() == {"pull", "push", "dense"}
     assert result.wire.kept_share["push"] == result.wire.kept_share["pull"] == pytest.approx(0.25, abs=0.05)
     assert 0.1 < result.wire.kept_share["dense"] < 0.5
@@ -144,8 +143,7 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(WorkerModule, "flat_gradient", spoilt)
     data = write_rows(tmp_path / "rows.parquet", 96)
-    error = error_of(Job(sparse(data, train={"batch_size": 8}), out=tmp_path / "out").run)
-    assert isinstance(error, NonFiniteTensor)
+    error = fails(Job(sparse(data, train={"batch_size": 8}), out=tmp_path / "out").run, NonFiniteTensor)
     said = str(error)
     assert said.startswith("the dense gradient of worker 0 of trainer 0 cannot be sent: 1 of ")
     assert "elements of bottom.0.weight are NaN or infinite" in said
@@ -214,10 +212,7 @@ def synthetic(codec: Any, **sync: Any) -> dict[str, Any]:
 def test_the_central_copy_is_as_good_as_without_a_threshold(tmp_path: Path) -> None:
     """It is what is tested and saved. 78 exchanges of each trainer; without coupling NE is 0.03 worse."""
     plain, few = (Job(synthetic(codec), out=tmp_path / codec).run() for codec in ("plain", "threshold"))
-    assert plain.test is not None
-    assert few.test is not None
     assert few.test.ne < plain.test.ne + 0.01
-    assert few.wire is not None
     assert few.wire.bytes["dense"] < few.wire.raw_bytes["dense"] / 5
 
 
@@ -293,9 +288,7 @@ def test_a_model_of_too_many_parameters_is_averaged_otherwise(tmp_path: Path) ->
     deep = {"name": "dlrm", "bottom": [2] * 160, "top": [2]}
     config = settings(data, data, model=deep, compression={"dense": "threshold"})
     config["sync"] = {"method": "ma"}
-    error = error_of(Job(config, out=tmp_path / "out").run)
-    assert isinstance(error, ConfigError)
-    assert "at most 300 parameters" in str(error)
+    fails(Job(config, out=tmp_path / "out").run, ConfigError, "at most 300 parameters")
 
 
 @pytest.mark.parametrize(

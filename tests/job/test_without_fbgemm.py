@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from job_helpers import SMALL_DLRM, error_of, settings, write_rows
+from job_helpers import SMALL_DLRM, fails, settings, write_rows
 from test_inference import exported_inputs
 from test_threshold_jobs import interrupt
 
@@ -76,7 +76,9 @@ def test_a_run_with_fbgemm_goes_on_and_is_evaluated_without_it(
 def test_fbgemm_asked_for_and_missing_is_one_sentence_with_the_command(
     tmp_path: Path, data: tuple[Path, Path], without_fbgemm: None
 ) -> None:
-    error = error_of(Job(job_config(data, embedding={"storage": "fbgemm"}), out=tmp_path / "out").run)
-    assert isinstance(error, MissingExtra)
-    assert "pip install 'shadowsync[fbgemm]'" in str(error)
+    fails(
+        Job(job_config(data, embedding={"storage": "fbgemm"}), out=tmp_path / "out").run,
+        MissingExtra,
+        "pip install 'shadowsync[fbgemm]'",
+    )
     assert not (tmp_path / "out" / "result.json").exists()

@@ -54,7 +54,6 @@ def test_equal_in_fp32(samples: int, widths: list[int], letters: str, seed: int)
     plain = tower(*widths)
     fast = fast_copy(plain, Kernels(otherwise=usable(letters, torch.float32)))
     inputs = torch.randn(samples, widths[0])
-
     assert type(fast) is FastTower
     torch.testing.assert_close(
         outputs_and_gradients(fast, inputs), outputs_and_gradients(plain, inputs), rtol=1e-4, atol=1e-4
@@ -66,7 +65,6 @@ def test_large_products_are_equal_too(letters: str) -> None:
     plain = tower(13, 512, 64)
     inputs = torch.randn(128, 13)
     fast = fast_copy(plain, Kernels(otherwise=usable(letters, torch.float32)))
-
     torch.testing.assert_close(
         outputs_and_gradients(fast, inputs), outputs_and_gradients(plain, inputs), rtol=1e-4, atol=1e-3
     )
@@ -79,7 +77,6 @@ def test_bf16_is_what_autocast_gives(letters: str) -> None:
     kernels = Kernels(otherwise=usable(letters, torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
         fast, expected = outputs_and_gradients(fast_copy(plain, kernels), inputs), outputs_and_gradients(plain, inputs)
-
     assert fast[0].dtype == expected[0].dtype == torch.bfloat16
     assert {gradient.dtype for gradient in fast[1:]} == {torch.float32}
     for one, other in zip(fast, expected, strict=True):
@@ -90,7 +87,6 @@ def test_frozen_layers_and_layers_without_bias() -> None:
     plain = nn.Sequential(nn.Linear(5, 6, bias=False), nn.ReLU(), nn.Linear(6, 7), nn.Linear(7, 1))
     plain[2].requires_grad_(False)
     inputs = torch.randn(9, 5)
-
     torch.testing.assert_close(outputs_and_gradients(fast_copy(plain), inputs), outputs_and_gradients(plain, inputs))
 
 
@@ -110,7 +106,6 @@ def test_single_layers_are_replaced_and_others_left_alone() -> None:
     )
     module["hooked"].register_forward_hook(lambda layer, inputs, output: output + 1)
     kinds = {name: type(child) for name, child in fast_copy(module).items()}
-
     assert kinds["single"] is FastLinear
     assert kinds["mine"] is MyLinear
     assert kinds["hooked"] is nn.Linear
@@ -124,7 +119,6 @@ def test_a_hook_on_a_layer_inside_a_sequence_still_runs() -> None:
     module = tower(4, 4, 4)
     module[0].register_forward_hook(lambda layer, inputs, output: output + 1)
     inputs = torch.randn(3, 4)
-
     torch.testing.assert_close(fast_copy(module)(inputs), module(inputs))
 
 
@@ -136,7 +130,6 @@ def test_inputs_of_other_shapes_take_the_plain_way(inputs: Tensor) -> None:
 
 def test_names_of_parameters_stay() -> None:
     module = nn.ModuleDict({"tower": tower(4, 5, 6), "single": nn.Linear(2, 3)})
-
     assert fast_copy(module).state_dict().keys() == module.state_dict().keys()
 
 
@@ -156,5 +149,4 @@ def test_a_new_thread_keeps_to_torchs_number_of_threads() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-
     assert counts[0] == counts[1]

@@ -93,7 +93,6 @@ def test_the_state_has_torchs_names_and_values(ours: DenseOptimizer, theirs: Tor
     for _ in range(3):
         stepped.step(gradients, lr=0.1)
         step_torch(optimizer, reference, gradients)
-
     for name, parts in stepped.state.items():
         for part, parameter in zip(parts, reference, strict=True):
             assert torch.equal(part, optimizer.state[parameter][name])
@@ -102,7 +101,6 @@ def test_the_state_has_torchs_names_and_values(ours: DenseOptimizer, theirs: Tor
 @every_pair
 def test_initial_state_has_the_right_sizes(ours: DenseOptimizer, theirs: TorchOptimizer) -> None:
     state = ours.init(elements=48, parameters=2, device=torch.device("cpu"))
-
     assert {name: len(tensor) for name, tensor in state.items()} == {
         **dict.fromkeys(ours.per_element, 48),
         **dict.fromkeys(ours.per_parameter, 2),
@@ -116,7 +114,6 @@ def test_adagrad_without_the_fused_kernel_is_the_same() -> None:
     for _ in range(3):
         fused.step(list(gradient), lr=0.1)
         plain.optimizer._step_plain(plain.parameters, gradient, plain.state, 0.1)
-
     torch.testing.assert_close(fused.parameters, plain.parameters)
     torch.testing.assert_close(fused.state["sum"], plain.state["sum"])
 

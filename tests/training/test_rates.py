@@ -39,7 +39,6 @@ def test_it_rises_to_1_and_falls_to_the_end_value(rate: Rates) -> None:
     factors = {samples: rate.factor(samples) for samples in points}
     rising = [factor for samples, factor in factors.items() if samples <= rate.warmup_samples]
     falling = [factor for samples, factor in factors.items() if samples >= rate.warmup_samples]
-
     assert rising == sorted(rising)
     assert falling == sorted(falling, reverse=True)
     assert rate.factor(rate.warmup_samples) == pytest.approx(1)
@@ -54,13 +53,11 @@ def test_it_rises_to_1_and_falls_to_the_end_value(rate: Rates) -> None:
 )
 def test_values_by_hand(decay: str, expected: list[float]) -> None:
     rate = Rates(warmup_samples=100, decay=decay, final_lr=0.2, total_samples=300)
-
     assert [rate.factor(samples) for samples in (25, 100, 200, 300)] == pytest.approx(expected)
 
 
 def test_cosine_is_flat_at_both_ends() -> None:
     cosine, linear = (Rates(decay=decay, total_samples=1000) for decay in ("cosine", "linear"))
-
     assert cosine.factor(100) > linear.factor(100)
     assert cosine.factor(900) < linear.factor(900)
 

@@ -113,7 +113,6 @@ def test_bf16_is_close_to_fp32(spec: ModelSpec) -> None:
     loss, logits, by_vectors = full.loss_and_gradients(*batch)
     half_loss, half_logits, half_by_vectors = half.loss_and_gradients(*batch)
     by_pooled, half_by_pooled = by_vectors.pooled, half_by_vectors.pooled
-
     assert half_logits.dtype == half_by_pooled.dtype == torch.float32
     assert not torch.equal(logits, half_logits)
     torch.testing.assert_close(half_loss, loss, rtol=0.02, atol=0)
@@ -129,7 +128,6 @@ def test_bf16_learns() -> None:
     for _ in range(30):
         losses.append(worker.loss_and_gradients(*batch)[0].item())
         worker.step(0.05)
-
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -142,7 +140,6 @@ def test_a_step_of_one_worker_is_seen_by_all() -> None:
     first.step(0.1)
     _, after, _ = second.loss_and_gradients(*batch)
     _, own, _ = first.loss_and_gradients(*batch)
-
     assert not torch.equal(before, after)
     assert torch.equal(after, own)
     torch.testing.assert_close(replica.predict(*batch[:2]), after)
@@ -152,7 +149,6 @@ def test_writing_to_the_flat_tensor_changes_every_worker() -> None:
     replica = make_replica()
     workers = [replica.worker_module(), replica.worker_module(BF16)]
     replica.flat.zero_()
-
     for worker in workers:
         assert not worker.loss_and_gradients(*make_batch())[1].any()
 
@@ -163,7 +159,6 @@ def test_workers_have_gradients_of_their_own() -> None:
     first.loss_and_gradients(*make_batch(seed=1))
     kept = first.flat_gradient()
     second.loss_and_gradients(*make_batch(seed=2))
-
     assert torch.equal(first.flat_gradient(), kept)
     assert not torch.equal(second.flat_gradient(), kept)
 
@@ -174,7 +169,6 @@ def test_workers_share_the_optimizers_state() -> None:
         worker = replica.worker_module()
         worker.loss_and_gradients(*make_batch(seed=seed))
         worker.step(0.01)
-
     assert replica.state["step"].tolist() == [4.0] * len(replica.slots)
     assert replica.state["exp_avg_sq"].count_nonzero() > 0
 
@@ -194,7 +188,6 @@ def test_threads_may_step_at_the_same_time() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
     assert replica.flat.isfinite().all()
     assert replica.worker_module().loss_and_gradients(*make_batch(64))[0] < 0.8 * loss_before
 
@@ -205,7 +198,6 @@ def test_slots_are_aligned_and_do_not_overlap(sizes: list[int]) -> None:
     module = nn.ParameterList([nn.Parameter(torch.full((size,), float(index + 1))) for index, size in enumerate(sizes)])
     replica = Replica(module, Sgd(), {})
     ends = [0, *(slot.start + slot.numel for slot in replica.slots)]
-
     assert all(slot.start % 16 == 0 for slot in replica.slots)
     assert all(slot.start >= end for slot, end in zip(replica.slots, ends, strict=False))
     assert len(replica.flat) % 16 == 0
@@ -219,7 +211,6 @@ def test_the_given_module_is_not_touched() -> None:
     worker = make_replica(module).worker_module()
     worker.loss_and_gradients(*make_batch())
     worker.step(0.1)
-
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
 
 
@@ -235,7 +226,6 @@ def test_a_users_module_with_tied_frozen_and_unused_parameters() -> None:
         loss, _, _ = worker.loss_and_gradients(*batch)
         worker.step(0.05)
         torch.testing.assert_close(loss, loop.step(*batch)[0], rtol=1e-4, atol=1e-5)
-
     assert "tied.weight" not in names
     assert "tied.bias" in names
     assert not any(name.startswith("frozen") for name in names)
@@ -250,7 +240,6 @@ def test_buffers_are_shared_by_the_workers_of_a_replica() -> None:
     replica = make_replica(Toy())
     for seed in (1, 2):
         replica.worker_module().loss_and_gradients(*make_batch(seed=seed))
-
     assert replica.module.norm.num_batches_tracked == 2
     assert replica.module.norm.running_mean.any()
     alone, together = (replica.predict(*(part[:count] for part in make_batch()[:2])) for count in (1, 4))
@@ -268,7 +257,6 @@ def test_clipping_equals_torch(maximum: float) -> None:
         parameter.grad = found.clone()
     nn.utils.clip_grad_norm_(parameters, maximum)
     worker.step(1.0)
-
     for slot, parameter in zip(replica.slots, parameters, strict=True):
         torch.testing.assert_close(slot.view(before - replica.flat), parameter.grad, rtol=1e-4, atol=1e-6)
     assert torch.equal(worker.flat_gradient(), gradient)
@@ -287,7 +275,6 @@ def test_clipping_does_not_scale_a_gradient_twice_that_two_parameters_share() ->
     worker = replica.worker_module(clip_norm=0.001)
     worker.loss_and_gradients(*make_batch())
     worker.step(1.0)
-
     assert replica.flat.norm() == pytest.approx(0.001, rel=1e-2)
     assert torch.equal(replica.module.left, replica.module.right)
 
@@ -320,17 +307,19 @@ def test_the_gradient_reaches_the_vectors_of_every_sequence(precision: str, leng
     torch.testing.assert_close(replica.predict(dense, pooled, sequences), logits, rtol=2e-2, atol=2e-2)
 
 
+class Answering(nn.Module):
+    """Answers by the dense columns alone."""
+
+    def __init__(self, answer: Callable[[Tensor], object] = lambda logits: logits) -> None:
+        super().__init__()
+        self.layer, self.answer = nn.Linear(3, 1), answer
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> object:
+        return self.answer(self.layer(dense).squeeze(1))
+
+
 def test_a_module_that_ignores_its_embeddings_gives_them_a_zero_gradient() -> None:
-    class DenseOnly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 1)
-
-        def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-            return self.layer(dense).squeeze(1)
-
-    by_pooled = make_replica(DenseOnly()).worker_module().loss_and_gradients(*make_batch())[2].pooled
-
+    by_pooled = make_replica(Answering()).worker_module().loss_and_gradients(*make_batch())[2].pooled
     assert by_pooled.shape == (16, 12)
     assert not by_pooled.any()
 
@@ -340,27 +329,14 @@ def test_a_module_of_frozen_parameters_still_trains_its_embeddings() -> None:
     worker = replica.worker_module()
     by_pooled = worker.loss_and_gradients(*make_batch())[2].pooled
     worker.step(0.1)
-
     assert len(replica.flat) == 0
     assert by_pooled.any()
-
-
-def test_logits_of_a_wrong_shape_are_refused() -> None:
-    class Column(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 1)
-
-        def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-            return self.layer(dense)
-
-    with pytest.raises(ConfigError, match=r"Column returns logits of shape \[16, 1\] for a batch of 16 samples"):
-        make_replica(Column()).worker_module().loss_and_gradients(*make_batch())
 
 
 @pytest.mark.parametrize(
     ("answer", "named"),
     [
+        (lambda logits: logits[:, None], r"returns logits of shape \[16, 1\] for a batch of 16 samples"),
         (lambda logits: (logits, 1), "returns tuple"),
         (lambda _: None, "returns NoneType"),
         (lambda logits: logits.detach(), "returns a tensor without a gradient"),
@@ -368,16 +344,8 @@ def test_logits_of_a_wrong_shape_are_refused() -> None:
     ],
 )
 def test_answers_that_are_no_logits_are_refused(answer: Callable[[Tensor], object], named: str) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 1)
-
-        def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> object:
-            return answer(self.layer(dense).squeeze(1))
-
-    with pytest.raises(ConfigError, match=f"the model Odd {named}"):
-        make_replica(Odd()).worker_module().loss_and_gradients(*make_batch())
+    with pytest.raises(ConfigError, match=f"the model Answering {named}"):
+        make_replica(Answering(answer)).worker_module().loss_and_gradients(*make_batch())
 
 
 @pytest.mark.parametrize("module", [3, nn.Linear])
@@ -396,7 +364,6 @@ def test_parameters_of_another_type_are_refused() -> None:
 def test_a_module_that_cannot_be_copied_is_refused() -> None:
     module = nn.Linear(2, 2)
     module.lock = threading.Lock()
-
     with pytest.raises(ConfigError, match=r"the model Linear cannot be copied for each worker: cannot pickle"):
         make_replica(module)
 
@@ -421,7 +388,6 @@ def test_every_device_follows_the_cpu(device: str, precision: str, optimizer: De
             loss, logits, by_vectors = worker.loss_and_gradients(*make_batch(seed=seed))
             assert {loss.device.type, logits.device.type, by_vectors.pooled.device.type} == {"cpu"}
             worker.step(0.01)
-
     assert there.flat.device.type == device
     torch.testing.assert_close(there.flat.cpu(), here.flat, rtol=0.02, atol=2e-3 if precision == "fp32" else 0.03)
     assert there.predict(*make_batch()[:2]).device.type == "cpu"

@@ -20,7 +20,7 @@ from shadowsync.rpc.kept import FIRST
 from shadowsync.rpc.pending import DONE, Mapped, Pending, all_of
 from shadowsync.rpc.served import Client, later
 from shadowsync.training.pieces import renumbered
-from shadowsync.training.replica import Slot, flat_length, laid_out
+from shadowsync.training.replica import ParameterSlot, flat_length, laid_out
 
 NO_VERSION = -1
 """Of parameters that nobody has."""
@@ -36,10 +36,10 @@ class DenseShare:
     """
 
     indices: tuple[int, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSlot, ...]
 
     @cached_property
-    def own(self) -> tuple[Slot, ...]:
+    def own(self) -> tuple[ParameterSlot, ...]:
         """Where they lie in the server's flat tensor, as in that of a model which has no others."""
         return laid_out((slot.name, slot.shape) for slot in self.slots)
 
@@ -91,7 +91,7 @@ class DenseShare:
         return made
 
 
-def divide(slots: Sequence[Slot], servers: int) -> tuple[DenseShare, ...]:
+def divide(slots: Sequence[ParameterSlot], servers: int) -> tuple[DenseShare, ...]:
     """The parameters for each of at most so many servers; none is without any, but for a model that has none.
 
     The largest are given out first, each to the server with the fewest elements so far.
@@ -117,7 +117,7 @@ def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     return root, leaf
 
 
-def gradient_stream(line: Channel, worker: tuple[int, int], slots: Sequence[Slot], server: int = 0) -> Stream:
+def gradient_stream(line: Channel, worker: tuple[int, int], slots: Sequence[ParameterSlot], server: int = 0) -> Stream:
     """The stream of a worker's gradients to a dense server; `slots` there name the parameters in errors."""
     (rank, index), starts = worker, [slot.start for slot in slots]
     named = f"the dense gradient of worker {index} of trainer {rank}"

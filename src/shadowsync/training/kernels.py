@@ -218,10 +218,13 @@ def fastest_kernels(
     that of this thread, so that others on the machine do not count.
     """
     by_name = {_name(layer): _timed_shape(layer) for layer in layers}
-    (races,) = _timed(by_name.values(), batch_size, [dtype], clock)
-    return Kernels(
-        {name: "".join(race.fastest for race in races[shape]) for name, shape in by_name.items() if shape in races}
-    )
+    (timed,) = _timed(by_name.values(), batch_size, [dtype], clock)
+
+    def letter(seconds: Mapping[str, float]) -> str:
+        found = min(seconds, key=seconds.__getitem__)
+        return found if seconds[found] < _LEAD * seconds["t"] else "t"
+
+    return Kernels({name: "".join(map(letter, timed[shape])) for name, shape in by_name.items() if shape in timed})
 
 
 def bf16_leads(layers: Iterable[nn.Linear], batch_size: int, clock: Callable[[], float] = time.thread_time) -> bool:
@@ -229,45 +232,15 @@ def bf16_leads(layers: Iterable[nn.Linear], batch_size: int, clock: Callable[[],
 
     Both are timed in turn: what else the machine does while roles start slows caches and clock of both alike.
     """
+    fp32_s, bf16_s = 0.0, 0.0
     shapes = [_timed_shape(layer) for layer in layers]
     fp32, bf16 = _timed(shapes, batch_size, [torch.float32, torch.bfloat16], clock)
-    # those of which everything was run
-    both = [
-        shape
-        for shape in shapes
-        if shape in fp32 and shape in bf16 and all(math.isfinite(r.seconds) for r in (*fp32[shape], *bf16[shape]))
-    ]
-
-    def seconds(races: Mapping[_Shape, Sequence[_Race]]) -> float:
-        return sum(race.seconds * batch_size / _samples(shape, batch_size) for shape in both for race in races[shape])
-
-    return seconds(bf16) < _BF16_LEAD * seconds(fp32)
-
-
-class _Race:
-    """One product by all libraries, and the shortest time of each."""
-
-    def __init__(self, libraries: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._libraries = libraries
-        self._best = dict.fromkeys(libraries, math.inf)
-
-    def run(self, clock: Callable[[], float]) -> None:
-        """All of them once. The first time oneDNN also makes its kernel, and does not lead yet."""
-        for letter, product in self._libraries.items():
-            began = clock()
-            product()
-            self._best[letter] = min(self._best[letter], clock() - began)
-
-    @property
-    def seconds(self) -> float:
-        """Of the fastest library; infinite if nothing was run."""
-        return min(self._best.values())
-
-    @property
-    def fastest(self) -> str:
-        """Its letter; torch's where it leads by too little, or nothing is known."""
-        found = min(self._best, key=self._best.__getitem__)
-        return found if self._best[found] < _LEAD * self._best["t"] else "t"
+    for shape in shapes:
+        slow, fast = (sum(min(product.values()) for product in by.get(shape, [{"": math.inf}])) for by in (fp32, bf16))
+        if math.isfinite(slow + fast):  # else there was no time for it
+            share = batch_size / _samples(shape, batch_size)
+            fp32_s, bf16_s = fp32_s + slow * share, bf16_s + fast * share
+    return bf16_s < _BF16_LEAD * fp32_s
 
 
 _Shape = tuple[int, int, bool]
@@ -276,19 +249,28 @@ _Shape = tuple[int, int, bool]
 
 def _timed(
     shapes: Iterable[_Shape], batch_size: int, dtypes: Sequence[torch.dtype], clock: Callable[[], float]
-) -> list[dict[_Shape, list[_Race]]]:
-    """By type the three products of layers of these shapes, as far as there is time; some may not have been run."""
+) -> list[dict[_Shape, list[dict[str, float]]]]:
+    """By type and shape, for each of the three products of a layer the shortest seconds of each library.
+
+    As far as there is time: a shape may be missing, and what was not run has taken infinitely long.
+    """
     until = clock() + TIMED_S * len(dtypes)
-    timed: list[dict[_Shape, list[_Race]]] = [{} for _ in dtypes]
+    timed: list[dict[_Shape, list[dict[str, float]]]] = [{} for _ in dtypes]
+    turns: list[tuple[dict[str, float], dict[str, Callable[[], Tensor]]]] = []
     for shape in dict.fromkeys(shapes):
-        for races, dtype in zip(timed, dtypes, strict=True):
+        for seconds, dtype in zip(timed, dtypes, strict=True):
             if clock() < until:
-                races[shape] = [_Race(libraries) for libraries in _libraries(shape, batch_size, dtype)]
+                products = _libraries(shape, batch_size, dtype)
+                seconds[shape] = [dict.fromkeys(libraries, math.inf) for libraries in products]
+                turns += zip(seconds[shape], products, strict=True)
     with torch.no_grad():
-        for race in itertools.cycle([race for races in timed for triple in races.values() for race in triple]):
+        for best, libraries in itertools.cycle(turns):
             if clock() >= until:
                 break
-            race.run(clock)
+            for letter, product in libraries.items():  # the first time oneDNN also makes its kernel
+                began = clock()
+                product()
+                best[letter] = min(best[letter], clock() - began)
     return timed
 
 

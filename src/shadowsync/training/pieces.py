@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shadowsync.compression.codec import Codec, CodecState, Decoded, Encoded, NotFinite, as_numbers
 from shadowsync.errors import ConfigError
-from shadowsync.training.replica import Slot
+from shadowsync.training.replica import ParameterSlot
 
 MOST = 300
 """Pieces; each takes up to three frames of a message."""
@@ -125,7 +125,7 @@ class Pieces(Codec):
         return torch.cat(parts)
 
 
-def by_parameter(codec: Codec, slots: Sequence[Slot], length: int) -> Codec:
+def by_parameter(codec: Codec, slots: Sequence[ParameterSlot], length: int) -> Codec:
     """The codec of a replica's flat tensors: a sparse one looks at each parameter apart, with the gap behind it.
 
     Raises:

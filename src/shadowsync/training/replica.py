@@ -21,7 +21,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """Where a parameter lies: elements `start … start + numel − 1` of the flat tensor."""
 
     name: str
@@ -270,21 +270,21 @@ def _untrained(module: nn.Module) -> Iterator[Tensor]:
     return itertools.chain(frozen, module.buffers())
 
 
-def laid_out(shapes: Iterable[tuple[str, torch.Size]]) -> tuple[Slot, ...]:
+def laid_out(shapes: Iterable[tuple[str, torch.Size]]) -> tuple[ParameterSlot, ...]:
     """Where parameters of these names and shapes lie in a flat tensor."""
     slots, start = [], 0
     for name, shape in shapes:
-        slots.append(Slot(name, shape, start))
+        slots.append(ParameterSlot(name, shape, start))
         start += _aligned(shape.numel())
     return tuple(slots)
 
 
-def flat_length(slots: Sequence[Slot]) -> int:
+def flat_length(slots: Sequence[ParameterSlot]) -> int:
     """`P` of the flat tensor with these slots."""
     return slots[-1].start + _aligned(slots[-1].numel) if slots else 0
 
 
-def _layout(module: nn.Module) -> tuple[Slot, ...]:
+def _layout(module: nn.Module) -> tuple[ParameterSlot, ...]:
     """The slots of a module whose tensors all have values, and whose trained parameters are float32."""
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if tensor.is_meta:

@@ -24,9 +24,8 @@ from shadowsync.compression.choice import CodecChoice
 from shadowsync.config import Config
 from shadowsync.data.leases import LeaseClient
 from shadowsync.data.reader import Feed, LeasedBatch, Parser
-from shadowsync.embedding.client import EmbeddingClient, Server
-from shadowsync.embedding.line import EmbeddingLine
-from shadowsync.embedding.remote import EmbeddingRemote, Remote
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import RunError, ShadowSyncError
@@ -214,7 +213,7 @@ class TrainerPart(Imaged):
         streams = range(job.config.train.workers)
         return [EmbeddingClient(job.tables, names, [way(stream) for way in reach], unique) for stream in streams]
 
-    def _server(self, position: int, place: tuple[ServerAddress, tuple[Shard, ...]]) -> Callable[[int], Server]:
+    def _server(self, position: int, place: tuple[ServerAddress, tuple[Shard, ...]]) -> Callable[[int], ServerProxy]:
         """The way of each worker, by its number, to an embedding server."""
         (address, shards), spec, choices = place, self._spec, self._spec.job.choices
         if address.memory is not None:
@@ -224,15 +223,13 @@ class TrainerPart(Imaged):
             return self._line(EmbeddingServer(shards, choices.storage, optimizer, None, told, memory), position)
         pulls, pushes = (self._codecs.channel(kind, self._counter) for kind in ("pull", "push"))
         connection = self._measured("embedding", position, address.wire)
-        return lambda stream: EmbeddingRemote(
-            Remote(connection, shards, position, stream, generation=spec.generation), pulls, pushes
-        )
+        return lambda stream: ServerProxy(connection, shards, position, pulls, pushes, stream, spec.generation)
 
-    def _line(self, server: EmbeddingServer, position: int) -> Callable[[int], Server]:
+    def _line(self, server: EmbeddingServer, position: int) -> Callable[[int], ServerProxy]:
         """As `_server`, without a wire."""
         codecs = self._spec.job.choices.codecs
         pulls, pushes = (Channel(kind, codecs[kind].levels[0], self._counter) for kind in ("pull", "push"))
-        return lambda _: EmbeddingLine(server, position, pulls, pushes)
+        return lambda stream: ServerProxy.near(server, position, pulls, pushes, stream)
 
     def _place(self, leased: LeasedBatch) -> str:
         """The driver knows the files."""

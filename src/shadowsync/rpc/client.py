@@ -31,7 +31,7 @@ from shadowsync.rpc.messages import (
     header_of,
     pack,
 )
-from shadowsync.rpc.pending import Pending, Promise
+from shadowsync.rpc.pending import Pending, Promise, failed
 from shadowsync.rpc.service import EMPTY, Payload
 from shadowsync.rpc.sockets import ClientSocket, Context, LinkNews, Loop
 from shadowsync.rpc.tensors import Misfit, Spec, tensors_of
@@ -119,9 +119,7 @@ class WireConnection(Connection):
                 if not hold or len(payload.meta) > _HELD_META_BYTES:
                     self._send_held()
         except ShadowSyncError as error:
-            failed: Promise[Payload] = Promise()
-            failed.fail(error)
-            return failed
+            return failed(error)
         return call
 
     def silent_s(self) -> float:

@@ -12,7 +12,7 @@ import msgspec
 
 from shadowsync.errors import ShadowSyncError
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.pending import Done, Pending, Promise
+from shadowsync.rpc.pending import Done, Pending, Promise, failed
 from shadowsync.rpc.service import EMPTY, Payload, Service, known_error, perform
 
 
@@ -92,7 +92,6 @@ class DirectConnection(Connection):
         self._closed = threading.Event()
 
     def call(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
-        answer: Promise[Payload] = Promise()
         try:
             if self._closed.is_set():
                 raise PeerLost("the connection is closed")
@@ -100,8 +99,8 @@ class DirectConnection(Connection):
             if isinstance(found, Payload):
                 return Done(found)
         except ShadowSyncError as error:
-            answer.fail(error)
-            return answer
+            return failed(error)
+        answer: Promise[Payload] = Promise()
         found.then(lambda error: answer.fail(known_error(method, error)) if error else answer.keep(found.result()))
         return answer
 

@@ -134,6 +134,13 @@ class Mapped(Pending[T]):
         all_of(self._parts).then(callback)
 
 
+def failed(error: BaseException) -> Pending[Any]:
+    """What went wrong before anything was on its way."""
+    promise: Promise[Any] = Promise()
+    promise.fail(error)
+    return promise
+
+
 def from_future(future: "Future[T]") -> Pending[T]:
     """The result of what a pool of threads does."""
     promise: Promise[T] = Promise()

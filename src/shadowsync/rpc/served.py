@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shadowsync.errors import DataError
 from shadowsync.rpc.connection import Connection, Direct
-from shadowsync.rpc.pending import Done, Mapped, Pending, Promise
+from shadowsync.rpc.pending import Done, Mapped, Pending, Promise, failed
 from shadowsync.rpc.service import Method, Payload, known_error
 
 Client = NewType("Client", str)
@@ -136,9 +136,7 @@ def _call_direct(connection: Direct, plan: _Plan, given: dict[str, Any]) -> Pend
             given[plan.parameters[plan.client]] = connection.client
         result = own(*[given[name] for name in plan.parameters])
     except Exception as error:
-        failed: Promise[Any] = Promise()
-        failed.fail(error)
-        return failed
+        return failed(error)
     return result if isinstance(result, Pending) else Done(result)
 
 

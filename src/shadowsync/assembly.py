@@ -13,13 +13,7 @@ from shadowsync.compression.channel import pulled_and_pushed_bytes
 from shadowsync.compression.choice import Situation
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.source import OpenSource, Schema
-from shadowsync.embedding.optimizers import rule_class
-from shadowsync.embedding.placement import Probe, Servers, measure_costs, place, row_wise
-from shadowsync.embedding.routing import NEVER, UniqueRows
-from shadowsync.embedding.storage import RowOptimizer
-from shadowsync.embedding.table import (
-    Shard,
-    Table,
+from shadowsync.embedding.catalog import (
     check_rows,
     check_tables,
     default_tables,
@@ -28,6 +22,11 @@ from shadowsync.embedding.table import (
     widths,
     with_pooling,
 )
+from shadowsync.embedding.optimizers import rule_class
+from shadowsync.embedding.placement import Probe, Servers, measure_costs, place, row_wise
+from shadowsync.embedding.routing import NEVER, UniqueRows
+from shadowsync.embedding.storage import RowOptimizer
+from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import memory_bytes
 from shadowsync.memory.shared import can_share
@@ -128,28 +127,29 @@ def prefetch(config: Config, choices: Choices) -> int:
     if given is not None:
         return given
     in_rounds = choices.aggregation is not None and choices.aggregation.waits
-    near = config.cluster.runtime == "inprocess" or shares_rows(config, choices)
+    one_machine = config.cluster.address is None
+    near = config.cluster.runtime == "inprocess" or (one_machine and shares_rows(config, choices))
     return 0 if in_rounds or near else PREFETCH
 
 
 def shares_rows(config: Config, choices: Choices) -> bool:
-    """Trainers of this machine reach the rows in memory that they have in common with the embedding servers.
+    """Trainers reach the rows of their machine in memory that they have in common with its embedding servers.
 
     Not under gradient methods, whose gradients somebody holds for a step.
     """
-    return _on_one_machine(config) and choices.aggregation is None
+    return _shares_memory(config) and choices.aggregation is None
 
 
 def shares_center(config: Config, choices: Choices) -> bool:
     """As `shares_rows`, of the central dense copy; not under codecs of which either end has to remember something."""
     sparse = any(codec.sparse for codec in choices.codecs["dense"].levels)
     merged = choices.aggregation is None and choices.method.centralised
-    return _on_one_machine(config) and merged and not sparse
+    return _shares_memory(config) and merged and not sparse
 
 
-def _on_one_machine(config: Config) -> bool:
-    """The processes of the job are on this machine, which lets them have memory in common."""
-    return config.cluster.runtime != "inprocess" and config.cluster.address is None and can_share()
+def _shares_memory(config: Config) -> bool:
+    """The job has processes, and machines let theirs have memory in common."""
+    return config.cluster.runtime != "inprocess" and can_share()
 
 
 def make_module(

@@ -316,7 +316,7 @@ class ClusterConfig(Section):
 
     runtime: Literal["auto", "inprocess", "processes", "ray"] = Field(
         "auto",
-        description="where roles run: threads, processes on this machine, or actors on a Ray cluster; auto takes "
+        description="where roles run: threads, processes on this machine, or on a Ray cluster; auto takes "
         "processes for several trainers on four cores and more, and says so",
     )
     address: str | None = Field(

@@ -231,6 +231,37 @@ def test_only_the_replacement_of_a_server_of_rows_goes_back(tmp_path: Path, clus
     assert result.test.auc > 0.7
 
 
+@pytest.mark.parametrize("method", ["easgd", "bmuf"])
+@pytest.mark.parametrize("machine_too", [False, True])
+def test_rows_outlive_their_server_but_not_their_machine(
+    tmp_path: Path, cluster: Cluster, machine_too: bool, method: str
+) -> None:
+    """Trainers reach the rows of their own machine in its memory, and those of the other one over the wire."""
+    cluster.make = lambda: Wired(JobKeys.make(), 2, shares_memory=True)
+    reached: list[bool] = []
+
+    class LosesTheMachine(Killing):
+        def strike(self) -> None:
+            manager = self.cluster.session._manager
+            members, trainers = manager.supervisor.members, manager.trainers()
+            servers = manager.serving("embedding")
+            reached.extend(manager.address(s, t).memory is not None for s in servers for t in trainers)
+            if machine_too:
+                lost = members["embedding-0"].endpoint.machine
+                self.cluster.runtime.lost.add(lost)
+                self.roles = [role for role, member in members.items() if member.endpoint.machine == lost]
+            super().strike()
+
+    script = LosesTheMachine(cluster, ["embedding-0"], iteration=8, until="restored")
+    cluster_of = {"dense_servers": 2 if method == "easgd" else 1}
+    config = job_settings(tmp_path, recovery={"mode": "partial"}, sync={"method": method}, cluster=cluster_of)
+    result = survive(config, tmp_path / "out", script)
+    assert (sum(reached), len(reached)) == (3, 6)
+    assert (result.recovery.pls > 0) == machine_too
+    assert (result.recovery.failures, result.recovery.mode) == (len(script.roles), "partial")
+    assert any(role.startswith("trainer") for role in script.roles) == machine_too
+
+
 def test_a_server_of_rows_may_die_before_anything_was_saved(tmp_path: Path, cluster: Cluster) -> None:
     """Its replacement begins with the initial rows, and what was trained so far is lost to them."""
     script = Killing(cluster, ["embedding-1"], iteration=8, until="restored")

@@ -6,6 +6,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import cloudpickle
 import killed_jobs
 import pytest
 from cluster_jobs import cluster_settings, events_of
@@ -101,9 +102,7 @@ def test_processes_that_are_killed_are_replaced_and_every_row_is_trained(tmp_pat
         compression={"dense": {"name": "threshold", "keep": 0.05, "values": "int8"}},
         cluster={"trainer_cpus": 0.1},
     )
-    import ray  # noqa: PLC0415 an extra
-
-    ray.cloudpickle.register_pickle_by_value(killed_jobs)  # a role's process does not find that file
+    cloudpickle.register_pickle_by_value(killed_jobs)  # a role's process does not find that file
     watch = partial(check_that_only_this_user_gets_in, out)  # while another one starts
     result = run_and_kill(config, out, "trainer-1", "embedding-0", watch)
     log = Path(places_of(out)["trainer-0"]["log"])

@@ -6,8 +6,7 @@ import pytest
 from embedding_cases import table
 
 from shadowsync.data.source import Feature, Schema
-from shadowsync.embedding.table import (
-    Table,
+from shadowsync.embedding.catalog import (
     check_rows,
     check_tables,
     default_tables,
@@ -16,6 +15,7 @@ from shadowsync.embedding.table import (
     widths,
     with_pooling,
 )
+from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError
 from shadowsync.models.model import SequenceInput
 

@@ -134,8 +134,8 @@ def test_one_server_with_all_features_in_order_copies_nothing():
     tables = [table("a"), table("b")]
     _, servers, _ = client(tables, ["a", "b"], [whole(tables)])
     seen = []
-    servers[0].pull = lambda lookup: seen.append(lookup.ids) or (answer,)
-    servers[0].push = lambda lookup, gradients, lr: seen.extend(gradients)
+    servers[0].pull = lambda lookup: seen.append(lookup.ids) or answer
+    servers[0].push = lambda lookup, gradient, lr: seen.append(gradient)
     job = EmbeddingClient(tables, ["a", "b"], servers)
     answer, ids, gradient = torch.zeros(3, 8), random_ids([7, 7], 3, 0, "single"), torch.ones(3, 8)
     pulled = job.pull(ids)

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.messages import pack_rows
+from shadowsync.embedding.requests import pack_rows
 from shadowsync.embedding.routing import REQUEST_BYTES, Traffic, UniqueChoice, UniqueRows, choose
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
@@ -108,9 +108,9 @@ class Watched(EmbeddingServer):
         super().__init__(*args)
         self.seen = []
 
-    def pull(self, lookup):
+    def read_rows(self, lookup):
         self.seen.append(lookup)
-        return super().pull(lookup)
+        return super().read_rows(lookup)
 
 
 def test_look_ups_have_numbers_of_their_own():

@@ -173,8 +173,8 @@ def test_when_the_process_dies_that_the_others_are_forked_from_another_takes_its
     runtime = Processes()
     before = forked(runtime, "reader-0")
     before.endpoint(PATIENCE_S)
-    runtime._server._process.kill()
-    runtime._server._process.wait()
+    runtime._host._server._process.kill()
+    runtime._host._server._process.wait()
     after = forked(runtime, "reader-1")
     for process in (before, after):
         process.build(greeter, "stone").result(PATIENCE_S)
@@ -227,7 +227,7 @@ def test_processes_end_with_the_driver_however_it_ends(tmp_path: Path) -> None:
         from shadowsync.runtime.runtime import LaunchRequest
         runtime = Processes()
         roles = [runtime.start(LaunchRequest(f"trainer-{{rank}}")) for rank in range(2)]
-        print(*[role.endpoint(100).pid for role in roles], runtime._server._process.pid, flush=True)
+        print(*[role.endpoint(100).pid for role in roles], runtime._host._server._process.pid, flush=True)
         time.sleep(1000)
     """
     driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -1,20 +1,22 @@
 """A role's process: parts are built there, served, replaced, and gone when it is killed."""
 
-import threading
+import os
+import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from role_parts import CLOSED, Panic, Said, greeter, panics, refuses
+import torch
+from role_parts import CLOSED, Said, greeter, panics, refuses
 from wired_roles import Wired
 
 from shadowsync.errors import ConfigError, RunError
+from shadowsync.memory.shared import SharedMemory
 from shadowsync.rpc.client import WireClient
 from shadowsync.rpc.connection import JobKeys
-from shadowsync.rpc.errors import CallTimeout, PeerLost
-from shadowsync.runtime import host
-from shadowsync.runtime.ray_runtime import RoleActor
-from shadowsync.runtime.runtime import LaunchRequest
+from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
+from shadowsync.runtime.processes import packed_build
+from shadowsync.runtime.ray_runtime import HostActor
+from shadowsync.runtime.runtime import Endpoint, LaunchRequest
 
 
 @pytest.fixture
@@ -72,32 +74,51 @@ def test_what_no_machine_has_is_refused_before_anything_starts(runtime: Wired) -
     assert not runtime.processes
 
 
-@pytest.fixture
-def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RoleActor]:
-    """What Ray would run, without Ray; what it changes in its process is as before afterwards."""
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    monkeypatch.setattr(host, "keep_freed_memory", lambda: True)
-    monkeypatch.setattr(host, "log_to", lambda job, role: "")
-    made = RoleActor("job", LaunchRequest("reader-0"), JobKeys.make(), str(tmp_path))
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostActor]:
+    """What Ray would run on a machine, without Ray."""
+    made = HostActor("job", JobKeys.make(), "machine-1", str(tmp_path_factory.mktemp("host")))
     yield made
-    made._host.close()
+    made.close()
 
 
-def test_a_thread_that_dies_ends_its_role_with_what_it_died_of(actor: RoleActor) -> None:
-    def die(error: BaseException) -> None:
-        raise error
-
-    for error in (SystemExit(1), Panic("out of bounds"), ValueError("too late to count")):
-        thread = threading.Thread(target=die, args=(error,), name="shadow")
-        thread.start()
-        thread.join()
-    assert actor.watch() == "its thread shadow died of Panic: out of bounds"
+def started(actor: HostActor, number: int, role: str) -> Endpoint:
+    found = actor.start(number, LaunchRequest(role, "machine-1"), 120)
+    assert isinstance(found, Endpoint)
+    return found
 
 
-def test_a_panic_while_a_part_is_built_comes_back(actor: RoleActor) -> None:
-    fault = actor.build(panics, "sand")
+def test_a_host_says_which_of_its_processes_have_ended(actor: HostActor) -> None:
+    ends = {number: started(actor, number, f"reader-{number}") for number in (1, 2)}
+    assert {end.machine for end in ends.values()} == {"machine-1"}
+    os.kill(ends[2].pid, signal.SIGKILL)
+    assert actor.ended(0) == {2: "its process was ended by SIGKILL"}
+    actor.kill(1)
+    assert actor.ended(1) == {1: "it was given up", 2: "its process was ended by SIGKILL"}
+    actor.kill(7)  # it was given up before it was there
+
+
+def test_what_a_host_cannot_build_comes_back(actor: HostActor) -> None:
+    started(actor, 3, "reader-0")
+    fault = actor.build(3, packed_build("reader-0", panics, "sand"))
     assert fault is not None
     assert str(fault.error()) == "build failed with Panic: reader-0 met sand"
-    fault = actor.build(refuses, "sand")
+    fault = actor.build(3, packed_build("reader-0", refuses, "sand"))
     assert fault is not None
     assert isinstance(fault.error(), ConfigError)
+    assert actor.build(3, packed_build("reader-0", greeter, "stone")) is None
+
+
+def test_memory_of_a_host_outlives_its_processes_until_it_is_released(actor: HostActor) -> None:
+    path = actor.create_memory(4096, "the rows")
+    assert isinstance(path, str)
+    memory = SharedMemory.open(path)
+    memory.take(8, torch.float32).fill_(2.0)
+    memory.close()
+    assert SharedMemory.open(path).take(8, torch.float32).tolist() == [2.0] * 8
+    actor.release_memory(path)
+    with pytest.raises(RunError, match="cannot be opened"):
+        SharedMemory.open(path)
+    fault = actor.create_memory(1 << 62, "the rows")
+    assert isinstance(fault, Fault)
+    assert "the rows take" in fault.message

@@ -7,10 +7,20 @@ from concurrent.futures import Future
 from typing import Any
 
 from shadowsync.errors import RunError
+from shadowsync.memory.shared import SharedMemory
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.runtime.host import RoleHost
-from shadowsync.runtime.runtime import LOOPBACK, Builder, Endpoint, LaunchRequest, Machine, RoleProcess, Runtime
+from shadowsync.runtime.child import RoleHost
+from shadowsync.runtime.runtime import (
+    LOOPBACK,
+    Builder,
+    Endpoint,
+    HeldMemory,
+    LaunchRequest,
+    Machine,
+    RoleProcess,
+    Runtime,
+)
 
 
 class HostedRole(RoleProcess):
@@ -56,6 +66,9 @@ class Wired(Runtime):
         keys: of the job.
         machines: how many to pretend.
         shares_memory: what roles hold is reached in memory that they have in common, as far as it can be.
+
+    Attributes:
+        lost: machines that are gone, with what was held there.
     """
 
     def __init__(self, keys: JobKeys, machines: int = 1, shares_memory: bool = False) -> None:
@@ -63,9 +76,11 @@ class Wired(Runtime):
         self.shares_memory = shares_memory
         self._machines = [Machine(f"machine-{i}", f"machine-{i}", 64.0, 1 << 40) for i in range(machines)]
         self.processes: list[HostedRole] = []
+        self.lost: set[str] = set()
+        self._held: list[SharedMemory] = []
 
     def machines(self) -> Sequence[Machine]:
-        return self._machines
+        return [machine for machine in self._machines if machine.id not in self.lost]
 
     def reserve(self, requests: Sequence[LaunchRequest], timeout_s: float) -> None:
         known = {machine.id for machine in self._machines}
@@ -75,6 +90,11 @@ class Wired(Runtime):
     def start(self, request: LaunchRequest) -> RoleProcess:
         self.processes.append(HostedRole(request, self.keys))
         return self.processes[-1]
+
+    def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
+        made = SharedMemory.create(size, what)
+        self._held.append(made)
+        return HeldMemory(machine, made.path, made.close, lambda: machine not in self.lost)
 
     def host(self) -> str:
         return LOOPBACK

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shadowsync.compression.channel import Channel, Differences, Message
 from shadowsync.compression.codec import Codec, received
 from shadowsync.compression.plain import Plain
-from shadowsync.embedding.server import check_batch, check_step
+from shadowsync.embedding.step_messages import check_batch, checked_weights
 from shadowsync.errors import DataError
 from shadowsync.rpc.kept import FIRST, Generation, PerClient
 from shadowsync.rpc.served import Client, served
@@ -271,7 +271,7 @@ class DenseStepper:
 
     def _check(self, step: DenseStep, generation: int) -> None:
         self._generation.check(generation)
-        check_step(step.weights, step.divisor, step.lr)
+        checked_weights(tuple(step.weights), tuple(step.weights.values()), step.divisor, step.lr)
         if step.norm is not None and step.norm < 0:
             raise DataError(f"a gradient has no norm of {step.norm}")
 

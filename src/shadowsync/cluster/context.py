@@ -17,8 +17,9 @@ from shadowsync.choices import Choices
 from shadowsync.config import Config
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource, Schema
+from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Shard, Table, widths
+from shadowsync.embedding.table import Shard, Table
 from shadowsync.metrics.history import About, Event
 from shadowsync.metrics.recorder import Recorder
 from shadowsync.metrics.wire import WireCounter
@@ -115,7 +116,8 @@ class ServerAddress:
 
     Attributes:
         wire: its address.
-        memory: path of the memory in which what it holds lies (`memory.shared`); None where trainers cannot open it.
+        memory: path of the memory in which what it holds lies (`memory.shared`); None where the trainer is on another
+            machine, or nothing is shared.
     """
 
     wire: str

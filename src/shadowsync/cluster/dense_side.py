@@ -16,19 +16,14 @@ from shadowsync.checkpoint.job_state import DenseImage, TrainerImage
 from shadowsync.cluster.context import Merging, Stepping
 from shadowsync.cluster.images import Images
 from shadowsync.cluster.manager import ClusterManager
-from shadowsync.cluster.supervisor import Member
+from shadowsync.cluster.supervisor import Member, NobodyLeft
 from shadowsync.cluster.trainer_dense import averaged_codec
 from shadowsync.compression.channel import Channel
 from shadowsync.data.reader import Reader
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.rpc.errors import PeerLost
 from shadowsync.sync.all_reduce import Averaging
 from shadowsync.training.gate import Gate
-
-
-class NobodyLeft(PeerLost):
-    """There is nobody from whom a replacement could go on: everybody has to go back to a checkpoint."""
 
 
 class DenseSide(ABC):

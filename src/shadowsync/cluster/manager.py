@@ -29,12 +29,12 @@ from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import RunError
-from shadowsync.memory.shared import SharedMemory, bytes_of
+from shadowsync.memory.shared import bytes_of
 from shadowsync.recovery.settings import row_tracking
 from shadowsync.rpc.connection import Direct
 from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.rpc.served import later
-from shadowsync.runtime.runtime import LaunchRequest, Runtime
+from shadowsync.runtime.runtime import HeldMemory, LaunchRequest, Runtime
 from shadowsync.sync.dense import split_evenly
 from shadowsync.training.replica import Replica
 
@@ -113,7 +113,7 @@ class ClusterSpec:
 
     @cached_property
     def shared_bytes(self) -> Mapping[str, int]:
-        """By role, the memory of what trainers of this machine reach without its server, should that be possible."""
+        """By role, the memory of what trainers of its machine reach without it, should that be possible."""
         rule = rule_class(row_optimizer(self.job.config.embedding).name)
         found: dict[str, int] = {}
         if shares_rows(self.job.config, self.job.choices):
@@ -155,8 +155,9 @@ class ClusterManager:
     Attributes:
         generation: of the parts; 0 before the first.
         reader_count: readers that there should be.
-        memory: what servers hold, as far as trainers reach it without them; anew in each generation, and as it is for
-            a server that takes another's place.
+        memory: what servers hold, by role, as far as trainers of their machines reach it without them; anew in each
+            generation, and as it is for a server that takes another's place.
+        goes_back: as `Session.goes_back`.
         near: what trainers of this process have in common; None where they are elsewhere.
         dense, images, outages: of the session, which sets them.
     """
@@ -177,7 +178,8 @@ class ClusterManager:
         self.spec, self.supervisor, self.endpoints, self.statuses = spec, supervisor, endpoints, statuses
         self.generation = 0
         self.reader_count = 0
-        self.memory: dict[str, SharedMemory] = {}
+        self.memory: dict[str, HeldMemory] = {}
+        self.goes_back = False
         self.near: Near | None = None
         self._runtime, self._pool = runtime, pool
 
@@ -219,8 +221,9 @@ class ClusterManager:
         return placed
 
     def place(self, scheduler: Scheduler, request: RoleRequest) -> LaunchRequest | None:
-        """A role at its best place, which it takes; None if there is none."""
-        placed = scheduler.put(request)
+        """A role at its best place, which it takes, or where the memory is of the one before; None if there is none."""
+        held = self.memory.get(request.role)
+        placed = scheduler.put(request if held is None or not held.is_there() else replace(request, at=held.machine))
         return None if placed is None else replace(placed, threads=self.spec.threads, forget_s=self.spec.forget_s)
 
     def launch(self, requests: Sequence[LaunchRequest]) -> None:
@@ -296,7 +299,7 @@ class ClusterManager:
 
     def near_rows(self) -> tuple[EmbeddingServer, ...]:
         """The embedding servers, where they are in this process."""
-        return tuple(_served_by(member).role.server for member in self.row_servers())
+        return tuple(_served_by(member).server for member in self.row_servers())
 
     def near_dense(self) -> list[Any]:
         """What the dense servers serve, where they are in this process."""
@@ -346,18 +349,19 @@ class ClusterManager:
             filled: rows have their initial values; else all of them are to be loaded.
         """
         self.generation += 1
-        for before in self.memory.values():
-            before.close()
-        sizes = self.spec.shared_bytes if self._runtime.shares_memory else {}
-        if self.memory:  # whoever still maps what was there lets go of it before as much is taken again
-            holders = [member for kind in ("embedding", "dense") for member in self.supervisor.of_kind(kind)]
-            self.all_at_once([partial(member.build, build_nothing, None) for member in holders])
-        self.memory = {role: SharedMemory.create(size, f"what {role} holds") for role, size in sizes.items()}
+        before, self.memory = self.memory, {}
+        for held in before.values():
+            held.close()
+        servers = [member for kind in ("embedding", "dense") for member in self.supervisor.of_kind(kind)]
+        if before:  # whoever still maps what was there lets go of it before as much is taken again
+            self.all_at_once([partial(member.build, build_nothing, None) for member in servers])
+        for member in servers:
+            self.give_memory(member)
         ranks = [member.index for member in self.trainers()]
         conducting = self.dense.open(reader, self.generation)
         self.endpoints.open(reader, reader.source, ranks, self.generation, conducting)
         self.statuses.begin()
-        members = [member for kind in ("embedding", "dense", "reader") for member in self.supervisor.of_kind(kind)]
+        members = [*servers, *self.supervisor.of_kind("reader")]
         self.all_at_once([partial(self.build, member, reader, filled) for member in members])
         for member in members:
             member.ready = True
@@ -382,16 +386,28 @@ class ClusterManager:
 
     def close_memory(self) -> None:
         """Lets go of it."""
-        for memory in self.memory.values():
-            memory.close()
+        for held in self.memory.values():
+            held.close()
 
-    def memory_of(self, role: str) -> str | None:
-        """Path of the memory in which what a server holds lies, if trainers reach it there."""
-        return self.memory[role].path if role in self.memory else None
+    def give_memory(self, server: Member) -> None:
+        """New memory on a server's machine for what it will hold, if trainers can reach that there."""
+        size = self.spec.shared_bytes.get(server.role) if self._runtime.shares_memory else None
+        if size is not None:
+            held = self._runtime.create_memory(server.endpoint.machine, size, f"what {server.role} holds")
+            before, self.memory[server.role] = self.memory.get(server.role), held
+            if before is not None:
+                before.close()
 
-    def address(self, server: Member) -> ServerAddress:
-        """Where trainers find a server."""
-        return ServerAddress(server.endpoint.address, self.memory_of(server.role))
+    def memory_of(self, server: Member) -> str | None:
+        """Path of the memory in which what a server holds lies, if it does, and is still there."""
+        held = self.memory.get(server.role)
+        there = held is not None and held.machine == server.endpoint.machine and held.is_there()
+        return held.path if held is not None and there else None
+
+    def address(self, server: Member, trainer: Member) -> ServerAddress:
+        """Where a trainer finds a server."""
+        near = server.endpoint.machine == trainer.endpoint.machine
+        return ServerAddress(server.endpoint.address, self.memory_of(server) if near else None)
 
     # --- news for trainers -------------------------------------------------------------------------------------------
 

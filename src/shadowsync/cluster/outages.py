@@ -59,6 +59,14 @@ class Outages:
             if indices := tuple(index for index in servers if index not in known):
                 self._outages.append(_Outage(time.monotonic(), samples, indices, set(indices)))
 
+    def dismiss(self, index: int) -> None:
+        """What an embedding server held was not lost after all."""
+        with self._lock:
+            for outage in [outage for outage in self._outages if index in outage.missing]:
+                outage.missing.discard(index)
+                outage.servers = tuple(server for server in outage.servers if server != index)
+                self._end_if_over(outage)
+
     def forget(self) -> None:
         """Everybody has gone back to a checkpoint."""
         with self._lock:
@@ -76,6 +84,10 @@ class Outages:
                 outage.loaded, outage.loaded_samples = name, samples
             outage.restart_s = max(outage.restart_s, began - outage.at)
             outage.load_s = max(outage.load_s, time.monotonic() - began)
-            if not outage.missing:
-                self._outages.remove(outage)
+            self._end_if_over(outage)
+
+    def _end_if_over(self, outage: _Outage) -> None:
+        if not outage.missing:
+            self._outages.remove(outage)
+            if outage.servers:
                 self.losses.append(outage.loss())

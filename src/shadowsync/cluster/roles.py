@@ -20,7 +20,7 @@ from shadowsync.cluster.servers import (
     build_reader,
     build_stepper,
 )
-from shadowsync.cluster.supervisor import Member
+from shadowsync.cluster.supervisor import Member, NobodyLeft
 from shadowsync.cluster.trainer import build_trainer
 from shadowsync.config import ClusterConfig
 from shadowsync.data.reader import Reader
@@ -68,16 +68,13 @@ class Role(ABC):
         manager.build(member, reader)
 
     @abstractmethod
-    def on_death(
-        self, manager: "ClusterManager", members: Sequence[Member], samples: int, goes_back: bool, needed: bool
-    ) -> str | None:
+    def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
         """Takes note that members of the kind died at once.
 
         Args:
             manager: whose.
             members: who died.
             samples: trained so far.
-            goes_back: with the rows of a server everybody goes back to the last checkpoint.
             needed: the weights of a trainer are, for the last image or for one that takes a place.
 
         Returns:
@@ -97,34 +94,35 @@ class EmbeddingRole(Role):
         self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
     ) -> tuple[Builder, EmbeddingSpec]:
         job, shards = manager.spec.job.without_model, manager.spec.shards[member.index]
-        memory = manager.memory_of(member.role)
+        memory = manager.memory_of(member)
         return build_embedding, EmbeddingSpec(job, shards, manager.generation, filled, memory, inherits)
 
     def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
-        """Its rows are as they were, if they outlived the one before; else those of the newest checkpoint, without one
-        the initial ones. Nobody else goes back.
+        """Its rows are as they were, if their memory outlived the one before; else those of the newest checkpoint,
+        without one the initial ones. Nobody else goes back, or everybody does (`goes_back`).
 
         Nobody knows it yet, so rows of a checkpoint that turns out to be damaged are simply overwritten.
         """
-        outlived = member.role in manager.memory
-        manager.build(member, reader, filled=False, inherits=outlived)
-        if outlived:
-            return
         images, outages, began = manager.images, manager.outages, time.monotonic()
+        if manager.memory_of(member) is not None:
+            manager.build(member, reader, filled=False, inherits=True)
+            outages.dismiss(member.index)
+            return
+        if manager.goes_back:  # its machine turned out to be gone after the process was
+            raise NobodyLeft(f"{member.role} was lost with its rows")
+        manager.give_memory(member)
+        manager.build(member, reader, filled=False)
         shards = manager.spec.shards[member.index]
         with outages.newest(shards, lambda saved: images.load_server(saved, member)) as saved:
             if saved is None:
                 manager.build(member, reader)
             outages.over(member.index, saved, began)  # before anybody saves: it decides what a save holds
 
-    def on_death(
-        self, manager: "ClusterManager", members: Sequence[Member], samples: int, goes_back: bool, needed: bool
-    ) -> str | None:
-        lost = [member for member in members if member.role not in manager.memory]
-        if lost and goes_back:
+    def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
+        lost = [member for member in members if manager.memory_of(member) is None]
+        if lost and manager.goes_back:
             return f"{lost[0].role} died"
-        if lost:
-            manager.outages.begin([member.index for member in lost], samples)
+        manager.outages.begin([member.index for member in members], samples)
         return None
 
 
@@ -140,17 +138,18 @@ class DenseRole(Role):
         if spec.parts:
             return build_stepper, StepperSpec(spec.job, manager.generation, spec.parts[index], index == 0)
         start, stop = spec.spans[index]
-        codec, memory = spec.job.choices.codecs["dense"], manager.memory_of(member.role)
+        codec, memory = spec.job.choices.codecs["dense"], manager.memory_of(member)
         return build_dense, DenseSpec(codec, stop - start, manager.generation, memory)
 
     def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
+        outlived = manager.memory_of(member) is not None
+        if not outlived:
+            manager.give_memory(member)
         manager.build(member, reader)
-        if member.role not in manager.memory:
+        if not outlived:
             manager.dense.fill_server(member)
 
-    def on_death(
-        self, manager: "ClusterManager", members: Sequence[Member], samples: int, goes_back: bool, needed: bool
-    ) -> str | None:
+    def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
         return f"{members[0].role} died, and the dense part with it" if manager.dense.is_with_servers else None
 
 
@@ -167,9 +166,7 @@ class ReaderRole(Role):
     ) -> tuple[Builder, ReaderSpec]:
         return build_reader, ReaderSpec(manager.spec.job.without_model, reader.options)
 
-    def on_death(
-        self, manager: "ClusterManager", members: Sequence[Member], samples: int, goes_back: bool, needed: bool
-    ) -> str | None:
+    def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
         if manager.serving("reader"):
             manager.tell_of(members[0])  # another takes over at once
         return None
@@ -198,8 +195,8 @@ class TrainerRole(Role):
             driver,
             averaging,
             manager.reader_of(member).endpoint.address,
-            tuple((manager.address(server), shards[server.index]) for server in manager.row_servers()),
-            tuple(manager.address(server) for server in manager.dense_servers()),
+            tuple((manager.address(server, member), shards[server.index]) for server in manager.row_servers()),
+            tuple(manager.address(server, member) for server in manager.dense_servers()),
         )
 
     def on_join(self, manager: "ClusterManager", member: Member, reader: Reader, stopping: Callable[[], bool]) -> None:
@@ -222,9 +219,7 @@ class TrainerRole(Role):
             if stopping():
                 manager.ask_to_stop()
 
-    def on_death(
-        self, manager: "ClusterManager", members: Sequence[Member], samples: int, goes_back: bool, needed: bool
-    ) -> str | None:
+    def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
         for member in members:
             manager.endpoints.give_up(member.index)
             manager.statuses.forget(member)

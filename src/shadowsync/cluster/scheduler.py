@@ -21,6 +21,7 @@ class RoleRequest:
         resource: custom resource that its machine must have.
         keeps_off: kind of the roles that must not be on its machine; empty for none.
         seeks: kind of the roles that it would be near; likewise.
+        at: the machine that it must have; None for any.
     """
 
     role: str
@@ -29,6 +30,7 @@ class RoleRequest:
     resource: str | None = None
     keeps_off: str = ""
     seeks: str = ""
+    at: str | None = None
 
     @property
     def kind(self) -> str:
@@ -81,7 +83,8 @@ class Scheduler:
     def _can_take(self, machine: Machine, request: RoleRequest) -> bool:
         there = self._on(machine)
         return (
-            (request.resource is None or request.resource in machine.resources)
+            request.at in (None, machine.id)
+            and (request.resource is None or request.resource in machine.resources)
             and machine.cpus - sum(other.cpus for other in there) >= request.cpus
             and all(other.kind != request.keeps_off for other in there)
             and request.bytes <= machine.memory_bytes - sum(other.bytes for other in there)

@@ -59,7 +59,7 @@ class EmbeddingSpec:
     inherits: bool = False
 
 
-def build_embedding(spec: EmbeddingSpec, _: ProcessContext) -> Served:
+def build_embedding(spec: EmbeddingSpec, _: ProcessContext) -> EmbeddingService:
     """Makes one."""
     config, choices = spec.job.config, spec.job.choices
     seed = config.train.seed
@@ -74,7 +74,7 @@ def build_embedding(spec: EmbeddingSpec, _: ProcessContext) -> Served:
     if spec.inherits:
         server.inherit()
     pull, push, generation = choices.codecs["pull"], choices.codecs["push"], Generation(spec.generation)
-    return Served(EmbeddingService(server, pull, push, generation=generation))
+    return EmbeddingService(server, pull, push, generation=generation)
 
 
 @dataclass(frozen=True)

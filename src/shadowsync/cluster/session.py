@@ -16,7 +16,7 @@ from shadowsync.checkpoint.job_state import DenseImage, job_state, restored_dens
 from shadowsync.checkpoint.loading import LoadedCheckpoint, Written
 from shadowsync.choices import warmup_samples
 from shadowsync.cluster.context import EventLog, JobContext, Material, Near, Newest, RolePlace, ServerLoss
-from shadowsync.cluster.dense_side import DenseSide, Merged, NobodyLeft
+from shadowsync.cluster.dense_side import DenseSide, Merged
 from shadowsync.cluster.endpoints import Endpoints
 from shadowsync.cluster.images import Images
 from shadowsync.cluster.manager import ClusterManager, ClusterSpec
@@ -26,7 +26,7 @@ from shadowsync.cluster.roles import ROLES
 from shadowsync.cluster.scheduler import RestartPolicy, RoleRequest
 from shadowsync.cluster.statuses import Statuses, added
 from shadowsync.cluster.stepped import Stepped
-from shadowsync.cluster.supervisor import Member, Supervisor
+from shadowsync.cluster.supervisor import Member, NobodyLeft, Supervisor
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config
@@ -80,7 +80,6 @@ class Session:
         ended: set when something may have ended.
         events: what happened to roles.
         given_up: why the job cannot go on, once it cannot.
-        goes_back: when an embedding server fails everybody goes back to the last checkpoint, not only its replacement.
         most_held_bytes: memory that gradients took at most while they waited for their global steps, as far as it was
             looked at; None where that is not known.
 
@@ -101,7 +100,6 @@ class Session:
         self.ended = threading.Event()
         self.events = EventLog()
         self.given_up: str | None = None
-        self.goes_back = False
         self.most_held_bytes: int | None = None
         self._wire_before = WireTotals().by_name()
         self._syncs_before = 0
@@ -211,6 +209,16 @@ class Session:
             news=self._hear_soon,
             fail=self._fail_with,
         )
+
+    @property
+    def goes_back(self) -> bool:
+        """When the rows of an embedding server are lost everybody goes back to the last checkpoint, not only its
+        replacement."""
+        return self._manager.goes_back
+
+    @goes_back.setter
+    def goes_back(self, everybody: bool) -> None:
+        self._manager.goes_back = everybody
 
     def _hear_soon(self) -> None:
         """Some worker of this process has ended."""
@@ -337,7 +345,7 @@ class Session:
             if members := [member for member in dead if member.kind == kind]:
                 over = self.reader.finished or self._stopping
                 needed = not self._direct and (over or bool(self._wanted_trainers()))
-                why = role.on_death(self._manager, members, self.reader.trained, self.goes_back, needed)
+                why = role.on_death(self._manager, members, self.reader.trained, needed)
                 self._must_go_back = why or self._must_go_back
 
     def _hear(self) -> None:

@@ -18,14 +18,16 @@ from shadowsync.aggregation.step_times import Paces
 from shadowsync.aggregation.stepping import DenseStep, DenseStepper
 from shadowsync.checkpoint.job_state import DenseImage, TrainerImage
 from shadowsync.cluster.context import Stepping
-from shadowsync.cluster.dense_side import DenseSide, NobodyLeft
+from shadowsync.cluster.dense_side import DenseSide
 from shadowsync.cluster.images import Images
 from shadowsync.cluster.manager import ClusterManager
 from shadowsync.cluster.servers import PartImages
-from shadowsync.cluster.supervisor import Member
+from shadowsync.cluster.supervisor import Member, NobodyLeft
+from shadowsync.compression.channel import Channel
+from shadowsync.compression.plain import Plain
 from shadowsync.data.reader import Reader
+from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.server import EmbeddingServer, RowStep
-from shadowsync.embedding.service import EmbeddingService
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.rpc.kept import Generation
@@ -53,6 +55,7 @@ class RemoteSteps:
     generation: int
     held_bytes: int = field(default=0, init=False)
     _over: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
+    _rows: dict[Member, EmbeddingRemote] = field(default_factory=dict, init=False, repr=False)
 
     def carry_out(self, dense: DenseStep, rows: RowStep) -> None:
         """Returns when the step is made everywhere.
@@ -60,8 +63,7 @@ class RemoteSteps:
         Raises:
             PeerLost: the generation is over.
         """
-        servers = self.manager.serving("embedding")
-        sent = [later(member.connection, EmbeddingService.commit, rows, self.generation) for member in servers]
+        sent = [self._of_rows(member).commit(rows) for member in self.manager.serving("embedding")]
         try:
             held_bytes = self._step_dense(dense)
         except GONE:
@@ -85,10 +87,7 @@ class RemoteSteps:
         Raises:
             PeerLost: a server is not there.
         """
-        servers = self.manager.row_servers()
-        sent = [
-            later(member.connection, EmbeddingService.forget_held, steps - 1, self.generation) for member in servers
-        ]
+        sent = [self._of_rows(member).forget_held(steps - 1) for member in self.manager.row_servers()]
         ways = [member.connection for member in self.manager.dense_servers()]
         sent += [later(way, DenseStepper.restart, steps, self.generation) for way in ways]
         for answer in sent:
@@ -98,11 +97,23 @@ class RemoteSteps:
         """The generation is over."""
         self._over.set()
 
+    def _of_rows(self, member: Member) -> EmbeddingRemote:
+        found = self._rows.get(member)
+        if found is None:
+            shards = self.manager.spec.shards[member.index]
+            remote = Remote(member.connection, shards, member.index, generation=self.generation)
+            found = self._rows[member] = EmbeddingRemote(remote, _line("pull"), _line("push"))
+        return found
+
 
 def _unless_gone(answer: Pending[T], otherwise: T) -> T:
     with contextlib.suppress(*GONE):  # the supervisor has found out, or will
         return answer.result()
     return otherwise
+
+
+def _line(kind: str) -> Channel:
+    return Channel(kind, Plain(), WireCounter())
 
 
 @dataclass

@@ -21,6 +21,10 @@ START_S = 120.0
 BUILD_S = 300.0
 
 
+class NobodyLeft(PeerLost):
+    """There is nobody from whom a replacement could go on: everybody has to go back to a checkpoint."""
+
+
 @dataclass(eq=False)
 class Member:
     """A role's present process.

@@ -15,6 +15,7 @@ from shadowsync.cluster.context import Addresses, Merging, Stepping, TrainerSpec
 from shadowsync.cluster.servers import DenseSpec, dense_server
 from shadowsync.compression.channel import Channel, restore_all
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.plain import Plain
 from shadowsync.data.reader import Feed
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.metrics.wire import WireCounter
@@ -212,12 +213,14 @@ def _group(context: WorkerContext, replica: Replica) -> Group:
     )
     spans = split_evenly(len(replica.flat), len(others.dense))
     if others.dense and all(place.memory is not None for place in others.dense):  # in this machine's memory
-        codec = choices.codecs["dense"].levels[0]  # nothing can be measured
+        codec, counter = choices.codecs["dense"].levels[0], context.counter  # nothing can be measured
+        if spec.job.config.cluster.address is not None:  # what does not cross the network needs no codec
+            codec, counter = Plain(), WireCounter()
         connections: Sequence[Connection] = [
             direct(dense_server(DenseSpec(codec, stop - start, spec.generation, place.memory)))
             for place, (start, stop) in zip(others.dense, spans, strict=True)
         ]
-        line = Channel("dense", codec, context.counter)
+        line = Channel("dense", codec, counter)
     else:
         connections = [context.connect("dense", index, place.wire) for index, place in enumerate(others.dense)]
         line = context.line

@@ -176,8 +176,9 @@ class Chooser:
 
 KINDS: Mapping[str, str] = {
     "pull": "pull",
+    "read": "pull",
     "push": "push",
-    "hold_gradients": "push",
+    "step": "push",
     "elastic": "dense",
     "sequential": "dense",
     "hold": "dense",

@@ -8,7 +8,7 @@ so that no vector is pooled in parts.
 `B` samples, `G` features of a group whose tables are `D` wide, `L` ids, `K` distinct rows.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.distinct import Distinct, bags_of, by_sample, find_distinct, sum_bags
-from shadowsync.embedding.requests import Bounds, RowLookup, Selection, Selector, check_range, spread
+from shadowsync.embedding.requests import Bounds, Selection, Selector, check_range, spread
+from shadowsync.embedding.server import RowLookup
 from shadowsync.embedding.table import RowNumbers, Shard, Slot, Table
 from shadowsync.models.vectors import JaggedVectors, VectorGradients
 
@@ -205,8 +206,12 @@ class Gathering:
     groups: tuple[Group, ...]
     asked: tuple[Asked, ...]
 
-    def find(self, ids: Jagged, numbers: Iterator[int]) -> "Gathered":
-        """The distinct rows among the ids of all features, with numbers for the look-ups.
+    def find(self, ids: Jagged, number: Callable[[], int]) -> "Gathered":
+        """The distinct rows of a batch.
+
+        Args:
+            ids: of all features.
+            number: gives the next look-up's.
 
         Raises:
             DataError: an id is not a row of its table.
@@ -214,13 +219,12 @@ class Gathering:
         found = [group.find(ids) for group in self.groups]
         lookups = []
         for asked in self.asked:
-            rows = [np.empty(0, np.int64)]
+            numbers = [np.empty(0, np.int64)]
             for group, position in (place for places in asked.places for place in places):
                 run, mine = self.groups[group].runs[position], found[group]
                 keys = mine.distinct.keys[mine.cut[position] : mine.cut[position + 1]]
-                rows.append(keys + (run.number - run.first))
-            lookup = RowLookup(asked.shards, torch.from_numpy(np.concatenate(rows)), next(numbers))
-            lookups.append((asked.server, lookup))
+                numbers.append(keys + (run.number - run.first))
+            lookups.append(RowLookup(asked.shards, torch.from_numpy(np.concatenate(numbers)), number()))
         return Gathered(self, found, lookups)
 
 
@@ -231,12 +235,12 @@ class Gathered:
     Attributes:
         plan: the tables'.
         found: for each group.
-        lookups: for each of `plan.asked`, with the position of the server.
+        lookups: for each of `plan.asked`.
     """
 
     plan: Gathering
     found: list[Found]
-    lookups: list[tuple[int, RowLookup]]
+    lookups: list[RowLookup]
 
     def put_together(self, answers: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], dict[str, JaggedVectors]]:
         """What becomes of the rows that the servers answered.

@@ -1,33 +1,43 @@
-"""One role's process on this machine, from its fork to its end."""
+"""One role's process, from its fork to its end: a server on the wire whose service is the part that was built last."""
 
+import contextlib
+import importlib
 import logging
 import os
 import socket
+import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shadowsync.errors import ConfigError
+from shadowsync.memory.pages import keep_freed_memory
+from shadowsync.rpc.client import ClientOptions, WireClient
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import Fault
+from shadowsync.rpc.server import ServerOptions, WireServer
 from shadowsync.rpc.service import known_error
+from shadowsync.rpc.sockets import is_folder
 from shadowsync.runtime import control
-from shadowsync.runtime.host import RoleHost, take_up
-from shadowsync.runtime.runtime import Builder, Endpoint, LaunchRequest
+from shadowsync.runtime.runtime import CALL_S, LOOPBACK, Builder, Endpoint, LaunchRequest, ProcessContext, Switch
 
 _LOG = logging.getLogger(__name__)
 DIED = 70
 """Exit status of a process one of whose threads died."""
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @dataclass(frozen=True)
 class Begin:
-    """The first message to a child: its role, and where it serves (see `RoleHost`)."""
+    """The first message to a child: its role, the machine it is on, and where it serves (see `ServerOptions.host`)."""
 
     job: str
     request: LaunchRequest
     keys: JobKeys
-    folder: str
+    machine: str
+    host: str
 
 
 @dataclass(frozen=True)
@@ -75,8 +85,8 @@ def _live(end: socket.socket) -> None:
         os._exit(DIED)
 
     log = take_up(begin.job, begin.request.role, died)
-    host = RoleHost(begin.request.role, begin.keys, begin.folder, begin.request.threads, begin.request.forget_s)
-    control.send(end, Endpoint(host.address, MACHINE, socket.gethostname(), os.getpid(), log))
+    host = RoleHost(begin.request.role, begin.keys, begin.host, begin.request.threads, begin.request.forget_s)
+    control.send(end, Endpoint(host.address, begin.machine, socket.gethostname(), os.getpid(), log))
     while True:
         data = control.receive_bytes(end)
         built = Built(_fault(host, begin.request.role, data))
@@ -84,7 +94,7 @@ def _live(end: socket.socket) -> None:
             control.send(end, built)
 
 
-def _fault(host: RoleHost, role: str, data: bytes) -> Fault | None:
+def _fault(host: "RoleHost", role: str, data: bytes) -> Fault | None:
     try:
         build = control.unpacked(data)
     except BaseException as error:  # a user's own model may come from a module that is not found here
@@ -108,5 +118,98 @@ def _tell(end: socket.socket, died: Died) -> None:
         _LOG.warning("the driver is gone, too")
 
 
-MACHINE = "here"
-"""Name of the only machine there is."""
+def take_up(job: str, role: str, died: Callable[[str], None]) -> str:
+    """Makes this process one of a role's; the path of its log.
+
+    Args:
+        job: name of the job.
+        role: name of the role.
+        died: called with the reason when a thread died without which the role would only seem to be alive; one that
+            exits (`SystemExit`) wants to end.
+    """
+    importlib.import_module("torch").set_num_threads(1)  # workers are the parallelism
+    keep_freed_memory()
+
+    def thread_died(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is SystemExit:
+            return
+        name = "a thread" if args.thread is None else args.thread.name
+        _LOG.error("thread %s died", name, exc_info=args.exc_value)
+        error = args.exc_value or args.exc_type()
+        died(f"its thread {name} died of {type(error).__name__}: {error}")
+
+    threading.excepthook = thread_died
+    return log_to(job, role)
+
+
+class RoleHost:
+    """One role's process from start to end.
+
+    Args:
+        role: its name.
+        keys: of the job.
+        host: address of this machine as the others see it, or a folder (see `ServerOptions`).
+        threads: that answer requests.
+        forget_s: silence after which a client is forgotten.
+    """
+
+    def __init__(self, role: str, keys: JobKeys, host: str, threads: int = 4, forget_s: float = 120.0) -> None:
+        self._switch = Switch()
+        connector = WireClient(keys, ClientOptions(timeout_s=CALL_S))
+        self._context = ProcessContext(role, connector, LOOPBACK if is_folder(host) else host)
+        self._lock = threading.Lock()
+        options = ServerOptions(host=host, threads=threads, forget_client_after_s=forget_s)
+        self._server = WireServer(self._switch, keys, options)
+        self._server.start()
+
+    @property
+    def address(self) -> str:
+        """On which the part is served."""
+        return self._server.address
+
+    def build(self, builder: Builder, spec: Any) -> None:
+        """Ends the part in place and puts a new one there; meanwhile nothing is served."""
+        with self._lock:
+            self._end()
+            self._switch.part = builder(spec, self._context)
+
+    def vanish(self) -> None:
+        """As `close`, but what was asked for gets no answer, not even an error, as if the process were killed."""
+        self._server.silence()
+        self.close()
+
+    def close(self) -> None:
+        """Ends the part and the server."""
+        with self._lock:
+            self._end()
+        self._server.close()
+        self._context.connector.close()
+
+    def _end(self) -> None:
+        before, self._switch.part = self._switch.part, None
+        if before is not None:
+            before.close()
+
+
+def log_to(job: str, role: str) -> str:
+    """Sends this process's log to a file named after job and role; its path.
+
+    It lies beside what the process prints: on a cluster of Ray's in the folder that its dashboard shows.
+    """
+    path = folder_of_output() / f"{job}-{role}.log"
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(FORMAT))
+    root = logging.getLogger("shadowsync")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    root.info("%s of %s is process %d", role, job, os.getpid())
+    return str(path)
+
+
+def folder_of_output() -> Path:
+    """Where this process prints to, if that is a file; else a new folder that only this user may enter."""
+    with contextlib.suppress(OSError):
+        printed = Path("/proc/self/fd/1").readlink()
+        if printed.is_file():
+            return printed.parent
+    return Path(tempfile.mkdtemp(prefix="shadowsync-"))

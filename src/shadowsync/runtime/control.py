@@ -24,7 +24,11 @@ def send(end: socket.socket, message: Any) -> None:
         OSError: the other end is closed.
         Unsendable: nothing was sent.
     """
-    data = packed(message)
+    send_bytes(end, packed(message))
+
+
+def send_bytes(end: socket.socket, data: bytes) -> None:
+    """Sends what `packed` made; raises as `send`."""
     end.sendall(len(data).to_bytes(_LENGTH, "big"))
     end.sendall(data)
 

@@ -1,4 +1,4 @@
-"""Roles as processes on this machine, forked from one that has loaded what they need."""
+"""Roles as processes of a machine, forked from one that has loaded what they need, and the memory that they share."""
 
 import json
 import logging
@@ -8,10 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -19,22 +20,23 @@ from typing import Any
 
 from shadowsync.errors import ConfigError, RunError
 from shadowsync.memory.pages import memory_bytes
-from shadowsync.memory.shared import can_share
+from shadowsync.memory.shared import SharedMemory, can_share
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.runtime import control
-from shadowsync.runtime.child import MACHINE, Begin, Build, Built, Died
+from shadowsync.runtime.child import Begin, Build, Built, Died
 from shadowsync.runtime.fork_server import ENDED, FORK
-from shadowsync.runtime.own_folder import make_folder, remove_sockets
-from shadowsync.runtime.runtime import Builder, Endpoint, LaunchRequest, Machine, RoleProcess, Runtime
+from shadowsync.runtime.runtime import Builder, Endpoint, HeldMemory, LaunchRequest, Machine, RoleProcess, Runtime
 
 _LOG = logging.getLogger(__name__)
 _PROGRAM = (
     "import json, socket, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from shadowsync.runtime.fork_server import run; run(socket.socket(fileno=int(sys.argv[1])))"
 )
-LOG = "roles.log"
-"""Of the process that the others are forked from, and of those that have no role yet."""
+HERE = "here"
+"""Name of the only machine there is."""
+USUAL_LENGTH = 15
+"""Longest path of a folder for temporary files below which the paths of sockets are not too long."""
 STATUS_S = 1.0
 """How long the end of a process waits for the word how it ended."""
 END_S = 5.0
@@ -44,10 +46,11 @@ class ForkServer:
     """The process that roles are forked from.
 
     Args:
-        folder: where it logs to; roles log beside it.
+        log: of it, and of those that have no role yet; roles log beside it.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, log: Path) -> None:
+        self.log = log
         self._end, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._statuses: dict[int, int] = {}
         self._changed = threading.Condition()
@@ -55,12 +58,12 @@ class ForkServer:
         # -P: what lies in the working directory must not be taken for a module of Python's before the path is set.
         # A session of its own: a signal to the group of the driver is the driver's to see to
         command = [sys.executable, "-P", "-c", _PROGRAM, str(its.fileno()), path]
-        with its, Path(folder, LOG).open("ab") as log:
+        with its, log.open("ab") as output:
             self._process = subprocess.Popen(  # noqa: S603
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 pass_fds=[its.fileno()],
                 start_new_session=True,
             )
@@ -88,8 +91,16 @@ class ForkServer:
             self._changed.wait_for(lambda: pid in self._statuses, timeout_s)
             return self._statuses.get(pid)
 
+    def last_words(self) -> str:
+        """What was last said by it or a process that had no role yet, for a message."""
+        with suppress(OSError):
+            lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
+            if said := [line for line in lines if line.strip()]:
+                return f": {said[-1].strip()[:300]}"
+        return ""
+
     def close(self) -> None:
-        """Ends it; its children end with their own ways to the driver."""
+        """Ends it; its children end with their own ways to whoever started them."""
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -116,12 +127,14 @@ class ForkedRole(RoleProcess):
         request: what was asked for.
         server: that it was forked from.
         end: of the way to it.
-        folder: with the log of what had no role yet.
+        over: called once it has ended.
     """
 
-    def __init__(self, request: LaunchRequest, server: ForkServer, end: socket.socket, folder: str) -> None:
+    def __init__(
+        self, request: LaunchRequest, server: ForkServer, end: socket.socket, over: Callable[[], None]
+    ) -> None:
         self.request = request
-        self._server, self._end, self._folder = server, end, folder
+        self._server, self._end, self._told = server, end, over
         self._endpoint: Future[Endpoint] = Future()
         self._building: deque[Future[None]] = deque()
         self._lock = threading.Lock()
@@ -140,6 +153,10 @@ class ForkedRole(RoleProcess):
             raise PeerLost(f"{self.request.role} did not start within {timeout_s:g} s") from error
 
     def build(self, builder: Builder, spec: Any) -> "Future[None]":
+        return self.build_from(packed_build(self.request.role, builder, spec))
+
+    def build_from(self, data: bytes) -> "Future[None]":
+        """As `build`, of what `packed_build` made."""
         built: Future[None] = Future()
         with self._sending:
             with self._lock:
@@ -147,15 +164,8 @@ class ForkedRole(RoleProcess):
                     built.set_exception(PeerLost(f"{self.request.role} ended: {self._reason}"))
                     return built
                 self._building.append(built)
-            try:
-                control.send(self._end, Build(builder, spec))
-            except OSError:
-                pass  # whoever hears its end tells
-            except control.Unsendable as error:  # a user's own model or script of failures
-                self._building.pop()
-                raise ConfigError(
-                    f"what {self.request.role} is made from cannot be sent to another process: {error}"
-                ) from error
+            with suppress(OSError):  # whoever hears its end tells
+                control.send_bytes(self._end, data)
         return built
 
     def ended(self) -> str | None:
@@ -207,7 +217,7 @@ class ForkedRole(RoleProcess):
             status = self._server.status(self._endpoint.result().pid, STATUS_S)
             reason = "its end is not known" if status is None else _in_words(status)
         with self._lock:
-            self._reason = reason or f"it ended before it had begun{_last_words(self._folder)}"
+            self._reason = reason or f"it ended before it had begun{self._server.last_words()}"
             self._end.close()
             if self._handle is not None:
                 os.close(self._handle)
@@ -217,6 +227,73 @@ class ForkedRole(RoleProcess):
             self._endpoint.set_exception(lost)
         for built in self._building:
             built.set_exception(lost)
+        self._told()
+
+
+class Host:
+    """The processes of a job on this machine, and the memory that they have in common.
+
+    Args:
+        job: its name.
+        keys: of the job.
+        machine: what the job calls this machine.
+        address: where roles serve, see `ServerOptions.host`.
+        logs: a folder.
+        over: called when a process has ended.
+    """
+
+    def __init__(
+        self, job: str, keys: JobKeys, machine: str, address: str, logs: Path, over: Callable[[], None] = lambda: None
+    ) -> None:
+        self._job, self._keys, self._machine, self._address, self._over = job, keys, machine, address, over
+        self._log = logs / f"{job}-roles.log"
+        self._server = ForkServer(self._log)
+        self._roles: list[ForkedRole] = []
+        self._memory: dict[str, SharedMemory] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self, request: LaunchRequest) -> ForkedRole:
+        """Starts a process."""
+        with self._lock:
+            if self._closed:
+                raise PeerLost("the job has ended")
+            try:
+                end = self._server.fork()
+            except PeerLost as error:
+                _LOG.warning("%s%s; another one is started", error, self._server.last_words())
+                self._server.close()
+                self._server = ForkServer(self._log)
+                end = self._server.fork()
+            role = ForkedRole(request, self._server, end, self._over)
+            self._roles.append(role)
+        role.begin(Begin(self._job, request, self._keys, self._machine, self._address))
+        return role
+
+    def create_memory(self, size: int, what: str) -> str:
+        """As `Runtime.create_memory`; its path."""
+        made = SharedMemory.create(size, what)
+        self._memory[made.path] = made
+        return made.path
+
+    def release_memory(self, path: str) -> None:
+        """Nobody here holds it any more, but who has opened it."""
+        if (held := self._memory.pop(path, None)) is not None:
+            held.close()
+
+    def close(self) -> None:
+        """Ends every process."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for role in self._roles:
+            role.kill()
+        for role in self._roles:
+            role.join()
+        self._server.close()
+        for path in list(self._memory):
+            self.release_memory(path)
 
 
 class Processes(Runtime):
@@ -229,51 +306,64 @@ class Processes(Runtime):
     def __init__(self, cpus: float = 1.0) -> None:
         self.keys = JobKeys.make()
         self.shares_memory = can_share()
-        self.job = f"shadowsync-{time.strftime('%H%M%S')}-{secrets.token_hex(2)}"
+        self.job = job_name()
         self._cpus = max(float(os.cpu_count() or 1), cpus)
         self._folder = make_folder()
-        self._server = ForkServer(self._folder)
-        self._roles: list[ForkedRole] = []
-        self._lock = threading.Lock()
-        self._closed = False
+        self._host = Host(self.job, self.keys, HERE, self._folder, Path(self._folder))
 
     def machines(self) -> Sequence[Machine]:
-        return [Machine(MACHINE, socket.gethostname(), self._cpus, memory_bytes() or 1 << 50)]
+        return [Machine(HERE, socket.gethostname(), self._cpus, memory_bytes() or 1 << 50)]
 
     def reserve(self, requests: Sequence[LaunchRequest], timeout_s: float) -> None:
         if named := [request for request in requests if request.resource is not None]:
             raise RunError(f"{named[0].role} needs the resource {named[0].resource}: only Ray's machines have such")
 
     def start(self, request: LaunchRequest) -> RoleProcess:
-        with self._lock:
-            if self._closed:
-                raise PeerLost("the job has ended")
-            try:
-                end = self._server.fork()
-            except PeerLost as error:
-                _LOG.warning("%s%s; another one is started", error, _last_words(self._folder))
-                self._server.close()
-                self._server = ForkServer(self._folder)
-                end = self._server.fork()
-            role = ForkedRole(request, self._server, end, self._folder)
-            self._roles.append(role)
-        role.begin(Begin(self.job, request, self.keys, self._folder))
-        return role
+        return self._host.start(request)
 
     def host(self) -> str:
         return self._folder
 
+    def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
+        path = self._host.create_memory(size, what)
+        return HeldMemory(machine, path, lambda: self._host.release_memory(path), lambda: True)
+
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        for role in self._roles:
-            role.kill()
-        for role in self._roles:
-            role.join()
-        self._server.close()
+        self._host.close()
         remove_sockets(self._folder)
+
+
+def job_name() -> str:
+    """For people, and apart from those of other jobs."""
+    return f"shadowsync-{time.strftime('%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def make_folder() -> str:
+    """A new folder that only this user may enter, for sockets and logs of a job whose roles are all on this machine.
+
+    The path of a Unix socket has room for 103 bytes, and those of Ray's take 88 behind the place of this folder.
+    """
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="shadowsync-", dir=usual if len(usual) <= USUAL_LENGTH else "/tmp")  # noqa: S108
+
+
+def remove_sockets(folder: str) -> None:
+    """Removes the sockets that processes have left which were killed."""
+    for path in Path(folder).glob("*"):
+        if path.is_socket():
+            path.unlink(missing_ok=True)
+
+
+def packed_build(role: str, builder: Builder, spec: Any) -> bytes:
+    """What a role's process is told to build.
+
+    Raises:
+        ConfigError: it cannot cross: a user's own model or script of failures.
+    """
+    try:
+        return control.packed(Build(builder, spec))
+    except control.Unsendable as error:
+        raise ConfigError(f"what {role} is made from cannot be sent to another process: {error}") from error
 
 
 def _handle_of(pid: int, end: socket.socket) -> int | None:
@@ -287,15 +377,6 @@ def _handle_of(pid: int, end: socket.socket) -> int | None:
             os.close(handle)
             return None
     return handle
-
-
-def _last_words(folder: str) -> str:
-    """What was last said by a process that had no role yet, for a message."""
-    with suppress(OSError):
-        lines = Path(folder, LOG).read_text(encoding="utf-8", errors="replace").split("\n")
-        if said := [line for line in lines if line.strip()]:
-            return f": {said[-1].strip()[:300]}"
-    return ""
 
 
 def _in_words(status: int) -> str:

@@ -1,4 +1,5 @@
-"""Role processes as Ray actors: Ray places them, starts them and says when they die; tensors do not pass through it."""
+"""Hosts on a Ray cluster: one actor on each machine starts and watches the job's processes there; Ray places the actors
+and says when a machine is gone. Tensors do not pass through it."""
 
 import contextlib
 import importlib
@@ -11,19 +12,18 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from shadowsync.errors import ConfigError, MissingExtra, RunError
+from shadowsync.errors import ConfigError, MissingExtra, RunError, ShadowSyncError
 from shadowsync.memory.shared import can_share
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import Fault, PeerLost
-from shadowsync.rpc.service import known_error
-from shadowsync.runtime.host import RoleHost, take_up
-from shadowsync.runtime.own_folder import make_folder, remove_sockets
-from shadowsync.runtime.runtime import Builder, Endpoint, LaunchRequest, Machine, RoleProcess, Runtime
+from shadowsync.runtime.child import folder_of_output
+from shadowsync.runtime.processes import ForkedRole, Host, job_name, make_folder, packed_build, remove_sockets
+from shadowsync.runtime.runtime import Builder, Endpoint, HeldMemory, LaunchRequest, Machine, RoleProcess, Runtime
 
 _LOG = logging.getLogger(__name__)
 OBJECTS_BYTES = 96 << 20
@@ -33,108 +33,187 @@ PINNED = 0.001
 KNOWN_RAY = "ray[default]>=2.56,<2.61"
 """Versions whose inside is what is used here."""
 ANSWER_S = 5.0
+START_S = 120.0
+AGAIN_S = 0.5
 RAY_FOLDER = "ray"
-CALLS = 8
-"""Calls that an actor runs at a time; one of them is the watch."""
+CALLS = 128
+"""Calls that a host's actor runs at a time: one watches, and each role may be starting or building its part."""
+
+T = TypeVar("T")
 
 
-class RoleActor:
-    """What Ray runs: one role's process."""
+class HostActor:
+    """What Ray runs on a machine. What is wrong comes back as it would over the wire."""
 
-    def __init__(self, job: str, request: LaunchRequest, keys: JobKeys, folder: str | None) -> None:
-        self._ended: Future[str] = Future()
-        self._log = take_up(job, request.role, self._died)
-        host = folder or _ray().util.get_node_ip_address()
-        self._host = RoleHost(request.role, keys, host, request.threads, request.forget_s)
+    def __init__(self, job: str, keys: JobKeys, machine: str, folder: str | None) -> None:
+        address = folder or _ray().util.get_node_ip_address()
+        self._changed = threading.Condition()
+        self._roles: dict[int, ForkedRole] = {}
+        self._host = Host(job, keys, machine, address, folder_of_output(), self._wake)
 
-    def endpoint(self) -> Endpoint:
-        """Where it is."""
-        machine = _ray().get_runtime_context().get_node_id()
-        return Endpoint(self._host.address, machine, socket.gethostname(), os.getpid(), self._log)
+    def start(self, number: int, request: LaunchRequest, timeout_s: float) -> Endpoint | Fault:
+        """Starts a process, which has that number from now on, and waits until it is there."""
 
-    def build(self, builder: Builder, spec: Any) -> Fault | None:
-        """Has a part made; what is wrong comes back as it would over the wire."""
+        def started() -> Endpoint:
+            self._roles[number] = role = self._host.start(request)
+            return role.endpoint(timeout_s)
+
+        return _or_fault(started)
+
+    def build(self, number: int, data: bytes) -> Fault | None:
+        """Has a part made, as `ForkedRole.build_from`."""
+        return _or_fault(lambda: self._roles[number].build_from(data).result())
+
+    def kill(self, number: int) -> None:
+        """Ends a process, if it is there."""
+        if number in self._roles:
+            self._roles[number].kill()
+
+    def ended(self, known: int) -> dict[int, str]:
+        """Those that have ended and why, as soon as they are more than that."""
+        found: dict[int, str] = {}
+
+        def more() -> bool:
+            found.update((n, why) for n, role in list(self._roles.items()) if (why := role.ended()) is not None)
+            return len(found) > known
+
+        with self._changed:
+            self._changed.wait_for(more)
+        return found
+
+    def create_memory(self, size: int, what: str) -> str | Fault:
+        """As `Host.create_memory`."""
+        return _or_fault(lambda: self._host.create_memory(size, what))
+
+    def release_memory(self, path: str) -> None:
+        """As `Host.release_memory`."""
+        self._host.release_memory(path)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._host.close()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _or_fault(action: Callable[[], T]) -> T | Fault:
+    try:
+        return action()
+    except ShadowSyncError as error:
+        return Fault.of(error)
+
+
+class RayHost:
+    """The driver's end of a machine's actor.
+
+    Attributes:
+        actor: it.
+        lost: why it is gone, once it is, and with it its processes and the memory that they had in common.
+        ended: why processes have ended, by number.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.lost: str | None = None
+        self.ended: Mapping[int, str] = {}
+        self._thread = threading.Thread(target=self._watch, name="watches a host", daemon=True)
+        self._thread.start()
+
+    def ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Calls the actor and waits.
+
+        Raises:
+            PeerLost: it is gone, or there is no answer in time.
+            ShadowSyncError: what it found wrong.
+        """
+        ray = _ray()
         try:
-            self._host.build(builder, spec)
-        except BaseException as error:  # a panic of a library written in Rust is no Exception, and Ray would not see it
-            return Fault.of(known_error("build", error))
-        return None
+            answer = ray.get(getattr(self.actor, method).remote(*arguments), timeout=timeout_s)
+        except ray.exceptions.RayError as error:
+            raise PeerLost(f"a machine of the cluster does not answer: {_in_one_line(error)}") from error
+        if isinstance(answer, Fault):
+            raise answer.error()
+        return answer
 
-    def watch(self) -> str:
-        """Returns when this process cannot go on, and says why; whoever waits for it hears of its end, too."""
-        return self._ended.result()
+    def kill(self) -> None:
+        """Ends it and all its processes."""
+        ray = _ray()
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self.actor, no_restart=True)
 
-    def _died(self, reason: str) -> None:
-        with contextlib.suppress(InvalidStateError):  # only the first one counts
-            self._ended.set_result(reason)
+    def join(self) -> None:
+        """Waits until it is known to be gone."""
+        self._thread.join(ANSWER_S)
+
+    def _watch(self) -> None:
+        ray = _ray()
+        while self.lost is None:
+            try:
+                self.ended = ray.get(self.actor.ended.remote(len(self.ended)))
+            except ray.exceptions.ActorUnavailableError:  # its network is: Ray says when it is gone for good
+                time.sleep(AGAIN_S)
+            except Exception as error:  # also of a Ray that was shut down meanwhile
+                self.lost = f"its machine or the host process there is gone: {_in_one_line(error)}"
 
 
 class RayRole(RoleProcess):
-    """An actor."""
+    """A process of a host.
 
-    def __init__(self, request: LaunchRequest, actor: Any) -> None:
+    Args:
+        request: what was asked for.
+        host: of its machine.
+        number: among the host's processes.
+        group: of Ray's reservations, which it has for itself; None if there is none.
+    """
+
+    def __init__(self, request: LaunchRequest, host: RayHost, number: int, group: Any) -> None:
         self.request = request
-        self._actor = actor
-        self._watched = actor.watch.remote()
+        self.group = group
+        self._host, self._number = host, number
         self._killed = False
 
     def endpoint(self, timeout_s: float) -> Endpoint:
-        ray = _ray()
-        try:
-            endpoint: Endpoint = ray.get(self._actor.endpoint.remote(), timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise PeerLost(
-                f"{self.request.role} did not start within {timeout_s:g} s: is there room for it?"
-            ) from error
-        except ray.exceptions.RayError as error:
-            raise PeerLost(f"{self.request.role} did not start: {_in_one_line(error)}") from error
+        role, until = self.request.role, time.monotonic() + timeout_s
+        if self.group is not None and not self.group.wait(timeout_s):
+            raise PeerLost(f"{role} did not start within {timeout_s:g} s: is there room for it?")
+        left_s = max(1.0, until - time.monotonic())
+        endpoint: Endpoint = self._host.ask("start", self._number, self.request, left_s, timeout_s=left_s)
         return endpoint
 
     def build(self, builder: Builder, spec: Any) -> "Future[None]":
         built: Future[None] = Future()
-        try:
-            asked: Future[Any] = self._actor.build.remote(builder, spec).future()
-        except TypeError as error:  # a user's own model or script of failures
-            raise ConfigError(
-                f"what {self.request.role} is made from cannot be sent to another process: {_in_one_line(error)}"
-            ) from error
+        asked = self._host.actor.build.remote(self._number, packed_build(self.request.role, builder, spec)).future()
         asked.add_done_callback(lambda answered: self._pass_on(answered, built))
         return built
 
-    def _pass_on(self, answered: "Future[Any]", built: "Future[None]") -> None:
+    def _pass_on(self, answered: "Future[Fault | None]", built: "Future[None]") -> None:
         error = answered.exception()
         if error is not None:
-            cause = getattr(error, "cause", None)
-            what = _said(cause) if cause is not None else _in_one_line(error)
-            kind = RunError if cause is not None else PeerLost
-            built.set_exception(kind(f"{self.request.role} failed: {what}"))
+            built.set_exception(PeerLost(f"{self.request.role} failed: {_in_one_line(error)}"))
         elif (fault := answered.result()) is not None:
             built.set_exception(fault.error())
         else:
             built.set_result(None)
 
     def ended(self) -> str | None:
-        if self._killed:
-            return "it was given up"
-        ray = _ray()
-        ready, _ = ray.wait([self._watched], timeout=0)
-        if not ready:
-            return None
-        try:
-            reason: str = ray.get(self._watched)
-        except ray.exceptions.RayError as error:
-            return _in_one_line(error)
-        return reason
+        return "it was given up" if self._killed else self._host.ended.get(self._number, self._host.lost)
 
     def kill(self) -> None:
         self._killed = True
         ray = _ray()
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(self._actor, no_restart=True)
+        with contextlib.suppress(ray.exceptions.RayError):
+            self._host.actor.kill.remote(self._number)
+        if self.group is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.util.remove_placement_group(self.group)
 
 
 class RayRuntime(Runtime):
-    """The actors of one job, in a namespace of the job's name.
+    """The processes of one job on the machines of a Ray cluster; its actors are in a namespace of the job's name.
+
+    What roles need is reserved as Ray's resources, while the actors that start them take none.
 
     Args:
         address: of the cluster to join; None starts a Ray of its own on this machine.
@@ -149,21 +228,23 @@ class RayRuntime(Runtime):
 
     def __init__(self, address: str | None, cpus: float = 1.0, resources: Mapping[str, float] | None = None) -> None:
         self.keys = JobKeys.make()
-        self.job = f"shadowsync-{time.strftime('%H%M%S')}-{secrets.token_hex(2)}"
+        self.shares_memory = can_share()
+        self.job = job_name()
         ray = _ray()
         self._joined = ray.is_initialized()
         self._folder = None if address or self._joined else make_folder()
-        self.shares_memory = self._folder is not None and can_share()
         self._closed = False
         if self._folder is not None:
             own_cpus = max(os.cpu_count() or 1, math.ceil(cpus))
             _start_own(self.job, self._folder, own_cpus, dict(resources or {}))
         elif not self._joined:
             _join(str(address), self.job)
+        self._lock = threading.Lock()
+        self._hosts: dict[str, RayHost] = {}
+        self._started = 0
         self._roles: list[RayRole] = []
-        self._bundles: dict[tuple[str, str | None], int] = {}
+        self._reserved: set[tuple[str, str | None]] = set()
         self._group: Any = None
-        self._names: dict[str, int] = {}
 
     def machines(self) -> Sequence[Machine]:
         found = []
@@ -176,52 +257,74 @@ class RayRuntime(Runtime):
         return found
 
     def reserve(self, requests: Sequence[LaunchRequest], timeout_s: float) -> None:
-        ray = _ray()
-        bundles = [self._needed(request) for request in requests]
-        group = ray.util.placement_group(bundles, strategy="PACK", name=self.job)
+        group = self._placement_group(requests)
+        if group is None:
+            return
         if not group.wait(timeout_s):
-            ray.util.remove_placement_group(group)
+            _ray().util.remove_placement_group(group)
             wanted = ", ".join(request.role for request in requests)
             raise RunError(f"the cluster did not give room for {wanted} within {timeout_s:g} s: is it in use?")
         self._group = group
-        self._bundles = {(request.role, request.machine): index for index, request in enumerate(requests)}
+        self._reserved = {(request.role, request.machine) for request in requests}
 
-    def start(self, request: LaunchRequest) -> RoleProcess:
-        if self._closed:  # a call would start another Ray
-            raise PeerLost("the job has ended")
-        ray = _ray()
-        count = self._names[request.role] = self._names.get(request.role, -1) + 1
-        name = f"{request.role}.{count}" if count else request.role
-        options = {
-            "name": name,
-            "namespace": self.job,
-            "max_concurrency": CALLS,
-            "max_restarts": 0,
-            "num_cpus": request.cpus,
-            "resources": {} if request.resource is None else {request.resource: PINNED},
-            "scheduling_strategy": self._strategy(request),
-        }
-        made_of = (self.job, request, self.keys, self._folder)
-        self._roles.append(RayRole(request, ray.remote(RoleActor).options(**options).remote(*made_of)))
-        return self._roles[-1]
-
-    def _strategy(self, request: LaunchRequest) -> Any:
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        bundle = self._bundles.get((request.role, request.machine))
-        if bundle is not None:
-            return strategies.PlacementGroupSchedulingStrategy(self._group, bundle)
-        if request.machine is None:
-            return "DEFAULT"
-        return strategies.NodeAffinitySchedulingStrategy(request.machine, soft=False)
+    def _placement_group(self, requests: Sequence[LaunchRequest]) -> Any:
+        """Ray's reservation of what they need; None if that is nothing."""
+        bundles = [needed for request in requests if (needed := self._needed(request))]
+        if not bundles:
+            return None
+        return _ray().util.placement_group(bundles, strategy="PACK", name=self.job)
 
     def _needed(self, request: LaunchRequest) -> dict[str, float]:
         needed = {"CPU": request.cpus} if request.cpus else {}
         if request.resource is not None:
             needed[request.resource] = PINNED
-        if request.machine is not None:
+        if needed:
             nodes = [node["NodeManagerAddress"] for node in _ray().nodes() if node["NodeID"] == request.machine]
             needed |= {f"node:{address}": PINNED for address in nodes}
         return needed
+
+    def start(self, request: LaunchRequest) -> RoleProcess:
+        with self._lock:
+            if self._closed:  # a call would start another Ray
+                raise PeerLost("the job has ended")
+            host = self._host(str(request.machine))
+            group = None
+            if (request.role, request.machine) not in self._reserved:
+                group = self._placement_group([request])
+            self._started += 1
+            self._roles.append(RayRole(request, host, self._started, group))
+            return self._roles[-1]
+
+    def _host(self, machine: str) -> RayHost:
+        """Of that machine; one that is gone is started anew. The lock is held."""
+        found = self._hosts.get(machine)
+        if found is None or found.lost is not None:
+            ray = _ray()
+            strategies = importlib.import_module("ray.util.scheduling_strategies")
+            options = {
+                "name": f"host-{machine}-{secrets.token_hex(2)}",
+                "namespace": self.job,
+                "max_concurrency": CALLS,
+                "max_restarts": 0,
+                "num_cpus": 0,
+                "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(machine, soft=False),
+            }
+            actor = ray.remote(HostActor).options(**options).remote(self.job, self.keys, machine, self._folder)
+            found = self._hosts[machine] = RayHost(actor)
+        return found
+
+    def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
+        with self._lock:
+            host = self._host(machine)
+        path = host.ask("create_memory", size, what, timeout_s=START_S)
+
+        def close() -> None:
+            ray = _ray()
+            with contextlib.suppress(ray.exceptions.RayError):
+                if not self._closed:
+                    host.actor.release_memory.remote(path)
+
+        return HeldMemory(machine, path, close, lambda: host.lost is None)
 
     def host(self) -> str:
         """An address, or on a Ray of our own a folder for Unix sockets: all roles are on this machine then."""
@@ -229,15 +332,20 @@ class RayRuntime(Runtime):
         return address
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for role in self._roles:
-            role.kill()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         ray = _ray()
-        if self._group is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.util.remove_placement_group(self._group)
+        for host in self._hosts.values():
+            host.kill()
+        groups = [self._group, *(role.group for role in self._roles)]
+        for group in groups:
+            if group is not None:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.util.remove_placement_group(group)
+        for host in self._hosts.values():
+            host.join()
         try:
             if not self._joined:
                 ray.shutdown()

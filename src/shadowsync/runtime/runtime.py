@@ -137,6 +137,23 @@ class Endpoint:
     log: str = ""
 
 
+@dataclass(frozen=True)
+class HeldMemory:
+    """Memory that the processes of a machine have in common, held there by whoever starts them (`memory.shared`).
+
+    Attributes:
+        machine: id of the machine.
+        path: where its processes open it.
+        close: lets go of it.
+        is_there: it was not lost with its machine.
+    """
+
+    machine: str
+    path: str
+    close: Callable[[], None]
+    is_there: Callable[[], bool]
+
+
 class RoleProcess(ABC):
     """A process that holds one role."""
 
@@ -170,7 +187,7 @@ class Runtime(ABC):
     """Roles are objects in the driver's process, which are called as they are: there is no wire, and nobody dies."""
     keys: JobKeys
     shares_memory: bool = False
-    """All processes and the driver are on one machine, whose memory they can have in common."""
+    """The processes of a machine can have its memory in common."""
 
     @abstractmethod
     def machines(self) -> Sequence[Machine]:
@@ -191,6 +208,20 @@ class Runtime(ABC):
     @abstractmethod
     def host(self) -> str:
         """Where the driver serves: address of its machine as the others see it, or a folder (see `ServerOptions`)."""
+
+    def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
+        """New memory on a machine, all zero, which outlives its processes; only where `shares_memory`.
+
+        Args:
+            machine: id of it.
+            size: bytes.
+            what: will be kept there, for messages.
+
+        Raises:
+            ConfigError: the machine does not have that much.
+            PeerLost: it is gone.
+        """
+        raise NotImplementedError
 
     def connector(self) -> Connector:
         """The driver's way to the roles."""

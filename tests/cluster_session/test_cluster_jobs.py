@@ -302,15 +302,17 @@ def test_when_all_trainers_die_by_script_the_run_fails_in_one_sentence(tmp_path:
 
 
 class Broken(Witness):
-    """Fails in the given way after some rows."""
+    """Fails in the given way after some rows, in a worker that has trained some of them."""
 
     def __init__(self, ledger: Ledger, fault: Callable[[Tensor], Tensor]) -> None:
         super().__init__(ledger)
         self.fault = fault
+        self.steps = 0
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         logits = super().forward(dense, embeddings)
-        return self.fault(logits) if self.ledger.rows.total() > 12 else logits
+        self.steps += 1
+        return self.fault(logits) if self.ledger.rows.total() > 12 and self.steps > 1 else logits
 
 
 def _raise(logits: Tensor) -> Tensor:

@@ -266,7 +266,8 @@ class Worker:
     def _not_finite(self, loss: float, leased: LeasedBatch) -> NonFiniteLoss:
         """What is to blame: of a job that has trained nothing yet, the model or the rows themselves."""
         place, dense = self._context.place(leased), leased.batch.dense
-        if trained := self._context.trained():
+        # of what others trained a trainer hears later
+        if trained := max(self._context.trained(), self.iterations * len(leased.batch)):
             look = ""
             if dense.numel():
                 most = float(dense.abs().max())

@@ -18,6 +18,7 @@ from shadowsync.data.batch import Batch
 from shadowsync.data.criteo import Criteo
 from shadowsync.data.files import File, large_columns, largest_column
 from shadowsync.data.parquet import Columns, OpenParquet, Parquet
+from shadowsync.data.source import OpenSource
 from shadowsync.data.synthetic import Synthetic
 from shadowsync.errors import DataError
 
@@ -36,7 +37,13 @@ def opened(*paths: Path | str, **options: Any) -> OpenParquet:
     return source
 
 
-def read(source: OpenParquet, number: int = 0, rows: int = 10) -> Batch:
+def opened_text(path: Path, rows: Sequence[str]) -> OpenSource:
+    source = Criteo(path=str(write_criteo(path, rows))).open("train", "error")
+    assert source is not None
+    return source
+
+
+def read(source: OpenSource, number: int = 0, rows: int = 10) -> Batch:
     return source.read(source.slices(rows)[number])
 
 
@@ -97,14 +104,11 @@ def test_a_file_replaced_under_way_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_only_touched_is_read_on(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.parquet", frame())
-    text = write_criteo(tmp_path / "rows.tsv", [criteo_row(number) for number in range(20)])
-    source, lines = opened(path), Criteo(path=str(text)).open("train", "error")
-    assert lines is not None
-    for touched in (path, text):
+    source = opened(written(tmp_path / "rows.parquet", frame()))
+    lines = opened_text(tmp_path / "rows.tsv", [criteo_row(number) for number in range(20)])
+    for touched in tmp_path.iterdir():
         os.utime(touched, ns=(5, 5))
-    assert len(read(source, 1)) == 10
-    assert len(lines.read(lines.slices(10)[0])) == 10
+    assert len(read(source, 1)) == len(read(lines)) == 10
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -251,16 +255,13 @@ def test_flipped_labels_are_other_data_although_the_footer_is_the_same(tmp_path:
 
 def test_text_is_known_by_its_ends(tmp_path: Path) -> None:
     rows = [criteo_row(number) for number in range(6000)]
-    first = Criteo(path=str(write_criteo(tmp_path / "log.tsv", rows))).open("train", "error")
-    assert first is not None
-    before = first.marks()
+    before = opened_text(tmp_path / "log.tsv", rows).marks()
     assert before[0].size > 1 << 20
     for row in (0, 5999):
         changed = [*rows[:row], str(1 - int(rows[row][0])) + rows[row][1:], *rows[row + 1 :]]
-        other = Criteo(path=str(write_criteo(tmp_path / "log.tsv", changed))).open("train", "error")
-        assert other is not None
-        assert other.marks()[0].size == before[0].size
-        assert other.marks() != before
+        after = opened_text(tmp_path / "log.tsv", changed).marks()
+        assert after[0].size == before[0].size
+        assert after != before
 
 
 def test_rows_that_are_made_are_known_by_their_options() -> None:

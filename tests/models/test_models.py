@@ -2,11 +2,18 @@
 
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shadowsync.assembly import make_module
+from shadowsync.choices import choose_all
+from shadowsync.config import parse
+from shadowsync.data.source import Feature, Schema
+from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError
 from shadowsync.models.dcn import CrossLayer, Dcn
 from shadowsync.models.deepfm import DeepFm
@@ -207,6 +214,24 @@ def test_a_seed_fixes_the_initial_values(spec: ModelSpec) -> None:
     second = spec.build(2, EQUAL_DIMS, sequences_for(spec)).state_dict()
 
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_modules_that_are_made_at_once_in_one_process_are_alike() -> None:
+    config = parse({"data": {"name": "synthetic"}, "train": {"seed": 5}})
+    choices, together = choose_all(config, own_model=False), Barrier(8)
+    schema = Schema(("x", "y"), (Feature("f", 9),))
+    tables = [Table("f", 9, 16, ("f",))]
+
+    def made() -> Tensor:
+        together.wait()
+        module = make_module(config, choices, schema, tables, None)
+        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+    before = torch.random.get_rng_state()
+    with ThreadPoolExecutor(8) as pool:
+        first, *others = [answer.result() for answer in [pool.submit(made) for _ in range(8)]]
+    assert all(torch.equal(first, other) for other in others)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @every_spec

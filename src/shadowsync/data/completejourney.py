@@ -277,16 +277,9 @@ def draw_exposures(
 ) -> pl.DataFrame:
     """Every purchase on promotion, and for each `negatives` offers of the same place that this household left.
 
-    A household that bought everything on offer adds no negatives. An offer may be drawn twice for one visit.
-
-    Args:
-        offers: distinct keys of store, week and product that are on promotion, ascending, `[R]`.
-        purchases: what was bought.
-        sizes: how many households, products and stores there are.
-        options: how many negatives, and the seed.
-
-    Returns:
-        `offer`, the position among the offers, with the names of its key, `household` and `label`, 1 if it was bought.
+    A household that bought everything on offer adds no negatives. An offer may be drawn twice for one visit. Offers are
+    distinct keys of store, week and product, ascending, `[R]`; a row has its position among them as `offer`, its store,
+    week and product, its household, and the label, 1 if it was bought.
     """
     households, products = sizes["household"], sizes["product"]
     bought = distinct(key_of(purchases, sizes, "store", "week", "product", "household"))  # in the order of the offers

@@ -105,9 +105,6 @@ def resolve(key: str, paths: str | Sequence[str], suffix: str | None = None) -> 
         key: the configuration key that holds `paths`, for messages.
         paths: local paths or URLs such as `s3://bucket/day_*.gz`.
         suffix: a folder stands for its files of this suffix; None: for nothing.
-
-    Raises:
-        DataError: a file is missing, empty or a folder, or a glob matches nothing.
     """
     patterns = [paths] if isinstance(paths, str) else list(paths)
     if not patterns:

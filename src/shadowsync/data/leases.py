@@ -29,13 +29,10 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True)
 class Lease:
-    """A trainer's hold on rows of one slice.
+    """A trainer's hold on rows of one slice, by its position among the source's, in an epoch, from 0.
 
     Attributes:
         number: unique in the book.
-        trainer: who holds it.
-        epoch: from 0.
-        slice: position among the source's slices.
         spans: the rows to train, as `(start, stop)`; those of a slice that was never opened reach to its end.
     """
 
@@ -86,11 +83,7 @@ class Position(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Position":
-        """The position in a checkpoint.
-
-        Raises:
-            CheckpointError: it is not one that `Reader.state` gives.
-        """
+        """The position in a checkpoint; raises `CheckpointError` if it is not one that `Reader.state` gives."""
         try:
             return msgspec.convert(state, cls)
         except msgspec.ValidationError as error:
@@ -179,8 +172,7 @@ class LeaseBook:
     def opened(self, lease: Lease, rows: int) -> bool:
         """Says that the slice turned out to have `rows` good rows; the rest counts as skipped, once.
 
-        Returns:
-            False if the lease is not held any more, or has nothing (left) to train.
+        False if the lease is not held any more, or has nothing (left) to train.
         """
         held = self._held.get(lease.number)
         if held is None:
@@ -195,8 +187,7 @@ class LeaseBook:
     def claim(self, lease: Lease, start: int, stop: int) -> int:
         """Says that the holder begins rows `start … stop − 1` of an opened lease now.
 
-        Returns:
-            How far it may go: at most `stop`; `start` where the rows are not its own any more.
+        Gives how far it may go: at most `stop`; `start` where the rows are not its own any more.
         """
         held = self._held.get(lease.number)
         if held is None or start < held[1].begun:
@@ -209,13 +200,9 @@ class LeaseBook:
         return start
 
     def done(self, lease: Lease, start: int, stop: int) -> bool:
-        """Rows `start … stop − 1` of the lease's slice were trained.
+        """Rows `start … stop − 1` of the lease's slice were trained; raises `DataError` if they were not leased.
 
-        Returns:
-            False if the lease is not held any more (its trainer was given up, so that others train these rows).
-
-        Raises:
-            DataError: they were not leased.
+        False if the lease is not held any more (its trainer was given up, so that others train these rows).
         """
         held = self._held.get(lease.number)
         if held is None:
@@ -238,12 +225,7 @@ class LeaseBook:
     def take_over(self, trainer: int, grain: int) -> Lease | None:
         """Moves to `trainer`, who has nothing left, at least half of what waits in the fullest lease of the others.
 
-        Args:
-            trainer: its rank.
-            grain: rows of a batch; at least that many stay together.
-
-        Returns:
-            None if nothing waits anywhere.
+        None if nothing waits anywhere. `grain` rows, those of a batch, stay together.
         """
         waiting: list[Span] = []
         most, fullest = 0, None
@@ -297,8 +279,7 @@ class LeaseBook:
     def restore(self, saved: BookState) -> None:
         """Goes on from a state of a book with the same slices and seed; there may be more epochs now, or fewer.
 
-        Raises:
-            CheckpointError: the state is of other data.
+        Raises `CheckpointError` if the state is of other data.
         """
         slices = self._slices
         if saved.slices != len(slices) or saved.rows != sum(slices):
@@ -345,12 +326,7 @@ class LeaseStatus(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Leave to train rows now.
-
-    Attributes:
-        number: place in the order in which batches are begun, over all trainers, from 0.
-        stop: the row before which to stop.
-    """
+    """Leave to train the rows before `stop` now, as the batch begun as `number`, from 0, over all trainers."""
 
     number: int
     stop: int
@@ -449,8 +425,7 @@ class LeaseService:
     def number_by(self, give: Callable[[Lease, int, int], int]) -> None:
         """Has somebody else number the batches: called for each claim, in their order, and not to call back.
 
-        Args:
-            give: numbers a batch, given the lease and the first row and the one after the last.
+        `give` numbers a batch, given the lease and the first row and the one after the last.
         """
         with self._changed:
             self._number = give

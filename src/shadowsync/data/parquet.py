@@ -120,11 +120,7 @@ class OpenParquet(FileRows):
 class Columns:
     """Columns of parquet files as they are, read beside the rows of a source of the same files, in their order.
 
-    Attributes:
-        types: by column.
-
-    Raises:
-        DataError: a file lacks one of them, or holds it as another type than the first.
+    Raises `DataError` if a file lacks one of them, or holds it as another type than the first.
     """
 
     def __init__(self, files: Sequence[File], names: Sequence[str], file_rows: Sequence[int]) -> None:
@@ -146,11 +142,7 @@ class Columns:
 
 
 class _Opened:
-    """A parquet file of which some columns are to be read, here or through a mirror.
-
-    Raises:
-        DataError: it is not a parquet file.
-    """
+    """A parquet file of which some columns are to be read, here or through a mirror."""
 
     def __init__(self, file: File, columns: Sequence[str]) -> None:
         self.file = file

@@ -35,9 +35,7 @@ class ReaderOptions:
     Attributes:
         batch_size: `B`; the last batch of a slice may be shorter.
         slice_rows: rows leased at once, best a multiple of `batch_size`.
-        epochs: passes over the data.
         shuffle: permute slices (unless the source is sequential), and rows inside a slice, anew in every epoch.
-        seed: of these permutations.
         readers: threads that parse.
         prefetch: slices parsed ahead for each trainer, besides the one it is at.
     """

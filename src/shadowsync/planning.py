@@ -196,7 +196,7 @@ def _trackers(rows: int, weight_bytes: int, share: float) -> ShownTable:
     title = f"Memory of the trackers of {words.count(rows)} rows ({words.data_size(weight_bytes)})"
     table = _table("priority", "memory", "of the weights", title=title)
     for name, priority in members("shadowsync.recovery", RowPriority).items():
-        taken = priority().memory_bytes(rows, round(weight_bytes / 4 / rows), share)
+        taken = priority.memory_bytes(rows, round(weight_bytes / 4 / rows), share)
         table.add_row(name, words.data_size(taken), words.percent(taken / weight_bytes, 2))
     return table
 

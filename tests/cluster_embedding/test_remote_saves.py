@@ -40,7 +40,7 @@ MIN_ROWS = 25
 
 def made(priority: str = "all", optimizer: Any = ADAGRAD) -> EmbeddingServer:
     """A server whose tables of at least 25 rows are tracked; all of them under `all`."""
-    tracking = RowTracking(PRIORITIES[priority](), 0.5, 1 if priority == "all" else MIN_ROWS, 0)
+    tracking = RowTracking(PRIORITIES[priority], 0.5, 1 if priority == "all" else MIN_ROWS, 0)
     return EmbeddingServer(SHARDS, TorchStorage, optimizer, 3, tracking)
 
 

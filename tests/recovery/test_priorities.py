@@ -24,7 +24,7 @@ COUNT = 10
 def made(name: str, rows: int = ROWS, share: float = SHARE, seed: int = 0) -> tuple[RowWatch, Tensor]:
     """A tracker and the weights of its shard."""
     weights = torch.randn(rows, DIM, generator=torch.Generator().manual_seed(seed))
-    return MEMBERS[name]().tracker(weights, share, seed), weights
+    return MEMBERS[name](weights, share, seed), weights
 
 
 def push(tracker: RowWatch, weights: Tensor, rows: list[int], by: float = 1.0) -> None:
@@ -67,12 +67,12 @@ def test_what_is_picked_is_rows_ascending_distinct_and_not_too_many(
 @EACH
 def test_memory_is_as_announced(name: str) -> None:
     tracker, weights = made(name)
-    announced = MEMBERS[name]().memory_bytes(ROWS, DIM, SHARE)
+    announced = MEMBERS[name].memory_bytes(ROWS, DIM, SHARE)
     assert held_bytes(tracker) == announced == {"all": 40, "mfu": 160, "scar": 480, "ssu": 40}[name]
     for _ in range(5):
         push(tracker, weights, list(range(ROWS)))
     assert held_bytes(tracker) == announced
-    assert MEMBERS["ssu"]().memory_bytes(2**31 + 8, 1, 0.125) == 8 * (2**28 + 1)
+    assert MEMBERS["ssu"].memory_bytes(2**31 + 8, 1, 0.125) == 8 * (2**28 + 1)
 
 
 @EACH

@@ -9,10 +9,10 @@ from shadowsync.config import RecoveryConfig, load, parse
 from shadowsync.embedding.table import Rows, Table
 from shadowsync.errors import ConfigError
 from shadowsync.recovery.failures import Gamma
-from shadowsync.recovery.priority_all import ChangedRows
-from shadowsync.recovery.priority_mfu import Counters
-from shadowsync.recovery.priority_scar import Changes
-from shadowsync.recovery.priority_ssu import Sample
+from shadowsync.recovery.priority_all import EveryRow
+from shadowsync.recovery.priority_mfu import MostFrequentlyUsed
+from shadowsync.recovery.priority_scar import Scar
+from shadowsync.recovery.priority_ssu import SubSampledUsed
 from shadowsync.recovery.settings import RecoverySettings, RowTracking, recovery_settings, row_tracking
 
 
@@ -105,7 +105,7 @@ def test_nothing_is_tracked_where_no_single_rows_are_saved(recovery: dict[str, A
 
 
 @pytest.mark.parametrize("mode", ["auto", "partial", None])
-@pytest.mark.parametrize(("priority", "kind"), [("scar", Changes), ("mfu", Counters), ("ssu", Sample)])
+@pytest.mark.parametrize(("priority", "kind"), [("scar", Scar), ("mfu", MostFrequentlyUsed), ("ssu", SubSampledUsed)])
 def test_tables_of_min_rows_are_tracked_however_they_are_cut(mode: str | None, priority: str, kind: type) -> None:
     made = tracking(mode=mode, priority=priority, min_rows=100, share=0.13)
     assert made is not None
@@ -117,4 +117,4 @@ def test_tables_of_min_rows_are_tracked_however_they_are_cut(mode: str | None, p
 def test_without_a_priority_every_table_is_tracked() -> None:
     made = tracking(mode="partial")
     assert made is not None
-    assert all(isinstance(made.watch(shard(table, 0, 9)), ChangedRows) for table in (BIG, SMALL))
+    assert all(isinstance(made.watch(shard(table, 0, 9)), EveryRow) for table in (BIG, SMALL))

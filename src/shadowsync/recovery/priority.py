@@ -4,7 +4,7 @@ CPR, arXiv 2011.02999, section 5: instead of every row each T_save, the share r 
 `R` rows of a shard, numbered from 0 in it; `D` their width; `K` rows picked.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -21,30 +21,31 @@ CHUNK = 1 << 20
 _HALF = 16
 
 
-class RowPriority(ABC):
-    """A way to choose rows: hyper-parameters only, what it observes is in its trackers."""
+class RowPriority(RowWatch):
+    """A way to choose rows, as it follows one shard all of whose rows are saved as they are when it is made.
+
+    Args:
+        weights: the shard's, float32 `[R, D]`.
+        share: r, the share of the rows that will be picked at a time, in (0, 1].
+        seed: of its random choices.
+        allocate: gives the memory to which `seen` writes (`seen_parts`); others in other processes may have it, too, of
+            which nothing but `seen` is called.
+    """
 
     name: ClassVar[str]
 
     @abstractmethod
-    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> RowWatch:
-        """A tracker of one shard all of whose rows are saved as they are now.
+    def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None: ...
 
-        Args:
-            weights: the shard's, float32 `[R, D]`.
-            share: r, the share of the rows that will be picked at a time, in (0, 1].
-            seed: of its random choices.
-            allocate: gives the memory to which `seen` writes (`seen_parts`); trackers in other processes may have it,
-                too, of which nothing but `seen` is called.
-        """
-
+    @classmethod
     @abstractmethod
-    def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
-        """Elements and type of what `tracker` allocates."""
+    def seen_parts(cls, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
+        """Elements and type of what is allocated for a shard."""
 
-    def memory_bytes(self, rows: int, dim: int, share: float) -> int:
-        """Memory that a tracker of `rows` rows of `dim` floats holds on to."""
-        return sum(count * dtype.itemsize for count, dtype in self.seen_parts(rows, share))
+    @classmethod
+    def memory_bytes(cls, rows: int, dim: int, share: float) -> int:
+        """Memory that one for `rows` rows of `dim` floats holds on to."""
+        return sum(count * dtype.itemsize for count, dtype in cls.seen_parts(rows, share))
 
 
 def checked(rows: Tensor, count: int) -> NDArray[np.int64]:

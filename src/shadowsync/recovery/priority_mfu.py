@@ -2,19 +2,16 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from shadowsync.embedding.watching import RowWatch
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
 from shadowsync.recovery.priority import RowPriority, checked, largest
 
 
-@dataclass(frozen=True)
 class MostFrequentlyUsed(RowPriority):
     """An access counter per row, less what a saved row was picked for (CPR-MFU, arXiv 2011.02999).
 
@@ -28,20 +25,14 @@ class MostFrequentlyUsed(RowPriority):
 
     name: ClassVar[str] = "mfu"
 
-    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> RowWatch:
-        return Counters(allocate(*self.seen_parts(len(weights), share)[0]))
-
-    def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
-        return [(rows, torch.int32)]
-
-
-class Counters(RowWatch):
-    """Accesses of each row, int32 `[R]`."""
-
-    def __init__(self, counts: Tensor) -> None:
-        self._counts = counts
+    def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None:
+        self._counts = allocate(*self.seen_parts(len(weights), share)[0])  # accesses of each row, int32 `[R]`
         self._turn = 0
         self._forget()
+
+    @classmethod
+    def seen_parts(cls, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
+        return [(rows, torch.int32)]
 
     def seen(self, rows: Tensor) -> None:
         checked(rows, len(self._counts))

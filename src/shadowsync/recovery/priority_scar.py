@@ -1,13 +1,11 @@
 """SCAR: the rows that moved furthest since they were saved."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from shadowsync.embedding.watching import RowWatch
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
 from shadowsync.recovery.priority import RowPriority, largest
@@ -15,7 +13,6 @@ from shadowsync.recovery.priority import RowPriority, largest
 CHUNK_ROWS = 1 << 16
 
 
-@dataclass(frozen=True)
 class Scar(RowPriority):
     """The largest L2 change since saved (Qiao et al. 2019, as CPR-SCAR in arXiv 2011.02999).
 
@@ -24,25 +21,19 @@ class Scar(RowPriority):
     """
 
     name: ClassVar[str] = "scar"
-
-    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> RowWatch:
-        return Changes(weights)
-
-    def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
-        return []
-
-    def memory_bytes(self, rows: int, dim: int, share: float) -> int:
-        return 4 * rows * dim
-
-
-class Changes(RowWatch):
-    """The weights as last saved."""
-
     sees: ClassVar[bool] = False
     compares: ClassVar[bool] = True
 
-    def __init__(self, weights: Tensor) -> None:
+    def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None:
         self._saved = weights.detach().clone(memory_format=torch.contiguous_format)
+
+    @classmethod
+    def seen_parts(cls, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
+        return []
+
+    @classmethod
+    def memory_bytes(cls, rows: int, dim: int, share: float) -> int:
+        return 4 * rows * dim
 
     def inherit(self) -> None:
         """How rows were saved last, only the one before knew: all of them count as moved furthest."""

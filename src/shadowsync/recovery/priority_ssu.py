@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shadowsync.embedding.watching import RowWatch
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
 from shadowsync.recovery.priority import RowPriority, checked
@@ -20,7 +18,6 @@ PERIOD = 2
 _INT32_ROWS = (1 << 31) - 1
 
 
-@dataclass(frozen=True)
 class SubSampledUsed(RowPriority):
     """A list of r · R entries from every second access, emptied at each save (CPR-SSU, arXiv 2011.02999).
 
@@ -30,26 +27,21 @@ class SubSampledUsed(RowPriority):
     In the paper an access takes any free entry, and a random one when the list is full. Here each row has one entry,
     which it shares with 1/r − 1 others and takes from them: no row stands in the list twice, so that it has room for
     more of them, and of those that share an entry the one used more is the likelier to stand in it.
+
+    Row `i` stands in the list as `i + 1` at `i mod capacity`, and 0 where none does; so in that of the save under way.
     """
 
     name: ClassVar[str] = "ssu"
 
-    def tracker(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> RowWatch:
-        return Sample(len(weights), allocate(*self.seen_parts(len(weights), share)[0]), seed)
-
-    def seen_parts(self, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
-        return [(max(1, math.ceil(share * rows)), torch.int32 if rows < _INT32_ROWS else torch.int64)]
-
-
-class Sample(RowWatch):
-    """The list `[capacity]`, and that of the save under way; row `i` stands as `i + 1` at `i mod capacity`, and 0 where
-    none does."""
-
-    def __init__(self, rows: int, entries: Tensor, seed: int) -> None:
-        self._rows = rows
-        self._list: NDArray[Any] = entries.numpy()
+    def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None:
+        self._rows = len(weights)
+        self._list: NDArray[Any] = allocate(*self.seen_parts(self._rows, share)[0]).numpy()
         self._aside: NDArray[Any] | None = None
         self._random = random.Random(seed)  # noqa: S311 (nothing is kept secret with it)
+
+    @classmethod
+    def seen_parts(cls, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
+        return [(max(1, math.ceil(share * rows)), torch.int32 if rows < _INT32_ROWS else torch.int64)]
 
     def seen(self, rows: Tensor) -> None:
         """Begins at a random one of each push: in bags of two, say, the second ids would else never be taken."""

@@ -88,7 +88,7 @@ class RowTracking:
     One save has this share of a shard's rows; tables of less than `min_rows` are not tracked and saved as a whole.
     """
 
-    priority: RowPriority
+    priority: type[RowPriority]
     share: float
     min_rows: int
     seed: int
@@ -96,13 +96,13 @@ class RowTracking:
     @property
     def sees(self) -> bool:
         """Pushes are of interest, not only the weights."""
-        return bool(self.priority.seen_parts(1, self.share))
+        return self.priority.sees
 
     def watch(self, own: Rows, allocate: Allocate = zeros) -> RowWatch | None:
         """A tracker of a shard whose rows are saved as they are; None if its table is small."""
         if own.table.rows < self.min_rows:
             return None
-        return self.priority.tracker(own.tensors["weight"], self.share, self.seed, allocate)
+        return self.priority(own.tensors["weight"], self.share, self.seed, allocate)
 
     def parts(self, shard: Shard) -> Sequence[tuple[int, torch.dtype]]:
         return [] if shard.table.rows < self.min_rows else self.priority.seen_parts(shard.rows, self.share)
@@ -119,6 +119,6 @@ def row_tracking(settings: RecoverySettings, seed: int) -> RowTracking | None:
     policy = policies(settings.goal.target_pls).get(settings.goal.mode)
     if policy is not None and not policy.by_priority:
         return None
-    priority = choose("recovery.priority", settings.priority, "shadowsync.recovery", RowPriority)()
+    priority = choose("recovery.priority", settings.priority, "shadowsync.recovery", RowPriority)
     min_rows = 1 if settings.priority == EVERYTHING else settings.min_rows
     return RowTracking(priority, settings.share, min_rows, seed)

@@ -1,6 +1,8 @@
-"""result.json, filled from a finished session."""
+"""result.json, filled from a finished session; what is converted has fields of the same names."""
 
 from typing import Any
+
+import msgspec
 
 from shadowsync.cluster.session import Session, by_name
 from shadowsync.metrics.quality import TestMetrics
@@ -65,14 +67,8 @@ def _data(session: Session, test: TestMetrics | None) -> result.Data:
 def _test(session: Session, measured: TestMetrics | None) -> result.Test | None:
     if measured is None or session.test_source is None:
         return None
-    return result.Test(
-        auc=measured.auc,
-        ne=measured.ne,
-        logloss=measured.logloss,
-        calibration=measured.calibration,
-        best_auc=session.test_source.best_auc,
-        curve=measured.curve,
-    )
+    found = msgspec.convert(measured, result.Test, from_attributes=True)
+    return msgspec.structs.replace(found, best_auc=session.test_source.best_auc)
 
 
 def _computing(session: Session) -> result.Computing | None:
@@ -106,16 +102,9 @@ def _aggregation(session: Session) -> result.Aggregation | None:
     done, chosen = session.aggregation, session.choices.aggregation
     if done is None or chosen is None:
         return None
-    return result.Aggregation(
-        global_steps=done.global_steps,
-        dropped=done.dropped,
-        mean_staleness=done.mean_staleness,
-        max_staleness=done.max_staleness,
+    return msgspec.structs.replace(
+        msgspec.convert(done, result.Aggregation, from_attributes=True),
         method=chosen.method.name,
-        mode=done.mode,
-        received=done.received,
-        staleness=done.staleness,
-        switches=done.switches,
         step_seconds=by_name(session.mean_step_s()),
         most_held_bytes=session.most_held_bytes,
     )

@@ -32,25 +32,21 @@ def test_a_death_and_a_return() -> None:
     }
 
 
-def test_the_end_of_a_save_does_not_revive_the_dead() -> None:
-    for started, died, ended in (("saving", "dead", "saved"), ("unreachable", "dead", "reachable")):
-        happened = zip((0.0, 1.0, 2.0), (started, died, ended), strict=True)
-        told = spans([RoleEvent(seconds, "trainer-0", event) for seconds, event in happened], until=3.0)
-        assert told["trainer-0"][-1] == Span(1.0, 3.0, "dead")
-
-
-def test_who_left_is_in_no_span_until_it_is_back() -> None:
-    events = [
-        RoleEvent(0.0, "trainer-0", "alive"),
-        RoleEvent(5.0, "trainer-0", "left"),
-        RoleEvent(8.0, "trainer-0", "alive"),
-    ]
-    assert spans(events, 9.0)["trainer-0"] == [Span(0.0, 5.0, "alive"), Span(8.0, 9.0, "alive")]
-
-
-def test_neighbours_of_one_state_are_one_span() -> None:
-    events = [RoleEvent(float(k), "driver", "alive") for k in range(3)]
-    assert spans(events, 4.0) == {"driver": [Span(0.0, 4.0, "alive")]}
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        # the end of a save does not revive the dead
+        (["saving", "dead", "saved"], [Span(0.0, 1.0, "saving"), Span(1.0, 4.0, "dead")]),
+        (["unreachable", "dead", "reachable"], [Span(0.0, 1.0, "unreachable"), Span(1.0, 4.0, "dead")]),
+        # who left is in no span until it is back
+        (["alive", "left", "alive"], [Span(0.0, 1.0, "alive"), Span(2.0, 4.0, "alive")]),
+        # neighbours of one state are one span
+        (["alive", "alive", "alive"], [Span(0.0, 4.0, "alive")]),
+    ],
+)
+def test_states_of_events_a_second_apart(events: list[Event], expected: list[Span]) -> None:
+    happened = [RoleEvent(float(second), "trainer-0", event) for second, event in enumerate(events)]
+    assert spans(happened, until=4.0) == {"trainer-0": expected}
 
 
 def test_roles_stand_as_a_batch_meets_them() -> None:

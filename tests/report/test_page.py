@@ -49,6 +49,8 @@ def test_a_full_page_has_every_plot_and_every_number() -> None:
         assert term in page.text
     assert page.text.count("Good:") == 7
     assert len(html) < 300_000
+    assert "Timeline" not in html
+    assert "emulated" not in html.lower()
 
 
 def test_a_run_on_a_cluster_has_a_timeline_and_its_events_in_words() -> None:
@@ -60,12 +62,6 @@ def test_a_run_on_a_cluster_has_a_timeline_and_its_events_in_words() -> None:
     assert "another" not in page.tags
     labels = [value or "" for _, name, value in page.attributes if name == "aria-label"]
     assert any(label.startswith("Timeline of the roles. The state of each role") for label in labels)
-
-
-def test_a_run_in_one_process_has_no_timeline() -> None:
-    html = render_page(make_result(), make_frames())
-    assert "Timeline" not in html
-    assert "emulated" not in html.lower()
 
 
 def test_an_emulated_run_is_labelled_wherever_its_speed_is_told() -> None:
@@ -138,10 +134,7 @@ def test_undefined_and_nan_figures() -> None:
     html = render_page(make_result(test=test), frames)
     assert "does not hold both labels" in html
     assert "nan" not in Page(html).text.lower().split()
-
-
-def test_a_test_set_of_one_sample_or_without_positives() -> None:
-    one = (CurvePoint(prediction=0.0, label=0.0, count=1),)
+    one = (CurvePoint(prediction=0.0, label=0.0, count=1),)  # a test set of one sample, without positives
     assert Page(render_page(make_result(test=make_test(curve=one)), make_frames(3))).tags.count("svg") == 7
 
 
@@ -156,10 +149,6 @@ def test_everything_is_escaped() -> None:
     page = Page(render_page(result, make_frames(3)))
     assert "script" not in page.tags
     assert attack in page.text
-
-
-def test_dollar_signs_are_no_formulas() -> None:
-    assert "$x_1$ \\frac" in line_chart("money", Axis("$x$"), Axis("y"), [Line([1.0, 2.0], [1.0, 2.0], "$x_1$ \\frac")])
 
 
 def test_headlines_say_it_in_words() -> None:
@@ -207,7 +196,8 @@ def test_labels_are_moved_apart(heights: list[float]) -> None:
     assert 0 <= moved[0] <= moved[-1] <= 1
 
 
-def test_bars_of_nothing() -> None:
+def test_dollar_signs_are_no_formulas_and_bars_of_nothing_are_drawn() -> None:
+    assert "$x_1$ \\frac" in line_chart("money", Axis("$x$"), Axis("y"), [Line([1.0, 2.0], [1.0, 2.0], "$x_1$ \\frac")])
     assert "0 bytes" in bar_chart("nothing", [Bar("pull", 0.0)], Axis("bytes", lambda value: f"{value:.0f} bytes"))
 
 

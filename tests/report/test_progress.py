@@ -1,6 +1,7 @@
 """The progress line on a terminal and elsewhere, and the final table."""
 
 import io
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,7 +10,12 @@ from rich.console import Console
 
 from shadowsync.report.measures import key_numbers
 from shadowsync.report.reporter import Progress, final_table, progress_line, trainer_speeds
-from shadowsync.report.result import Computing, Data, Recovery, RecoverySeconds
+from shadowsync.report.result import Computing, Data, Recovery, RecoverySeconds, Result
+
+
+def line_of(seconds_left: float | None = 75, trainers: int = 1, **changed: Any) -> str:
+    """The line of one frame of a run, changed like that, of any length."""
+    return progress_line(msgspec.structs.replace(make_frames(4, trainers)[1], **changed), seconds_left, columns=None)
 
 
 def console(*, terminal: bool, width: int = 120) -> Console:
@@ -40,38 +46,25 @@ def test_the_line_holds_what_a_person_watches() -> None:
 
 def test_the_line_says_how_many_times_fewer_bytes_cross() -> None:
     """Of every codec, for bytes are counted; not of what crosses as it is."""
-    frame = msgspec.structs.replace(
-        make_frames(4, trainers=1)[1],
-        wire_raw_bytes={"pull": 790, "push": 15_000, "dense": 7, "other": 5},
-        wire_bytes={"pull": 100, "push": 1000, "dense": 7, "other": 0},
-    )
-    assert "  wire pull 7.9x push 15x  " in progress_line(frame, 75, columns=None)
-    plain = msgspec.structs.replace(frame, wire_raw_bytes=frame.wire_bytes)
-    assert "wire" not in progress_line(plain, 75, columns=None)
+    sent = {"pull": 100, "push": 1000, "dense": 7, "other": 0}
+    raw = {"pull": 790, "push": 15_000, "dense": 7, "other": 5}
+    assert "  wire pull 7.9x push 15x  " in line_of(wire_raw_bytes=raw, wire_bytes=sent)
+    assert "wire" not in line_of(wire_raw_bytes=sent, wire_bytes=sent)
 
 
 def test_the_line_of_a_cluster_says_who_is_missing() -> None:
-    frame = msgspec.structs.replace(
-        make_frames(4)[1],
-        failures=2,
-        checkpointing=True,
-        roles={"trainer-10": "dead", "trainer-9": "restarting", "dense-0": "unreachable", "trainer-1": "saving"},
-        emulated_step_ms=20.0,
-    )
-    line = progress_line(frame, None, columns=None)
+    roles = {"trainer-10": "dead", "trainer-9": "restarting", "dense-0": "unreachable", "trainer-1": "saving"}
+    line = line_of(None, 2, failures=2, checkpointing=True, roles=roles, emulated_step_ms=20.0)
     assert "emulated examples/s" in line
     assert "saving  2 failures  trainer-9 restarting, trainer-10 dead and 1 more  — left" in line
 
 
 def test_the_line_of_a_gradient_method_has_steps_and_staleness_in_place_of_the_gap() -> None:
-    frame = msgspec.structs.replace(
-        make_frames(4, 1)[1], sync_gap=None, global_steps=1234, aggregation_mode="gba", staleness=0.84
-    )
-    line = progress_line(frame, 75, columns=None)
+    steps = {"sync_gap": None, "global_steps": 1234, "aggregation_mode": "gba"}
+    line = line_of(staleness=0.84, **steps)
     assert line.endswith("  gba step 1,234  staleness 0.8  1:15 left")
     assert "sync gap" not in line
-    still = msgspec.structs.replace(frame, staleness=None)
-    assert progress_line(still, 75, columns=None).endswith("  gba step 1,234  1:15 left")
+    assert line_of(staleness=None, **steps).endswith("  gba step 1,234  1:15 left")
 
 
 @pytest.mark.parametrize(
@@ -84,13 +77,12 @@ def test_the_line_of_a_gradient_method_has_steps_and_staleness_in_place_of_the_g
     ],
 )
 def test_the_line_says_what_was_lost_once_something_was(pls: float | None, target: float | None, shown: str) -> None:
-    frame = msgspec.structs.replace(make_frames(4, 1)[1], failures=2, pls=pls, target_pls=target)
-    assert progress_line(frame, None, columns=None).endswith(shown)
+    assert line_of(None, failures=2, pls=pls, target_pls=target).endswith(shown)
 
 
 def test_the_line_says_which_codecs_were_chosen() -> None:
-    frame = msgspec.structs.replace(make_frames(4, 1)[1], wire_codecs={"pull": "int8", "push": "bf16, int4"})
-    assert progress_line(frame, None, columns=None).endswith("codecs pull=int8 push=bf16/int4  — left")
+    line = line_of(None, wire_codecs={"pull": "int8", "push": "bf16, int4"})
+    assert line.endswith("codecs pull=int8 push=bf16/int4  — left")
 
 
 @pytest.mark.parametrize(
@@ -149,18 +141,14 @@ def test_elsewhere_lines_come_every_ten_seconds_and_the_last_one_always() -> Non
     assert "  0:00 left  trainers " in lines[-1]
 
 
-def test_the_last_line_is_not_printed_twice() -> None:
+@pytest.mark.parametrize("frames", [0, 1])
+def test_the_last_line_is_printed_once_and_nothing_without_frames(frames: int) -> None:
     screen = console(terminal=False)
     with Progress(screen, clock=lambda: 0.0) as progress:
-        progress.show(make_frames(1)[0])
-    assert len(lines_of(screen)) == 1
-
-
-def test_without_frames_nothing_is_printed() -> None:
-    screen = console(terminal=False)
-    with Progress(screen):
-        pass
-    assert printed(screen) == ""
+        for frame in make_frames(frames):
+            progress.show(frame)
+    assert len(lines_of(screen)) == frames
+    assert bool(printed(screen)) == bool(frames)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -187,51 +175,38 @@ def test_time_left_follows_the_recent_speed() -> None:
     assert [line.split("  ")[-2] for line in lines_of(screen)] == ["1:40 left", "0:09 left", "0:08 left"]
 
 
+def table_of(result: Result, width: int = 120) -> str:
+    screen = console(terminal=False, width=width)
+    screen.print(final_table(result))
+    return printed(screen)
+
+
 def test_final_table() -> None:
-    screen = console(terminal=False)
-    recovery = Recovery(
-        failures=2,
-        pls=0.001,
-        saves=3,
-        seconds=RecoverySeconds(save=0.0, load=0.0, lost=0.0, wait=0.0),
-        interval_s=None,
-        mode="full",
-    )
+    nothing = RecoverySeconds(save=0.0, load=0.0, lost=0.0, wait=0.0)
+    recovery = Recovery(failures=2, pls=0.001, saves=3, seconds=nothing, interval_s=None, mode="full")
     data = Data(train_samples=10, trained_samples=9, test_samples=2, skipped_rows=1)
-    screen.print(final_table(make_result(test=make_test(best_auc=0.95), recovery=recovery, data=data)))
-    shown = printed(screen)
+    shown = table_of(make_result(test=make_test(best_auc=0.95), recovery=recovery, data=data))
     for name in ("test AUC", "best reachable AUC", "test NE", "test calibration", "test log loss", "examples/s (EPS)"):
         assert name in shown
     for value in ("0.9500", "39,688", "1,024", "10.4", "bad rows skipped", "failures", "PLS 0.001"):
         assert value in shown
+    assert "AUC" not in table_of(make_result(test=None, sync=None, train=None, wire=None))
 
 
 def test_final_table_has_one_line_per_row_in_80_columns() -> None:
-    screen = console(terminal=False, width=80)
     result = make_result(test=make_test(best_auc=0.95))
-    screen.print(final_table(result))
-    lines = printed(screen).splitlines()
-    assert len(lines) == len(key_numbers(result))
-    assert "…" not in printed(screen)
+    shown = table_of(result, 80)
+    assert len(shown.splitlines()) == len(key_numbers(result))
+    assert "…" not in shown
 
 
 def test_final_table_cuts_no_number_where_a_meaning_or_a_value_is_long() -> None:
-    screen = console(terminal=False, width=80)
     why = "this processor does not multiply bf16: slow, train.precision=auto takes fp32"
     result = make_result(test=make_test(ne=4.5e30), computing=Computing("bf16", "torch", why))
-    screen.print(final_table(result))
-    shown = printed(screen)
+    shown = table_of(result, 80)
     assert "4.5e+30" in shown
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     for row in key_numbers(result):
         assert any(line.startswith(f"{row.name} {row.value}") for line in lines)
     assert "train.precision=auto" in shown, "the long meaning takes more lines"
     assert max(map(len, shown.splitlines())) <= 80
-
-
-def test_final_table_of_a_run_without_test_set_or_synchronisation() -> None:
-    screen = console(terminal=False)
-    screen.print(final_table(make_result(test=None, sync=None, train=None, wire=None)))
-    assert "AUC" not in printed(screen)
-    assert "sync" not in printed(screen)
-    assert "examples/s (EPS)" in printed(screen)

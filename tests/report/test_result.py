@@ -37,6 +37,7 @@ def whole_result() -> Result:
 
 def test_the_keys_are_those_of_the_design(tmp_path: Path) -> None:
     found = json.loads(write_result(tmp_path, whole_result()).read_text())
+    assert read_result(tmp_path) == whole_result()
     assert set(found) == {
         *("config", "seed", "versions", "machine", "data", "test", "train", "throughput", "sync", "wire"),
         *("aggregation", "recovery"),
@@ -65,11 +66,6 @@ def test_sections_that_do_not_apply_are_absent(tmp_path: Path) -> None:
     assert read_result(tmp_path) == result
 
 
-def test_written_and_read_again_is_equal(tmp_path: Path) -> None:
-    write_result(tmp_path, whole_result())
-    assert read_result(tmp_path) == whole_result()
-
-
 def test_an_undefined_measure_is_null(tmp_path: Path) -> None:
     write_result(tmp_path, make_result(test=make_test(auc=None, ne=math.nan)))
     assert json.loads((tmp_path / "result.json").read_text())["test"]["auc"] is None
@@ -90,20 +86,14 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_cut_in_half_is_named(tmp_path: Path) -> None:
+def test_what_is_cut_in_half_missing_or_no_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"result\.json: there is no such file; give the --out folder") as caught:
+        read_result(tmp_path)
+    assert caught.value.exit_status == 2
     path = write_result(tmp_path, make_result())
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DataError, match="not a result"):
         read_result(tmp_path)
-
-
-def test_a_folder_without_a_result_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"result\.json: there is no such file; give the --out folder") as caught:
-        read_result(tmp_path)
-    assert caught.value.exit_status == 2
-
-
-def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     with pytest.raises(DataError, match="cannot be read: Not a directory"):
         read_result(tmp_path / "x")
@@ -121,8 +111,5 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing(tmp_path: Path, mo
         write_result(tmp_path, make_result(1))
     assert (tmp_path / "result.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
-
-
-def test_a_missing_folder_is_a_save_error(tmp_path: Path) -> None:
-    with pytest.raises(SaveError, match="No such file or directory"):
+    with pytest.raises(SaveError, match=r"none/result\.json: cannot be written: No such file or directory"):
         write_result(tmp_path / "none", make_result())

@@ -20,16 +20,14 @@ def write(folder: Path, count: int = 5) -> Path:
     return folder / "metrics.jsonl"
 
 
-def test_what_is_appended_is_read_at_once(tmp_path: Path) -> None:
+def test_frames_are_read_at_once_and_a_new_run_does_not_keep_those_of_an_old_one(tmp_path: Path) -> None:
+    assert read_frames(tmp_path) == []
     frames = make_frames(3)
+    frames[1] = msgspec.structs.replace(frames[1], auc=None, ne_window=None, loss=None, sync_gap=None)
     with closing(write_frames(tmp_path)) as history:
         for i, frame in enumerate(frames):
             history.append(frame)
             assert read_frames(tmp_path) == frames[: i + 1]
-
-
-def test_a_new_run_does_not_keep_the_frames_of_an_old_one(tmp_path: Path) -> None:
-    write(tmp_path)
     write_frames(tmp_path).close()
     assert read_frames(tmp_path) == []
 
@@ -47,6 +45,10 @@ def test_a_last_line_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
     path = write(tmp_path, 5)
     path.write_bytes(path.read_bytes()[:-20])
     assert read_frames(tmp_path) == make_frames(5)[:4]
+    with closing(write_events(tmp_path, make_events()[:3])):
+        path = tmp_path / "events.jsonl"
+        path.write_bytes(path.read_bytes()[:-5])
+    assert read_events(tmp_path) == make_events()[:2]
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
@@ -59,17 +61,6 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     assert read_frames(tmp_path, told.append) == [make_frames(3)[0], make_frames(3)[2]]
     assert len(told) == 1
     assert "line 2 is not a frame" in told[0]
-
-
-def test_no_file_means_no_frames(tmp_path: Path) -> None:
-    assert read_frames(tmp_path) == []
-
-
-def test_undefined_measures_survive(tmp_path: Path) -> None:
-    frame = msgspec.structs.replace(make_frames(1)[0], auc=None, ne_window=None, loss=None, sync_gap=None)
-    with closing(write_frames(tmp_path)) as history:
-        history.append(frame)
-    assert read_frames(tmp_path) == [frame]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file of Linux that is always full")
@@ -100,13 +91,6 @@ def test_a_resumed_run_keeps_the_earlier_ones_and_a_new_one_does_not(tmp_path: P
     assert read_events(tmp_path) == [*earlier, later]
     write_events(tmp_path).close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_last_event_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
-    with closing(write_events(tmp_path, make_events()[:3])):
-        path = tmp_path / "events.jsonl"
-        path.write_bytes(path.read_bytes()[:-5])
-    assert read_events(tmp_path) == make_events()[:2]
 
 
 def test_an_event_that_nobody_knows_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """TensorBoard events, read back with TensorBoard's own loader."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from shadowsync.errors import SaveError
+from shadowsync.metrics.history import Frame
 from shadowsync.report.measures import final_scalars, scalars
 from shadowsync.report.tensorboard import TensorBoardLog
 
@@ -22,12 +24,15 @@ def read(folder: Path) -> list[list[Any]]:
     return [list(LegacyEventFileLoader(str(path)).Load()) for path in sorted((folder / "tensorboard").iterdir())]
 
 
+def written(folder: Path, frames: list[Frame], resumed_at: int | None = None) -> None:
+    with closing(TensorBoardLog(folder, resumed_at, wall_clock=lambda: 1_700_000_000.0)) as log:
+        for frame in frames:
+            log.append(frame)
+
+
 def test_every_frame_comes_back_at_its_number_of_samples(tmp_path: Path) -> None:
     frames = make_frames(3)
-    log = TensorBoardLog(tmp_path, wall_clock=lambda: 1_700_000_000.0)
-    for frame in frames:
-        log.append(frame)
-    log.close()
+    written(tmp_path, frames)
     ((version, *events),) = read(tmp_path)
     assert version.file_version == "brain.Event:2"
     assert [event.step for event in events] == [frame.samples for frame in frames]
@@ -88,13 +93,8 @@ def test_what_recovery_costs_has_tags_that_say_when_it_is_emulated() -> None:
 
 def test_a_resumed_run_writes_a_new_file_that_hides_what_was_lost(tmp_path: Path) -> None:
     frames = make_frames(4)
-    first = TensorBoardLog(tmp_path, wall_clock=lambda: 1_700_000_000.0)
-    for frame in frames:
-        first.append(frame)
-    first.close()
-    second = TensorBoardLog(tmp_path, resumed_at=frames[1].samples, wall_clock=lambda: 1_700_000_000.0)
-    second.append(frames[3])
-    second.close()
+    written(tmp_path, frames)
+    written(tmp_path, frames[3:], resumed_at=frames[1].samples)
     assert len(read(tmp_path)) == 2
     accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()

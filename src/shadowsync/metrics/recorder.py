@@ -274,7 +274,7 @@ class Recorder:
             )
 
     def _counted(self, at: float) -> _Mark:
-        """With the counts of the mark before of what the recorder does not know by itself."""
+        """The mark before with what the recorder knows by itself counted up to now."""
         # from the first batch, without the pause before a resume; never less than in the frame before
         since = 0.0 if self._all.first is None else max(at, self._all.last) - self._all.first
         return dataclasses.replace(
@@ -336,10 +336,10 @@ class Recorder:
             self._drain()
             done, seconds = self._all, self._mark.seconds
             self._base = _Base(
-                samples=total.samples - done.samples,
-                iterations=total.iterations - done.iterations,
-                seconds=self._base.seconds,
-                timed_samples=total.timed_samples - done.timed_samples,
+                total.samples - done.samples,
+                total.iterations - done.iterations,
+                self._base.seconds,
+                total.timed_samples - done.timed_samples,
             )
             self._quality.restore(state["quality"])
             self._mark = dataclasses.replace(self._counted(self._clock()), seconds=seconds)

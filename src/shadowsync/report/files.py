@@ -50,11 +50,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def read_bytes(path: Path, missing: str) -> bytes:
-    """The content of `path`.
-
-    Raises:
-        DataError: it is not there (`missing` says what to do) or cannot be read.
-    """
+    """The content of `path`; `DataError` if it is not there (`missing` says what to do) or cannot be read."""
     try:
         return path.read_bytes()
     except FileNotFoundError as error:

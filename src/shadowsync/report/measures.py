@@ -18,16 +18,12 @@ from shadowsync.report import words
 from shadowsync.report.result import (
     COIN,
     Aggregation,
-    Data,
     Recovery,
     Result,
-    Sync,
     Throughput,
-    Train,
     dead_of,
     mostly_dead,
     notable_recovery,
-    went_astray,
 )
 
 Value = float | None
@@ -47,6 +43,7 @@ _MODES = {
     "partial": "only the replacement of a dead server goes back to its checkpoint",
     "none": "nothing is saved for it: a replacement starts from what there is",
 }
+_ASTRAY = f"log loss {{0.astray.logloss:.2f}} over {{0.astray.samples:,}} samples, {COIN:.2f} is guessing"
 _ELP = "samples at once (ELP)"
 _ROLES_NAMED = 2
 _FINE: tuple[RoleState, ...] = ("alive", "saving", "left")
@@ -100,7 +97,7 @@ class Final:
     Attributes:
         read: its place in the result as `section.key` or `section`, or a function of it; None: it is not defined.
         name: of its row, which is there where the section is; empty: it has none.
-        meaning: in that row; may be made from the section, as `name` may.
+        meaning: in that row, `{0}` standing for the section; like `name` it may be made from that.
         show: how it is written, with its unit; empty: no row.
         column: heading in the comparison; empty: it is not compared.
         best: picks the best of several; None where there is no best.
@@ -154,11 +151,11 @@ def key_numbers(result: Result, table: Sequence[Final] | None = None) -> list[Ke
     for measure in KEY_NUMBERS if table is None else table:
         section = getattr(result, measure.section, None)
         if section is not None and measure.name and (shown := measure.show(measure.value(result))):
-            name, meaning = (text(section) if callable(text) else text for text in (measure.name, measure.meaning))
-            found.append(KeyNumber(name, shown, meaning))
+            told = [text(section) if callable(text) else text for text in (measure.name, measure.meaning)]
+            found.append(KeyNumber(told[0], shown, told[1].format(section)))
         elif measure.section == "units" and section is not None:
-            told = f"units that are 0 on all {words.count(section.rows)} test rows looked at"
-            found += [KeyNumber(f"dead in {layer}", dead_of(section, layer), told) for layer in mostly_dead(section)]
+            on = f"units that are 0 on all {words.count(section.rows)} test rows looked at"
+            found += [KeyNumber(f"dead in {layer}", dead_of(section, layer), on) for layer in mostly_dead(section)]
     return found
 
 
@@ -179,17 +176,6 @@ def _method(result: Result) -> str | None:
 
 def _or_missing(text: str | None) -> str:
     return text or words.MISSING
-
-
-def _astray(train: Train) -> str:
-    return words.decimal(peak.ne) if (peak := went_astray(train)) else ""
-
-
-def _astray_words(train: Train) -> str:
-    peak = went_astray(train)
-    return (
-        f"log loss {peak.logloss:.2f} over {words.count(peak.samples)} samples, {COIN:.2f} is guessing" if peak else ""
-    )
 
 
 def _made_by(done: Aggregation) -> str:
@@ -227,14 +213,6 @@ def _held(size: float | None) -> str:
 
 def _speed_name(speed: Throughput) -> str:
     return f"{'' if speed.emulated_step_ms is None else 'emulated '}examples/s (EPS)"
-
-
-def _merged_by(sync: Sync) -> str:
-    return f"steps between syncs ({sync.method}, {sync.schedule})"
-
-
-def _in_an_epoch(data: Data) -> str:
-    return f"{words.count(data.train_samples)} in an epoch"
 
 
 def _interval_name(recovery: Recovery) -> str:
@@ -450,7 +428,7 @@ KEY_NUMBERS: tuple[Final, ...] = (
     Final("test.logloss", "test log loss", "nats per sample, lower is better", column="log loss", best=min),
     Final("train.ne_window", "training NE, last window", "predictions made before training on them"),
     Final("units"),
-    Final("train", "training NE, worst", _astray_words, _astray),
+    Final("train.astray", "training NE, worst", _ASTRAY, _some(lambda peak: words.decimal(peak.ne))),
     Final("throughput.eps", _speed_name, "first to last batch, start-up left out", words.count, "examples/s", max),
     Final("throughput.elp", _ELP, "batch size × workers × trainers", words.count, _ELP),
     Final("throughput.seconds", "training time", "first to last batch", words.duration, "time"),
@@ -459,16 +437,22 @@ KEY_NUMBERS: tuple[Final, ...] = (
     ),
     Final("computing.precision", "precision", lambda how: how.why or "of the forward and backward pass", str),
     Final("throughput.startup_seconds", "start-up", "before the first batch", _some(words.duration)),
-    Final("sync.average_gap", "average sync gap", _merged_by, _digits(1), "steps between syncs"),
+    Final(
+        "sync.average_gap",
+        "average sync gap",
+        "steps between syncs ({0.method}, {0.schedule})",
+        _digits(1),
+        "steps between syncs",
+    ),
     Final("sync.count", "synchronisations", "all trainers", words.count),
     Final("aggregation.global_steps", "global steps", _made_by, words.count),
     Final("aggregation.dropped", "dropped gradients", "too late or too old to be used", words.count, "dropped"),
     Final("aggregation", "staleness, mean / largest", "global steps", _staleness),
     Final("aggregation.mean_staleness", show=_digits(2), column="staleness"),
-    Final("data.trained_samples", "trained samples", _in_an_epoch, words.count, "trained"),
+    Final("data.trained_samples", "trained samples", "{0.train_samples:,} in an epoch", words.count, "trained"),
     Final("data.test_samples", "test samples", "never trained on", words.count),
     Final("data.skipped_rows", "bad rows skipped", "data.on_bad_row=skip", _some(words.count)),
-    Final("recovery.saves", "checkpoints", lambda recovery: f"recovery mode {recovery.mode}", words.count),
+    Final("recovery.saves", "checkpoints", "recovery mode {0.mode}", words.count),
     Final("recovery.failures", "failures", _lost, _some(words.count)),
     Final(lambda result: (found := notable_recovery(result)) and found.mode, show=_or_missing, column="recovery"),
     Final(lambda result: (found := notable_recovery(result)) and found.pls, column="lost samples (PLS)"),

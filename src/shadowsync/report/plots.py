@@ -161,7 +161,11 @@ def line_chart(
         if reference is not None:
             axes.axhline(reference[0], color=_INK, linewidth=1.1, dashes=(4, 3), zorder=2)
             ends.append((*reference, _INK))
-        _label_ends(axes, ends)
+        low, high = axes.get_ylim()
+        ends.sort(key=lambda end: end[0])
+        heights = spread([(y - low) / (high - low) for y, _, _ in ends], _LABEL_GAP)  # of labels right of the curves
+        for height, (_, label, colour) in zip(heights, ends, strict=True):
+            axes.text(1.015, height, label, color=colour, va="center", transform=axes.transAxes)
         drawn = []
         for one in marks:
             colour = _INK if one.colour is None else _series(one.colour)
@@ -181,15 +185,6 @@ def _limits(curves: list[Sequence[float]], named: list[float], band: Band | None
         low, high = min(settled), max(settled)
     pad = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
     return low - pad, (high if band is None else max([high, *band.high])) + pad
-
-
-def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Writes each label, in its colour, right of the height its curve ends at; moved apart where ends are close."""
-    low, high = axes.get_ylim()
-    ends = sorted(ends, key=lambda end: end[0])
-    heights = spread([(y - low) / (high - low) for y, _, _ in ends], _LABEL_GAP)
-    for height, (_, label, colour) in zip(heights, ends, strict=True):
-        axes.text(1.015, height, label, color=colour, va="center", transform=axes.transAxes)
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:

@@ -29,10 +29,8 @@ DEAD_SHARE = 0.5
 COIN = math.log(2)
 """Log loss of whoever always predicts 0.5, in nats."""
 WILD = 1.5 * COIN
-"""Log loss above which training did not just begin but went astray.
-
-A bound on NE would not do: where positives are rare every model begins with a high one, as it begins near 0.5.
-"""
+"""Log loss above which training did not just begin but went astray. A bound on NE would not do: where positives are
+rare every model begins with a high one, as it begins near 0.5."""
 _PACKAGES = ("shadowsync", "torch", "fbgemm-gpu-cpu", "numpy", "polars", "pyarrow")
 
 
@@ -50,11 +48,8 @@ class Data(_Section, frozen=True):
 
 
 class Test(_Section, frozen=True):
-    """Quality on the test set; log loss in nats, calibration is mean prediction over mean label.
-
-    `best_auc` is that of the probabilities that made the labels, where the source knows them; `curve` the calibration
-    in bins of equal count.
-    """
+    """Quality on the test set, as `TestMetrics`; `best_auc` is that of the probabilities that made the labels, where
+    the source knows them."""
 
     __test__ = False  # pytest would take the class for a test
 
@@ -67,23 +62,22 @@ class Test(_Section, frozen=True):
 
 
 class Train(_Section, frozen=True):
-    """Quality of the predictions made before each sample was trained on: over the window and over all samples.
-
-    `peak` is the worst stretch of 10,000 samples.
-    """
+    """Quality of the predictions made before each sample was trained on; `peak` is the worst 10,000 samples."""
 
     ne_window: float | None
     ne_lifetime: float | None
     auc: float | None = None
     peak: Peak | None = None
 
+    @property
+    def astray(self) -> Peak | None:
+        """The peak, if that was far worse than knowing nothing."""
+        return self.peak if self.peak is not None and self.peak.logloss > WILD else None
+
 
 class Throughput(_Section, frozen=True):
-    """Speed; `seconds` from the first to the last trained batch, `startup_seconds` before that.
-
-    `emulated_step_ms` is there only if steps were made to take that long: the speed is then that of an emulated
-    machine.
-    """
+    """Speed; `seconds` from the first to the last trained batch, `startup_seconds` before that. `emulated_step_ms` is
+    there only if steps were made to take that long: the speed is then that of an emulated machine."""
 
     seconds: float
     eps: float
@@ -114,17 +108,8 @@ class Sync(_Section, frozen=True):
 
 
 class Wire(_Section, frozen=True):
-    """What crossed between roles, by kind (`pull`, `push`, `dense`).
-
-    Attributes:
-        bytes: as sent.
-        raw_bytes: as they would be without a codec.
-        codecs: the codec at the end; where trainers chose different ones (`auto`), all of them, the weakest first and
-            with commas between.
-        kept_share: of the elements, those that crossed; only of messages whose codec sends a part of them.
-        refreshes: thresholds chosen exactly for that.
-        early_refreshes: those of them that came early, because the share had left its band.
-    """
+    """What crossed between roles, by kind, as `WireTotals`; `codecs` are those at the end: where trainers chose
+    different ones (`auto`), all of them, the weakest first and with commas between."""
 
     bytes: dict[str, int]
     raw_bytes: dict[str, int]
@@ -218,18 +203,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def write_result(folder: Path, result: Result) -> Path:
-    """Writes `folder/result.json` whole or not at all; `SaveError` if it cannot be written."""
+    """Writes `folder/result.json` whole or not at all, which may be a `SaveError`."""
     path = folder / FILE_NAME
     write_atomically(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     return path
 
 
 def read_result(folder: Path) -> Result:
-    """The result of the run in `folder`.
-
-    Raises:
-        DataError: there is none, or the file is not what `write_result` writes.
-    """
+    """The result of the run in `folder`; `DataError` if there is none, or not what `write_result` writes."""
     path = folder / FILE_NAME
     content = read_bytes(path, f"give the --out folder of a finished run, in which training wrote {FILE_NAME}")
     try:
@@ -254,12 +235,6 @@ def dead_of(units: Units, layer: str) -> str:
     return f"{round(units.dead[layer] * units.sizes[layer]):,} of {units.sizes[layer]:,}"
 
 
-def went_astray(train: Train | None) -> Peak | None:
-    """The worst stretch of the training, if that was far worse than knowing nothing."""
-    peak = None if train is None else train.peak
-    return peak if peak is not None and peak.logloss > WILD else None
-
-
 def warnings(result: Result) -> Iterator[str]:
     """What a user must not overlook, a sentence each that says what to do."""
     train = result.config.get("train", {})
@@ -269,7 +244,7 @@ def warnings(result: Result) -> Iterator[str]:
         blocked = [layer for layer in layers if units.dead[layer] == 1]
         through = f", and nothing of what lies in front of {' and '.join(blocked)} gets through" if blocked else ""
         yield f"dead units: {found} were 0 on all {words.count(units.rows)} test rows looked at{through}: {do}"
-    if (peak := went_astray(result.train)) is not None:
+    if result.train is not None and (peak := result.train.astray) is not None:
         yield (
             f"training went astray: the log loss of samples {words.count(peak.end - peak.samples + 1)} to "
             f"{words.count(peak.end)} was {peak.logloss:.2f} (NE {words.decimal(peak.ne, 2)}), and always guessing 0.5 "

@@ -105,11 +105,13 @@ def test_one_label_leaves_ne_and_auc_undefined(label: float) -> None:
 
 
 def test_nothing_is_defined_before_the_first_sample() -> None:
-    quality = Quality(10)
-    quality.update(torch.empty(0), torch.empty(0))
-    lifetime = quality.lifetime
-    figures = (lifetime.logloss, quality.ne_window, lifetime.ne, lifetime.calibration, quality.auc)
-    assert figures == (None,) * 5
+    empty, restored = Quality(10), Quality(10)
+    empty.update(torch.empty(0), torch.empty(0))
+    restored.restore(json.loads(json.dumps(Quality(10).state())))
+    for quality in (empty, restored):
+        lifetime = quality.lifetime
+        figures = (lifetime.logloss, quality.ne_window, lifetime.ne, lifetime.calibration, quality.auc)
+        assert (lifetime.count, *figures) == (0, *[None] * 5)
 
 
 def test_state_goes_through_json_and_goes_on() -> None:
@@ -143,12 +145,6 @@ def test_a_smaller_window_after_a_resume_keeps_the_mean() -> None:
     first, second = feed(Quality(1_000), logits, labels, 100), Quality(10)
     second.restore(first.state())
     assert second.ne_window == pytest.approx(first.ne_window, rel=1e-5)
-
-
-def test_an_empty_state_is_restored() -> None:
-    quality = Quality(10)
-    quality.restore(json.loads(json.dumps(Quality(10).state())))
-    assert (quality.lifetime.count, quality.ne_window, quality.auc) == (0, None, None)
 
 
 @pytest.mark.parametrize("batch", [700, 10_000, 25_000])

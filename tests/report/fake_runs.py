@@ -61,19 +61,13 @@ def _frame(i: int, count: int, trainers: int, dice: random.Random) -> Frame:
 
 def make_failing_frames(count: int = 32, trainers: int = 3) -> list[Frame]:
     """Such a run under partial recovery, with three failures and four checkpoints in even steps."""
-    return [_failing(frame, (i + 1) / count) for i, frame in enumerate(make_frames(count, trainers))]
-
-
-def _failing(frame: Frame, share: float) -> Frame:
-    failures = int(3 * share + 1e-9)
-    return msgspec.structs.replace(
-        frame,
-        saves=int(4 * share),
-        failures=failures,
-        pls=0.021 * failures,
-        target_pls=0.1,
-        recovery_seconds={"save": 2.5 * int(4 * share), "load": 0.75 * failures, "lost": 0.0, "wait": 6.0 * failures},
-    )
+    found = []
+    for i, frame in enumerate(make_frames(count, trainers), start=1):
+        failures, saves = int(3 * i / count + 1e-9), int(4 * i / count)
+        spent = {"save": 2.5 * saves, "load": 0.75 * failures, "lost": 0.0, "wait": 6.0 * failures}
+        told = {"pls": 0.021 * failures, "target_pls": 0.1, "recovery_seconds": spent}
+        found.append(msgspec.structs.replace(frame, saves=saves, failures=failures, **told))
+    return found
 
 
 def make_recovery_result(**figures: Any) -> Recovery:

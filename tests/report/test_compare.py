@@ -37,19 +37,18 @@ def save(folder: Path, result: Result, frames: list[Frame]) -> Path:
     return folder
 
 
-def test_a_page_is_made_again_as_it_was(tmp_path: Path) -> None:
-    folder = save(tmp_path / "a", make_result(), make_frames(6))
-    remake_page(folder, tmp_path / "page.html")
-    assert (tmp_path / "page.html").read_text() == render_page(make_result(), make_frames(6))
-
-
-def test_a_page_is_made_again_with_its_timeline(tmp_path: Path) -> None:
-    folder = save(tmp_path / "a", make_result(), make_frames(6))
+def test_a_page_is_made_again_as_it_was_also_with_its_timeline_and_without_metrics(tmp_path: Path) -> None:
+    folder, page = save(tmp_path / "a", make_result(), make_frames(6)), tmp_path / "page.html"
+    remake_page(folder, page)
+    assert page.read_text() == render_page(make_result(), make_frames(6))
     with closing(write_events(folder)) as log:
         for event in make_events():
             log.append(event)
-    remake_page(folder, tmp_path / "page.html")
-    assert (tmp_path / "page.html").read_text() == render_page(make_result(), make_frames(6), make_events())
+    remake_page(folder, page)
+    assert page.read_text() == render_page(make_result(), make_frames(6), make_events())
+    (folder / "metrics.jsonl").unlink()
+    remake_page(folder, page)
+    assert "ended before the first report" in page.read_text()
 
 
 def best(runs: list[Run], heading: str) -> list[bool]:
@@ -70,13 +69,6 @@ def test_emulated_runs_are_labelled_and_win_nothing_by_speed() -> None:
 
 def with_eps(speed: Throughput, eps: float) -> Result:
     return make_result(1, throughput=msgspec.structs.replace(speed, eps=eps))
-
-
-def test_a_page_is_made_without_metrics(tmp_path: Path) -> None:
-    folder = save(tmp_path / "a", make_result(), make_frames(6))
-    (folder / "metrics.jsonl").unlink()
-    remake_page(folder, tmp_path / "page.html")
-    assert "ended before the first report" in (tmp_path / "page.html").read_text()
 
 
 def test_a_folder_without_a_result(tmp_path: Path) -> None:
@@ -122,9 +114,18 @@ def test_recovery_is_compared_where_some_run_recovers() -> None:
     assert '<th scope="col" class="right">lost samples (PLS)</th>' in render_comparison(several)
 
 
-def test_only_what_differs_is_listed() -> None:
+def differing(*configs: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    return differences([Run("run", make_result(config=config), []) for config in configs])
+
+
+def test_only_what_differs_is_listed_as_it_is_written_on_the_command_line() -> None:
     assert differences(runs()) == [("train.trainers", ["1", "2", "4"])]
     assert differences([runs()[0], runs()[0]]) == []
+    assert differing({"data": {"dense": ["a", "b"], "log_dense": True}}, {"data": {"dense": []}}) == [
+        ("data.dense", ["[a, b]", "[]"]),
+        ("data.log_dense", ["true", "—"]),
+    ]
+    assert differing({"x": 1}, {"y": 1}) == [("x", ["1", "—"]), ("y", ["—", "1"])]
 
 
 def rows_of(name: str, auc: float, data: dict[str, Any], samples: int = 310_000) -> Run:
@@ -164,17 +165,6 @@ def test_other_settings_of_the_data_leave_the_test_the_same() -> None:
     assert "data.seed" in notices([rows_of("one", 0.9, made), rows_of("two", 0.8, made | {"seed": 7})])[0]
 
 
-def test_differences_are_written_as_on_the_command_line() -> None:
-    configs: list[dict[str, Any]] = [{"data": {"dense": ["a", "b"], "log_dense": True}}, {"data": {"dense": []}}]
-    found = differences([Run(name, make_result(config=config), []) for name, config in zip("ab", configs, strict=True)])
-    assert found == [("data.dense", ["[a, b]", "[]"]), ("data.log_dense", ["true", "—"])]
-
-
-def test_a_key_one_run_lacks_is_a_difference() -> None:
-    pair = [Run("a", make_result(config={"x": 1}), []), Run("b", make_result(config={"y": 1}), [])]
-    assert differences(pair) == [("x", ["1", "—"]), ("y", ["—", "1"])]
-
-
 def test_the_page_overlays_the_runs(tmp_path: Path) -> None:
     write_comparison(runs(), tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
@@ -197,14 +187,11 @@ def test_long_names_leave_room_for_the_curves() -> None:
     assert "20261121-112544-3f1c</th>" in long
 
 
-def test_more_runs_than_colours() -> None:
-    html = render_comparison([Run(f"run {i}", make_result(i + 1), make_frames(3)) for i in range(11)])
+def test_more_runs_than_colours_and_names_that_are_escaped() -> None:
+    several = [Run(f"run {i}", make_result(i + 1), make_frames(3)) for i in range(10)]
+    html = render_comparison([Run("<script>$a$", make_result(1), make_frames(3)), *several])
     assert "var(--series-7)" in html
     assert "var(--series-8)" not in html
-
-
-def test_names_are_escaped() -> None:
-    html = render_comparison([Run("<script>$a$", make_result(1), make_frames(3)), *runs()])
     assert "<script" not in html
     assert "&lt;script&gt;$a$" in html
 

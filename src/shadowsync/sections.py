@@ -32,11 +32,11 @@ def make_result(
         data=_data(session, test),
         test=_test(session, test),
         units=units,
-        train=result.Train(
+        train=result.TrainSection(
             ne_window=quality.ne_window, ne_lifetime=quality.lifetime.ne, auc=quality.auc, peak=quality.peak
         ),
         computing=_computing(session),
-        throughput=result.Throughput(
+        throughput=result.ThroughputSection(
             seconds=speed.seconds,
             eps=speed.eps,
             elp=train.batch_size * train.workers * train.trainers,
@@ -51,12 +51,12 @@ def make_result(
     )
 
 
-def _data(session: Session, test: TestMetrics | None) -> result.Data:
+def _data(session: Session, test: TestMetrics | None) -> result.DataSection:
     test_samples = test.samples if test is not None else 0
     skipped = sum(epoch.skipped for epoch in session.reader.epochs())
     if session.test_source is not None:
         skipped += session.test_source.rows - test_samples
-    return result.Data(
+    return result.DataSection(
         train_samples=session.train_source.rows,
         trained_samples=session.reader.trained,
         test_samples=test_samples,
@@ -64,31 +64,31 @@ def _data(session: Session, test: TestMetrics | None) -> result.Data:
     )
 
 
-def _test(session: Session, measured: TestMetrics | None) -> result.Test | None:
+def _test(session: Session, measured: TestMetrics | None) -> result.TestSection | None:
     if measured is None or session.test_source is None:
         return None
-    found = msgspec.convert(measured, result.Test, from_attributes=True)
+    found = msgspec.convert(measured, result.TestSection, from_attributes=True)
     return msgspec.structs.replace(found, best_auc=session.test_source.best_auc)
 
 
-def _computing(session: Session) -> result.Computing | None:
+def _computing(session: Session) -> result.ComputingSection | None:
     """None where no trainer was ever there to say so."""
     if not (ways := session.computing()):
         return None
     others = tuple(f"{way.precision}, {way.kernels}" for way in ways[1:])
-    return result.Computing(ways[0].precision, ways[0].kernels, ways[0].why or None, others)
+    return result.ComputingSection(ways[0].precision, ways[0].kernels, ways[0].why or None, others)
 
 
-def _sync(session: Session, iterations: int) -> result.Sync | None:
+def _sync(session: Session, iterations: int) -> result.SyncSection | None:
     if (chosen := session.choices).aggregation is not None:
         return None
     syncs = session.sync_count
-    return result.Sync(chosen.method.name, chosen.schedule.name, syncs, average_sync_gap(iterations, syncs))
+    return result.SyncSection(chosen.method.name, chosen.schedule.name, syncs, average_sync_gap(iterations, syncs))
 
 
-def _wire(session: Session) -> result.Wire:
+def _wire(session: Session) -> result.WireSection:
     totals = session.wire_totals()
-    return result.Wire(
+    return result.WireSection(
         bytes=totals["bytes"],
         raw_bytes=totals["raw_bytes"],
         codecs=session.codecs(),
@@ -98,22 +98,22 @@ def _wire(session: Session) -> result.Wire:
     )
 
 
-def _aggregation(session: Session) -> result.Aggregation | None:
+def _aggregation(session: Session) -> result.AggregationSection | None:
     done, chosen = session.aggregation, session.choices.aggregation
     if done is None or chosen is None:
         return None
     return msgspec.structs.replace(
-        msgspec.convert(done, result.Aggregation, from_attributes=True),
+        msgspec.convert(done, result.AggregationSection, from_attributes=True),
         method=chosen.method.name,
         step_seconds=by_name(session.mean_step_s()),
         most_held_bytes=session.most_held_bytes,
     )
 
 
-def _recovery(session: Session, keeping: RecoveryController, load_s: float) -> result.Recovery:
+def _recovery(session: Session, keeping: RecoveryController, load_s: float) -> result.RecoverySection:
     """No sample is lost and nobody waits when a trainer dies: the others train its rows."""
     settings = keeping.settings
-    return result.Recovery(
+    return result.RecoverySection(
         failures=session.failures,
         pls=keeping.account.pls,
         saves=keeping.saver.saves,

@@ -12,16 +12,16 @@ from shadowsync.config import Config
 from shadowsync.metrics.history import Frame, RoleEvent
 from shadowsync.metrics.quality import evaluate_scores
 from shadowsync.report.result import (
-    Aggregation,
-    Data,
-    Recovery,
+    AggregationSection,
+    DataSection,
     RecoverySeconds,
+    RecoverySection,
     Result,
-    Sync,
-    Test,
-    Throughput,
-    Train,
-    Wire,
+    SyncSection,
+    TestSection,
+    ThroughputSection,
+    TrainSection,
+    WireSection,
     machine,
     versions,
 )
@@ -70,7 +70,7 @@ def make_failing_frames(count: int = 32, trainers: int = 3) -> list[Frame]:
     return found
 
 
-def make_recovery_result(**figures: Any) -> Recovery:
+def make_recovery_result(**figures: Any) -> RecoverySection:
     """What `make_failing_frames` ends with."""
     known: dict[str, Any] = {
         "failures": 3,
@@ -84,7 +84,7 @@ def make_recovery_result(**figures: Any) -> Recovery:
         "why": "partial recovery: 0.60 % of the time with a save every 44.8 h, and full recovery 8.35 % of the time "
         "with a save every 2.3 h; a PLS of 0.1 is expected, the target is 0.1",
     }
-    return Recovery(**{**known, **figures})
+    return RecoverySection(**{**known, **figures})
 
 
 def make_gradient_frames(count: int = 32, workers: int = 8) -> list[Frame]:
@@ -105,7 +105,7 @@ def _aggregated(frame: Frame, share: float, workers: int) -> Frame:
     )
 
 
-def make_aggregation(workers: int = 8, **figures: Any) -> Aggregation:
+def make_aggregation(workers: int = 8, **figures: Any) -> AggregationSection:
     """What `make_gradient_frames` ends with."""
     known: dict[str, Any] = {
         "global_steps": 900,
@@ -123,7 +123,7 @@ def make_aggregation(workers: int = 8, **figures: Any) -> Aggregation:
         "step_seconds": {f"0.{i}": 0.09 if i % 8 == 0 else 0.04 + 0.001 * i for i in range(workers)},
         "most_held_bytes": 6_300_000,
     }
-    return Aggregation(**{**known, **figures})
+    return AggregationSection(**{**known, **figures})
 
 
 def make_gradient_result(workers: int = 8, **sections: Any) -> Result:
@@ -157,14 +157,14 @@ def make_result(trainers: int = 2, **sections: Any) -> Result:
         "seed": 0,
         "versions": versions(),
         "machine": machine(),
-        "data": Data(train_samples=TOTAL, trained_samples=TOTAL, test_samples=310_000),
-        "train": Train(ne_window=0.5812, ne_lifetime=0.6401),
+        "data": DataSection(train_samples=TOTAL, trained_samples=TOTAL, test_samples=310_000),
+        "train": TrainSection(ne_window=0.5812, ne_lifetime=0.6401),
         "test": make_test(),
-        "throughput": Throughput(
+        "throughput": ThroughputSection(
             seconds=32.0, eps=39_687.5, elp=elp, eps_per_trainer=(19_800.0,) * trainers, startup_seconds=4.2
         ),
-        "sync": Sync(method="easgd", schedule="background", count=4480, average_gap=10.4),
-        "wire": Wire(
+        "sync": SyncSection(method="easgd", schedule="background", count=4480, average_gap=10.4),
+        "wire": WireSection(
             bytes={"pull": 1_280_000_000, "push": 1_280_000_000, "dense": 704_000_000},
             raw_bytes={"pull": 2_560_000_000, "push": 2_560_000_000, "dense": 704_000_000},
         ),
@@ -172,14 +172,14 @@ def make_result(trainers: int = 2, **sections: Any) -> Result:
     return Result(**{**known, **sections})
 
 
-def make_test(samples: int = 20_000, **figures: Any) -> Test:
+def make_test(samples: int = 20_000, **figures: Any) -> TestSection:
     """A test set whose positives have higher logits, slightly overpredicted."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(samples, generator=generator) * 2.2 - 2.4
     labels = (torch.rand(samples, generator=generator) < (logits - 0.1).sigmoid()).float()
     metrics = evaluate_scores(logits, labels)
     known = {name: getattr(metrics, name) for name in ("auc", "ne", "logloss", "calibration", "curve")}
-    return Test(**{**known, **figures})
+    return TestSection(**{**known, **figures})
 
 
 def make_events(seconds: float = 32.0, trainers: int = 3) -> list[RoleEvent]:

@@ -23,9 +23,9 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 from shadowsync.metrics.history import RoleEvent
-from shadowsync.report.compare import Run, render_comparison
+from shadowsync.report.compare import PastRun, render_comparison
 from shadowsync.report.page import render_page
-from shadowsync.report.result import Throughput
+from shadowsync.report.result import ThroughputSection
 
 CHROMIUM = shutil.which("chromium")
 CHROMEDRIVER = shutil.which("chromedriver")
@@ -68,11 +68,11 @@ def unruly_page() -> str:
 
 
 def comparison_page() -> str:
-    runs = [Run(f"run-{i}", make_result(i), make_frames(20, i, seed=i)) for i in range(1, 11)]
-    return render_comparison([*runs, Run("with-a-rather-long-name-of-its-own", make_result(2), make_frames(1))])
+    runs = [PastRun(f"run-{i}", make_result(i), make_frames(20, i, seed=i)) for i in range(1, 11)]
+    return render_comparison([*runs, PastRun("with-a-rather-long-name-of-its-own", make_result(2), make_frames(1))])
 
 
-EMULATED = Throughput(seconds=32.0, eps=9e4, elp=512, eps_per_trainer=(3e4,) * 3, emulated_step_ms=20.0)
+EMULATED = ThroughputSection(seconds=32.0, eps=9e4, elp=512, eps_per_trainer=(3e4,) * 3, emulated_step_ms=20.0)
 PAGES = {
     "full": lambda: render_page(make_result(test=make_test(best_auc=0.95)), make_frames()),
     "cluster": lambda: render_page(make_result(3, throughput=EMULATED), make_frames(32, 3), make_events()),

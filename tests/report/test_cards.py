@@ -19,21 +19,21 @@ from fake_runs import (
 )
 
 from shadowsync.metrics.history import Frame, RoleEvent
-from shadowsync.report.cards import Section, aggregation_section, histogram, recovery_section, timeline_section
-from shadowsync.report.compare import Run, compare
+from shadowsync.report.cards import PageSection, aggregation_section, histogram, recovery_section, timeline_section
+from shadowsync.report.compare import PastRun, compare
 from shadowsync.report.measures import key_numbers
 from shadowsync.report.page import render_page
-from shadowsync.report.result import Aggregation, Recovery, RecoverySeconds, Result, Wire
+from shadowsync.report.result import AggregationSection, RecoverySeconds, RecoverySection, Result, WireSection
 
 NOTHING = RecoverySeconds(save=0.0, load=0.0, lost=0.0, wait=0.0)
 
 
-def there(section: Section | None) -> Section:
+def there(section: PageSection | None) -> PageSection:
     assert section is not None
     return section
 
 
-def svg(section: Section, card: int = 0) -> str:
+def svg(section: PageSection, card: int = 0) -> str:
     drawn = section.cards[card].svg
     assert drawn is not None
     return drawn
@@ -88,7 +88,7 @@ def test_a_method_that_never_changes_has_no_mode_over_time() -> None:
 
 
 def test_a_result_of_before_there_were_details_is_shown() -> None:
-    bare = make_result(1, sync=None, aggregation=Aggregation(10, 1, 0.5, 3))
+    bare = make_result(1, sync=None, aggregation=AggregationSection(10, 1, 0.5, 3))
     assert titles(bare, make_frames(4, 1)) == ["Staleness", "Dropped gradients", "Step time of the workers"]
     assert "No gradient was applied." in render_page(bare, make_frames(4, 1))
 
@@ -131,7 +131,7 @@ def test_the_page_speaks_of_gradients_and_not_of_replicas() -> None:
 def test_the_terminal_s_table_and_the_comparison_name_the_method() -> None:
     told = {row.name: row.meaning for row in key_numbers(make_gradient_result())}
     assert told["global steps"] == "made by auto, 2 switches"
-    runs = [Run("a", make_result(2), []), Run("b", make_gradient_result(), [])]
+    runs = [PastRun("a", make_result(2), []), PastRun("b", make_gradient_result(), [])]
     headings, rows = compare(runs)
     cells = [dict(zip(headings, (cell.text for cell in row), strict=True)) for row in rows]
     assert [row["method"] for row in cells] == ["easgd", "auto"]
@@ -151,7 +151,7 @@ def test_frames_are_read_as_they_were_written_and_older_ones_too() -> None:
 # --- recovery --------------------------------------------------------------------------------------------------------
 
 
-def recovery(frames: list[Frame] | None = None, events: list[RoleEvent] | None = None, **figures: Any) -> Section:
+def recovery(frames: list[Frame] | None = None, events: list[RoleEvent] | None = None, **figures: Any) -> PageSection:
     result = make_result(3, recovery=make_recovery_result(**figures))
     told = make_decisions() if events is None else events
     return there(recovery_section(result, make_failing_frames() if frames is None else frames, told))
@@ -161,7 +161,7 @@ def recovery(frames: list[Frame] | None = None, events: list[RoleEvent] | None =
     ("mode", "failures", "told"), [("none", 0, False), ("none", 1, True), ("full", 0, True), ("partial", 0, True)]
 )
 def test_recovery_is_there_where_there_is_something_to_tell(mode: str, failures: int, told: bool) -> None:
-    plain = Recovery(failures=failures, pls=0.0, saves=1, seconds=NOTHING, interval_s=None, mode=mode)
+    plain = RecoverySection(failures=failures, pls=0.0, saves=1, seconds=NOTHING, interval_s=None, mode=mode)
     assert (recovery_section(make_result(recovery=plain), make_frames(), []) is not None) == told
     html = render_page(make_result(recovery=plain), make_frames())
     assert ('id="recovery"' in html) == told
@@ -258,7 +258,7 @@ def test_switches_and_codecs_are_no_decisions_on_recovery_but_stand_on_the_timel
 
 
 def test_the_page_names_the_codecs_at_the_end() -> None:
-    wire = Wire(bytes={"pull": 3}, raw_bytes={"pull": 9}, codecs={"pull": "int8, int4", "push": "plain"})
+    wire = WireSection(bytes={"pull": 3}, raw_bytes={"pull": 9}, codecs={"pull": "int8, int4", "push": "plain"})
     html = render_page(make_result(1, wire=wire), make_frames())
     assert "Codecs at the end: pulled embeddings int8, int4." in html
 
@@ -266,7 +266,7 @@ def test_the_page_names_the_codecs_at_the_end() -> None:
 # --- the timeline of the roles ---------------------------------------------------------------------------------------
 
 
-def timeline(events: list[RoleEvent], frames: list[Frame] | None = None) -> Section:
+def timeline(events: list[RoleEvent], frames: list[Frame] | None = None) -> PageSection:
     return there(timeline_section(events, make_frames() if frames is None else frames))
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from shadowsync.errors import DataError
 from shadowsync.metrics.history import Frame
 from shadowsync.report.compare import (
-    Run,
+    PastRun,
     compare,
     comparison_table,
     differences,
@@ -25,7 +25,7 @@ from shadowsync.report.compare import (
 )
 from shadowsync.report.files import write_events, write_frames
 from shadowsync.report.page import render_page
-from shadowsync.report.result import Data, Result, Throughput, write_result
+from shadowsync.report.result import DataSection, Result, ThroughputSection, write_result
 
 
 def save(folder: Path, result: Result, frames: list[Frame]) -> Path:
@@ -51,23 +51,26 @@ def test_a_page_is_made_again_as_it_was_also_with_its_timeline_and_without_metri
     assert "ended before the first report" in page.read_text()
 
 
-def best(runs: list[Run], heading: str) -> list[bool]:
+def best(runs: list[PastRun], heading: str) -> list[bool]:
     headings, rows = compare(runs)
     return [row[headings.index(heading)].best for row in rows]
 
 
 def test_emulated_runs_are_labelled_and_win_nothing_by_speed() -> None:
-    fast = Throughput(seconds=3.0, eps=90_000.0, elp=512, eps_per_trainer=(90_000.0,), emulated_step_ms=5.0)
-    pair = [Run("real", make_result(1), make_frames(5)), Run("fake", make_result(1, throughput=fast), make_frames(5))]
+    fast = ThroughputSection(seconds=3.0, eps=90_000.0, elp=512, eps_per_trainer=(90_000.0,), emulated_step_ms=5.0)
+    pair = [
+        PastRun("real", make_result(1), make_frames(5)),
+        PastRun("fake", make_result(1, throughput=fast), make_frames(5)),
+    ]
     assert best(pair, "examples/s") == [False, False]
-    assert best([pair[1], Run("slow", with_eps(fast, 9.0), [])], "examples/s") == [True, False]
+    assert best([pair[1], PastRun("slow", with_eps(fast, 9.0), [])], "examples/s") == [True, False]
     assert "fake (emulated)</th>" in render_comparison(pair)
     console = Console(file=io.StringIO(), width=120, color_system=None)
     console.print(comparison_table(pair))
     assert "fake (emulated)" in console.file.getvalue()
 
 
-def with_eps(speed: Throughput, eps: float) -> Result:
+def with_eps(speed: ThroughputSection, eps: float) -> Result:
     return make_result(1, throughput=msgspec.structs.replace(speed, eps=eps))
 
 
@@ -84,11 +87,11 @@ def test_runs_are_told_apart_by_name_or_path(tmp_path: Path) -> None:
     assert [run.name for run in read_runs(folders)] == [str(folders[0]), str(folders[1]), "other"]
 
 
-def runs() -> list[Run]:
+def runs() -> list[PastRun]:
     return [
-        Run("one", make_result(1, test=make_test(auc=0.91, ne=0.62)), make_frames(5, 1)),
-        Run("two", make_result(2, test=make_test(auc=0.93, ne=0.61)), make_frames(5, 2)),
-        Run("bare", make_result(4, test=None, sync=None), []),
+        PastRun("one", make_result(1, test=make_test(auc=0.91, ne=0.62)), make_frames(5, 1)),
+        PastRun("two", make_result(2, test=make_test(auc=0.93, ne=0.61)), make_frames(5, 2)),
+        PastRun("bare", make_result(4, test=None, sync=None), []),
     ]
 
 
@@ -104,8 +107,8 @@ def test_recovery_is_compared_where_some_run_recovers() -> None:
     names, _ = compare(runs())
     assert not {"recovery", "lost samples (PLS)"} & set(names)
     idle = make_recovery_result(mode="none", failures=0, pls=0.0)
-    partial = Run("partial", make_result(3, recovery=make_recovery_result()), [])
-    several = [runs()[0], partial, Run("idle", make_result(recovery=idle), [])]
+    partial = PastRun("partial", make_result(3, recovery=make_recovery_result()), [])
+    several = [runs()[0], partial, PastRun("idle", make_result(recovery=idle), [])]
     headings, rows = compare(several)
     assert headings == [*names, "recovery", "lost samples (PLS)"]
     told = [[cell.text for cell in cells[-2:]] for cells in rows]
@@ -115,7 +118,7 @@ def test_recovery_is_compared_where_some_run_recovers() -> None:
 
 
 def differing(*configs: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    return differences([Run("run", make_result(config=config), []) for config in configs])
+    return differences([PastRun("run", make_result(config=config), []) for config in configs])
 
 
 def test_only_what_differs_is_listed_as_it_is_written_on_the_command_line() -> None:
@@ -128,10 +131,10 @@ def test_only_what_differs_is_listed_as_it_is_written_on_the_command_line() -> N
     assert differing({"x": 1}, {"y": 1}) == [("x", ["1", "—"]), ("y", ["—", "1"])]
 
 
-def rows_of(name: str, auc: float, data: dict[str, Any], samples: int = 310_000) -> Run:
+def rows_of(name: str, auc: float, data: dict[str, Any], samples: int = 310_000) -> PastRun:
     """A run with a section `data` of its own."""
-    counts = Data(train_samples=5, trained_samples=5, test_samples=samples)
-    return Run(name, make_result(config={"data": data}, data=counts, test=make_test(auc=auc)), [])
+    counts = DataSection(train_samples=5, trained_samples=5, test_samples=samples)
+    return PastRun(name, make_result(config={"data": data}, data=counts, test=make_test(auc=auc)), [])
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,7 @@ def test_other_settings_of_the_data_leave_the_test_the_same() -> None:
     pair = [rows_of("one", 0.9, parquet | {"path": "x", "readers": 1}), rows_of("two", 0.8, parquet | {"path": "y"})]
     assert notices(pair) == []
     assert [cell.best for cells in compare(pair)[1] for cell in cells].count(True) == 1
-    untested = Run("bare", make_result(test=None, config={"data": {"name": "synthetic"}}), [])
+    untested = PastRun("bare", make_result(test=None, config={"data": {"name": "synthetic"}}), [])
     assert notices([*pair, untested]) == []
     made = {"name": "synthetic", "rows": 5, "test_rows": 9}
     assert notices([rows_of("one", 0.9, made), rows_of("two", 0.8, made | {"rows": 7, "epochs": 2})]) == []
@@ -175,21 +178,21 @@ def test_the_page_overlays_the_runs(tmp_path: Path) -> None:
 
 
 def test_runs_without_frames_and_equal_configurations() -> None:
-    html = render_comparison([Run("a", make_result(), []), Run("b", make_result(), [])])
+    html = render_comparison([PastRun("a", make_result(), []), PastRun("b", make_result(), [])])
     assert "None of the runs wrote" in html
     assert "all runs have the same configuration" in html
 
 
 def test_long_names_leave_room_for_the_curves() -> None:
     """The plot ends where its longest label begins."""
-    long = render_comparison([Run("20261121-112544-3f1c", make_result(1), make_frames(5)), *runs()])
+    long = render_comparison([PastRun("20261121-112544-3f1c", make_result(1), make_frames(5)), *runs()])
     assert ">20261121…44-3f1c<" in long
     assert "20261121-112544-3f1c</th>" in long
 
 
 def test_more_runs_than_colours_and_names_that_are_escaped() -> None:
-    several = [Run(f"run {i}", make_result(i + 1), make_frames(3)) for i in range(10)]
-    html = render_comparison([Run("<script>$a$", make_result(1), make_frames(3)), *several])
+    several = [PastRun(f"run {i}", make_result(i + 1), make_frames(3)) for i in range(10)]
+    html = render_comparison([PastRun("<script>$a$", make_result(1), make_frames(3)), *several])
     assert "var(--series-7)" in html
     assert "var(--series-8)" not in html
     assert "<script" not in html

@@ -18,7 +18,7 @@ from shadowsync.metrics.quality import CurvePoint
 from shadowsync.report.cards import SECONDS, curve, kept, steady
 from shadowsync.report.page import flat, headlines, render_page, write_page
 from shadowsync.report.plots import Axis, Bar, Line, bar_chart, line_chart, spread
-from shadowsync.report.result import Throughput, Wire
+from shadowsync.report.result import ThroughputSection, WireSection
 
 
 class Page(HTMLParser):
@@ -65,7 +65,7 @@ def test_a_run_on_a_cluster_has_a_timeline_and_its_events_in_words() -> None:
 
 
 def test_an_emulated_run_is_labelled_wherever_its_speed_is_told() -> None:
-    speed = Throughput(seconds=32.0, eps=40_000.0, elp=512, eps_per_trainer=(40_000.0,), emulated_step_ms=12.5)
+    speed = ThroughputSection(seconds=32.0, eps=40_000.0, elp=512, eps_per_trainer=(40_000.0,), emulated_step_ms=12.5)
     page = Page(render_page(make_result(1, throughput=speed), make_frames(5, 1)))
     assert "Training report: dlrm on completejourney (emulated)" in page.text
     assert "every step was made to take 12.5 ms" in page.text
@@ -144,7 +144,7 @@ def test_everything_is_escaped() -> None:
         config={"data": {"name": attack, attack: attack}, "model": {"name": attack}},
         versions={attack: attack},
         machine={"system": attack},
-        wire=Wire(bytes={attack: 3}, raw_bytes={attack: 5}),
+        wire=WireSection(bytes={attack: 3}, raw_bytes={attack: 5}),
     )
     page = Page(render_page(result, make_frames(3)))
     assert "script" not in page.tags

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shadowsync.report.measures import key_numbers
 from shadowsync.report.reporter import Progress, final_table, progress_line, trainer_speeds
-from shadowsync.report.result import Computing, Data, Recovery, RecoverySeconds, Result
+from shadowsync.report.result import ComputingSection, DataSection, RecoverySeconds, RecoverySection, Result
 
 
 def line_of(seconds_left: float | None = 75, trainers: int = 1, **changed: Any) -> str:
@@ -183,8 +183,8 @@ def table_of(result: Result, width: int = 120) -> str:
 
 def test_final_table() -> None:
     nothing = RecoverySeconds(save=0.0, load=0.0, lost=0.0, wait=0.0)
-    recovery = Recovery(failures=2, pls=0.001, saves=3, seconds=nothing, interval_s=None, mode="full")
-    data = Data(train_samples=10, trained_samples=9, test_samples=2, skipped_rows=1)
+    recovery = RecoverySection(failures=2, pls=0.001, saves=3, seconds=nothing, interval_s=None, mode="full")
+    data = DataSection(train_samples=10, trained_samples=9, test_samples=2, skipped_rows=1)
     shown = table_of(make_result(test=make_test(best_auc=0.95), recovery=recovery, data=data))
     for name in ("test AUC", "best reachable AUC", "test NE", "test calibration", "test log loss", "examples/s (EPS)"):
         assert name in shown
@@ -202,7 +202,7 @@ def test_final_table_has_one_line_per_row_in_80_columns() -> None:
 
 def test_final_table_cuts_no_number_where_a_meaning_or_a_value_is_long() -> None:
     why = "this processor does not multiply bf16: slow, train.precision=auto takes fp32"
-    result = make_result(test=make_test(ne=4.5e30), computing=Computing("bf16", "torch", why))
+    result = make_result(test=make_test(ne=4.5e30), computing=ComputingSection("bf16", "torch", why))
     shown = table_of(result, 80)
     assert "4.5e+30" in shown
     lines = [" ".join(line.split()) for line in shown.splitlines()]

@@ -107,7 +107,7 @@ EXPECTED = {
 
 
 def test_every_figure_of_a_frame_is_there() -> None:
-    with prometheus.Endpoint(0, "127.0.0.1") as endpoint:
+    with prometheus.PrometheusEndpoint(0, "127.0.0.1") as endpoint:
         assert scrape(endpoint.url) == {}
         endpoint.show(full_frame())
         found = scrape(endpoint.url)
@@ -118,7 +118,7 @@ def test_every_figure_of_a_frame_is_there() -> None:
 
 def test_what_is_not_known_has_no_sample() -> None:
     frame = msgspec.structs.replace(make_frames(1, trainers=1)[0], auc=None, ne_window=None, wire_bytes={})
-    with prometheus.Endpoint(0, "127.0.0.1") as endpoint:
+    with prometheus.PrometheusEndpoint(0, "127.0.0.1") as endpoint:
         endpoint.show(frame)
         names = {name.removeprefix("shadowsync_") for name, _ in scrape(endpoint.url)}
     absent = {"auc", "sync_gap_iterations", "wire_bytes_total", "wire_codec", "queue_depth", "roles"}
@@ -128,26 +128,26 @@ def test_what_is_not_known_has_no_sample() -> None:
 
 
 def test_a_port_that_is_taken_and_one_that_cannot_be() -> None:
-    with prometheus.Endpoint(0, "127.0.0.1") as endpoint:
+    with prometheus.PrometheusEndpoint(0, "127.0.0.1") as endpoint:
         told = f"report.prometheus_port={endpoint.port} cannot be opened on report.prometheus_host=127.0.0.1: "
         with pytest.raises(ConfigError, match=told):
-            prometheus.Endpoint(endpoint.port, "127.0.0.1")
+            prometheus.PrometheusEndpoint(endpoint.port, "127.0.0.1")
     for port, host in ((70_000, "127.0.0.1"), (-1, "127.0.0.1"), (0, "256.0.0.1")):
         with pytest.raises(ConfigError, match=rf"report\.prometheus_port={port} cannot be opened"):
-            prometheus.Endpoint(port, host)
+            prometheus.PrometheusEndpoint(port, host)
 
 
 def test_nothing_is_left_open() -> None:
-    with prometheus.Endpoint(0, "127.0.0.1") as endpoint:
+    with prometheus.PrometheusEndpoint(0, "127.0.0.1") as endpoint:
         pass
     assert "prometheus" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(urllib.error.URLError):
         scrape(endpoint.url)
-    prometheus.Endpoint(endpoint.port, "127.0.0.1").__enter__().__exit__(None, None, None)
+    prometheus.PrometheusEndpoint(endpoint.port, "127.0.0.1").__enter__().__exit__(None, None, None)
 
 
 def test_who_connects_and_says_nothing_or_hangs_up_disturbs_nobody() -> None:
-    with prometheus.Endpoint(0, "127.0.0.1") as endpoint:
+    with prometheus.PrometheusEndpoint(0, "127.0.0.1") as endpoint:
         endpoint.show(full_frame())
         with socket.create_connection(("127.0.0.1", endpoint.port)) as silent:
             with socket.create_connection(("127.0.0.1", endpoint.port)) as rude:
@@ -171,7 +171,7 @@ def test_the_reporter_opens_it_if_asked(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_leaves_nothing_behind(tmp_path: Path) -> None:
-    with prometheus.Endpoint(0, "127.0.0.1") as endpoint:
+    with prometheus.PrometheusEndpoint(0, "127.0.0.1") as endpoint:
         outputs = ReportConfig(prometheus_port=endpoint.port, prometheus_host="127.0.0.1")
         with pytest.raises(ConfigError):
             Reporter(tmp_path, Console(file=io.StringIO()), outputs).__enter__()

@@ -10,12 +10,12 @@ from fake_runs import make_result, make_test
 
 from shadowsync.errors import DataError, SaveError
 from shadowsync.report.result import (
-    Aggregation,
-    Data,
-    Recovery,
+    AggregationSection,
+    DataSection,
     RecoverySeconds,
+    RecoverySection,
     Result,
-    Throughput,
+    ThroughputSection,
     read_result,
     write_result,
 )
@@ -23,8 +23,8 @@ from shadowsync.report.result import (
 
 def whole_result() -> Result:
     return make_result(
-        aggregation=Aggregation(global_steps=10, dropped=1, mean_staleness=0.5, max_staleness=3),
-        recovery=Recovery(
+        aggregation=AggregationSection(global_steps=10, dropped=1, mean_staleness=0.5, max_staleness=3),
+        recovery=RecoverySection(
             failures=1,
             pls=0.001,
             saves=4,
@@ -58,8 +58,8 @@ def test_sections_that_do_not_apply_are_absent(tmp_path: Path) -> None:
         config={},
         seed=3,
         versions={},
-        data=Data(train_samples=1, trained_samples=1, test_samples=0),
-        throughput=Throughput(seconds=0.0, eps=0.0, elp=1, eps_per_trainer=(0.0,)),
+        data=DataSection(train_samples=1, trained_samples=1, test_samples=0),
+        throughput=ThroughputSection(seconds=0.0, eps=0.0, elp=1, eps_per_trainer=(0.0,)),
     )
     found = json.loads(write_result(tmp_path, result).read_text())
     assert set(found) == {"config", "seed", "versions", "data", "throughput"}

@@ -15,7 +15,7 @@ from shadowsync.metrics.units import Units
 from shadowsync.report.measures import key_numbers
 from shadowsync.report.page import render_page
 from shadowsync.report.reporter import Reporter
-from shadowsync.report.result import Result, Train, read_result, warnings
+from shadowsync.report.result import Result, TrainSection, read_result, warnings
 
 WELL = Units(rows=40_960, sizes={"bottom.1": 512, "top.1": 4}, dead={"bottom.1": 3 / 512, "top.1": 0.5})
 DYING = Units(
@@ -23,7 +23,7 @@ DYING = Units(
     sizes={"bottom.1": 512, "bottom.3": 256, "bottom.7": 16},
     dead={"bottom.1": 0.25, "bottom.3": 158 / 256, "bottom.7": 1.0},
 )
-ASTRAY = Train(ne_window=0.6, ne_lifetime=0.7, peak=Peak(ne=2.5, logloss=1.25, samples=10_000, end=20_000))
+ASTRAY = TrainSection(ne_window=0.6, ne_lifetime=0.7, peak=Peak(ne=2.5, logloss=1.25, samples=10_000, end=20_000))
 CONFIG = {"train": {"lr": 0.03, "warmup_samples": 7_500}}
 DO = "lower train.lr (it is 0.03) or raise train.warmup_samples (7500)"
 DEAD = (
@@ -79,7 +79,7 @@ def test_a_dead_network_is_warned_of_in_the_terminal_and_on_the_page(tmp_path: P
     [None, Peak(ne=1.9, logloss=1.5 * math.log(2), samples=10_000, end=10_000), Peak(12.0, 0.69, 10_000, 10_000)],
 )
 def test_an_honest_start_is_no_trouble_however_rare_positives_are(peak: Peak | None) -> None:
-    assert list(warnings(make_result(train=Train(ne_window=1.0, ne_lifetime=1.0, peak=peak)))) == []
+    assert list(warnings(make_result(train=TrainSection(ne_window=1.0, ne_lifetime=1.0, peak=peak)))) == []
 
 
 def test_a_run_without_relus_has_no_card() -> None:

@@ -53,7 +53,7 @@ class Speed:
     eps_per_trainer: tuple[float, ...]
 
 
-class _Step(NamedTuple):
+class _TrainedBatch(NamedTuple):
     trainer: int
     at: float
     samples: int
@@ -75,7 +75,7 @@ class _Tally:
     first: float | None = None
     last: float = 0.0
 
-    def add(self, step: _Step) -> None:
+    def add(self, step: _TrainedBatch) -> None:
         if self.first is None:
             self.first = self.last = step.at
         else:
@@ -90,7 +90,7 @@ class _Tally:
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _LastFrame:
     """Where the frame before ended."""
 
     seconds: float = 0.0
@@ -142,13 +142,13 @@ class Recorder:
         """`trainers` that start; more may join. `window`: samples over which the window's NE is taken."""
         self._clock = clock
         self._backlog_samples = backlog_samples
-        self._queue: deque[_Step] = deque()
+        self._queue: deque[_TrainedBatch] = deque()
         self._lock = threading.Lock()
         self._quality = Quality(window)
         self._all = _Tally()
         self._each = [_Tally() for _ in range(trainers)]
         self._base = _Base()
-        self._mark = _Mark()
+        self._mark = _LastFrame()
         self._marked_samples = [0] * trainers
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -161,13 +161,13 @@ class Recorder:
         """
         count = labels.shape[0]
         if len(self._queue) * count < self._backlog_samples:
-            self._queue.append(_Step(trainer, self._clock() - age_s, count, logits.detach(), labels))
+            self._queue.append(_TrainedBatch(trainer, self._clock() - age_s, count, logits.detach(), labels))
         else:
             self.count(trainer, count, age_s)
 
     def count(self, trainer: int, samples: int, age_s: float = 0.0) -> None:
         """Notes that a batch was trained of which nothing else is known."""
-        self._queue.append(_Step(trainer, self._clock() - age_s, samples, None, None))
+        self._queue.append(_TrainedBatch(trainer, self._clock() - age_s, samples, None, None))
 
     def __enter__(self) -> "Recorder":
         def drain_until_stopped() -> None:
@@ -273,7 +273,7 @@ class Recorder:
                 staleness=steps_late / applied if applied > 0 and steps_late >= 0 else None,
             )
 
-    def _counted(self, at: float) -> _Mark:
+    def _counted(self, at: float) -> _LastFrame:
         """The mark before with what the recorder knows by itself counted up to now."""
         # from the first batch, without the pause before a resume; never less than in the frame before
         since = 0.0 if self._all.first is None else max(at, self._all.last) - self._all.first
@@ -322,7 +322,7 @@ class Recorder:
             LookupError, TypeError, ValueError, msgspec.ValidationError: it is not what `state` gives.
         """
         self._base = msgspec.convert(state["total"], _Base)
-        self._mark = msgspec.convert(state["mark"], _Mark)
+        self._mark = msgspec.convert(state["mark"], _LastFrame)
         self._quality.restore(state["quality"])
 
     def rewind(self, state: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ class Units(msgspec.Struct, frozen=True, kw_only=True):
     dead: dict[str, float]
 
 
-class _Layer(NamedTuple):
+class _ReluUse(NamedTuple):
     """A use of a ReLU: its name, that of the layer with weights called before it, and its units.
 
     One `nn.ReLU` may stand behind several layers; in a loop it is the same layer again.
@@ -51,7 +51,7 @@ class UnitActivity:
         self._module = module
         self._rows = 0
         self._called_last = ""
-        self._active: dict[_Layer, Tensor] = {}
+        self._active: dict[_ReluUse, Tensor] = {}
 
     @contextmanager
     def watching(self, rows: int) -> Iterator[None]:
@@ -94,7 +94,7 @@ class UnitActivity:
             return
         by_unit = output.detach().reshape(-1, output.shape[-1] if output.dim() > 1 else 1)
         active = by_unit.amax(dim=0).cpu() > 0
-        layer = _Layer(name, self._called_last, len(active))
+        layer = _ReluUse(name, self._called_last, len(active))
         before = self._active.get(layer)
         self._active[layer] = active if before is None else torch.logical_or(before, active)
 

@@ -32,7 +32,7 @@ from shadowsync.report.plots import (
     line_chart,
     timeline_chart,
 )
-from shadowsync.report.result import Aggregation, Recovery, Result, Wire, dead_of, notable_recovery
+from shadowsync.report.result import AggregationSection, RecoverySection, Result, WireSection, dead_of, notable_recovery
 
 SAMPLES = Axis("samples trained")
 SECONDS = Axis("seconds since the first batch")
@@ -77,7 +77,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A section of the page: its charts, the rows of its table, what happened in words, and how much more did."""
 
     cards: Sequence[Card]
@@ -255,7 +255,7 @@ def _speed_card(frames: Sequence[Frame], *, emulated: bool) -> Card:
     )
 
 
-def _wire_card(wire: Wire) -> Card:
+def _wire_card(wire: WireSection) -> Card:
     bars = []
     for kind, amount in wire.bytes.items():
         bars.append(Bar(_WIRE.get(kind, kind), amount))
@@ -277,7 +277,7 @@ def _wire_card(wire: Wire) -> Card:
 # --- gradient methods: how old gradients were, which were left out, and who was slow when ----------------------------
 
 
-def aggregation_section(result: Result, frames: Sequence[Frame]) -> Section | None:
+def aggregation_section(result: Result, frames: Sequence[Frame]) -> PageSection | None:
     """None where replicas were merged; what is told are step, mode and reason of the last switches."""
     done = result.aggregation
     if done is None:
@@ -305,7 +305,9 @@ def aggregation_section(result: Result, frames: Sequence[Frame]) -> Section | No
     if len(done.step_seconds) > 1:
         cards.append(_worker_card(done))
     switches = [(words.count(switch.step), switch.mode, switch.why) for switch in done.switches]
-    return Section(cards, key_numbers(result, OF_AGGREGATION), switches[-_SWITCHES:], max(0, len(switches) - _SWITCHES))
+    return PageSection(
+        cards, key_numbers(result, OF_AGGREGATION), switches[-_SWITCHES:], max(0, len(switches) - _SWITCHES)
+    )
 
 
 def histogram(staleness: Sequence[tuple[int, int]]) -> list[Bar]:
@@ -367,7 +369,7 @@ def _step_time_card(frames: Sequence[Frame]) -> Card:
     )
 
 
-def _worker_card(done: Aggregation) -> Card:
+def _worker_card(done: AggregationSection) -> Card:
     slowest = sorted(done.step_seconds.items(), key=lambda item: -item[1])[:_WORKERS_LISTED]
     more = len(done.step_seconds) - len(slowest)
     faster = f" {words.plural(more, 'faster one')} {'is' if more == 1 else 'are'} not drawn." if more else ""
@@ -388,7 +390,7 @@ def switch_sentences(result: Result) -> frozenset[str]:
     return frozenset(switch.sentence for switch in (result.aggregation.switches if result.aggregation else ()))
 
 
-def recovery_section(result: Result, frames: Sequence[Frame], events: Sequence[RoleEvent]) -> Section | None:
+def recovery_section(result: Result, frames: Sequence[Frame], events: Sequence[RoleEvent]) -> PageSection | None:
     """None where there is nothing to tell; else time and sentence of the last decisions on recovery are told."""
     recovery = notable_recovery(result)
     if recovery is None:
@@ -401,10 +403,10 @@ def recovery_section(result: Result, frames: Sequence[Frame], events: Sequence[R
     ]
     cards = [_loss_card(recovery, frames), _time_card(recovery)]
     left_out = max(0, len(decisions) - _DECISIONS)
-    return Section(cards, key_numbers(result, OF_RECOVERY), decisions[-_DECISIONS:], left_out)
+    return PageSection(cards, key_numbers(result, OF_RECOVERY), decisions[-_DECISIONS:], left_out)
 
 
-def _loss_card(recovery: Recovery, frames: Sequence[Frame]) -> Card:
+def _loss_card(recovery: RecoverySection, frames: Sequence[Frame]) -> Card:
     points = curve(kept(frames), SAMPLES, lambda frame: frame.pls)
     target = recovery.target_pls
     drawn = None
@@ -444,7 +446,7 @@ def _risen(frames: Sequence[Frame], count: Callable[[Frame], int]) -> list[Frame
     return list(found.values())
 
 
-def _time_card(recovery: Recovery) -> Card:
+def _time_card(recovery: RecoverySection) -> Card:
     emulated = "" if recovery.emulated_job_s is None else "emulated "
     seconds = {kind: getattr(recovery.seconds, kind) for kind in _COSTS}
     unit_s, unit = next((unit_s, unit) for below, unit_s, unit in _UNITS if max(seconds.values()) < below)
@@ -462,7 +464,7 @@ def _time_card(recovery: Recovery) -> Card:
 
 def timeline_section(
     events: Sequence[RoleEvent], frames: Sequence[Frame], real: Collection[str] = (), *, emulated: bool = False
-) -> Section | None:
+) -> PageSection | None:
     """None without events; else time, role, event and detail of those that are not too many to list are told.
 
     `emulated`: the times that decisions speak of, but for `real` ones, are those of another job.
@@ -498,4 +500,4 @@ def timeline_section(
         "long thin lines; a role that dies is back soon, and the others go on meanwhile.",
         timeline_chart("timeline", rows, list(_LOOKS.values()), Axis("seconds since the first start")),
     )
-    return Section([card], told=told, left_out=len(ordered) - len(listed))
+    return PageSection([card], told=told, left_out=len(ordered) - len(listed))

@@ -24,7 +24,7 @@ _RUNS_ABREAST = 6
 _LABEL_LENGTH = 16  # leaves room for the curves
 
 
-class Run(NamedTuple):
+class PastRun(NamedTuple):
     """A finished run as read from its folder; `name` tells it from the others."""
 
     name: str
@@ -54,7 +54,7 @@ def remake_page(folder: Path, path: Path) -> None:
     write_page(path, read_result(folder), read_frames(folder), read_events(folder))
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path]) -> list[PastRun]:
     """The runs in `folders`, called by the folder's name, or by the whole path where names are shared.
 
     Raises:
@@ -62,17 +62,17 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """
     names = [folder.resolve().name for folder in folders]
     return [
-        Run(name if names.count(name) == 1 else str(folder), read_result(folder), read_frames(folder))
+        PastRun(name if names.count(name) == 1 else str(folder), read_result(folder), read_frames(folder))
         for name, folder in zip(names, folders, strict=True)
     ]
 
 
-def write_comparison(runs: Sequence[Run], path: Path) -> None:
+def write_comparison(runs: Sequence[PastRun], path: Path) -> None:
     """Writes the page that compares the runs; `SaveError` if it cannot be written."""
     write_atomically(path, render_comparison(runs).encode())
 
 
-def render_comparison(runs: Sequence[Run]) -> str:
+def render_comparison(runs: Sequence[PastRun]) -> str:
     """The page that compares the runs, as HTML."""
     headings, cells = compare(runs)
     rows = [{"name": run.label, "colour": i % SERIES_COLOURS, "cells": cells[i]} for i, run in enumerate(runs)]
@@ -94,7 +94,7 @@ def render_comparison(runs: Sequence[Run]) -> str:
     )
 
 
-def compare(runs: Sequence[Run]) -> tuple[list[str], list[list[Cell]]]:
+def compare(runs: Sequence[PastRun]) -> tuple[list[str], list[list[Cell]]]:
     """The headings of the columns of which some run has a value, and a row of cells for each run."""
     compared = [measure for measure in KEY_NUMBERS if measure.column]
     known = [one for one in compared if any(one.value(run.result) is not None for run in runs)]
@@ -102,7 +102,7 @@ def compare(runs: Sequence[Run]) -> tuple[list[str], list[list[Cell]]]:
     return [one.column for one in known], [list(row) for row in zip(*columns, strict=True)]
 
 
-def _column(measure: Final, runs: Sequence[Run]) -> list[Cell]:
+def _column(measure: Final, runs: Sequence[PastRun]) -> list[Cell]:
     """What was measured on other rows, or of which some is the speed of no machine, has no best."""
     values = [measure.value(run.result) for run in runs]
     known = {value for value in values if value is not None}
@@ -114,7 +114,7 @@ def _column(measure: Final, runs: Sequence[Run]) -> list[Cell]:
     return [Cell(measure.show(value), value is not None and value == best) for value in values]
 
 
-def different_tests(runs: Sequence[Run]) -> list[str]:
+def different_tests(runs: Sequence[PastRun]) -> list[str]:
     """What says that the runs were not tested on the same rows; runs without a test are left out."""
     tested = [run.result for run in runs if run.result.test is not None]
     counts = {result.data.test_samples for result in tested}
@@ -133,7 +133,7 @@ def _test_settings(data: Any) -> dict[str, str]:
     return {key: words.setting(value) for key, value in data.items() if key in deciding}
 
 
-def notices(runs: Sequence[Run]) -> list[str]:
+def notices(runs: Sequence[PastRun]) -> list[str]:
     """What must be known before the runs are compared."""
     if not (different := different_tests(runs)):
         return []
@@ -143,7 +143,7 @@ def notices(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def differences(runs: Sequence[PastRun]) -> list[tuple[str, list[str]]]:
     """The configuration keys in which the runs differ, with each run's value."""
     configs = [dict(flat(run.result.config)) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -151,7 +151,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def comparison_table(runs: Sequence[Run]) -> Table:
+def comparison_table(runs: Sequence[PastRun]) -> Table:
     """The comparison for the terminal: a column per run while a few fit beside each other, else a row per run."""
     headings, cells = compare(runs)
     corner, across, down = "run", headings, [run.label for run in runs]
@@ -168,7 +168,7 @@ def comparison_table(runs: Sequence[Run]) -> Table:
 
 
 def _overlay(
-    title: str, good: str, x: Axis, y: Axis, value: Callable[[Frame], float | None], runs: Sequence[Run]
+    title: str, good: str, x: Axis, y: Axis, value: Callable[[Frame], float | None], runs: Sequence[PastRun]
 ) -> Card:
     lines = []
     for i, run in enumerate(runs):

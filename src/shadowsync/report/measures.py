@@ -17,10 +17,10 @@ from shadowsync.recovery.policy import spoken
 from shadowsync.report import words
 from shadowsync.report.result import (
     COIN,
-    Aggregation,
-    Recovery,
+    AggregationSection,
+    RecoverySection,
     Result,
-    Throughput,
+    ThroughputSection,
     dead_of,
     mostly_dead,
     notable_recovery,
@@ -178,18 +178,18 @@ def _or_missing(text: str | None) -> str:
     return text or words.MISSING
 
 
-def _made_by(done: Aggregation) -> str:
+def _made_by(done: AggregationSection) -> str:
     if done.method is None:
         return "committed by the aggregator"
     switches = f", {words.plural(len(done.switches), 'switch', 'switches')}" if done.switches else ""
     return f"made by {done.method}{switches}"
 
 
-def _staleness(done: Aggregation) -> str:
+def _staleness(done: AggregationSection) -> str:
     return f"{words.decimal(done.mean_staleness, 2)} / {words.count(done.max_staleness)}"
 
 
-def _dropped(done: Aggregation) -> str:
+def _dropped(done: AggregationSection) -> str:
     share = f" ({words.percent(done.dropped / done.received, 1)})" if done.received else ""
     return f"{words.count(done.dropped)}{share}"
 
@@ -198,12 +198,12 @@ def _times(seconds: Mapping[str, float]) -> str:
     return "" if not seconds else f"{1e3 * median(seconds.values()):.3g} / {1e3 * max(seconds.values()):.3g} ms"
 
 
-def _lost(recovery: Recovery) -> str:
+def _lost(recovery: RecoverySection) -> str:
     target = "" if recovery.target_pls is None else f", the target is {recovery.target_pls:g}"
     return f"{words.pls(recovery.pls)} (portion of lost samples){target}"
 
 
-def _mode(done: Aggregation) -> str:
+def _mode(done: AggregationSection) -> str:
     return "" if done.mode is None or done.mode == done.method else done.mode
 
 
@@ -211,11 +211,11 @@ def _held(size: float | None) -> str:
     return "" if size is None else words.data_size(size)
 
 
-def _speed_name(speed: Throughput) -> str:
+def _speed_name(speed: ThroughputSection) -> str:
     return f"{'' if speed.emulated_step_ms is None else 'emulated '}examples/s (EPS)"
 
 
-def _interval_name(recovery: Recovery) -> str:
+def _interval_name(recovery: RecoverySection) -> str:
     return f"{'' if recovery.emulated_job_s is None else 'emulated '}time between saves"
 
 

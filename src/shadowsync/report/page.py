@@ -20,7 +20,7 @@ from shadowsync.report.cards import (
 )
 from shadowsync.report.files import write_atomically
 from shadowsync.report.measures import KeyNumber, key_numbers
-from shadowsync.report.result import Result, Test, warnings
+from shadowsync.report.result import Result, TestSection, warnings
 
 FILE_NAME = "report.html"
 
@@ -101,7 +101,7 @@ def headlines(result: Result) -> list[KeyNumber]:
     return found
 
 
-def _test_headlines(test: Test) -> list[KeyNumber]:
+def _test_headlines(test: TestSection) -> list[KeyNumber]:
     ranks = predicts = "Not defined: the test set does not hold both labels."
     if test.auc is not None:
         ranks = f"A random positive is ranked above a random negative in {words.percent(test.auc, 1)} of cases."

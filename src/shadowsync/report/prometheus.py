@@ -26,7 +26,7 @@ _REQUEST_TIMEOUT_S = 10
 _EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 compared with, not opened
 
 
-class Endpoint:
+class PrometheusEndpoint(Collector):
     """Answers `GET /metrics` with the figures of the newest frame, from threads of its own; used as a context."""
 
     def __init__(self, port: int, host: str) -> None:
@@ -35,13 +35,13 @@ class Endpoint:
         Raises:
             ConfigError: that cannot be done; another program has the port, say.
         """
-        self._figures = _Figures()
+        self._frame: Frame | None = None
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self._figures)
+        registry.register(self)
         handler: Any = MetricsHandler.factory(registry)
         handler.timeout = _REQUEST_TIMEOUT_S  # somebody who connects and says nothing holds a thread no longer
         try:
-            self._server = (_Server6 if ":" in host else _Server)((host, port), handler)
+            self._server = (_HttpServer6 if ":" in host else _HttpServer)((host, port), handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
@@ -53,9 +53,13 @@ class Endpoint:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="prometheus", daemon=True)
 
     def show(self, frame: Frame) -> None:
-        self._figures.frame = frame
+        self._frame = frame
 
-    def __enter__(self) -> "Endpoint":
+    def collect(self) -> Iterable[Metric]:
+        """What a scrape gets: before the first frame nothing, and nothing of what is None there."""
+        return [] if self._frame is None else [metric for metric in metrics(self._frame) if metric.samples]
+
+    def __enter__(self) -> "PrometheusEndpoint":
         self._thread.start()
         return self
 
@@ -67,7 +71,7 @@ class Endpoint:
         self._server.server_close()
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _HttpServer(socketserver.ThreadingTCPServer):
     """Unlike `http.server`'s it does not ask the network for this machine's name, which can take many seconds."""
 
     daemon_threads = True
@@ -77,17 +81,8 @@ class _Server(socketserver.ThreadingTCPServer):
         """Whoever hung up in mid-answer does not matter to the run."""
 
 
-class _Server6(_Server):
+class _HttpServer6(_HttpServer):
     address_family = socket.AF_INET6
-
-
-class _Figures(Collector):
-    """Makes the samples of a scrape from the newest frame; before the first there are none."""
-
-    frame: Frame | None = None
-
-    def collect(self) -> Iterable[Metric]:
-        return [] if self.frame is None else [metric for metric in metrics(self.frame) if metric.samples]
 
 
 def metrics(frame: Frame) -> list[Metric]:

@@ -23,7 +23,7 @@ from shadowsync.report.measures import figures, key_numbers
 from shadowsync.report.result import Result, warnings, write_result
 
 if TYPE_CHECKING:
-    from shadowsync.report.prometheus import Endpoint
+    from shadowsync.report.prometheus import PrometheusEndpoint
     from shadowsync.report.tensorboard import TensorBoardLog
 
 _PLAIN_EVERY_S = 10.0
@@ -52,7 +52,7 @@ class Reporter:
     ) -> None:
         self._folder, self._console, self._config = folder, console, config
         self._earlier, self._resumed_at, self._earlier_events = earlier, resumed_at, earlier_events
-        self._endpoint: Endpoint | None = None
+        self._endpoint: PrometheusEndpoint | None = None
         self._events: TensorBoardLog | None = None
         self._stack = ExitStack()
 
@@ -66,9 +66,11 @@ class Reporter:
         config = self._config
         with ExitStack() as opened:
             if config.prometheus_port is not None:  # first: nothing is written if that cannot be had
-                from shadowsync.report.prometheus import Endpoint  # noqa: PLC0415 an extra
+                from shadowsync.report.prometheus import PrometheusEndpoint  # noqa: PLC0415 an extra
 
-                self._endpoint = opened.enter_context(Endpoint(config.prometheus_port, config.prometheus_host))
+                self._endpoint = opened.enter_context(
+                    PrometheusEndpoint(config.prometheus_port, config.prometheus_host)
+                )
                 self._console.print(f"figures for Prometheus: {self._endpoint.url}", highlight=False)
             self._history = write_frames(self._folder, self._earlier)
             opened.callback(self._history.close)

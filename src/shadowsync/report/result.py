@@ -34,11 +34,11 @@ rare every model begins with a high one, as it begins near 0.5."""
 _PACKAGES = ("shadowsync", "torch", "fbgemm-gpu-cpu", "numpy", "polars", "pyarrow")
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _ResultSection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Its keys without a default are always written."""
 
 
-class Data(_Section, frozen=True):
+class DataSection(_ResultSection, frozen=True):
     """Samples; `skipped_rows` are the bad rows left out under `data.on_bad_row=skip`."""
 
     train_samples: int
@@ -47,7 +47,7 @@ class Data(_Section, frozen=True):
     skipped_rows: int | None = None
 
 
-class Test(_Section, frozen=True):
+class TestSection(_ResultSection, frozen=True):
     """Quality on the test set, as `TestMetrics`; `best_auc` is that of the probabilities that made the labels, where
     the source knows them."""
 
@@ -61,7 +61,7 @@ class Test(_Section, frozen=True):
     curve: tuple[CurvePoint, ...] = ()
 
 
-class Train(_Section, frozen=True):
+class TrainSection(_ResultSection, frozen=True):
     """Quality of the predictions made before each sample was trained on; `peak` is the worst 10,000 samples."""
 
     ne_window: float | None
@@ -75,7 +75,7 @@ class Train(_Section, frozen=True):
         return self.peak if self.peak is not None and self.peak.logloss > WILD else None
 
 
-class Throughput(_Section, frozen=True):
+class ThroughputSection(_ResultSection, frozen=True):
     """Speed; `seconds` from the first to the last trained batch, `startup_seconds` before that. `emulated_step_ms` is
     there only if steps were made to take that long: the speed is then that of an emulated machine."""
 
@@ -87,7 +87,7 @@ class Throughput(_Section, frozen=True):
     emulated_step_ms: float | None = None
 
 
-class Computing(_Section, frozen=True):
+class ComputingSection(_ResultSection, frozen=True):
     """How workers computed: the precision of the forward and backward pass and what decided about it if it was not the
     user, the library for each product of each layer (as `train.kernels` takes it), what other trainers did instead.
     """
@@ -98,7 +98,7 @@ class Computing(_Section, frozen=True):
     others: tuple[str, ...] = ()
 
 
-class Sync(_Section, frozen=True):
+class SyncSection(_ResultSection, frozen=True):
     """Synchronisation of the replicas; `average_gap` in iterations, null where there was none."""
 
     method: str
@@ -107,7 +107,7 @@ class Sync(_Section, frozen=True):
     average_gap: float | None
 
 
-class Wire(_Section, frozen=True):
+class WireSection(_ResultSection, frozen=True):
     """What crossed between roles, by kind, as `WireTotals`; `codecs` are those at the end: where trainers chose
     different ones (`auto`), all of them, the weakest first and with commas between."""
 
@@ -119,7 +119,7 @@ class Wire(_Section, frozen=True):
     early_refreshes: dict[str, int] = {}
 
 
-class Aggregation(_Section, frozen=True):
+class AggregationSection(_ResultSection, frozen=True):
     """What a gradient method did, resumes included.
 
     Attributes:
@@ -147,7 +147,7 @@ class Aggregation(_Section, frozen=True):
     most_held_bytes: int | None = None
 
 
-class RecoverySeconds(_Section, frozen=True):
+class RecoverySeconds(_ResultSection, frozen=True):
     """Where recovery's time went: by how much saving held up training (standing still, and processors that it took),
     loading checkpoints, training that was repeated, and from failures until replacements stood ready.
     """
@@ -158,7 +158,7 @@ class RecoverySeconds(_Section, frozen=True):
     wait: float
 
 
-class Recovery(_Section, frozen=True):
+class RecoverySection(_ResultSection, frozen=True):
     """Failures and what they cost; `pls` is the portion of lost samples.
 
     Attributes:
@@ -189,16 +189,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     config: dict[str, Any]
     seed: int
     versions: dict[str, str]
-    data: Data
-    throughput: Throughput
-    computing: Computing | None = None
-    train: Train | None = None
-    test: Test | None = None
+    data: DataSection
+    throughput: ThroughputSection
+    computing: ComputingSection | None = None
+    train: TrainSection | None = None
+    test: TestSection | None = None
     units: Units | None = None
-    sync: Sync | None = None
-    wire: Wire | None = None
-    aggregation: Aggregation | None = None
-    recovery: Recovery | None = None
+    sync: SyncSection | None = None
+    wire: WireSection | None = None
+    aggregation: AggregationSection | None = None
+    recovery: RecoverySection | None = None
     machine: dict[str, str | int | float] | None = None
 
 
@@ -219,7 +219,7 @@ def read_result(folder: Path) -> Result:
         raise DataError(f"{path}: not a result of shadowsync train: {error}") from error
 
 
-def notable_recovery(result: Result) -> Recovery | None:
+def notable_recovery(result: Result) -> RecoverySection | None:
     """None where there is nothing to tell: nothing was saved to recover from, and nobody failed."""
     recovery = result.recovery
     return None if recovery is None or (recovery.mode == "none" and not recovery.failures) else recovery

@@ -174,6 +174,8 @@ def _preparing(cache: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
+        with contextlib.suppress(OSError):  # not by closing alone: a process forked meanwhile has the handle, too
+            fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
 

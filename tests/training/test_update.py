@@ -37,7 +37,7 @@ class Done:
 class Bench:
     def __init__(self, most_under_way: int = 3) -> None:
         self.remote, self.feed, self.steps = Remote(), Done(), []
-        self.update = LocalUpdate(self.remote, self.feed, 0.5, 0.25, most_under_way)
+        self.update = LocalUpdate(self.remote, self.feed, 0.5, 0.25, most_under_way=most_under_way)
         self.module = SimpleNamespace(step=self.steps.append)
 
     def apply(self, *numbers: int) -> None:

@@ -3,7 +3,6 @@
 `B` samples of a batch, `D_f` width of feature f's vector, `P` elements of the dense part.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,7 +13,7 @@ from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.models.vectors import VectorGradients
 from shadowsync.rpc.pending import DONE, Pending, Promise, all_of
 from shadowsync.training.replica import Replica, WorkerModule
-from shadowsync.training.worker import MOST_UNDER_WAY
+from shadowsync.training.worker import Update
 
 
 class Authority(Protocol):
@@ -51,13 +50,14 @@ class DenseParameters(Protocol):
 
 
 @dataclass
-class GradientUpdate:
-    """Gradient methods (an `Update`): dense parameters are pulled when there are newer ones, gradients are sent under
+class GradientUpdate(Update):
+    """Gradient methods: dense parameters are pulled when there are newer ones, gradients are sent under
     the batch's number, and the batch is done when a global step has taken or dropped it.
 
     Parameters are asked for as soon as a batch is begun, so that they cross beside its rows. With pulls `ahead` they
     cross while the batch before is computed: they are then older by that, as the rows are. Where a method makes workers
-    wait, nothing that is older than its step is computed with.
+    wait, nothing that is older than its step is computed with. While this is quiet, what has arrived may still wait for
+    its step, and is trained anew after a resume.
 
     Attributes:
         worker: who it is: rank of its trainer, index there.
@@ -66,8 +66,6 @@ class GradientUpdate:
         embeddings: where the gradient of the pooled vectors goes.
         replica: the worker's own copy of the dense part.
         ahead: batches are begun, in another thread, before the one before is computed.
-        most_under_way: gradients that may not have arrived everywhere when `apply` returns; more ride out a longer
-            delay.
     """
 
     worker: tuple[int, int]
@@ -76,14 +74,11 @@ class GradientUpdate:
     embeddings: EmbeddingClient
     replica: Replica
     ahead: bool = False
-    most_under_way: int = MOST_UNDER_WAY
     _version: int = field(default=-1, init=False)
     _asked: Pending[Version | None] | None = field(default=None, init=False, repr=False)
     _admitted: dict[int, int] = field(default_factory=dict, init=False, repr=False)
-    _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False)
 
     def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
-        """As `Update.begin`."""
         answer = self.authority.ask(self.worker, leased.number)
         return lambda: self._begun(leased, answer.result())
 
@@ -96,7 +91,6 @@ class GradientUpdate:
         return True
 
     def ready(self, leased: LeasedBatch) -> None:
-        """As `Update.ready`."""
         self._take(self._asked)
         if self._version < self._admitted.pop(leased.number):
             self._take(self.dense.newer(self._version))
@@ -114,9 +108,7 @@ class GradientUpdate:
         """As `Update.apply`; the learning rates are those of the global step."""
         dense = DenseGradient(module.flat_gradient(), tuple(found is not None for found in module.gradients))
         sent = [self.dense.hold(leased.number, dense), self.embeddings.hold(pulled, gradient, leased.number)]
-        self._under_way.append(self._told(all_of(sent), leased.number, self._version))
-        while self._under_way and (len(self._under_way) > self.most_under_way or self._under_way[0].done()):
-            self._under_way.popleft().result()
+        self._sent(self._told(all_of(sent), leased.number, self._version))
 
     def _told(self, sent: Pending[None], number: int, version: int) -> Pending[None]:
         """Ends when all servers hold the gradients and the authority knows."""
@@ -140,21 +132,9 @@ class GradientUpdate:
         sent.then(tell)
         return told
 
-    @property
-    def quiet(self) -> bool:
-        """As `Update.quiet`: what has arrived may still wait for its step, and is trained anew after a resume."""
-        return all(sent.done() for sent in tuple(self._under_way))
-
-    def settle(self) -> None:
-        """As `Update.settle`."""
-        while self._under_way:
-            self._under_way.popleft().result()
-
     def idle(self) -> None:
-        """As `Update.idle`."""
         self.settle()
         self.authority.idle(self.worker)
 
     def left(self) -> None:
-        """As `Update.left`."""
         self.authority.left(self.worker)

@@ -7,11 +7,11 @@ A worker's step is: next batch, pull, forward and backward, update.
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,25 +55,31 @@ class Driver:
         """All workers have left: leaves the group and raises what went wrong, if anything did."""
 
 
-class Update(Protocol):
+@dataclass
+class Update(ABC):
     """What becomes of a worker's gradients; one for each worker, and called by it alone.
 
     Of each batch `begin`, `ready` and `apply` are called in this order. With pulls ahead, later batches are begun, in a
-    thread of the worker's own, before an earlier one is ready.
+    thread of the worker's own, before an earlier one is ready. What `apply` sends may be unacknowledged when it
+    returns, as long as that is no more than `most_under_way`; an error is raised by a later `apply`, or by `settle`.
     """
 
+    most_under_way: int = field(default=MOST_UNDER_WAY, kw_only=True)
+    _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False, compare=False)
+
+    @abstractmethod
     def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
         """The worker has taken a batch, and asks to compute it.
 
         What is returned waits for the answer; True: the batch's rows are pulled next. False: there is nothing to train
         any more.
         """
-        ...
 
+    @abstractmethod
     def ready(self, leased: LeasedBatch) -> None:
         """The forward pass is next: the parameters of the worker's module are brought up to date if need be."""
-        ...
 
+    @abstractmethod
     def apply(
         self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
     ) -> None:
@@ -83,43 +89,45 @@ class Update(Protocol):
         holds the gradients of the dense part; `gradient` is that of the mean loss by the vectors in `pulled`, float32,
         and not written to again; `factor`, in [0, 1], is on all learning rates.
         """
-        ...
+
+    def _sent(self, sent: Pending[None]) -> None:
+        """Something is on its way; while that is too much, the oldest is waited for."""
+        self._under_way.append(sent)
+        while self._under_way and (len(self._under_way) > self.most_under_way or self._under_way[0].done()):
+            self._under_way.popleft().result()
 
     @property
     def quiet(self) -> bool:
-        """Nothing that `apply` was given is under way; may be asked from any thread while the worker stands still."""
-        ...
+        """Nothing that `apply` has sent is under way; may be asked from any thread while the worker stands still."""
+        return all(sent.done() for sent in tuple(self._under_way))
 
     def settle(self) -> None:
-        """Waits until everything that `apply` was given is in the parameters, and `Feed.done` said; raises what failed.
+        """Waits until everything that `apply` has sent is where it belongs; raises what failed.
 
         The worker calls it where nothing may be on its way: at a pause, while it has nothing to do, at its end.
         """
-        ...
+        while self._under_way:
+            self._under_way.popleft().result()
 
     def idle(self) -> None:
         """The worker has nothing to do, and no batch that it has begun: nobody is to wait for it. Settles first."""
-        ...
+        self.settle()
 
-    def left(self) -> None:
+    def left(self) -> None:  # noqa: B027 (matters where others wait for a worker)
         """The worker computes nothing any more, whatever the reason; may come again, and is not to raise."""
-        ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalUpdate(Update):
     """Replica methods: the worker steps its trainer's replica without a lock, and the servers step the rows at once.
 
-    A batch is done when all embedding servers have acknowledged its gradients; meanwhile the worker goes on, as long as
-    no more than `most_under_way` are missing. An error of a push is raised by a later `apply`, or by `settle`.
+    A batch is done when all embedding servers have acknowledged its gradients; meanwhile the worker goes on.
     """
 
     embeddings: EmbeddingClient
     feed: Feed
     dense_lr: float
     embedding_lr: float
-    most_under_way: int = MOST_UNDER_WAY
-    _under_way: deque[Pending[None]] = field(default_factory=deque, init=False, repr=False, compare=False)
 
     def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
         return lambda: True
@@ -133,22 +141,7 @@ class LocalUpdate(Update):
         module.step(self.dense_lr * factor)
         pushed = self.embeddings.push(pulled, gradient, self.embedding_lr * factor)
         pushed.then(lambda error: self._ended(leased, error))
-        self._under_way.append(pushed)
-        while self._under_way and (len(self._under_way) > self.most_under_way or self._under_way[0].done()):
-            self._under_way.popleft().result()
-
-    @property
-    def quiet(self) -> bool:
-        return all(pushed.done() for pushed in tuple(self._under_way))
-
-    def settle(self) -> None:
-        while self._under_way:
-            self._under_way.popleft().result()
-
-    idle = settle
-
-    def left(self) -> None:
-        """Nobody waits for a worker."""
+        self._sent(pushed)
 
     def _ended(self, leased: LeasedBatch, error: BaseException | None) -> None:
         if error is None:

@@ -101,6 +101,7 @@ def test_the_best_of_each_column_is_marked() -> None:
     assert best(runs(), "examples/s") == [False, False, False]  # all equal
     headings, rows = compare(runs())
     assert rows[2][headings.index("test AUC")].text == "—"
+    assert compare(runs()[2:])[0] == [heading for heading in headings if heading != "method"]
 
 
 def test_recovery_is_compared_where_some_run_recovers() -> None:

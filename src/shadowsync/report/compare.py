@@ -20,6 +20,7 @@ from shadowsync.report.result import Result, notable_recovery, read_result
 FILE_NAME = "comparison.html"
 _ANY_TEST = frozenset(DataConfig.model_fields) - {"name"} | {"cache", "rows"}
 """Keys of `data` that leave the test rows as they are; where there is a `test_path`, only that and the label count."""
+_OF_EVERY_RUN = ("data", "test", "throughput", "sync")
 _RUNS_ABREAST = 6
 _LABEL_LENGTH = 16  # leaves room for the curves
 
@@ -95,11 +96,14 @@ def render_comparison(runs: Sequence[PastRun]) -> str:
 
 
 def compare(runs: Sequence[PastRun]) -> tuple[list[str], list[list[Cell]]]:
-    """The headings of the columns of which some run has a value, and a row of cells for each run."""
-    compared = [measure for measure in KEY_NUMBERS if measure.column]
-    known = [one for one in compared if any(one.value(run.result) is not None for run in runs)]
-    columns = [_column(one, runs) for one in known]
-    return [one.column for one in known], [list(row) for row in zip(*columns, strict=True)]
+    """The headings of the columns, some of them only where a run has a value, and a row of cells for each run."""
+    compared = [
+        one
+        for one in KEY_NUMBERS
+        if one.column and (one.section in _OF_EVERY_RUN or any(one.value(run.result) is not None for run in runs))
+    ]
+    columns = [_column(one, runs) for one in compared]
+    return [one.column for one in compared], [list(row) for row in zip(*columns, strict=True)]
 
 
 def _column(measure: Final, runs: Sequence[PastRun]) -> list[Cell]:

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from shadowsync.aggregation.coordinator import StepCoordinator
 from shadowsync.compression.channel import Channel
 from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import ask, direct, later
 from shadowsync.sync.dense import CentralCopy, DenseServer, split_evenly
 from shadowsync.training.gate import Gate
@@ -21,6 +23,31 @@ def pause(gate: Gate) -> Iterator[None]:
         yield
     finally:
         gate.release()
+
+
+class Workers:
+    """What a coordinator hears of a trainer's workers."""
+
+    def __init__(self, coordinator: Connection) -> None:
+        self._coordinator = coordinator
+
+    def ask(self, worker: tuple[int, int], number: int) -> Pending[int | None]:
+        return later(self._coordinator, StepCoordinator.ask, worker, number)
+
+    def begin(self, worker: tuple[int, int], number: int) -> int:
+        """Asks, and gets leave to compute it, with that version."""
+        version = self.ask(worker, number).result()
+        assert version is not None
+        return version
+
+    def arrived(self, number: int, version: int = 0) -> None:
+        ask(self._coordinator, StepCoordinator.arrived, number, version)
+
+    def idle(self, worker: tuple[int, int]) -> None:
+        ask(self._coordinator, StepCoordinator.idle, worker)
+
+    def left(self, worker: tuple[int, int]) -> None:
+        ask(self._coordinator, StepCoordinator.left, worker)
 
 
 class WholeCopy:

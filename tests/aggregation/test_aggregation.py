@@ -9,10 +9,8 @@ from cluster_simulator import Cluster, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.aggregation.aggregator import Aggregation, Begun, Commit
-from shadowsync.aggregation.asynchronous import Async
+from shadowsync.aggregation.aggregator import Aggregation, Async, Begun, Bsp, Commit
 from shadowsync.aggregation.auto import Auto
-from shadowsync.aggregation.bsp import Bsp
 from shadowsync.aggregation.gba import Gba
 from shadowsync.aggregation.hop_bs import HopBs
 from shadowsync.aggregation.hop_bw import HopBw

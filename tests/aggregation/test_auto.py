@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.aggregation.aggregator import Aggregation, Begun
-from shadowsync.aggregation.auto import Auto
+from shadowsync.aggregation.auto import RECENT, Auto, StepTimes, lost_share, round_s
 from shadowsync.aggregation.gba import Gba
-from shadowsync.aggregation.step_times import RECENT, StepTimes, lost_share, round_s
 from shadowsync.aggregation.stragglers import Stragglers, parse_stragglers
 from shadowsync.aggregation.synchronous import Sync
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shadowsync.aggregation.aggregator import Aggregation
-from shadowsync.aggregation.asynchronous import Async
+from shadowsync.aggregation.aggregator import Aggregation, Async
 from shadowsync.aggregation.auto import Auto
 from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState
@@ -54,7 +53,7 @@ class Bench:
         size: int = 2,
         rates: Rates = STEADY,
         by_buffer: bool = False,
-        run: Callable[[Callable[[], None]], object] = lambda job: job(),
+        run: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         self.steps = Steps()
         self.steps.gate.set()

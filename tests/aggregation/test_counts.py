@@ -1,4 +1,4 @@
-"""What gradient methods did so far: counts, staleness, and the switches that were not told yet."""
+"""What gradient methods did so far: counts, staleness, the switches that were not told yet, and step times."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from shadowsync.aggregation.aggregator import Switch
-from shadowsync.aggregation.counts import AggregationCounts, AggregationState, untold
+from shadowsync.aggregation.counts import AggregationCounts, AggregationState, Paces, untold
 
 A, B, C = (Switch(step, mode, "why") for step, mode in ((3, "gba"), (8, "sync"), (8, "gba")))
+WORKER = (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,40 @@ def test_a_state_of_before_there_were_modes_is_read() -> None:
     assert msgspec.convert(written, AggregationState) == AggregationState(
         global_steps=9, received=4, staleness=((0, 4),)
     )
+
+
+def paced(*steps_s: float) -> Paces:
+    """Worker A has taken so long for its batches."""
+    paces = Paces()
+    for step_s in steps_s:
+        paces.add(WORKER, step_s)
+    return paces
+
+
+def test_the_recent_time_follows_and_the_mean_is_exact() -> None:
+    paces = paced(1.0, 1.0, 6.0)
+    assert paces.recent_s()[WORKER] == pytest.approx(2.0)
+    assert paces.mean_s()[WORKER] == pytest.approx(8.0 / 3)
+
+
+def test_a_lasting_change_is_soon_the_recent_time() -> None:
+    assert paced(*[1.0] * 5, *[4.0] * 20).recent_s()[WORKER] == pytest.approx(4.0, rel=0.02)
+
+
+def test_a_copy_does_not_follow() -> None:
+    paces = paced(1.0)
+    copy = paces.so_far()
+    paces.add(WORKER, 3.0)
+    assert (copy.mean_s(), paces.mean_s()) == ({WORKER: 1.0}, {WORKER: 2.0})
+
+
+def test_of_very_many_workers_those_heard_of_least_recently_are_forgotten() -> None:
+    paces = Paces()
+    for number in range(5000):
+        paces.add((0, 0) if number % 2 else (number, 0), 1.0)
+    for number in range(5000, 10_000):
+        paces.add((number, 0), 1.0)
+        paces.add((0, 0), 1.0)
+    assert len(paces.mean_s()) == 4096
+    assert (0, 0) in paces.mean_s()
+    assert (5000, 0) not in paces.mean_s()

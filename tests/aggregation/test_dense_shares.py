@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from step_models import TwoParameters
 from torch import Tensor, nn
 
-from shadowsync.aggregation.dense_client import DenseShare, divide
-from shadowsync.aggregation.stepping import DenseGradient, DenseStep, DenseStepper
+from shadowsync.aggregation.stepping import DenseGradient, DenseShare, DenseStep, DenseStepper, divide
 from shadowsync.checkpoint.job_state import TrainerImage, dense_tensors
 from shadowsync.cluster.servers import PartImages
 from shadowsync.errors import DataError

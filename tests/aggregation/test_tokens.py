@@ -1,6 +1,5 @@
 """Tokens: when synchronous training would have used a batch."""
 
-import pytest
 from cluster_simulator import Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,16 +66,3 @@ def test_tokens_keep_up_with_the_steps_and_do_not_run_ahead(
     for at in flushes:
         cluster.flush(at + 0.25)
     cluster.run()
-
-
-def test_a_book_refuses_what_cannot_be() -> None:
-    with pytest.raises(ValueError, match="size=0"):
-        TokenBook(0)
-    with pytest.raises(ValueError, match="step=-1"):
-        TokenBook(2, step=-1)
-    book = TokenBook(2)
-    book.dispatch()
-    with pytest.raises(ValueError, match="2 batches retired of 1"):
-        book.retired(2)
-    with pytest.raises(ValueError, match="outstanding=-3"):
-        book.realign(4, -3)

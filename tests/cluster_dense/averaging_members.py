@@ -22,8 +22,7 @@ from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.client import WireClient
 from shadowsync.rpc.connection import JobKeys
-from shadowsync.sync.all_reduce import AveragingOptions, RemoteAveraging
-from shadowsync.sync.averaging import Ring, Seat
+from shadowsync.sync.all_reduce import RemoteAveraging, Ring, Seat
 from shadowsync.sync.gloo import GlooRing
 
 SIZE = 100_003
@@ -67,8 +66,8 @@ def average(job: Job, rank: int, deaf_round: int, out: TextIO) -> None:
         return Going(seat, deaf_round, out)
 
     with closing(WireClient(job.keys)) as connector:
-        connection, options = connector.connect(job.address), AveragingOptions(check_s=0.05)
-        end = RemoteAveraging(rank, connection, make_ring, Plain(), WireCounter(), options)
+        connection = connector.connect(job.address)
+        end = RemoteAveraging(rank, connection, make_ring, Plain(), WireCounter(), check_s=0.05)
         for number in range(job.rounds):
             mean = end.mean(torch.full((SIZE,), float(10 * number + rank)))
             digest = hashlib.sha256(mean.numpy().tobytes()).hexdigest()

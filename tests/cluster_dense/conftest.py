@@ -18,12 +18,8 @@ Connect = Callable[[Service, int], list[Connection]]
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def over_the_wire(stack: ExitStack) -> Connect:
+def wire() -> Iterator[Connect]:
+    """Makes so many connections to a service behind a socket."""
     keys = JobKeys.make()
 
     def connect(service: Service, clients: int) -> list[Connection]:
@@ -33,12 +29,14 @@ def over_the_wire(stack: ExitStack) -> Connect:
         connector = stack.enter_context(closing(WireClient(keys)))
         return [connector.connect(server.address) for _ in range(clients)]
 
-    return connect
+    with ExitStack() as stack:
+        yield connect
 
 
 @pytest.fixture(params=["direct", "wire"])
-def connect(request: pytest.FixtureRequest, stack: ExitStack) -> Connect:
+def connect(request: pytest.FixtureRequest) -> Connect:
     """Makes so many connections to a service."""
     if request.param == "wire":
-        return over_the_wire(stack)
+        wire: Connect = request.getfixturevalue("wire")
+        return wire
     return lambda service, clients: [DirectConnection(service) for _ in range(clients)]

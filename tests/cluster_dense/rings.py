@@ -8,8 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shadowsync.sync.all_reduce import mean_of
-from shadowsync.sync.averaging import RingBroken, Seat
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.pending import Pending
+from shadowsync.rpc.service import Payload
+from shadowsync.sync.all_reduce import Seat, mean_of
+from shadowsync.sync.averaging import RingBroken
 
 PATIENCE_S = 120.0
 
@@ -36,6 +39,7 @@ class Hall:
         self.moved: list[Tensor] = []
         self.gathered = 0
         self.seats: list[Seat] = []
+        self.closed: list[Seat] = []
         self.before_reduction: Callable[[], None] = lambda: None
         self._epochs: dict[int, Epoch] = {}
         self._lock = threading.Lock()
@@ -74,6 +78,7 @@ class Hall:
                 given[position][1].set_result(result.clone() if isinstance(result, Tensor) else result)
 
     def close(self, seat: Seat) -> None:
+        self.closed.append(seat)
         with self._lock:
             epoch = self._epochs.setdefault(seat.epoch, Epoch())
             epoch.broken, given, epoch.given = True, epoch.given, {}
@@ -110,3 +115,19 @@ def until(true: Callable[[], bool]) -> None:
             return
         nothing.wait(0.001)
     raise AssertionError("it did not happen")
+
+
+class Hasty(Connection):
+    """Waits less long for what has a deadline of its own."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.asked: list[str] = []
+
+    def call(self, *asked: Any) -> Pending[Payload]:
+        *what, timeout_s = asked
+        self.asked.append(what[0])
+        return self._connection.call(*what, timeout_s and 0.05)
+
+    def close(self) -> None:
+        self._connection.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from rings import PATIENCE_S, Hall, until
+from rings import PATIENCE_S, Hall, Hasty, until
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
@@ -19,12 +19,12 @@ from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.served import Served
 from shadowsync.rpc.service import Service
-from shadowsync.sync.all_reduce import AveragingOptions, RemoteAveraging, RemoteBoard
+from shadowsync.sync.all_reduce import Board, RemoteAveraging
 from shadowsync.sync.averaging import AveragingService, RingBroken
-from shadowsync.sync.schedule import Left
+from shadowsync.sync.rendezvous import Left
 
 Connect = Callable[[Service, int], list[Connection]]
-SOON = AveragingOptions(poll_s=0.001, check_s=0.02)
+SOON_S = 0.02
 
 
 class Threads(ThreadPoolExecutor):
@@ -34,8 +34,8 @@ class Threads(ThreadPoolExecutor):
         super().__init__(12)
         self.services: list[AveragingService] = []
 
-    def serve(self, n: int, seats: int) -> AveragingService:
-        self.services.append(AveragingService(range(n), seats))
+    def serve(self, n: int) -> AveragingService:
+        self.services.append(AveragingService(range(n)))
         return self.services[-1]
 
     def close(self) -> None:
@@ -57,14 +57,17 @@ class Trainers:
     def __init__(
         self, n: int, hall: Hall, threads: Threads, connect: Connect | None = None, codec: Codec | None = None
     ) -> None:
-        self.service, self.hall, self.codec = threads.serve(n, n), hall, codec or Plain()
+        self.service, self.hall, self.codec = threads.serve(n), hall, codec or Plain()
         served = Served(self.service)
         connections = connect(served, n) if connect else [DirectConnection(served) for _ in range(n)]
         self.connections, self.counters = connections, [WireCounter() for _ in range(n)]
         self.ends = [self.end(rank, connections[rank]) for rank in range(n)]
 
-    def end(self, rank: int, connection: Connection, options: AveragingOptions = SOON) -> RemoteAveraging:
-        return RemoteAveraging(rank, connection, self.hall.ring, self.codec, self.counters[rank], options)
+    def end(self, rank: int, connection: Connection, give_up_s: float = 120.0) -> RemoteAveraging:
+        counter = self.counters[rank]
+        return RemoteAveraging(
+            rank, connection, self.hall.ring, self.codec, counter, check_s=SOON_S, give_up_s=give_up_s
+        )
 
 
 def result(future: Future[Tensor]) -> list[float]:
@@ -91,8 +94,8 @@ def test_uneven_trainers_get_the_mean_of_those_still_there(
     for rank, count in enumerate(rounds):
         there = [[other for other, last in enumerate(rounds) if last > turn] for turn in range(count)]
         assert got[rank] == pytest.approx([sum(r) / len(r) + 10 * turn for turn, r in enumerate(there)])
-    assert trainers.service.members == frozenset()
-    assert trainers.service.round == max(rounds)
+    assert trainers.service._book.members == set()
+    assert trainers.service._book.round == max(rounds)
 
 
 def test_where_one_fails_all_repeat_with_the_vectors_they_had(threads: Threads, connect: Connect) -> None:
@@ -103,7 +106,7 @@ def test_where_one_fails_all_repeat_with_the_vectors_they_had(threads: Threads, 
     got = [threads.submit(end.mean, w) for end, w in zip(trainers.ends, weights, strict=True)]
     assert [result(g) for g in got] == [[1, 1, 1]] * 3
     assert sorted({seat.epoch for seat in hall.seats}) == [1, 2]
-    assert trainers.service.round == 1
+    assert trainers.service._book.round == 1
     assert [counter.totals().bytes["dense"] for counter in trainers.counters] == [16] * 3, "2 · 2/3 · 12, once"
 
 
@@ -154,7 +157,17 @@ def test_who_leaves_in_the_middle_of_a_round_ends_it(threads: Threads) -> None:
     hall.before_reduction = trainers.ends[1].leave
     got = [threads.submit(end.mean, ones(float(rank))) for rank, end in enumerate(trainers.ends)]
     assert [result(g) for g in got] == [[0.5] * 3] * 2
-    assert trainers.service.members == {0}
+    assert trainers.service._book.members == {0}
+
+
+def test_who_leaves_closes_its_end_of_the_ring(threads: Threads) -> None:
+    hall = Hall()
+    trainers = Trainers(2, hall, threads)
+    for got in [threads.submit(end.mean, ones(1)) for end in trainers.ends]:
+        result(got)
+    assert not hall.closed
+    trainers.ends[0].leave()
+    assert [(seat.epoch, seat.position) for seat in hall.closed] == [(1, 0)]
 
 
 def test_who_leaves_and_comes_back_has_missed_what_was_between(threads: Threads, connect: Connect) -> None:
@@ -163,7 +176,7 @@ def test_who_leaves_and_comes_back_has_missed_what_was_between(threads: Threads,
     def together() -> list[bool]:
         for got in [threads.submit(end.mean, ones(1)) for end in trainers.ends]:
             result(got)
-        return [end.missed() for end in trainers.ends]
+        return [end.missed for end in trainers.ends]
 
     assert together() == [False, False]
     trainers.ends[1].leave()
@@ -184,34 +197,40 @@ def test_a_trainer_started_anew_takes_its_place(threads: Threads, connect: Conne
     anew = trainers.end(0, connection)
     anew.join()
     assert anew.mean(ones(3)).tolist() == [3, 3, 3]
-    assert anew.missed()
+    assert anew.missed
     for call in (lambda: trainers.ends[0].mean(ones(9)), trainers.ends[0].join):
         with pytest.raises(RunError, match="given up"):
             call()
     trainers.ends[0].leave()
-    assert trainers.service.members == {0}
+    assert trainers.service._book.members == {0}
 
 
 def test_trainers_that_never_reach_each_other_say_so(threads: Threads) -> None:
     hall = Hall()
     hall.always_fails = True
     trainers = Trainers(2, hall, threads)
-    impatient = AveragingOptions(poll_s=0.001, check_s=0.02, give_up_s=0.03)
-    ends = [trainers.end(rank, trainers.connections[rank], impatient) for rank in range(2)]
+    ends = [trainers.end(rank, trainers.connections[rank], give_up_s=0.03) for rank in range(2)]
     got = [threads.submit(end.mean, ones(1)) for end in ends]
     first = wait(got, PATIENCE_S, FIRST_COMPLETED).done
     with pytest.raises(RunError, match=r"cannot average with trainers \[0, 1\]: closed; every trainer must reach"):
         result(first.pop())
 
 
-@pytest.mark.parametrize("seats", [0, 1])
-def test_it_works_without_holding_calls(seats: int, threads: Threads) -> None:
-    trainers = Trainers(3, Hall(), threads)
-    service = threads.serve(3, seats)
-    ends = [trainers.end(rank, DirectConnection(Served(service))) for rank in range(3)]
-    for turn in range(3):
-        got = [threads.submit(end.mean, ones(float(rank + turn))) for rank, end in enumerate(ends)]
-        assert [result(g) for g in got] == [[1 + turn] * 3] * 3
+def test_who_waits_longer_than_the_patience_of_a_call_asks_again(threads: Threads, wire: Connect) -> None:
+    trainers = Trainers(2, Hall(), threads, wire)
+    hasty = Hasty(trainers.connections[0])
+    got = threads.submit(trainers.end(0, hasty).mean, ones(1))
+    until(lambda: hasty.asked.count("arrive") == 3)
+    assert [result(threads.submit(trainers.ends[1].mean, ones(3))), result(got)] == [[2, 2, 2]] * 2
+
+
+def test_a_service_that_is_closed_lets_everybody_go(threads: Threads, connect: Connect) -> None:
+    trainers = Trainers(2, Hall(), threads, connect)
+    got = threads.submit(trainers.ends[0].mean, ones(1))
+    until(lambda: 0 in trainers.service._waiting)
+    trainers.service.close()
+    with pytest.raises(RunError, match="given up"):
+        result(got)
 
 
 def test_a_lost_driver_is_an_error(threads: Threads, connect: Connect) -> None:
@@ -278,7 +297,7 @@ def test_the_board_is_for_members_of_the_ring_only(threads: Threads, connect: Co
     first.board.pin("b", b"2")
     assert reading.result(PATIENCE_S) == (b"1", b"2")
     (stranger,) = connect(Served(trainers.service), 1)
-    forged = RemoteBoard(stranger, 0, 1, SOON.poll_s)
+    forged = Board(stranger, 0, 1)
     forged.pin("a", b"forged")
     with pytest.raises(RingBroken, match="ring 1 is void"):
         forged.read(["a"])

@@ -14,18 +14,16 @@ from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
-from shadowsync.sync.all_reduce import AveragingOptions, RemoteAveraging
+from shadowsync.sync.all_reduce import RemoteAveraging
 from shadowsync.sync.averaging import AveragingService
 from shadowsync.sync.background import Background
 from shadowsync.sync.dense import CentralCopy
 from shadowsync.sync.every_k import EveryK
-from shadowsync.sync.group import RemoteGroup
 from shadowsync.sync.ma import ModelAveraging
+from shadowsync.sync.method import Group
 from shadowsync.sync.schedule import Schedule, Synchronisation
 from shadowsync.training.gate import Gate
 from shadowsync.training.worker import Driver
-
-OPTIONS = AveragingOptions(poll_s=0.001, check_s=0.02)
 
 
 class Process:
@@ -33,10 +31,10 @@ class Process:
 
     def __init__(self, rank: int, service: AveragingService, hall: Hall, schedule: Schedule) -> None:
         self.gate, self.weights = Gate(), torch.full((3,), float(rank))
-        averaging = RemoteAveraging(rank, DirectConnection(Served(service)), hall.ring, Plain(), WireCounter(), OPTIONS)
-        self.group = RemoteGroup(
-            rank, averaging, CentralCopy(rank, [], [], Channel("dense", Plain(), WireCounter())), self.gate
-        )
+        connection, counter, resting = DirectConnection(Served(service)), WireCounter(), self.gate.resting
+        averaging = RemoteAveraging(rank, connection, hall.ring, Plain(), counter, resting, check_s=0.02)
+        servers = CentralCopy(rank, [], [], Channel("dense", Plain(), counter))
+        self.group = Group(averaging, servers)
         method = ModelAveraging(alpha=1.0)
         self.driver: Driver = schedule.drive(Synchronisation(method, self.weights, self.group, 2, self.gate))
         for _ in range(2):
@@ -55,7 +53,7 @@ class Cluster:
     """Two processes, threads, and pauses that are held until told otherwise."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.service, self.hall = AveragingService(range(2), seats=2), Hall()
+        self.service, self.hall = AveragingService(range(2)), Hall()
         self.processes = [Process(rank, self.service, self.hall, schedule) for rank in range(2)]
         self.threads = ThreadPoolExecutor(12)
         self.ends: list[threading.Event] = []
@@ -111,7 +109,7 @@ def test_workers_that_average_with_a_paused_trainer_stand_still(make: Callable[[
     assert complete_b.wait(PATIENCE_S), "although B's average depends on A"
     end_a.set()
     held_a.result(PATIENCE_S)
-    until(lambda: cluster.service.round == 1)
+    until(lambda: cluster.service._book.round == 1)
     until(lambda: first.weights.tolist() == [0.5] * 3)
     assert second.weights.tolist() == [1.0] * 3, "B is still paused"
     end_b.set()
@@ -176,4 +174,4 @@ def test_processes_that_average_and_pause_again_and_again_never_hang(make: Calla
     for worker in workers:
         worker.result(PATIENCE_S)
     assert all(count.result(PATIENCE_S) > 1 for count in counts)
-    assert cluster.service.round == rounds // 3
+    assert cluster.service._book.round == rounds // 3

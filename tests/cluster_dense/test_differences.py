@@ -25,11 +25,11 @@ from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
 from shadowsync.rpc.tensors import bundle, unbundle
-from shadowsync.sync.all_reduce import Averaging, AveragingOptions, PublicCopy, RemoteAveraging, mean_of, strategy_of
-from shadowsync.sync.averaging import AveragingService, MakeRing
+from shadowsync.sync.all_reduce import LocalAverages, MakeRing, PublicCopy, RemoteAveraging, mean_of, strategy_of
+from shadowsync.sync.averaging import AveragingService
 from shadowsync.sync.bmuf import Bmuf
 from shadowsync.sync.gloo import GlooRing
-from shadowsync.sync.group import InProcessGroup
+from shadowsync.sync.method import Group
 from shadowsync.sync.schedule import Synchronisation
 from shadowsync.training.gate import Gate
 from shadowsync.training.pieces import Pieces
@@ -38,7 +38,6 @@ WIDTHS = (700, 30, 300)
 SIZE = sum(WIDTHS)
 ALMOST_ALL = 1 - 1e-9
 """A share that is rounded to all elements, and yet no `keep=1`, which is plain averaging."""
-SOON = AveragingOptions(poll_s=0.001, check_s=0.02)
 
 
 def pieces(**options: Any) -> Codec:
@@ -60,7 +59,7 @@ class Trainers:
     counter: WireCounter = field(default_factory=WireCounter)
 
     def __post_init__(self) -> None:
-        self.averages = Averaging(range(self.n), Channel("dense", self.codec, self.counter), nullcontext)
+        self.averages = LocalAverages(range(self.n), Channel("dense", self.codec, self.counter), nullcontext)
         self.weights = [drawn(rank) for rank in range(self.n)]
         self.steps = 0
 
@@ -76,11 +75,11 @@ class Trainers:
         self.train(ranks)
         average = self.average(ranks)
         for rank in ranks:
-            self.averages.approach(rank, self.weights[rank], average, self.alpha)
+            self.averages.of[rank].strategy.approach(self.weights[rank], average, self.alpha)
         return average
 
     def standing(self, rank: int) -> Any:
-        return self.averages.ends[rank]
+        return self.averages.of[rank].strategy
 
 
 def total(tensors: Sequence[Tensor]) -> Tensor:
@@ -113,7 +112,7 @@ def test_what_was_sent_and_what_is_left_are_the_replicas(
         torch.testing.assert_close(known, average.double(), atol=1e-5, rtol=0)
         left = {rank: trainers.weights[rank] - trainers.standing(rank).known for rank in ranks}
         for rank in ranks:
-            trainers.averages.approach(rank, trainers.weights[rank], average, alpha)
+            trainers.averages.of[rank].strategy.approach(trainers.weights[rank], average, alpha)
             now = trainers.weights[rank] - trainers.standing(rank).known
             torch.testing.assert_close(now, left[rank], atol=2e-6, rtol=0)
         after = total([trainers.weights[rank] for rank in ranks])
@@ -138,16 +137,16 @@ def test_where_all_elements_cross_the_averages_are_the_plain_ones(alpha: float) 
 @pytest.mark.parametrize("codec", [pieces(keep=1.0), Plain()], ids=["keep=1", "plain"])
 def test_keeping_everything_is_plain_averaging_bit_for_bit(codec: Codec) -> None:
     counter = WireCounter()
-    averaging = Averaging(range(2), Channel("dense", codec, counter), nullcontext)
+    ends = LocalAverages(range(2), Channel("dense", codec, counter), nullcontext).of
     weights = [drawn(rank) for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
         for step in range(3):
             expected = mean_of(weights)
-            got = list(threads.map(averaging.mean, range(2), weights, timeout=PATIENCE_S))
+            got = list(threads.map(lambda rank: ends[rank].mean(weights[rank]), range(2), timeout=PATIENCE_S))
             assert torch.equal(got[0], expected)
             for rank in range(2):
                 moved = weights[rank].clone().lerp_(expected, 0.5)
-                averaging.approach(rank, weights[rank], got[rank], 0.5)
+                ends[rank].strategy.approach(weights[rank], got[rank], 0.5)
                 assert torch.equal(weights[rank], moved)
                 weights[rank].add_(drawn(step))
     totals = counter.totals()
@@ -162,7 +161,7 @@ def test_what_workers_do_while_an_average_is_under_way_stays() -> None:
     at_rest = trainers.weights[0].clone()
     trainers.weights[0].add_(meanwhile)
     step = average - trainers.standing(0).known
-    trainers.averages.approach(0, trainers.weights[0], average, 1.0)
+    trainers.averages.of[0].strategy.approach(trainers.weights[0], average, 1.0)
     torch.testing.assert_close(trainers.weights[0], at_rest + step + meanwhile, atol=1e-6, rtol=0)
 
 
@@ -172,7 +171,7 @@ def test_replicas_that_rest_come_together_although_little_crosses() -> None:
     average = trainers.average(range(4))
     for _ in range(100):
         for rank in range(4):
-            trainers.averages.approach(rank, trainers.weights[rank], average, 0.5)
+            trainers.averages.of[rank].strategy.approach(trainers.weights[rank], average, 0.5)
         average = trainers.average(range(4))
     for weights in trainers.weights:
         torch.testing.assert_close(weights, start, atol=1e-2, rtol=0)
@@ -205,7 +204,7 @@ def test_low_bits_round_differences_and_not_replicas(codec: Codec, fewer: float)
         average = trainers.average(range(2))
         apart.append(float((average - mean_of(trainers.weights)).abs().max()))
         for rank in range(2):
-            trainers.averages.approach(rank, trainers.weights[rank], average, 1.0)
+            trainers.averages.of[rank].strategy.approach(trainers.weights[rank], average, 1.0)
     assert apart[-1] < apart[0] / 50 < 0.01
     sent = trainers.counter.totals().bytes["dense"] - whole
     assert 4 * 2 * SIZE * 4 / sent > fewer
@@ -245,27 +244,26 @@ def test_all_are_told_if_one_of_them_had_not_the_average_before(ranks: list[int]
     """Others cross whole then, too: of whoever left, nobody but itself has the copy."""
     trainers = Trainers(4, pieces(keep=0.02))
     trainers.round([0, 1, 2])
-    assert all(trainers.averages.missed(rank) for rank in (0, 1, 2)), "of the first average nobody knows that"
+    assert all(trainers.averages.of[rank].missed for rank in (0, 1, 2)), "of the first average nobody knows that"
     trainers.round([0, 1, 2])
-    assert not any(trainers.averages.missed(rank) for rank in (0, 1, 2))
+    assert not any(trainers.averages.of[rank].missed for rank in (0, 1, 2))
     before = trainers.counter.totals().elements["dense"]
     expected = mean_of([trainers.weights[rank] + drawn(3000 + rank, 0.1) for rank in ranks])
     average = trainers.round(ranks)
     whole = trainers.counter.totals().elements["dense"] == before
     assert whole == (ranks != [0, 1, 2])
     assert torch.equal(average, expected) == whole
-    assert {trainers.averages.missed(rank) for rank in ranks} == {missed}
+    assert {trainers.averages.of[rank].missed for rank in ranks} == {missed}
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_takes_all_to_one_point(nesterov: bool) -> None:
     """Also after one was away: all hold the same model and the same average, and differences cross again."""
     counter, method = WireCounter(), Bmuf(alpha=0.6, momentum=0.7, nesterov=nesterov)
-    averaging = Averaging(range(3), Channel("dense", pieces(keep=0.05), counter), nullcontext)
+    ends = LocalAverages(range(3), Channel("dense", pieces(keep=0.05), counter), nullcontext).of
     no_servers = WholeCopy(torch.zeros(1), 1, Channel("dense", Plain(), counter))
     parts = [
-        Synchronisation(method, drawn(rank), InProcessGroup(rank, averaging, no_servers.of(rank)), 1, Gate())
-        for rank in range(3)
+        Synchronisation(method, drawn(rank), Group(ends[rank], no_servers.of(rank)), 1, Gate()) for rank in range(3)
     ]
     for part in parts:
         part.state = method.init(drawn(7))
@@ -273,13 +271,13 @@ def test_momentum_takes_all_to_one_point(nesterov: bool) -> None:
     with ThreadPoolExecutor(3) as threads:
         for step, members in enumerate([{0, 1, 2}, {0, 1, 2}, {0, 2}, {0, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2}]):
             for rank in present - members:
-                averaging.leave(rank)
+                ends[rank].leave()
             for rank in members - present:
-                averaging.join(rank)
+                ends[rank].join()
             present = members
             list(threads.map(lambda rank: parts[rank].once(), members, timeout=PATIENCE_S))
             models = [parts[rank].state["global"] for rank in members]
-            standings = [averaging.ends[rank] for rank in members]  # type: ignore[attr-defined]
+            standings: list[Any] = [ends[rank].strategy for rank in members]
             assert all(torch.equal(model, models[0]) for model in models)
             assert all(torch.equal(standing.average, standings[0].average) for standing in standings)
             known = mean_of([standing.known for standing in standings])
@@ -338,7 +336,7 @@ class Far:
 
     def __init__(self, n: int, codec: Codec, make_ring: MakeRing, threads: ThreadPoolExecutor) -> None:
         self.n, self.codec, self.make_ring, self.threads = n, codec, make_ring, threads
-        self.service = AveragingService(range(n), seats=n)
+        self.service = AveragingService(range(n))
         self.counter = WireCounter()
         self.near = Trainers(n, codec)
         self.weights = [weights.clone() for weights in self.near.weights]
@@ -347,7 +345,7 @@ class Far:
 
     def end(self, rank: int) -> RemoteAveraging:
         connection = DirectConnection(Served(self.service))
-        return RemoteAveraging(rank, connection, self.make_ring, self.codec, self.counter, SOON)
+        return RemoteAveraging(rank, connection, self.make_ring, self.codec, self.counter, check_s=0.02)
 
     def go_and_come(self, ranks: set[int]) -> None:
         for rank in self.present - ranks:
@@ -361,8 +359,8 @@ class Far:
         self.service.dead(rank)
         self.ends[rank] = self.end(rank)
         self.ends[rank].join()
-        self.near.averages.holds[rank] = 0
-        self.near.averages.ends[rank] = strategy_of(self.codec, self.near.counter, rank)
+        near = self.near.averages.of[rank]
+        near.holds, near.strategy = 0, strategy_of(self.codec, self.near.counter, rank)
 
     def start(self, ranks: Sequence[int]) -> list[Future[Tensor]]:
         for rank in ranks:
@@ -377,8 +375,8 @@ class Far:
         expected = self.near.round(ranks)
         for rank, mean in zip(ranks, got, strict=True):
             assert torch.equal(mean, expected)
-            assert self.ends[rank].missed() == self.near.averages.missed(rank)
-            self.ends[rank].approach(self.weights[rank], mean, self.near.alpha)
+            assert self.ends[rank].missed == self.near.averages.of[rank].missed
+            self.ends[rank].strategy.approach(self.weights[rank], mean, self.near.alpha)
             assert torch.equal(self.weights[rank], self.near.weights[rank])
 
 
@@ -471,10 +469,10 @@ def test_who_came_back_too_late_for_an_average_is_told_apart(threads: ThreadPool
     far = Far(2, pieces(keep=0.05), Hall().ring, threads)
     for _ in range(2):
         far.check_round([0, 1])
-    far.ends[1]._last_seen -= 1
-    far.near.averages.holds[1] -= 1
+    far.ends[1].holds -= 1
+    far.near.averages.of[1].holds -= 1
     far.check_round([0, 1])
-    assert far.ends[0].missed()
+    assert far.ends[0].missed
     assert far.counter.totals().elements["dense"] == 2 * SIZE, "in one of three rounds differences crossed"
     for end in far.ends:
         end.leave()

@@ -17,9 +17,9 @@ from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
-from shadowsync.sync.all_reduce import Averaging, AveragingOptions, RemoteAveraging
-from shadowsync.sync.averaging import AveragingService, RingBroken, Seat
-from shadowsync.sync.gloo import GlooOptions, GlooRing
+from shadowsync.sync.all_reduce import LocalAverages, RemoteAveraging, Seat
+from shadowsync.sync.averaging import AveragingService, RingBroken
+from shadowsync.sync.gloo import GlooRing
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Pinboard:
 
 
 def rings(n: int, board: Pinboard, timeout_s: float = PATIENCE_S) -> list[GlooRing]:
-    return [GlooRing(Seat(1, position, n, board), GlooOptions(timeout_s=timeout_s)) for position in range(n)]
+    return [GlooRing(Seat(1, position, n, board), timeout_s=timeout_s) for position in range(n)]
 
 
 def results(futures: Sequence[Future[Tensor]]) -> list[Tensor]:
@@ -118,7 +118,7 @@ def test_a_silent_member_is_given_up_after_the_timeout() -> None:
 
 
 def test_an_address_of_another_machine_breaks_the_ring() -> None:
-    ring = GlooRing(Seat(1, 0, 2, Pinboard()), GlooOptions(host="192.0.2.1"))
+    ring = GlooRing(Seat(1, 0, 2, Pinboard()), host="192.0.2.1")
     with pytest.raises(RingBroken):
         ring.mean(torch.ones(3)).result(PATIENCE_S)
     ring.close()
@@ -130,10 +130,10 @@ class Both:
 
     def __init__(self, n: int, codec: Plain | Bf16) -> None:
         self.counters = WireCounter(), WireCounter()
-        self.near = Averaging(range(n), Channel("dense", codec, self.counters[0]), nullcontext)
-        service, options = AveragingService(range(n), seats=n), AveragingOptions(check_s=0.05)
+        self.near = LocalAverages(range(n), Channel("dense", codec, self.counters[0]), nullcontext).of
+        service = AveragingService(range(n))
         self.far = [
-            RemoteAveraging(rank, DirectConnection(Served(service)), GlooRing, codec, self.counters[1], options)
+            RemoteAveraging(rank, DirectConnection(Served(service)), GlooRing, codec, self.counters[1], check_s=0.05)
             for rank in range(n)
         ]
 
@@ -149,20 +149,20 @@ def test_it_averages_as_in_one_process_while_members_come_and_go(
     for members in present:
         for rank in range(n):
             if rank in before and rank not in members:
-                both.near.leave(rank)
+                both.near[rank].leave()
                 both.far[rank].leave()
             elif rank in members and rank not in before:
-                both.near.join(rank)
+                both.near[rank].join()
                 both.far[rank].join()
         before = members
         vectors = {rank: torch.randn(101, generator=generator) for rank in members}
-        near = [threads.submit(both.near.mean, rank, vector) for rank, vector in vectors.items()]
+        near = [threads.submit(both.near[rank].mean, vector) for rank, vector in vectors.items()]
         far = [threads.submit(both.far[rank].mean, vector) for rank, vector in vectors.items()]
         expected = results(near)[0]
         if isinstance(codec, Bf16) and len(members) > 1:
             expected = expected.to(torch.bfloat16).float()
         assert all(torch.equal(got, expected) for got in results(far))
-        assert [both.far[rank].missed() for rank in members] == [both.near.missed(rank) for rank in members]
+        assert [both.far[rank].missed for rank in members] == [both.near[rank].missed for rank in members]
     assert both.counters[1].totals() == both.counters[0].totals()
     for end in both.far:
         end.leave()

@@ -6,28 +6,31 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
 import pytest
 import torch
+from helpers import Workers
+from rings import Hasty, until
 from step_models import TwoParameters
 from torch import Tensor, nn
 
 from shadowsync.aggregation.aggregator import Aggregation
-from shadowsync.aggregation.coordinator import RemoteCoordinator, StepCoordinator, StepRule
-from shadowsync.aggregation.dense_client import DenseClient, divide
+from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.gba import Gba
 from shadowsync.aggregation.stepping import (
     DenseGradient,
     DenseStep,
     DenseStepper,
-    ParameterReceiver,
     Parameters,
     ParameterSender,
     Version,
+    divide,
 )
 from shadowsync.aggregation.synchronous import Sync
+from shadowsync.aggregation.update import DenseClient, GradientUpdate, ParameterReceiver
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel, Message
 from shadowsync.compression.codec import Codec
@@ -39,8 +42,8 @@ from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.kept import Generation
-from shadowsync.rpc.pending import Pending
-from shadowsync.rpc.served import Client, Served, ask
+from shadowsync.rpc.pending import Done
+from shadowsync.rpc.served import Client, Served, ask, direct
 from shadowsync.rpc.service import Payload, Service
 from shadowsync.training.optimizers import Adagrad, Rates
 from shadowsync.training.pieces import by_parameter
@@ -64,7 +67,7 @@ def client(
 ) -> DenseClient:
     """Of a stepper here, or of one behind that connection."""
     parts, length = divide(made.replica.slots, 1), len(made.replica.flat)
-    return DenseClient((0, worker), parts, [way or made], [Channel("dense", codec, counter)], length)
+    return DenseClient((0, worker), parts, [way or direct(made)], [Channel("dense", codec, counter)], length)
 
 
 @pytest.mark.parametrize("codec", [Plain(), Bf16()], ids=lambda codec: codec.name)
@@ -344,22 +347,6 @@ def test_the_dense_server_refuses_another_generation(call: Call) -> None:
     assert (made.newest.number, made.held_bytes) == (0, 0)
 
 
-class Hasty(Connection):
-    """Waits less long for what has a deadline of its own."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.called: Callable[[str], object] = lambda method: None
-
-    def call(self, *asked: Any) -> Pending[Payload]:
-        *what, timeout_s = asked
-        self.called(what[0])
-        return self._connection.call(*what, timeout_s and 0.2)
-
-    def close(self) -> None:
-        self._connection.close()
-
-
 class Bench:
     """A coordinator beside a lease service of `rows` rows."""
 
@@ -368,8 +355,7 @@ class Bench:
         rule = StepRule(size, 0.1, 0.1, Rates(), rows_by_buffer=False)
         self.coordinator = StepCoordinator(method, rule, self.leases, lambda dense, rows: None)
         (self.connection,) = connect(Served(self.coordinator), 1)
-        self.hasty = Hasty(self.connection)
-        self.remote = RemoteCoordinator(self.hasty)
+        self.remote = Workers(self.connection)
         self._held: dict[int, Any] = {}
         self._at: dict[int, int] = {}
 
@@ -384,39 +370,31 @@ class Bench:
         assert claim is not None
         return claim
 
-    def arrive(self, number: int, version: int = 0) -> None:
-        self.remote.arrived(number, version).result()
-
 
 def test_rows_are_done_once_when_the_step_is_made(connect: Connect) -> None:
     bench = Bench(connect, Gba())
     first, second = bench.claim(0).number, bench.claim(1).number
     assert bench.remote.ask((0, 0), first).result() == 0
     assert bench.remote.ask((1, 0), second).result() == 0
-    bench.arrive(first)
+    bench.remote.arrived(first)
     assert bench.leases.trained == 0
-    bench.arrive(second)
-    bench.arrive(second)
+    bench.remote.arrived(second)
+    bench.remote.arrived(second)
     assert bench.leases.trained == 4
     assert bench.coordinator.state.received == 2
 
 
-def test_whoever_waits_longer_than_the_patience_of_a_call_asks_again(connect: Connect) -> None:
-    bench = Bench(connect, Sync(), size=1)
-    first, second = bench.claim(0).number, bench.claim(1).number
-    assert bench.remote.ask((0, 0), first).result() == 0
-    asked: list[str] = []
-
-    def called(method: str) -> None:
-        if method == "ask":
-            asked.append(method)
-            if len(asked) == (1 if isinstance(bench.connection, DirectConnection) else 3):
-                pool.submit(bench.arrive, first)
-
-    bench.hasty.called = called
-    with ThreadPoolExecutor(2) as pool:
-        assert pool.submit(bench.remote.ask((1, 0), second).result).result(PATIENCE_S) == 1
-    assert len(asked) >= (1 if isinstance(bench.connection, DirectConnection) else 3)
+def test_whoever_waits_longer_than_the_patience_of_a_call_asks_again(wire: Connect) -> None:
+    bench = Bench(wire, Sync(), size=1)
+    first, second = bench.claim(0), bench.claim(1)
+    bench.remote.begin((0, 0), first.number)
+    hasty, nothing_newer = Hasty(bench.connection), SimpleNamespace(newer=lambda than: Done(None))
+    update = GradientUpdate((1, 0), hasty, nothing_newer, None, None)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as pool:
+        began = pool.submit(update.begin(second))  # type: ignore[arg-type]
+        until(lambda: hasty.asked.count("ask") == 3)
+        bench.remote.arrived(first.number)
+        assert began.result(PATIENCE_S)
 
 
 def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
@@ -425,15 +403,15 @@ def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
     other = bench.claim(1).number
     for worker, number in enumerate((arrived, computing)):
         assert bench.remote.ask((0, worker), number).result() is not None
-    bench.arrive(arrived)
+    bench.remote.arrived(arrived)
     held_up = bench.coordinator.ask((0, 0), waiting)
     bench.coordinator.abandoned(0)
     bench.leases.abandon(0)
     assert held_up.result(PATIENCE_S) is None
     assert bench.leases.trained == 2
-    bench.arrive(computing)
+    bench.remote.arrived(computing)
     assert bench.remote.ask((0, 0), computing).result() is None
-    assert bench.remote.ask((1, 0), other).result() is not None
+    bench.remote.begin((1, 0), other)
     bench.remote.left((1, 0))
     assert not bench.coordinator.aggregator.held
     assert bench.coordinator.state.received == 1
@@ -442,9 +420,9 @@ def test_what_a_dead_trainer_was_at_goes_to_others(connect: Connect) -> None:
 def test_a_stopped_coordinator_lets_everybody_go(connect: Connect) -> None:
     bench = Bench(connect, Sync(), size=1)
     first, second = bench.claim(0).number, bench.claim(1).number
-    assert bench.remote.ask((0, 0), first).result() is not None
+    bench.remote.begin((0, 0), first)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(RemoteCoordinator(bench.connection).ask((1, 0), second).result)
+        waiting = pool.submit(bench.remote.ask((1, 0), second).result)
         bench.coordinator.stop()
         assert waiting.result(PATIENCE_S) is None
 
@@ -468,8 +446,8 @@ def test_malformed_messages_to_the_coordinator_change_nothing(
     number = bench.claim(0).number
     with pytest.raises(DataError, match=said):
         bench.connection.call(method, Payload(msgspec.msgpack.encode(arguments))).result(PATIENCE_S)
-    assert bench.remote.ask((0, 0), number).result() is not None
-    bench.arrive(number)
+    bench.remote.begin((0, 0), number)
+    bench.remote.arrived(number)
     assert bench.leases.trained == 2
 
 
@@ -493,5 +471,5 @@ def test_the_coordinator_refuses_another_generation(connect: Connect, call: Call
 def test_unknown_batches_are_not_to_be_trained(connect: Connect) -> None:
     bench = Bench(connect, Gba())
     assert bench.remote.ask((0, 0), 77).result() is None
-    bench.arrive(77)
+    bench.remote.arrived(77)
     assert bench.coordinator.state.received == 0

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from helpers import Workers
 
-from shadowsync.aggregation.coordinator import RemoteCoordinator, StepCoordinator, StepRule
+from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.gba import Gba
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.cluster.endpoints import DriverService
@@ -62,18 +63,19 @@ def test_late_words_of_a_trainer_that_was_given_up_do_not_touch_its_successor() 
     coordinator = StepCoordinator(Gba(), rule, leases, lambda dense, rows: None)
     served = front(leases=leases, conducting=coordinator)
     old, new = DirectConnection(served), DirectConnection(served)
-    zombie, successor = RemoteCoordinator(old), RemoteCoordinator(new)
+    zombie, successor = Workers(old), Workers(new)
     lost = first_batch(leases, lease(old))
-    assert zombie.ask((0, 0), lost).result() is not None
+    zombie.begin((0, 0), lost)
     served.ban(0)
     assert not coordinator.aggregator.in_flight
     number = first_batch(leases, lease(new))
-    assert successor.ask((0, 0), number).result() is not None
+    successor.begin((0, 0), number)
     with pytest.raises(RunError, match="given up"):
         zombie.idle((0, 0))
     with pytest.raises(RunError, match="given up"):
-        zombie.ask((0, 0), number).result()
-    zombie.left((0, 0))
+        zombie.begin((0, 0), number)
+    with pytest.raises(RunError, match="given up"):
+        zombie.left((0, 0))
     assert set(coordinator.aggregator.in_flight) == {number}
     successor.left((0, 0))
     assert not coordinator.aggregator.in_flight
@@ -88,13 +90,13 @@ def test_rows_that_a_trainer_gives_back_itself_are_in_no_two_gradients(told: boo
     served = front(leases=leases, conducting=coordinator)
     gone, other = DirectConnection(served), DirectConnection(served)
     number, others = (first_batch(leases, lease(trainer, rank)) for rank, trainer in enumerate((gone, other)))
-    assert RemoteCoordinator(gone).ask((0, 0), number).result() is not None
-    assert RemoteCoordinator(other).ask((1, 0), others).result() is not None
+    Workers(gone).begin((0, 0), number)
+    Workers(other).begin((1, 0), others)
     if told:
-        RemoteCoordinator(gone).arrived(number, 0).result()
+        Workers(gone).arrived(number)
     ask(gone, LeaseService.abandon, 0)
     assert leases.trained == (2 if told else 0)
-    RemoteCoordinator(gone).arrived(number, 0).result()  # too late
+    Workers(gone).arrived(number)  # too late
     again = lease(other, 1)
     assert again is not None
     assert leases.opened(again, 10)[1]
@@ -102,10 +104,10 @@ def test_rows_that_a_trainer_gives_back_itself_are_in_no_two_gradients(told: boo
     numbers = [others, *(claim.number for claim in claims if claim is not None)]
     assert len(numbers) == 1 + (4 if told else 5)
     for index, each in enumerate(numbers):
-        assert RemoteCoordinator(other).ask((1, 0), each).result() is not None
-        RemoteCoordinator(other).arrived(each, 0).result()
+        Workers(other).begin((1, 0), each)
+        Workers(other).arrived(each)
         assert len(steps) == (index + 1 + told) // 2
-    RemoteCoordinator(other).left((1, 0))
+    Workers(other).left((1, 0))
     assert coordinator.settle(0.0)
     stepped = [each for step in steps for each, weight in step.weights.items() if weight > 0]
     assert sorted(stepped) == sorted([*numbers, number] if told else numbers)

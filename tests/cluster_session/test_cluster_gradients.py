@@ -31,11 +31,10 @@ from job_helpers import (
 from shadowsync import Job
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.auto import Auto
-from shadowsync.aggregation.coordinator import RemoteCoordinator, StepCoordinator, StepRule
+from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState
-from shadowsync.aggregation.dense_client import DenseClient
 from shadowsync.aggregation.stepping import DenseStep, DenseStepper
-from shadowsync.aggregation.update import GradientUpdate
+from shadowsync.aggregation.update import DenseClient, GradientUpdate
 from shadowsync.checkpoint.job_state import job_state
 from shadowsync.cluster import stepped, trainer_dense
 from shadowsync.compression.threshold import Threshold
@@ -406,10 +405,6 @@ class Point:
     after: bool = False
 
 
-def _teller(done: Stepped, _: RemoteCoordinator, number: int, __: int) -> int:
-    return done.trainers[number]
-
-
 POINTS = {
     "before it asks": Point(GradientUpdate, "begin", lambda _, update, *__: update.worker[0]),
     "before it computes": Point(GradientUpdate, "ready", lambda _, update, *__: update.worker[0]),
@@ -417,8 +412,8 @@ POINTS = {
     "before it sends the gradients of rows": Point(
         DenseClient, "hold", lambda _, dense, *__: dense.worker[0], after=True
     ),
-    "before it tells": Point(RemoteCoordinator, "arrived", _teller),
-    "when it has told": Point(RemoteCoordinator, "arrived", _teller, after=True),
+    "before it tells": Point(GradientUpdate, "tell_arrived", lambda _, update, *__: update.worker[0]),
+    "when it has told": Point(GradientUpdate, "tell_arrived", lambda _, update, *__: update.worker[0], after=True),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from helpers import WholeCopy
 from torch import Tensor
 
-from shadowsync.aggregation.dense_client import gradient_stream
+from shadowsync.aggregation.update import gradient_stream
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel, Stream, float_bytes, pulled_and_pushed_bytes, restore_all
 from shadowsync.compression.codec import Codec, Encoded
@@ -24,7 +24,7 @@ from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import NonFiniteTensor
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.sync.all_reduce import Averaging
+from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.training.gate import Gate
 from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import ParameterSlot
@@ -92,13 +92,13 @@ def test_every_trainer_has_a_stream_back_from_each_dense_server() -> None:
 
 
 def test_every_trainer_has_a_stream_to_the_average() -> None:
-    averaging, books = Averaging(range(2), rounded_line(), Gate().waiting), Books()
-    averaging.leave(1)
+    ends, books = LocalAverages(range(2), rounded_line(), Gate().waiting).of, Books()
+    ends[1].leave()
     for _ in range(ROUNDS):
         for rank, weights in enumerate((torch.tensor([0.4, -0.3]), torch.tensor([-0.4, 0.3]))):
-            books.enter(rank, weights, averaging.mean(rank, weights))  # alone, so that it is the average
-            averaging.join(1 - rank)
-            averaging.leave(rank)
+            books.enter(rank, weights, ends[rank].mean(weights))  # alone, so that it is the average
+            ends[1 - rank].join()
+            ends[rank].leave()
 
 
 class Tables:

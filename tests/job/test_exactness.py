@@ -28,9 +28,9 @@ from shadowsync.data.reader import Reader, ReaderOptions
 from shadowsync.embedding.memory import fill
 from shadowsync.embedding.table import Shard
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.sync.all_reduce import Averaging
-from shadowsync.sync.group import InProcessGroup
+from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.ma import ModelAveraging
+from shadowsync.sync.method import Group
 from shadowsync.training.optimizers import Sgd
 from shadowsync.training.replica import Replica
 
@@ -271,11 +271,11 @@ def test_replicas_averaged_after_every_step_equal_sgd_on_the_large_batch(tmp_pat
     batches, pool = list(in_order(config)), frozen_rows()
     replicas = [Replica(Tower(), Sgd(), dict.fromkeys(FEATURES, DIM)) for _ in range(trainers)]
     line = Channel("dense", Plain(), WireCounter())
-    averaging = Averaging(range(trainers), line, contextlib.nullcontext)
+    averages = LocalAverages(range(trainers), line, contextlib.nullcontext)
     method, no_servers = ModelAveraging(alpha=1.0), WholeCopy(torch.zeros(1), 1, line)
 
     def run(rank: int) -> None:
-        worker, group = replicas[rank].worker_module(), InProcessGroup(rank, averaging, no_servers.of(rank))
+        worker, group = replicas[rank].worker_module(), Group(averages.of[rank], no_servers.of(rank))
         for batch in batches[rank::trainers]:
             worker.loss_and_gradients(batch.dense, pool(batch), batch.labels)
             worker.step(lr)

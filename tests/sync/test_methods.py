@@ -20,12 +20,11 @@ from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import ConfigError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.registry import build, members
-from shadowsync.sync.all_reduce import Averaging
+from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.bmuf import Bmuf
 from shadowsync.sync.easgd import Easgd
-from shadowsync.sync.group import InProcessGroup, MainMemory
 from shadowsync.sync.ma import ModelAveraging
-from shadowsync.sync.method import Group, State, SyncMethod
+from shadowsync.sync.method import DeviceGroup, Group, State, SyncMethod
 from shadowsync.training.gate import Gate
 
 METHODS: list[Callable[[], SyncMethod]] = [
@@ -45,9 +44,8 @@ class Cluster:
         line = Channel("dense", codec or Plain(), WireCounter())
         self.method = method.resolved(n, foreground=False)
         self.servers = WholeCopy(start, dense_servers, line)
-        self.averaging = Averaging(range(n), line, Gate().waiting)
-        self.groups = [InProcessGroup(rank, self.averaging, self.servers.of(rank)) for rank in range(n)]
-        self.ways: Sequence[Group] = self.groups
+        averages = LocalAverages(range(n), line, Gate().waiting)
+        self.groups: list[Group] = [Group(averages.of[rank], self.servers.of(rank)) for rank in range(n)]
         self.states: list[State] = [self.method.init(start) for _ in range(n)]
         self.weights = [start + torch.randn(SIZE, generator=generator) for _ in range(n)]
 
@@ -62,7 +60,7 @@ class Cluster:
             assert not thread.is_alive(), "a synchronisation hangs"
 
     def sync_one(self, rank: int) -> None:
-        self.states[rank] = self.method.sync(self.weights[rank], self.ways[rank], self.states[rank])
+        self.states[rank] = self.method.sync(self.weights[rank], self.groups[rank], self.states[rank])
 
     def spread(self) -> float:
         stacked = torch.stack(self.weights)
@@ -108,7 +106,7 @@ def test_a_replica_on_another_device_is_synchronised_alike(make: Callable[[], Sy
     """Here the other device is this one too: what is tested is that nothing of the way there is taken for the way
     back."""
     near, far = Cluster(3, make(), codec=codec), Cluster(3, make(), codec=codec)
-    far.ways = [MainMemory(group, torch.device("cpu")) for group in far.groups]
+    far.groups = [DeviceGroup(group.averaging, group.servers, torch.device("cpu")) for group in far.groups]
     noise = torch.Generator().manual_seed(1)
     for _ in range(4):
         for cluster in (near, far):
@@ -122,15 +120,19 @@ def test_a_replica_on_another_device_is_synchronised_alike(make: Callable[[], Sy
     torch.testing.assert_close(far.servers.read(), near.servers.read(), rtol=0, atol=1e-5)
 
 
-def test_what_workers_do_while_a_replica_on_another_device_is_averaged_is_kept() -> None:
-    class Meanwhile(InProcessGroup):
-        def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
-            cluster.weights[0].add_(1.0)
-            super().approach(weights, target, alpha)
-
+def test_what_workers_do_while_a_replica_on_another_device_is_averaged_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cluster = Cluster(1, ModelAveraging(alpha=1.0))
-    before = cluster.weights[0].clone()
-    cluster.ways = [MainMemory(Meanwhile(0, cluster.averaging, cluster.servers.of(0)), torch.device("cpu"))]
+    before, (group,) = cluster.weights[0].clone(), cluster.groups
+    cluster.groups = [DeviceGroup(group.averaging, group.servers, torch.device("cpu"))]
+    approach = group.averaging.strategy.approach
+
+    def meanwhile(weights: Tensor, target: Tensor, alpha: float) -> None:
+        cluster.weights[0].add_(1.0)
+        approach(weights, target, alpha)
+
+    monkeypatch.setattr(group.averaging.strategy, "approach", meanwhile)
     cluster.sync_one(0)
     torch.testing.assert_close(cluster.weights[0], before + 1.0)
 
@@ -166,7 +168,7 @@ def test_elastic_and_sequential_by_hand() -> None:
         servers = WholeCopy(torch.tensor([2.0]), 1, line)
         weights = torch.tensor([10.0])
         method = Easgd(alpha=0.25, form=form)  # type: ignore[arg-type]
-        method.sync(weights, InProcessGroup(0, Averaging([0], line, Gate().waiting), servers.of(0)), {})
+        method.sync(weights, Group(LocalAverages([0], line, Gate().waiting).of[0], servers.of(0)), {})
         assert weights.item() == pytest.approx(expected)
         assert servers.read().item() == pytest.approx(2 + 0.25 * 8)
 
@@ -188,7 +190,7 @@ def test_bmuf_without_momentum_equals_model_averaging(alpha: float) -> None:
 def test_bmuf_momentum_by_hand() -> None:
     for nesterov, expected in ((False, 1.0), (True, 1.0 + 0.5 * 1.0)):
         line = Channel("dense", Plain(), WireCounter())
-        group = InProcessGroup(0, Averaging([0], line, Gate().waiting), WholeCopy(torch.zeros(1), 1, line).of(0))
+        group = Group(LocalAverages([0], line, Gate().waiting).of[0], WholeCopy(torch.zeros(1), 1, line).of(0))
         method = Bmuf(alpha=1.0, momentum=0.5, nesterov=nesterov)
         weights = torch.zeros(1)
         state = method.init(weights)
@@ -255,7 +257,7 @@ def test_traffic_is_counted() -> None:
     counter = WireCounter()
     line = Channel("dense", Plain(), counter)
     servers = WholeCopy(torch.zeros(SIZE), 2, line)
-    Easgd(alpha=0.5).sync(torch.ones(SIZE), InProcessGroup(0, Averaging([0], line, Gate().waiting), servers.of(0)), {})
+    Easgd(alpha=0.5).sync(torch.ones(SIZE), Group(LocalAverages([0], line, Gate().waiting).of[0], servers.of(0)), {})
     totals = counter.totals()
     assert totals.bytes["dense"] == totals.raw_bytes["dense"] == 2 * SIZE * 4
 

@@ -9,7 +9,7 @@ from helpers import pause
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.sync.schedule import Left, Rendezvous
+from shadowsync.sync.rendezvous import Left, Rendezvous
 from shadowsync.training.gate import Gate
 
 TIMEOUT_S = 20

@@ -14,11 +14,10 @@ from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.registry import members
-from shadowsync.sync.all_reduce import Averaging
+from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.background import Background
 from shadowsync.sync.easgd import Easgd
 from shadowsync.sync.every_k import EveryK
-from shadowsync.sync.group import InProcessGroup
 from shadowsync.sync.ma import ModelAveraging
 from shadowsync.sync.method import Group, State, SyncMethod
 from shadowsync.sync.schedule import Schedule, Synchronisation
@@ -34,13 +33,13 @@ def make_drivers(
     method: type[SyncMethod], schedule: Schedule, n: int, workers: int
 ) -> tuple[list[Driver], list[Synchronisation]]:
     gate, line, start = Gate(), Channel("dense", Plain(), WireCounter()), torch.zeros(5)
-    averaging, servers = Averaging(range(n), line, gate.waiting), WholeCopy(start, 1, line)
+    averages, servers = LocalAverages(range(n), line, gate.waiting), WholeCopy(start, 1, line)
     chosen = method().resolved(n, schedule.foreground)
     parts = [
         Synchronisation(
             chosen,
             start.clone() + rank,
-            InProcessGroup(rank, averaging, servers.of(rank)),
+            Group(averages.of[rank], servers.of(rank)),
             workers,
             gate,
             chosen.init(start),

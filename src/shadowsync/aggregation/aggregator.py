@@ -17,10 +17,8 @@ Worker = Hashable
 class Begun(NamedTuple):
     """A dispatched batch and who computes it.
 
-    Attributes:
-        number: of the dispatched batch, unique in a run; it grows in the order in which batches are dispatched.
-        token: τ, the global step at which synchronous training would have used it (`tokens`).
-        worker: who computes it.
+    Its number is unique in a run, and grows in the order in which batches are dispatched; its token τ is the global
+    step at which synchronous training would have used it (`TokenBook`).
     """
 
     number: int
@@ -39,7 +37,7 @@ class Commit:
         step: the k that it makes; the parameters have version `step + 1` after it.
         weights: by number of the batch, in the order of arrival; 0 is dropped: forgotten, but its samples count as
             trained.
-        divisor: of the weighted sum of the dense gradients; never 0.
+        divisor: never 0.
     """
 
     step: int
@@ -48,24 +46,17 @@ class Commit:
 
     @property
     def kept(self) -> int:
-        """Batches whose gradient is applied."""
         return sum(weight > 0 for weight in self.weights.values())
 
     @property
     def dropped(self) -> int:
-        """Batches whose gradient is forgotten."""
         return len(self.weights) - self.kept
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A method that delegates has changed the one at work.
-
-    Attributes:
-        step: global steps made before it.
-        mode: the method from there on.
-        why: in one sentence.
-    """
+    """A method that delegates has changed the one at work, after `step` global steps, to `mode`; `why` is a
+    sentence."""
 
     step: int
     mode: str
@@ -73,7 +64,6 @@ class Switch:
 
     @property
     def sentence(self) -> str:
-        """For the user."""
         return f"gradients are aggregated by {self.mode} from global step {self.step:,} on: {self.why}"
 
 
@@ -102,8 +92,7 @@ class Aggregator(ABC):
 
     @property
     @abstractmethod
-    def in_flight(self) -> Mapping[int, Begun]:
-        """The batches being computed, by number."""
+    def in_flight(self) -> Mapping[int, Begun]: ...
 
     @property
     @abstractmethod
@@ -142,20 +131,15 @@ class Aggregator(ABC):
         """
 
     def look(self, now: float) -> bool:
-        """Time has passed, whether anything happened or not; called several times a second.
-
-        Returns:
-            whether batches may begin now that could not before.
+        """Time has passed, whether anything happened or not; called several times a second. Whether batches may begin
+        now that could not before.
         """
         return False
 
     @abstractmethod
     def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
-        """Takes over from another aggregator, which will not be asked any more.
-
-        Args:
-            batches: that were begun; they count as being computed, also where `begin` would not let them.
-            held: fewer than M that have arrived since its last commit, in that order; they are the first of the next.
+        """Takes over from another aggregator, which will not be asked any more: batches that were begun, also where
+        `begin` would not let them, and fewer than M that it held, which are the first of the next commit.
         """
 
 
@@ -170,11 +154,7 @@ class Aggregation(ABC):
 
     @abstractmethod
     def start(self, size: int, step: int = 0) -> Aggregator:
-        """The aggregator of a job.
-
-        Args:
-            size: M.
-            step: global steps made before, for a job that goes on from a checkpoint.
+        """The aggregator of a job with M = `size` that has made so many global steps.
 
         Raises:
             ConfigError: the options do not fit that size.
@@ -199,21 +179,16 @@ class TokenBook:
     """
 
     def __init__(self, size: int, step: int = 0, outstanding: int = 0) -> None:
-        if size < 1:
-            raise ValueError(f"size={size}: a step takes at least one batch")
         self._size = size
         self.realign(step, outstanding)
 
     def dispatch(self) -> int:
-        """The token of the next batch."""
         token = self._step + self._places // self._size
         self._places += 1
         return token
 
     def retired(self, count: int = 1) -> None:
         """So many dispatched batches will never arrive: others get their places."""
-        if not 0 <= count <= self._places:
-            raise ValueError(f"{count} batches retired of {self._places} dispatched")
         self._places -= count
 
     def realign(self, step: int, outstanding: int) -> None:
@@ -222,8 +197,6 @@ class TokenBook:
         Otherwise every flush would leave the tokens further behind k, until each gradient looked too old. The next
         steps are those of the outstanding batches.
         """
-        if step < 0 or outstanding < 0:
-            raise ValueError(f"step={step}, outstanding={outstanding}: neither can be negative")
         self._step, self._places = step, outstanding
 
 
@@ -232,9 +205,6 @@ class Buffer(Aggregator):
 
     Methods change who may begin (`_admits`), when the buffer is full (`_is_full`), and what counts how much (`_weight`,
     `_divisor`).
-
-    Attributes:
-        size: gradients of a commit.
     """
 
     def __init__(self, mode: str, size: int, step: int) -> None:
@@ -291,7 +261,6 @@ class Buffer(Aggregator):
         return True
 
     def _finished(self, number: int) -> Begun | None:
-        """A batch is no longer being computed; None if it was not."""
         return self._in_flight.pop(number, None)
 
     def _is_full(self) -> bool:
@@ -316,3 +285,35 @@ class Buffer(Aggregator):
 def kept(weights: Collection[float]) -> float:
     """How many weights are not 0; 1 if none is, for the sum of nothing is 0 whatever divides it."""
     return float(max(1, sum(weight > 0 for weight in weights)))
+
+
+@dataclass(frozen=True)
+class Async(Aggregation):
+    """Applies each gradient as it arrives, however old: asynchronous SGD with a parameter server (Dean et al. 2012;
+    a baseline of GBA, arXiv 2205.11048).
+
+    A step is made of one local batch instead of M, which is why the hyper-parameters of synchronous training do not
+    fit it.
+    """
+
+    name: ClassVar[str] = "async"
+
+    def start(self, size: int, step: int = 0) -> Aggregator:
+        return Buffer(self.name, 1, step)
+
+    def batches_per_step(self, size: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Bsp(Aggregation):
+    """A step is the mean of the next M gradients that arrive, whoever computed them and however old they are (BSP in
+    GBA, arXiv 2205.11048).
+
+    Not to be confused with bulk synchronous parallel, which is `sync` here: nobody waits at a barrier.
+    """
+
+    name: ClassVar[str] = "bsp"
+
+    def start(self, size: int, step: int = 0) -> Aggregator:
+        return Buffer(self.name, size, step)

@@ -1,8 +1,10 @@
 """Synchronous while the workers are even, GBA while stragglers would hold up the rounds."""
 
+import heapq
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Annotated, ClassVar
 
@@ -10,7 +12,6 @@ from pydantic import Field
 
 from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Switch, Worker
 from shadowsync.aggregation.gba import DivideBy, Gba, Tolerance
-from shadowsync.aggregation.step_times import StepTimes, lost_share
 from shadowsync.aggregation.synchronous import Sync
 from shadowsync.config import LONGEST_S
 from shadowsync.errors import ConfigError
@@ -19,6 +20,11 @@ BACK = 10
 """How many times longer the workers have to be even than they have to be uneven."""
 HANGING = 3
 """Usual batches in the time of one that does not end, from which on its round is not waited for."""
+RECENT = 16
+"""Step times of a worker that say what rounds cost."""
+INSTANT_S = 1e-9
+Round = Sequence[float]
+"""A step time of each worker."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Auto(Aggregation):
     2205.11048). The rule of when to switch is ours.
 
     What synchronous rounds lose to stragglers is estimated after every commit, in either mode, from the last step times
-    of the living workers (`step_times.lost_share`). Above `share` it goes to GBA, once the estimate has been there for
+    of the living workers (`lost_share`). Above `share` it goes to GBA, once the estimate has been there for
     `steady_commits` commits and `steady_s` seconds in a row; below `even` back, for which it takes `BACK` times as
     much of both: rounds are no faster among even workers, so nothing is lost by staying. It starts synchronously.
 
@@ -175,3 +181,92 @@ class _Switching(Aggregator):
         self._streak, self._since = 0, math.inf
         self.mode = self._at_work.mode
         self.switches.append(Switch(self.step, self.mode, why))
+
+
+@dataclass
+class StepTimes:
+    """The last `RECENT` step times of each living worker, from `begin` to arrival.
+
+    A batch under way counts as soon as it takes longer than all of them, so that a worker that hangs is seen before it
+    is done; whoever has not finished any is believed to be as fast as most.
+    """
+
+    _began: dict[int, tuple[Worker, float]] = field(default_factory=dict)
+    _recent: dict[Worker, deque[float]] = field(default_factory=dict)
+
+    def began(self, batch: Begun, now: float) -> None:
+        """Asked twice, the first time counts."""
+        self._began.setdefault(batch.number, (batch.worker, now))
+
+    def arrived(self, number: int, now: float) -> None:
+        if (found := self._began.pop(number, None)) is not None:
+            worker, began = found
+            self._recent.setdefault(worker, deque(maxlen=RECENT)).append(max(now - began, INSTANT_S))
+
+    def retired(self, number: int) -> None:
+        self._began.pop(number, None)
+
+    def left(self, worker: Worker) -> None:
+        self._recent.pop(worker, None)
+        self._began = {number: begun for number, begun in self._began.items() if begun[0] != worker}
+
+    @property
+    def usual_s(self) -> float:
+        """What a batch takes the worker in the middle on average; 0 before the first was finished."""
+        return median(fmean(recent) for recent in self._recent.values()) if self._recent else 0.0
+
+    def longest_s(self, now: float) -> float:
+        """How long the oldest batch under way has taken so far; 0 if there is none."""
+        return max((now - began for _, began in self._began.values()), default=0.0)
+
+    def rounds(self, now: float) -> list[Round]:
+        """What the last rounds would have been: the newest step time of every worker, the newest but one, and so on.
+
+        Of a worker with fewer of them some count again.
+        """
+        found = {worker: list(recent)[::-1] for worker, recent in self._recent.items()}
+        usual = self.usual_s
+        for worker, began in self._began.values():
+            known = found.setdefault(worker, [usual])
+            if now - began > max(known):
+                found[worker] = [now - began]
+        times = [recent for recent in found.values() if min(recent) > 0]
+        depth = max(map(len, times), default=0)
+        return [[recent[i % len(recent)] for recent in times] for i in range(depth)]
+
+
+def round_s(step_s: Round, size: int) -> float:
+    """The time of a synchronous round of `size` batches among workers with these step times.
+
+    Up to `size` workers: each takes the next batch when it has finished one, until all are taken. More: the mean of
+    the slowest over who takes part, everybody equally likely: `Σ_i t_(i) C(i−1, M−1) / C(N, M)`, in ascending order.
+    """
+    if len(step_s) > size:
+        ways = math.comb(len(step_s), size)
+        return sum(t * (math.comb(i, size - 1) / ways) for i, t in enumerate(sorted(step_s)))
+    ends = [(t, t) for t in step_s]
+    heapq.heapify(ends)
+    last = max(ends)[0]
+    for _ in range(size - len(ends)):
+        end, t = ends[0]
+        heapq.heapreplace(ends, (end + t, t))
+        last = max(last, end + t)
+    return last
+
+
+def lost_share(rounds: Sequence[Round], size: int) -> float:
+    """The share of their throughput that synchronous rounds lose because batches do not take equally long.
+
+    `1 − T_even / T`, with T the mean time of these rounds and `T_even = ceil(M/N) N / Σ 1/t_i` that of a round of as
+    many equal workers with the same sum of rates; `t_i` is a worker's mean. With one batch for each worker that is the
+    rate of the rounds, `M / mean of max t`, over the sum of the rates. The slowest round is left out of T, so that a
+    single hiccup among them passes. What rounds lose among equal workers (M no multiple of N, or more workers than
+    batches) is not laid at the door of stragglers. What a worker's times vary by from batch to batch is: rounds wait
+    for that too.
+    """
+    means = [fmean(times) for times in zip(*rounds, strict=True)]
+    if len(means) < 2:
+        return 0.0
+    even_s = math.ceil(size / len(means)) * len(means) / sum(1 / t for t in means)
+    lengths = sorted(round_s(times, size) for times in rounds)
+    return max(0.0, 1 - even_s / fmean(lengths[:-1] or lengths))

@@ -6,20 +6,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, TokenBook, Worker
-from shadowsync.aggregation.counts import AggregationCounts, AggregationState
-from shadowsync.aggregation.step_times import Paces
+from shadowsync.aggregation.counts import AggregationCounts, AggregationState, Paces
 from shadowsync.aggregation.stepping import DenseStep
-from shadowsync.data.leases import Lease
+from shadowsync.data.leases import Lease, LeaseService
 from shadowsync.embedding.server import RowStep
-from shadowsync.errors import DataError, ShadowSyncError
-from shadowsync.rpc.connection import Connection
-from shadowsync.rpc.errors import CallTimeout
+from shadowsync.errors import DataError
 from shadowsync.rpc.kept import FIRST, Generation
 from shadowsync.rpc.pending import Pending, Promise
-from shadowsync.rpc.served import ask, later, served
+from shadowsync.rpc.served import served
 from shadowsync.training.optimizers import Rates
 
 MOST_BEHIND = 2
@@ -49,30 +45,12 @@ class StepRule:
     rows_by_buffer: bool
 
 
-class Rows(Protocol):
-    """The book of who trains which rows (`LeaseService`)."""
-
-    @property
-    def trained(self) -> int:
-        """Rows of the job so far."""
-
-    def done(self, lease: Lease, start: int, stop: int) -> object:
-        """These were trained."""
-
-    def number_by(self, give: Callable[[Lease, int, int], int]) -> object:
-        """Has the batches numbered by somebody else."""
-
-
-_Answer = Promise[int | None]
-
-
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """Is dispatched, asked for, begun, arrives, and is taken or dropped by a step.
+    """Is dispatched, asked for (its `answer` waits), begun, arrives, and is taken or dropped by a step.
 
     Attributes:
         version: of the dense parameters: at least that it is to be computed with, then that it was.
-        answer: waits for leave to compute it.
         began_s: time of work at which it was begun.
     """
 
@@ -83,16 +61,12 @@ class _Batch:
     stop: int
     worker: tuple[int, int] = (-1, -1)
     version: int = 0
-    answer: _Answer | None = None
+    answer: Promise[int | None] | None = None
     began_s: float = 0.0
 
 
-def _at_once(carry_out: Callable[[], None]) -> None:
-    carry_out()
-
-
 class StepCoordinator:
-    """Drives an `Aggregator` from many threads (a role).
+    """Drives an `Aggregator` from many threads (a role), for the whole job.
 
     Decisions are made under a lock that is held for microseconds. Commits are carried out in their order, by one thread
     at a time, so that nobody waits for a step but those whom the method makes wait. Where steps are decided faster than
@@ -104,7 +78,6 @@ class StepCoordinator:
 
     Args:
         method: says what goes into which step.
-        rule: how steps are made.
         rows: whose batches are numbered.
         carry_out: makes a step everywhere, and returns when it is made.
         clock: seconds from any start.
@@ -112,20 +85,24 @@ class StepCoordinator:
             commit about. What goes wrong is raised there, and by everybody who wants to begin a batch afterwards.
         paces: step times of the same workers so far, which go on.
         generation: whose workers are heard.
+
+    Attributes:
+        error: what went wrong while a step was carried out; no step is made after that.
     """
 
     def __init__(
         self,
         method: Aggregation,
         rule: StepRule,
-        rows: Rows,
+        rows: LeaseService,
         carry_out: Callable[[DenseStep, RowStep], object],
         clock: Callable[[], float] = time.monotonic,
-        run: Callable[[Callable[[], None]], object] = _at_once,
+        run: Callable[[Callable[[], None]], object] | None = None,
         paces: Paces | None = None,
         generation: Generation = FIRST,
     ) -> None:
-        self._method, self._rule, self._rows, self._carry_out_step, self._run = method, rule, rows, carry_out, run
+        self._method, self._rule, self._rows, self._carry_out_step = method, rule, rows, carry_out
+        self._run = run or (lambda carry_out: carry_out())
         self._clock, self._generation = clock, generation
         self._paused_at: float | None = None
         self._paused_s = 0.0
@@ -134,7 +111,7 @@ class StepCoordinator:
         self._carrying = threading.Lock()
         self._working: set[tuple[int, int]] = set()
         self._asked: dict[int, _Batch] = {}
-        self._answers: deque[tuple[_Answer, int | BaseException | None]] = deque()
+        self._answers: deque[tuple[Promise[int | None], int | BaseException | None]] = deque()
         self._stopped = False
         self._next = 0
         self._paces = Paces() if paces is None else paces
@@ -151,7 +128,7 @@ class StepCoordinator:
         self._arrived: dict[int, _Batch] = {}
         self._undone: dict[int, _Batch] = {}
         self._commits: deque[tuple[Commit, int, Mapping[int, _Batch]]] = deque()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def restart(self, before: AggregationState) -> None:
         """Everything that waits is forgotten, and steps go on from these counts; nobody may be at work."""
@@ -165,10 +142,7 @@ class StepCoordinator:
 
     def dispatch(self, lease: Lease, start: int, stop: int) -> int:
         """A batch of these rows is being handed out to the trainer of the lease; called in the order in which that is
-        done.
-
-        Returns:
-            the number under which its gradients are held.
+        done. Gives the number under which its gradients are held.
         """
         with self._changed:
             number = self._next
@@ -180,18 +154,16 @@ class StepCoordinator:
     def ask(self, worker: tuple[int, int], number: int, generation: int = FIRST.number) -> Pending[int | None]:
         """A worker is about to compute a batch that was dispatched.
 
-        Who asks once more for the same batch is answered as before, or instead of the first time.
-
-        Returns:
-            version of the dense parameters, at least, that it is to be computed with; None if it is not to be trained
-            any more. With a method that makes workers wait the answer comes when the batch may be computed, with
-            parameters as they are then, in whatever thread brings it about.
+        Who asks once more for the same batch is answered as before, or instead of the first time. The answer is the
+        version of the dense parameters, at least, that it is to be computed with; None if it is not to be trained any
+        more. With a method that makes workers wait it comes when the batch may be computed, with parameters as they
+        are then, in whatever thread brings it about.
 
         Raises:
             DataError: it is another trainer's.
         """
         self._generation.check(generation)
-        answer: _Answer = Promise()
+        answer: Promise[int | None] = Promise()
         with self._changed:
             begun, batch = self._begun.get(number), self._dispatched.get(number)
             found = begun or batch
@@ -278,9 +250,9 @@ class StepCoordinator:
 
         Whoever has to wait for a step waits until it is carried out, and for the batches before.
         """
-        if self._error is not None or self._stopped:
+        if self.error is not None or self._stopped:
             for number in list(self._asked):
-                self._reply(number, self._error)
+                self._reply(number, self.error)
         for number in sorted(self._asked):
             batch, now, waits = self._asked[number], self._now(), self.aggregator.waits
             behind = self.aggregator.step - self._carried
@@ -345,7 +317,6 @@ class StepCoordinator:
         self._tell()
 
     def stop(self) -> None:
-        """Lets everybody go who waits; nobody begins anything any more."""
         with self._changed:
             self._stopped = True
             self._admit()
@@ -371,7 +342,6 @@ class StepCoordinator:
 
     @property
     def state(self) -> AggregationState:
-        """Counts so far, and the method at work."""
         with self._changed:
             return self.counts.state(self.aggregator.mode, self.aggregator.switches)
 
@@ -396,19 +366,12 @@ class StepCoordinator:
         with self._changed:
             return self._paces.so_far()
 
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong while a step was carried out; no step is made after that."""
-        return self._error
-
     def settle(self, timeout_s: float) -> bool:
-        """Waits until every step that was decided is carried out, and what is in it counts as trained.
+        """Waits until every step that was decided is carried out, and what is in it counts as trained; False if that
+        is not so after that time.
 
         Gradients that count as trained already, because their trainer is gone, become a step first, with all that are
         held: an image is about to be taken, and holds no gradients.
-
-        Returns:
-            False if that is not so after that time.
         """
         with self._changed:
             if self._arrived.keys() - self._undone.keys():
@@ -428,19 +391,18 @@ class StepCoordinator:
             self._commits.append((commit, below, named))
 
     def _go_on(self) -> None:
-        """After every change, without the lock."""
         self._tell()
         if self._commits:
             self._run(self._carry_out)
 
     def _carry_out(self) -> None:
-        while self._commits and self._error is None and self._carrying.acquire(blocking=False):
+        while self._commits and self.error is None and self._carrying.acquire(blocking=False):
             try:
                 while self._commits:
                     self._carry_out_one(*self._commits.popleft())
             except BaseException as error:
                 with self._changed:
-                    self._error = self._error or error
+                    self.error = self.error or error
                     self._admit()
                 self._tell()
                 raise
@@ -472,53 +434,3 @@ class StepCoordinator:
         """Without the lock: their rows were trained."""
         for batch in batches:
             self._rows.done(batch.lease, batch.start, batch.stop)
-
-
-class RemoteCoordinator:
-    """A `StepCoordinator` elsewhere, as the workers of one trainer see it (an `aggregation.update.Authority`).
-
-    Args:
-        connection: to the role.
-        generation: of the parts that the trainer belongs to.
-    """
-
-    def __init__(self, connection: Connection, generation: int = FIRST.number) -> None:
-        self._connection, self._generation = connection, generation
-
-    def ask(self, worker: tuple[int, int], number: int) -> "_Patient":
-        """As `StepCoordinator.ask`."""
-        return _Patient(lambda: later(self._connection, StepCoordinator.ask, worker, number, self._generation))
-
-    def arrived(self, number: int, version: int) -> Pending[None]:
-        """As `StepCoordinator.arrived`; ends when it is known there."""
-        return later(self._connection, StepCoordinator.arrived, number, version, self._generation)
-
-    def idle(self, worker: tuple[int, int]) -> None:
-        """As `StepCoordinator.idle`; returns when it is known there, so that a later `ask` comes after it."""
-        ask(self._connection, StepCoordinator.idle, worker, self._generation)
-
-    def left(self, worker: tuple[int, int]) -> None:
-        """As `StepCoordinator.left`; where it cannot be reached, the job gives up the whole trainer."""
-        with contextlib.suppress(ShadowSyncError):
-            ask(self._connection, StepCoordinator.left, worker, self._generation)
-
-
-class _Patient:
-    """An answer for which the question is asked again until it comes."""
-
-    def __init__(self, ask: Callable[[], Pending[int | None]]) -> None:
-        self._ask = ask
-        self._asked = ask()
-
-    def result(self) -> int | None:
-        """Waits for it.
-
-        Raises:
-            PeerLost: the connection was closed.
-            RunError: the trainer was given up, or a step could not be carried out.
-        """
-        while True:
-            try:
-                return self._asked.result()
-            except CallTimeout:
-                self._asked = self._ask()

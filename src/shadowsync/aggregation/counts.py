@@ -1,23 +1,24 @@
-"""What gradient methods did so far, for results, reports and checkpoints."""
+"""What gradient methods did so far, for results, reports and checkpoints: counts, and how long workers took."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from shadowsync.aggregation.aggregator import Switch
+from shadowsync.aggregation.aggregator import Switch, Worker
+
+SMOOTHING = 0.2
+KNOWN_WORKERS = 4096
 
 
 class AggregationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What goes on after a resume: counts, and which method was at work.
 
     Attributes:
-        global_steps: k.
-        received: gradients of which a global step has decided.
-        dropped: those of them that were dropped.
+        received, dropped: gradients of which a global step has decided, and those of them that were dropped.
         staleness: pairs, of a number of steps and how many of the applied ones were computed so many before theirs.
         mode: the method at work; empty before any was.
-        switches: from one method to another, in order.
     """
 
     global_steps: int = 0
@@ -29,22 +30,19 @@ class AggregationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     @property
     def applied(self) -> int:
-        """Gradients that a global step took."""
         return sum(count for _, count in self.staleness)
 
     @property
     def staleness_sum(self) -> int:
-        """Of the applied gradients, in global steps."""
         return sum(steps * count for steps, count in self.staleness)
 
     @property
     def mean_staleness(self) -> float:
-        """Of the applied gradients, in global steps; 0 where there is none."""
+        """0 where none was applied."""
         return self.staleness_sum / self.applied if self.applied else 0.0
 
     @property
     def max_staleness(self) -> int:
-        """Of the applied gradients."""
         return max((steps for steps, _ in self.staleness), default=0)
 
 
@@ -76,7 +74,6 @@ class AggregationCounts:
                 self._dropped += 1
 
     def state(self, mode: str, switches: Sequence[Switch]) -> AggregationState:
-        """So far, with the method that is at work now and the switches since the start."""
         return AggregationState(
             global_steps=self._global_steps,
             received=self._received,
@@ -85,3 +82,38 @@ class AggregationCounts:
             mode=mode,
             switches=(*self._switches, *switches),
         )
+
+
+class _StepTime(NamedTuple):
+    """A worker's step times: how many, their sum, and their mean with weights that fall by a fifth for each."""
+
+    batches: int = 0
+    seconds: float = 0.0
+    smoothed_s: float = 0.0
+
+
+class Paces:
+    """How long every worker takes for a batch, from `begin` to arrival, for people to look at.
+
+    A few numbers for each worker; of more than 4,096 the one that was heard of least recently is forgotten.
+    """
+
+    def __init__(self, paces: Mapping[Worker, _StepTime] | None = None) -> None:
+        self._paces = dict(paces or {})
+
+    def add(self, worker: Worker, step_s: float) -> None:
+        count, seconds, smoothed_s = self._paces.pop(worker, _StepTime())
+        step_s = max(0.0, step_s)
+        smoothed_s += (SMOOTHING if count else 1.0) * (step_s - smoothed_s)
+        self._paces[worker] = _StepTime(count + 1, seconds + step_s, smoothed_s)
+        if len(self._paces) > KNOWN_WORKERS:
+            del self._paces[next(iter(self._paces))]
+
+    def so_far(self) -> "Paces":
+        return Paces(self._paces)
+
+    def recent_s(self) -> Mapping[Worker, float]:
+        return {worker: pace.smoothed_s for worker, pace in self._paces.items()}
+
+    def mean_s(self) -> Mapping[Worker, float]:
+        return {worker: pace.seconds / pace.batches for worker, pace in self._paces.items()}

@@ -1,23 +1,25 @@
 """The dense part of gradient methods: one copy with one optimizer state, and the gradients that wait for a global step.
 
-`P` elements of the flat tensor, `Q` parameters in it.
+It is one server's, or divided among several that each step whole parameters. `P` elements of the flat tensor (`P_j` of
+server j's), `Q` parameters in it.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from shadowsync.compression.channel import Channel, Differences, Message
+from shadowsync.compression.channel import Differences, Message
 from shadowsync.compression.codec import Codec, received
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.step_messages import check_batch, checked_weights
 from shadowsync.errors import DataError
 from shadowsync.rpc.kept import FIRST, Generation, PerClient
 from shadowsync.rpc.served import Client, served
-from shadowsync.training.replica import Replica, Stepper
+from shadowsync.training.replica import ParameterSlot, Replica, Stepper, flat_length, laid_out
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,6 @@ class DenseStep:
         step: its number k; the parameters have version k + 1 after it. Each is carried out once.
         weights: factor of each batch's gradient, by the batch's number; 0 drops it.
         divisor: of the weighted sum.
-        lr: learning rate.
         below: as in `RowStep`.
         norm: L2 norm of the step's gradient by all parameters, where several steppers have a part of them each and
             gradients are clipped; None if the stepper has all.
@@ -72,8 +73,94 @@ class Parameters:
     message: Message
 
 
+@dataclass(frozen=True)
+class DenseShare:
+    """Parameters of one server.
+
+    Attributes:
+        indices: among the `Q`, ascending.
+        slots: where they lie in the model's flat tensor.
+    """
+
+    indices: tuple[int, ...]
+    slots: tuple[ParameterSlot, ...]
+
+    @cached_property
+    def own(self) -> tuple[ParameterSlot, ...]:
+        """Where they lie in the server's flat tensor, as in that of a model which has no others."""
+        return laid_out((slot.name, slot.shape) for slot in self.slots)
+
+    @cached_property
+    def length(self) -> int:
+        return flat_length(self.own)
+
+    def cut(self, flat: Tensor) -> Tensor:
+        """The server's elements, `[P_j]`, of a tensor `[P]`; without a copy where they are the first ones."""
+        if self.own == self.slots:
+            return flat[: self.length]
+        found = flat.new_zeros(self.length)
+        for there, here in zip(self.slots, self.own, strict=True):
+            here.view(found).copy_(there.view(flat))
+        return found
+
+    def put(self, part: Tensor, flat: Tensor) -> None:
+        """Writes the server's elements `[P_j]` to their places in a tensor `[P]`.
+
+        Raises:
+            DataError: it has another number of elements.
+        """
+        if part.shape != (self.length,):
+            raise DataError(f"{list(part.shape)} elements of the dense part are not those of {self.length} here")
+        for there, here in zip(self.slots, self.own, strict=True):
+            there.view(flat).copy_(here.view(part))
+
+    def gradient(self, whole: DenseGradient) -> DenseGradient:
+        return DenseGradient(self.cut(whole.flat), tuple(whole.used[index] for index in self.indices))
+
+    def module(self, whole: nn.Module, buffers: bool) -> nn.Module:
+        """A module that holds copies of these parameters of the model under their names, with `buffers` also of those
+        that the model saves, and computes nothing.
+        """
+        made, parameters = nn.Module(), dict(whole.named_parameters())
+        for slot in self.slots:
+            folder, leaf = _place(made, slot.name)
+            folder.register_parameter(leaf, nn.Parameter(parameters[slot.name].detach().clone()))
+        saved: Collection[str] = whole.state_dict().keys() if buffers else ()
+        for name, buffer in whole.named_buffers():
+            if name in saved:
+                folder, leaf = _place(made, name)
+                folder.register_buffer(leaf, buffer.detach().clone())
+        return made
+
+
+def divide(slots: Sequence[ParameterSlot], servers: int) -> tuple[DenseShare, ...]:
+    """The parameters for each of at most so many servers; none is without any, but for a model that has none.
+
+    The largest are given out first, each to the server with the fewest elements so far.
+    """
+    shares: list[list[int]] = [[] for _ in range(max(1, min(servers, len(slots))))]
+    filled = [0] * len(shares)
+    for index in sorted(range(len(slots)), key=lambda index: -slots[index].numel):
+        least = filled.index(min(filled))
+        shares[least].append(index)
+        filled[least] += max(1, slots[index].numel)
+    return tuple(DenseShare(tuple(sorted(share)), tuple(slots[index] for index in sorted(share))) for share in shares)
+
+
+def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The submodule that holds what has this name, made where it is not there, and the last word of the name."""
+    *path, leaf = name.split(".")
+    for word in path:
+        if word not in root._modules:
+            root.add_module(word, nn.Module())
+        found = root._modules[word]
+        assert found is not None
+        root = found
+    return root, leaf
+
+
 class ParameterSender:
-    """The dense server's end towards one worker.
+    """The dense server's end towards one worker (`update.ParameterReceiver` is the other).
 
     Unless the codec keeps everything, parameters cross as the difference from what the worker has (`Differences`):
     what a codec leaves out or rounds off comes when it has grown. The worker says which message it had last; where that
@@ -82,9 +169,6 @@ class ParameterSender:
 
     Ours differs from DCT-DP (arXiv 2010.08899), where every trainer makes the step itself from the sum of the sparse
     gradients: here the optimizer is the server's, and may move every parameter in each step (Adam does).
-
-    Args:
-        about: what messages are called in errors.
     """
 
     def __init__(self, about: str) -> None:
@@ -99,37 +183,6 @@ class ParameterSender:
             if having != expected:
                 self._differences.forget()
             return Parameters(version.number, self._serial, self._differences.encode(codec, version.flat.cpu()))
-
-
-class ParameterReceiver:
-    """The worker's end.
-
-    Args:
-        line: of the dense part.
-        length: `P`.
-
-    Attributes:
-        having: the serial number of the last message; 0 before the first.
-    """
-
-    def __init__(self, line: Channel, length: int) -> None:
-        self.having = 0
-        self._line, self._length = line, length
-        self._differences = Differences("the dense parameters")
-
-    def take(self, codec: Codec, came: Parameters) -> Version:
-        """The parameters after a message in that codec, counted.
-
-        Raises:
-            DataError: it goes on from a message that never came, or the frames are none of such a message.
-        """
-        known = self._differences.take(codec, came.message, (self._length,))
-        if known is None:
-            raise DataError("the dense server sent what has changed to a worker that has nothing")
-        flat = known if codec.everything else known.clone()  # the next message is added to it
-        self.having = came.serial
-        came.message.count(self._line, self._length)
-        return Version(came.version, flat)
 
 
 class DenseStepper:
@@ -165,31 +218,23 @@ class DenseStepper:
 
     @property
     def newest(self) -> Version:
-        """The parameters after the last step."""
         return self._newest
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the gradients that wait."""
         with self._lock:
             return sum(gradient.flat.nbytes for gradient in self._held.values())
 
     def client_gone(self, client: str) -> None:
-        """Forgets what it was sent."""
         self._senders.forget(client)
 
     # --- called by workers -------------------------------------------------------------------------------------------
 
     @served(once=False)
     def newer(self, client: Client, stream: int, than: int, codec: str, having: int) -> Parameters | None:
-        """The newest parameters in that codec, or None if their version is not above `than`.
+        """The newest parameters in the codec of that name, or None if their version is not above `than`.
 
-        Args:
-            client: with `stream`, who asks: what it has is remembered.
-            stream: of the client.
-            than: a version.
-            codec: by its name.
-            having: the message that came last there; 0 if none did.
+        What a stream of a client has is remembered; `having` is the message that came last there, 0 if none did.
         """
         named, newest = self._codec.level(codec), self._newest
         if newest.number <= than:

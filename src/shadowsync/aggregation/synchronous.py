@@ -33,5 +33,4 @@ class Rounds(Buffer):
         return self._taken() + before < self.size
 
     def _taken(self) -> int:
-        """Places of this round that are taken."""
         return len(self._in_flight) + len(self._held)

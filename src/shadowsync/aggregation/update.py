@@ -1,52 +1,174 @@
-"""What a worker of a gradient method does with its gradients: it sends them to all servers, and does not wait.
+"""A worker's end of gradient methods: it sends its gradients to all servers, and does not wait.
 
-`B` samples of a batch, `D_f` width of feature f's vector, `P` elements of the dense part.
+`B` samples of a batch, `D_f` width of feature f's vector, `P` elements of the model's flat tensor, `P_j` of dense
+server j's.
 """
 
-from collections.abc import Callable
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from shadowsync.aggregation.stepping import DenseGradient, Version
+import torch
+from torch import Tensor
+
+from shadowsync.aggregation.coordinator import StepCoordinator
+from shadowsync.aggregation.stepping import DenseGradient, DenseShare, DenseStepper, Parameters, Version
+from shadowsync.compression.channel import Channel, Differences, Stream
+from shadowsync.compression.codec import Codec
 from shadowsync.data.reader import LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
+from shadowsync.errors import DataError, ShadowSyncError
 from shadowsync.models.vectors import VectorGradients
-from shadowsync.rpc.pending import DONE, Pending, Promise, all_of
-from shadowsync.training.replica import Replica, WorkerModule
+from shadowsync.rpc.connection import Connection, Direct
+from shadowsync.rpc.errors import CallTimeout
+from shadowsync.rpc.kept import FIRST
+from shadowsync.rpc.pending import Mapped, Pending, Promise, all_of
+from shadowsync.rpc.served import Client, ask, later
+from shadowsync.training.pieces import renumbered
+from shadowsync.training.replica import ParameterSlot, Replica, WorkerModule
 from shadowsync.training.worker import Update
 
-
-class Authority(Protocol):
-    """What a worker needs of the `StepCoordinator`, near or behind a wire."""
-
-    def ask(self, worker: tuple[int, int], number: int) -> "Asked":
-        """As `StepCoordinator.ask`."""
-
-    def arrived(self, number: int, version: int) -> Pending[None] | None:
-        """As `StepCoordinator.arrived`; ends when it is known there, None if it is."""
-
-    def idle(self, worker: tuple[int, int]) -> None:
-        """As `StepCoordinator.idle`."""
-
-    def left(self, worker: tuple[int, int]) -> None:
-        """As `StepCoordinator.left`."""
+NO_VERSION = -1
+"""Of parameters that nobody has."""
 
 
-class Asked(Protocol):
-    """A worker has asked to compute a batch."""
+class ParameterReceiver:
+    """A worker's end of the way back from one dense server (`stepping.ParameterSender`).
 
-    def result(self) -> int | None:
-        """Waits for the answer."""
+    Attributes:
+        version: of the parameters that came last.
+        having: the serial number of the message that brought them; 0 before the first.
+    """
+
+    def __init__(self, line: Channel, length: int) -> None:
+        self.version, self.having = NO_VERSION, 0
+        self._line, self._length = line, length
+        self._differences = Differences("the dense parameters")
+
+    def take(self, codec: Codec, came: Parameters) -> Version:
+        """The parameters `[P_j]` after a message in that codec, counted.
+
+        Raises:
+            DataError: it goes on from a message that never came, or the frames are none of such a message.
+        """
+        known = self._differences.take(codec, came.message, (self._length,))
+        if known is None:
+            raise DataError("the dense server sent what has changed to a worker that has nothing")
+        flat = known if codec.everything else known.clone()  # the next message is added to it
+        self.version, self.having = came.version, came.serial
+        came.message.count(self._line, self._length)
+        return Version(came.version, flat)
 
 
-class DenseParameters(Protocol):
-    """What a worker needs of the `DenseStepper`, near or behind a wire."""
+def gradient_stream(line: Channel, worker: tuple[int, int], slots: Sequence[ParameterSlot], server: int = 0) -> Stream:
+    """The stream of a worker's gradients to a dense server; `slots` there name the parameters in errors."""
+    (rank, index), starts = worker, [slot.start for slot in slots]
+    named = f"the dense gradient of worker {index} of trainer {rank}"
+    return line.stream(("gradients", worker, server), named, lambda at: slots[bisect_right(starts, at) - 1].name)
 
-    def newer(self, than: int) -> Pending[Version | None]:
-        """The newest parameters as the request arrives, or None if their version is not above `than`."""
+
+class _Way:
+    """One worker's way to one `DenseStepper`."""
+
+    def __init__(
+        self, to: Connection, line: Channel, worker: tuple[int, int], part: DenseShare, server: int, generation: int
+    ) -> None:
+        self._to, self._line, self._worker, self.part = to, line, worker, part
+        self._server, self._generation = server, generation
+        self.receiver = ParameterReceiver(line, part.length)
+
+    def gradients(self, line: Channel) -> Stream:
+        return gradient_stream(line, self._worker, self.part.own, self._server)
+
+    @property
+    def stream(self) -> Stream:
+        return self.gradients(self._line.now)
+
+    def newer(self) -> Pending[Version | None]:
+        codec, receiver = self._line.now.codec, self.receiver
+
+        def asked() -> Pending[Parameters | None]:
+            given = self._worker[1], receiver.version, codec.name, receiver.having
+            return later(self._to, DenseStepper.newer, Client(""), *given)
+
+        def taken(came: Parameters | None) -> Version | None:
+            return None if came is None else receiver.take(codec, came)
+
+        if isinstance(self._to, Direct):  # those when the result is asked for: nothing has to cross before
+            return Mapped(lambda: taken(asked().result()))
+        return Mapped(taken, asked())
 
     def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
-        """Sends the gradient of a batch; ends when it is held."""
+        line, to = self._line.now, self._to
+        flat = gradient.flat if isinstance(to, Direct) else gradient.flat.cpu()
+        frames = self.gradients(line).encode(flat).frames
+        return later(to, DenseStepper.receive, number, gradient.used, line.codec.name, frames, self._generation)
+
+
+class DenseClient:
+    """The dense part as a worker sees it: gradients go to all servers at once, and parameters come from all of them.
+
+    Servers make a step at about the same time, not at the same: the version of the whole is the oldest of its parts.
+
+    Args:
+        worker: rank of the trainer, and index there.
+        parts: of the parameters, for each server.
+        servers: the ways to them.
+        lines: of the dense part, for each server; their codecs are the servers'.
+        length: `P`.
+        generation: of the parts that the worker belongs to.
+    """
+
+    def __init__(
+        self,
+        worker: tuple[int, int],
+        parts: Sequence[DenseShare],
+        servers: Sequence[Connection],
+        lines: Sequence[Channel],
+        length: int,
+        generation: int = FIRST.number,
+    ) -> None:
+        self.worker = worker
+        ways = enumerate(zip(servers, lines, parts, strict=True))
+        self._ways = [_Way(to, line, worker, part, number, generation) for number, (to, line, part) in ways]
+        self._flat = torch.zeros(length if len(parts) > 1 else 0)
+
+    def newer(self, than: int) -> Pending[Version | None]:
+        """The newest parameters, or None if their version is not above `than`; what a server has sent, it does not send
+        again before it is newer.
+        """
+        return Mapped(lambda *found: self._version(than, found), *[way.newer() for way in self._ways])
+
+    def hold(self, number: int, gradient: DenseGradient) -> Pending[None]:
+        if len(self._ways) == 1:  # all of the model, in its order
+            return self._ways[0].hold(number, gradient)
+        return all_of([way.hold(number, way.part.gradient(gradient)) for way in self._ways])
+
+    @property
+    def unsent(self) -> dict[str, Tensor]:
+        """What codecs remember of the worker's gradients, with the numbers that parameters have in the model."""
+        found: dict[str, Tensor] = {}
+        for way in self._ways:
+            found |= renumbered(way.stream.tensors(), dict(enumerate(way.part.indices)))
+        return found
+
+    def restore(self, unsent: Mapping[str, Tensor]) -> bool:
+        """Goes on from what `unsent` gave, of any number of servers; False if that is not of this codec."""
+        restored = [
+            way.stream.restore(renumbered(unsent, {whole: own for own, whole in enumerate(way.part.indices)}))
+            for way in self._ways
+        ]
+        return all(restored)
+
+    def _version(self, than: int, found: Sequence[Version | None]) -> Version | None:
+        if len(self._ways) == 1:
+            return found[0]
+        for way, version in zip(self._ways, found, strict=True):
+            if version is not None:
+                way.part.put(version.flat, self._flat)
+        oldest = min(way.receiver.version for way in self._ways)
+        return Version(oldest, self._flat.clone()) if oldest > than else None
 
 
 @dataclass
@@ -61,34 +183,46 @@ class GradientUpdate(Update):
 
     Attributes:
         worker: who it is: rank of its trainer, index there.
-        authority: over global steps.
-        dense: the dense part.
+        coordinator: the way to the `StepCoordinator`.
         embeddings: where the gradient of the pooled vectors goes.
         replica: the worker's own copy of the dense part.
+        generation: of the parts that the worker belongs to.
         ahead: batches are begun, in another thread, before the one before is computed.
     """
 
     worker: tuple[int, int]
-    authority: Authority
-    dense: DenseParameters
+    coordinator: Connection
+    dense: DenseClient
     embeddings: EmbeddingClient
     replica: Replica
+    generation: int = FIRST.number
     ahead: bool = False
-    _version: int = field(default=-1, init=False)
+    _version: int = field(default=NO_VERSION, init=False)
     _asked: Pending[Version | None] | None = field(default=None, init=False, repr=False)
     _admitted: dict[int, int] = field(default_factory=dict, init=False, repr=False)
 
     def begin(self, leased: LeasedBatch) -> Callable[[], bool]:
-        answer = self.authority.ask(self.worker, leased.number)
-        return lambda: self._begun(leased, answer.result())
+        asked = self._ask(leased.number)
 
-    def _begun(self, leased: LeasedBatch, version: int | None) -> bool:
-        if version is None:
-            return False
-        self._admitted[leased.number] = version
-        if not self.ahead:
-            self._asked = self.dense.newer(self._version)
-        return True
+        def admitted() -> bool:
+            answer = asked
+            while True:
+                try:
+                    version = answer.result()
+                    break
+                except CallTimeout:
+                    answer = self._ask(leased.number)
+            if version is None:
+                return False
+            self._admitted[leased.number] = version
+            if not self.ahead:
+                self._asked = self.dense.newer(self._version)
+            return True
+
+        return admitted
+
+    def _ask(self, number: int) -> Pending[int | None]:
+        return later(self.coordinator, StepCoordinator.ask, self.worker, number, self.generation)
 
     def ready(self, leased: LeasedBatch) -> None:
         self._take(self._asked)
@@ -105,13 +239,12 @@ class GradientUpdate(Update):
     def apply(
         self, leased: LeasedBatch, pulled: Pulled, module: WorkerModule, gradient: VectorGradients, factor: float
     ) -> None:
-        """As `Update.apply`; the learning rates are those of the global step."""
         dense = DenseGradient(module.flat_gradient(), tuple(found is not None for found in module.gradients))
         sent = [self.dense.hold(leased.number, dense), self.embeddings.hold(pulled, gradient, leased.number)]
         self._sent(self._told(all_of(sent), leased.number, self._version))
 
     def _told(self, sent: Pending[None], number: int, version: int) -> Pending[None]:
-        """Ends when all servers hold the gradients and the authority knows."""
+        """Ends when all servers hold the gradients and the coordinator knows."""
         told: Promise[None] = Promise()
 
         def end(error: BaseException | None) -> None:
@@ -121,20 +254,24 @@ class GradientUpdate(Update):
                 told.fail(error)
 
         def tell(error: BaseException | None) -> None:
-            if error is not None:
+            if error is None:
+                self.tell_arrived(number, version).then(end)
+            else:
                 told.fail(error)
-                return
-            try:
-                (self.authority.arrived(number, version) or DONE).then(end)
-            except BaseException as wrong:  # of the step that it completed: the worker's, not the connection's
-                told.fail(wrong)
 
         sent.then(tell)
         return told
 
+    def tell_arrived(self, number: int, version: int) -> Pending[None]:
+        """All servers hold the gradients of a batch that was computed with this version of the dense parameters."""
+        return later(self.coordinator, StepCoordinator.arrived, number, version, self.generation)
+
     def idle(self) -> None:
+        """As `Update.idle`; returns when it is known there, so that a later `begin` comes after it."""
         self.settle()
-        self.authority.idle(self.worker)
+        ask(self.coordinator, StepCoordinator.idle, self.worker, self.generation)
 
     def left(self) -> None:
-        self.authority.left(self.worker)
+        """As `Update.left`; where the coordinator cannot be reached, the job gives up the whole trainer."""
+        with contextlib.suppress(ShadowSyncError):
+            ask(self.coordinator, StepCoordinator.left, self.worker, self.generation)

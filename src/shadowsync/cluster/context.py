@@ -23,7 +23,7 @@ from shadowsync.embedding.table import Shard, Table
 from shadowsync.metrics.history import About, Event
 from shadowsync.metrics.recorder import Recorder
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.sync.all_reduce import Averaging
+from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.dense import DenseServer
 from shadowsync.training.gate import Gate
 from shadowsync.training.kernels import Computing
@@ -145,9 +145,9 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Merging:
-    """How trainers of one process merge their replicas: `averaging` each other and by the servers of a central copy."""
+    """How trainers of one process merge their replicas: by `averages` and by the servers of a central copy."""
 
-    averaging: Averaging
+    averages: LocalAverages
     servers: tuple[DenseServer, ...]
 
 

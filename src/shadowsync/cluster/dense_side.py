@@ -22,7 +22,7 @@ from shadowsync.compression.channel import Channel
 from shadowsync.data.reader import Reader
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.sync.all_reduce import Averaging
+from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.training.gate import Gate
 
 
@@ -161,7 +161,7 @@ class Merged(DenseSide):
         spec = self._manager.spec
         codec, collective = spec.job.choices.codecs["dense"].levels[0], spec.job.choices.method.collective
         averaged = Channel("dense", averaged_codec(codec, collective, spec.template), counter)
-        return Merging(Averaging(range(spec.trainers), averaged, gate.waiting), tuple(servers))
+        return Merging(LocalAverages(range(spec.trainers), averaged, gate.waiting), tuple(servers))
 
     def fill(self) -> None:
         self._images.write_center(self._manager.spec.template.flat.detach().cpu())

@@ -19,8 +19,6 @@ from shadowsync.sync.averaging import AveragingService
 if TYPE_CHECKING:
     from shadowsync.rpc.server import WireServer as Server
 
-MOST_SEATS = 32
-
 
 class DriverService:
     """What trainers ask the driver for: leases, where rows come from, under gradient methods leave to compute; and what
@@ -121,9 +119,8 @@ class Endpoints:
         records: takes the records of the present generation.
     """
 
-    def __init__(self, keys: JobKeys | None, host: str, records: RecordTaker, trainers: int, forget_s: float) -> None:
+    def __init__(self, keys: JobKeys | None, host: str, records: RecordTaker, forget_s: float) -> None:
         self.records = records
-        self._seats = min(MOST_SEATS, trainers)
         self.driver: DriverService | None = None
         self.averaging: AveragingService | None = None
         self._driver_switch, self._averaging_switch = Switch(), Switch()
@@ -132,7 +129,7 @@ class Endpoints:
             return
         from shadowsync.rpc.server import ServerOptions, WireServer  # noqa: PLC0415 an extra
 
-        for switch, threads in ((self._driver_switch, 4), (self._averaging_switch, self._seats + 1)):
+        for switch, threads in ((self._driver_switch, 4), (self._averaging_switch, 1)):
             server = WireServer(switch, keys, ServerOptions(host=host, threads=threads, forget_client_after_s=forget_s))
             self._servers.append(server)
             server.start()
@@ -155,7 +152,9 @@ class Endpoints:
         before, averaging = self.driver, self.averaging
         banned = before.clients if before else frozenset()
         self.driver = DriverService(reader, source, self.records, banned, conducting)
-        self.averaging = AveragingService(ranks, self._seats, banned=averaging.clients if averaging else ())
+        self.averaging = AveragingService(ranks, averaging.clients if averaging else ())
+        if averaging is not None:
+            averaging.close()
         self._driver_switch.part = self.driver
         self._averaging_switch.part = Served(self.averaging)
 

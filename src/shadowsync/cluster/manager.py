@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shadowsync.aggregation.dense_client import DenseShare, divide
+from shadowsync.aggregation.stepping import DenseShare, divide
 from shadowsync.assembly import place_tables, row_optimizer, shares_center, shares_rows
 from shadowsync.choices import server_count
 from shadowsync.cluster.context import JobContext, Near, ServerAddress

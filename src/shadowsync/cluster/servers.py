@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shadowsync.aggregation.dense_client import DenseShare
-from shadowsync.aggregation.stepping import DenseStepper
+from shadowsync.aggregation.stepping import DenseShare, DenseStepper
 from shadowsync.assembly import make_module, row_optimizer
 from shadowsync.checkpoint.job_state import TrainerImage, check_image, dense_tensors, is_buffer
 from shadowsync.cluster.context import JobContext

@@ -155,7 +155,7 @@ class Session:
         connector = runtime.connector()
         stack.callback(connector.close)
         keys, records = None if runtime.direct else runtime.keys, RecordTaker(self.recorder)
-        endpoints = Endpoints(keys, runtime.host(), records, spec.trainers, spec.forget_s)
+        endpoints = Endpoints(keys, runtime.host(), records, spec.forget_s)
         stack.callback(endpoints.close)
         self._pool = ThreadPoolExecutor(POOL, thread_name_prefix="session")
         stack.callback(self._pool.shutdown, wait=True, cancel_futures=True)

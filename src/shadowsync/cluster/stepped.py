@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from shadowsync.aggregation.aggregator import Aggregation, Worker
-from shadowsync.aggregation.coordinator import Rows, StepCoordinator, StepRule
-from shadowsync.aggregation.counts import AggregationState
-from shadowsync.aggregation.step_times import Paces
+from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
+from shadowsync.aggregation.counts import AggregationState, Paces
 from shadowsync.aggregation.stepping import DenseStep, DenseStepper
 from shadowsync.checkpoint.job_state import DenseImage, TrainerImage
 from shadowsync.cluster.context import Stepping
@@ -25,6 +24,7 @@ from shadowsync.cluster.servers import PartImages
 from shadowsync.cluster.supervisor import Member, NobodyLeft
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
+from shadowsync.data.leases import LeaseService
 from shadowsync.data.reader import Reader
 from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.server import EmbeddingServer, RowStep
@@ -153,17 +153,15 @@ class _Generation:
     """The coordinator of a generation, with the thread that carries its steps out where servers are elsewhere."""
 
     def __init__(
-        self, method: Aggregation, rule: StepRule, rows: Rows, steps: RemoteSteps | NearSteps, paces: Paces
+        self, method: Aggregation, rule: StepRule, rows: LeaseService, steps: RemoteSteps | NearSteps, paces: Paces
     ) -> None:
         self.steps = steps
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="steps")
-        if isinstance(steps, NearSteps):
-            self.coordinator = StepCoordinator(method, rule, rows, steps.carry_out, paces=paces)
-        else:
-            run, generation = self._pool.submit, Generation(steps.generation)
-            self.coordinator = StepCoordinator(
-                method, rule, rows, steps.carry_out, run=run, paces=paces, generation=generation
-            )
+        run = None if isinstance(steps, NearSteps) else self._pool.submit
+        generation = Generation(steps.generation)
+        self.coordinator = StepCoordinator(
+            method, rule, rows, steps.carry_out, run=run, paces=paces, generation=generation
+        )
 
     def end(self) -> None:
         self.coordinator.stop()

@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from shadowsync.aggregation.coordinator import RemoteCoordinator
-from shadowsync.aggregation.dense_client import DenseClient, DenseShare, divide
-from shadowsync.aggregation.stepping import DenseStepper
-from shadowsync.aggregation.update import Authority, GradientUpdate
+from shadowsync.aggregation.stepping import DenseShare, divide
+from shadowsync.aggregation.update import DenseClient, GradientUpdate
 from shadowsync.checkpoint.job_state import TrainerImage, below, check_image, dense_tensors
 from shadowsync.cluster.context import Addresses, Merging, Stepping, TrainerSpec
 from shadowsync.cluster.servers import DenseSpec, dense_server
@@ -23,8 +21,7 @@ from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.served import direct
 from shadowsync.sync.all_reduce import RemoteAveraging
 from shadowsync.sync.dense import CentralCopy, split_evenly
-from shadowsync.sync.group import InProcessGroup, RemoteGroup, for_replica
-from shadowsync.sync.method import Group
+from shadowsync.sync.method import Group, group_of
 from shadowsync.sync.schedule import Synchronisation
 from shadowsync.training.gate import Gate
 from shadowsync.training.kernels import Computing
@@ -111,7 +108,7 @@ class MergedReplica(TrainerDense):
     def __init__(self, context: WorkerContext) -> None:
         job, replica = context.spec.job, context.replica()
         train, rows, method = job.config.train, job.config.embedding, job.choices.method
-        group = for_replica(replica.flat, _group(context, replica))
+        group = _group(context, replica)
         state, workers = method.init(replica.flat), train.workers
         self._synchronisation = Synchronisation(method, replica.flat, group, workers, context.gate, state)
         driver = job.choices.schedule.drive(self._synchronisation)
@@ -147,15 +144,13 @@ class GradientWorkers(TrainerDense):
         slots, length = replicas[0].slots, len(replicas[0].flat)
         # refuses a model that is too much for one server: what a job may do does not depend on how many there are
         by_parameter(context.line.codec, slots, length)
-        authority: Authority
-        servers: Sequence[Connection | DenseStepper]
         if isinstance(spec.others, Addresses):
-            authority = RemoteCoordinator(context.connect("driver", 0, spec.others.driver), spec.generation)
+            coordinator = context.connect("driver", 0, spec.others.driver)
             servers = [context.connect("dense", index, place.wire) for index, place in enumerate(spec.others.dense)]
         else:
             near = spec.others.dense
             assert isinstance(near, Stepping)
-            authority, servers = near.coordinator, [near.stepper]
+            coordinator, servers = direct(near.coordinator), [direct(near.stepper)]
         parts = divide(slots, len(servers))
         lines = [_line_of(context.line, part) for part in parts]
         ahead = spec.job.prefetch > 0
@@ -165,7 +160,8 @@ class GradientWorkers(TrainerDense):
             worker = spec.rank, index
             dense = DenseClient(worker, parts, servers, lines, length, spec.generation)
             self._dense.append(dense)
-            workers.append((replica, GradientUpdate(worker, authority, dense, client, replica, ahead)))
+            update = GradientUpdate(worker, coordinator, dense, client, replica, spec.generation, ahead)
+            workers.append((replica, update))
         self.trainer = context.trainer(Driver(), workers)
 
     @property
@@ -200,16 +196,17 @@ def _group(context: WorkerContext, replica: Replica) -> Group:
         servers, length = [direct(server) for server in others.dense.servers], len(replica.flat)
         spans = split_evenly(length, len(servers))
         center = CentralCopy(spec.rank, servers, spans, context.line, spec.generation)
-        return InProcessGroup(spec.rank, others.dense.averaging, center)
-    from shadowsync.sync.gloo import GlooOptions, GlooRing  # noqa: PLC0415 only processes of their own need it
+        return group_of(replica.flat, others.dense.averages.of[spec.rank], center)
+    from shadowsync.sync.gloo import GlooRing  # noqa: PLC0415 only processes of their own need it
 
-    options, choices = GlooOptions(context.host), spec.job.choices
+    choices = spec.job.choices
     averaging = RemoteAveraging(
         spec.rank,
         context.connect("averaging", 0, others.averaging),
-        lambda seat: GlooRing(seat, options),
+        lambda seat: GlooRing(seat, context.host),
         averaged_codec(choices.codecs["dense"], choices.method.collective, replica),
         context.counter,
+        context.gate.resting,
     )
     spans = split_evenly(len(replica.flat), len(others.dense))
     if others.dense and all(place.memory is not None for place in others.dense):  # in this machine's memory
@@ -225,4 +222,4 @@ def _group(context: WorkerContext, replica: Replica) -> Group:
         connections = [context.connect("dense", index, place.wire) for index, place in enumerate(others.dense)]
         line = context.line
     center = CentralCopy(spec.rank, connections, spans, line, spec.generation)
-    return RemoteGroup(spec.rank, averaging, center, context.gate)
+    return group_of(replica.flat, averaging, center)

@@ -10,9 +10,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,14 +22,13 @@ from shadowsync.compression.codec import Codec, Encoded, naming, received
 from shadowsync.compression.plain import Plain
 from shadowsync.errors import RunError
 from shadowsync.rpc.connection import Connection
-from shadowsync.rpc.errors import GONE
+from shadowsync.rpc.errors import GONE, CallTimeout
 from shadowsync.rpc.pending import Pending, ended
 from shadowsync.rpc.served import Client, ask, later
 from shadowsync.rpc.tensors import bundle, unbundle
-from shadowsync.sync.averaging import AveragingService, MakeRing, Newest, Phase, Ring, Seat, Verdict
-from shadowsync.sync.schedule import Left, Rendezvous
+from shadowsync.sync.averaging import AveragingService, LastAverage, Phase, Verdict
+from shadowsync.sync.rendezvous import Left, Rendezvous
 
-T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _SELF = Client("")
 """Stands for this trainer; the service knows by itself who asks."""
@@ -37,12 +36,66 @@ SLICE_S = 0.2
 """How often a wait for an answer looks whether the trainer has left."""
 LEAVING_S = 2.0
 """How long a trainer that has left still waits for the end of a round that had started."""
+CHECK_S = 0.25
+"""How often a reduction that does not end asks whether somebody has died."""
+GIVE_UP_S = 120.0
+"""An average that keeps failing for so long ends the trainer."""
 
 
-class Come(Protocol):
-    """Waits for what a ring promised; what it raises is to pass."""
+@dataclass(frozen=True)
+class Board:
+    """How the members of a ring tell each other where they listen: by the driver's notes for that epoch."""
 
-    def __call__(self, future: Future[T], /) -> T: ...
+    connection: Connection
+    rank: int
+    epoch: int
+
+    def pin(self, key: str, value: bytes) -> None:
+        ask(self.connection, AveragingService.note, _SELF, self.rank, self.epoch, key, value)
+
+    def read(self, keys: Sequence[str]) -> tuple[bytes, ...]:
+        """Waits until all of these have been told.
+
+        Raises:
+            RingBroken: the ring is void.
+        """
+        while True:
+            try:
+                return later(
+                    self.connection, AveragingService.notes, _SELF, self.rank, self.epoch, tuple(keys)
+                ).result()
+            except CallTimeout:
+                continue
+
+
+class Seat(NamedTuple):
+    """One member's place in the ring of an epoch: its position, from 0, of so many."""
+
+    epoch: int
+    position: int
+    size: int
+    board: Board
+
+
+class Ring(Protocol):
+    """A way to reduce among the members of one epoch (`gloo.GlooRing`)."""
+
+    def mean(self, vector: Tensor) -> Future[Tensor]:
+        """The mean of the members' `[P]` vectors, float32, the same bits for all; they move in the vector's type."""
+        ...
+
+    def gather(self, message: Tensor, most: int) -> Future[tuple[Tensor, ...] | None]:
+        """The members' messages (bytes) in their order, for all; None for all if they are more than `most` together."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is under way, here and so at the other members; returns at once."""
+        ...
+
+
+MakeRing = Callable[[Seat], Ring]
+Come = Callable[[Future[Any]], Any]
+"""Waits for what a ring promised; what it raises is to pass."""
 
 
 @dataclass
@@ -73,23 +126,21 @@ class Strategy(ABC):
 
     @abstractmethod
     def mean(self, payload: Payload, ring: Ring, complete: bool, come: Come) -> Tensor:
-        """The average `[P]` through the ring, the same bits for all members; `complete` as in `Newest.common`."""
+        """The average `[P]` through the ring, the same bits for all members; `complete` as in `LastAverage.common`."""
 
     def mean_here(self, ends: Sequence["Strategy"], payloads: Sequence[Payload], complete: bool) -> Tensor:
         """The average `[P]` of all members' payloads, in their order; `ends` are theirs."""
         return mean_of([payload.vector.to(torch.float32) for payload in payloads])
 
     @abstractmethod
-    def settle(self, payload: Payload, average: Tensor, members: int) -> None:
-        """The average counts, and so do its bytes."""
+    def settle(self, payload: Payload, average: Tensor, members: int) -> None: ...
 
     @abstractmethod
     def missed(self, between: bool, common: bool) -> bool:
         """As `Group.missed`, where others averaged without this trainer `between` its last two averages."""
 
     @abstractmethod
-    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
-        """As `Group.approach`."""
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None: ...
 
 
 class Vectors(Strategy):
@@ -108,7 +159,8 @@ class Vectors(Strategy):
         return Payload(vector)
 
     def mean(self, payload: Payload, ring: Ring, complete: bool, come: Come) -> Tensor:
-        return come(ring.mean(payload.vector))
+        average: Tensor = come(ring.mean(payload.vector))
+        return average
 
     def settle(self, payload: Payload, average: Tensor, members: int) -> None:
         share, raw = 2 * (members - 1) / members, payload.vector.numel() * torch.float32.itemsize
@@ -139,11 +191,6 @@ class PublicCopy(Strategy):
     processors, so that r has the same bits everywhere. It is the mean of the v_i within rounding errors, which shrink
     by 1 − α in each round.
 
-    Args:
-        codec: as configured.
-        counter: adds up the bytes.
-        about: what messages are called in errors.
-
     Attributes:
         average: `[P]` r.
         known: `[P]` v_i as of the last average; None before the first, which is of whole vectors.
@@ -165,7 +212,8 @@ class PublicCopy(Strategy):
             if messages is not None:
                 payload.whole = False
                 return self._mean([unbundle(message) for message in messages])
-        return come(ring.mean(payload.vector))
+        average: Tensor = come(ring.mean(payload.vector))
+        return average
 
     def mean_here(self, ends: Sequence[Strategy], payloads: Sequence[Payload], complete: bool) -> Tensor:
         for end, payload in zip(ends, payloads, strict=True):
@@ -247,98 +295,89 @@ def strategy_of(codec: Codec, counter: Counter, rank: int) -> Strategy:
     return PublicCopy(codec, counter, f"the replica of trainer {rank}")
 
 
-class Averaging:
-    """The all-reduce of the trainers in one process.
+class Averaging(ABC):
+    """One trainer's averages with the others, as `Group` has them.
+
+    Attributes:
+        holds: number of the last average that it took part in; 0 before the first.
+        missed: as `Group.missed`.
+    """
+
+    def __init__(self, rank: int, codec: Codec, counter: Counter) -> None:
+        self.rank, self.strategy, self.holds = rank, strategy_of(codec, counter, rank), 0
+        self.missed = False
+
+    @abstractmethod
+    def mean(self, weights: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def join(self) -> None: ...
+
+    @abstractmethod
+    def leave(self) -> None:
+        """This trainer is not waited for any more; a `mean` of another thread ends."""
+
+    def settle(self, payload: Payload, average: Tensor, members: int, number: int, common: bool) -> None:
+        """The average of that number counts; `common` as in `LastAverage.common`."""
+        self.strategy.settle(payload, average, members)
+        self.missed = self.strategy.missed(number > self.holds + 1, common)
+        self.holds = number
+
+
+class LocalAverages:
+    """The averages of the trainers in one process.
 
     Args:
         trainers: ranks.
         channel: of the dense part.
         waiting: entered while a trainer waits for others to come.
+
+    Attributes:
+        of: each trainer's end, by rank.
     """
 
     def __init__(
         self, trainers: Sequence[int], channel: Channel, waiting: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._rendezvous: Rendezvous[Tensor, Tensor] = Rendezvous(trainers, self.combine, waiting)
-        self.ends = {rank: strategy_of(channel.codec, channel.counter, rank) for rank in trainers}
-        self.holds = dict.fromkeys(trainers, 0)
-        self._newest = Newest()
-        self._missed = dict.fromkeys(trainers, False)
-
-    def mean(self, rank: int, weights: Tensor) -> Tensor:
-        """As `Group.mean` of trainer `rank`: one tensor for all of them."""
-        return self._rendezvous.arrive(rank, weights)
+        meeting: Rendezvous[Tensor, Tensor] = Rendezvous(trainers, self.combine, waiting)
+        self.of = {rank: LocalAveraging(rank, channel, meeting) for rank in trainers}
+        self._last = LastAverage()
 
     def combine(self, replicas: Mapping[int, Tensor]) -> Tensor:
         """The average `[P]` of replicas by rank, ascending, to which workers may be writing."""
-        members, ends = tuple(replicas), [self.ends[rank] for rank in replicas]
-        common, complete = self._newest.common(members, self.holds)
-        payloads = [end.pack(replica, live=True) for end, replica in zip(ends, replicas.values(), strict=True)]
-        average = ends[0].mean_here(ends, payloads, complete)
-        self._newest = Newest(self._newest.round + 1, members)
-        for rank, end, payload in zip(members, ends, payloads, strict=True):
-            end.settle(payload, average, len(members))
-            self._missed[rank] = end.missed(self._newest.round > self.holds[rank] + 1, common)
-            self.holds[rank] = self._newest.round
+        ends = [self.of[rank] for rank in replicas]
+        common, complete = self._last.common(tuple(replicas), {end.rank: end.holds for end in ends})
+        payloads = [end.strategy.pack(replicas[end.rank], live=True) for end in ends]
+        average = ends[0].strategy.mean_here([end.strategy for end in ends], payloads, complete)
+        self._last = LastAverage(self._last.round + 1, tuple(replicas))
+        for end, payload in zip(ends, payloads, strict=True):
+            end.settle(payload, average, len(ends), self._last.round, common)
         return average
 
-    def missed(self, rank: int) -> bool:
-        """As `Group.missed` of trainer `rank`."""
-        return self._missed[rank]
 
-    def approach(self, rank: int, weights: Tensor, target: Tensor, alpha: float) -> None:
-        """As `Group.approach` of trainer `rank`."""
-        self.ends[rank].approach(weights, target, alpha)
+class LocalAveraging(Averaging):
+    """A trainer's end of `LocalAverages`; the average is one tensor for all of them."""
 
-    def join(self, rank: int) -> None:
-        """Trainer `rank` is waited for again."""
-        self._rendezvous.join(rank)
+    def __init__(self, rank: int, channel: Channel, meeting: Rendezvous[Tensor, Tensor]) -> None:
+        super().__init__(rank, channel.codec, channel.counter)
+        self._meeting = meeting
 
-    def leave(self, rank: int) -> None:
-        """Trainer `rank` is no longer waited for."""
-        self._rendezvous.leave(rank)
+    def mean(self, weights: Tensor) -> Tensor:
+        return self._meeting.arrive(self.rank, weights)
 
+    def join(self) -> None:
+        self._meeting.join(self.rank)
 
-@dataclass(frozen=True)
-class AveragingOptions:
-    """Patience.
-
-    Attributes:
-        poll_s: pause between two questions that were answered at once; more has slower rounds on a busy driver.
-        check_s: how often a reduction that does not end asks whether somebody has died.
-        give_up_s: an average that keeps failing for so long ends the trainer.
-    """
-
-    poll_s: float = 0.002
-    check_s: float = 0.25
-    give_up_s: float = 120.0
-
-
-@dataclass(frozen=True)
-class RemoteBoard:
-    """The driver's board, for one ring (an `averaging.Board`)."""
-
-    connection: Connection
-    rank: int
-    epoch: int
-    poll_s: float
-
-    def pin(self, key: str, value: bytes) -> None:
-        ask(self.connection, AveragingService.note, _SELF, self.rank, self.epoch, key, value)
-
-    def read(self, keys: Sequence[str]) -> tuple[bytes, ...]:
-        wanted, pause = tuple(keys), threading.Event()
-        while (notes := ask(self.connection, AveragingService.notes, _SELF, self.rank, self.epoch, wanted)) is None:
-            pause.wait(self.poll_s)
-        return notes
+    def leave(self) -> None:
+        self._meeting.leave(self.rank)
 
 
 class _BrokenOff(Exception):
     """This attempt gives no average; another one will."""
 
 
-class RemoteAveraging:
-    """The average of the trainers in other processes, for one of them.
+class RemoteAveraging(Averaging):
+    """The averages of trainers in processes of their own, for one of them.
 
     A vector passes the codec and is copied when the round starts, so that it is fresh, and once only, so that a round
     that failed is repeated with the same. Bytes are counted once the round counts. The ring is kept from round to round
@@ -350,7 +389,9 @@ class RemoteAveraging:
         make_ring: builds a ring, without waiting for the others.
         codec: as configured; a sparse one looks at each parameter apart (`training.pieces`).
         counter: adds up the bytes.
-        options: patience.
+        resting: entered while the trainer waits for an average, which depends on other processes. A pause for a
+            checkpoint does not wait for it: nothing changes here until it has come.
+        check_s, give_up_s: as `CHECK_S` and `GIVE_UP_S`.
     """
 
     def __init__(
@@ -360,12 +401,14 @@ class RemoteAveraging:
         make_ring: MakeRing,
         codec: Codec,
         counter: Counter,
-        options: AveragingOptions = AveragingOptions(),
+        resting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        check_s: float = CHECK_S,
+        give_up_s: float = GIVE_UP_S,
     ) -> None:
-        self._rank, self._connection, self._make_ring, self._options = rank, connection, make_ring, options
-        self._strategy = strategy_of(codec, counter, rank)
-        self._turn = self._last_seen = 0
-        self._missed = False
+        super().__init__(rank, codec, counter)
+        self._connection, self._make_ring, self._resting = connection, make_ring, resting
+        self._check_s, self._give_up_s = check_s, give_up_s
+        self._turn = 0
         self._ring: tuple[int, Ring] | None = None
         self._one_at_a_time = threading.Lock()
         self._left = threading.Event()
@@ -374,71 +417,59 @@ class RemoteAveraging:
         self._failures, self._failing_since = 0, 0.0  # of the round under way
 
     def mean(self, weights: Tensor) -> Tensor:
-        """As `Group.mean`: the average `[P]`, the same bits for all members.
+        """As `Averaging.mean`.
 
         Raises:
             Left: this trainer left before the round started, or it started but has not ended soon after.
             RunError: the driver is lost or has given this trainer up, or the trainers cannot reach each other.
         """
-        with self._one_at_a_time:
-            self._turn += 1
-            self._leaves_before, self._failures = self._leaves, 0
-            try:
-                return self._mean(weights)
-            except BaseException:
-                self._drop_ring()
-                raise
-
-    def missed(self) -> bool:
-        """As `Group.missed`."""
-        return self._missed
-
-    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
-        """As `Group.approach`."""
-        self._strategy.approach(weights, target, alpha)
+        try:
+            with self._resting(), self._one_at_a_time:
+                self._turn += 1
+                self._leaves_before, self._failures = self._leaves, 0
+                try:
+                    return self._mean(weights)
+                except BaseException:
+                    self._drop_ring()
+                    raise
+        finally:
+            self._drop_if_left()
 
     def join(self) -> None:
-        """This trainer is waited for.
+        """As `Averaging.join`.
 
         Raises:
             RunError: the driver is lost or has given this trainer up.
         """
         self._left.clear()
-        ask(self._connection, AveragingService.join, _SELF, self._rank)
+        ask(self._connection, AveragingService.join, _SELF, self.rank)
 
     def leave(self) -> None:
-        """This trainer is not waited for any more; a `mean` of another thread ends."""
         self._leaves += 1
         self._left.set()
-        said = later(self._connection, AveragingService.leave, _SELF, self._rank)
+        self._drop_if_left()
+        said = later(self._connection, AveragingService.leave, _SELF, self.rank)
         try:
             if ended([said], LEAVING_S):
                 said.result()
             else:
-                _LOG.info("trainer %d said that it leaves, and has no answer yet", self._rank)
+                _LOG.info("trainer %d said that it leaves, and has no answer yet", self.rank)
         except GONE as error:
-            _LOG.info("trainer %d could not say that it leaves: %s", self._rank, error)
-        if self._one_at_a_time.acquire(blocking=False):
-            self._drop_ring()
-            self._one_at_a_time.release()
+            _LOG.info("trainer %d could not say that it leaves: %s", self.rank, error)
 
     def _mean(self, weights: Tensor) -> Tensor:
         payload: Payload | None = None
         average: Tensor | None = None
-        members, common = 1, False
+        members, common = 0, False
         verdict = self._arrive()
         while verdict.phase is not Phase.DONE:
-            if verdict.phase is Phase.WAIT:
-                self._left.wait(self._options.poll_s)
-                verdict = self._arrive()
-                continue
             if verdict.phase is Phase.OUT:
                 if self._left.is_set() or self._leaves != self._leaves_before:  # it may have joined again meanwhile
                     raise Left
-                raise RunError(f"trainer {self._rank} was given up by the driver, so it cannot average any more")
+                raise RunError(f"trainer {self.rank} was given up by the driver, so it cannot average any more")
             succeeded = False
             if verdict.phase is Phase.GO:
-                payload = payload or self._strategy.pack(weights)
+                payload = payload or self.strategy.pack(weights)
                 members, common = len(verdict.members), verdict.common
                 try:
                     average = self._reduce(payload, verdict)
@@ -447,28 +478,34 @@ class RemoteAveraging:
                     pass
             if not succeeded:
                 self._drop_ring()
-            said = self._rank, self._turn, verdict.attempt, succeeded
-            verdict = self._await(later(self._connection, AveragingService.report, _SELF, *said))
+            verdict = self._report(verdict.attempt, succeeded)
         assert payload is not None
         assert average is not None
-        self._strategy.settle(payload, average, members)
-        self._missed = self._strategy.missed(verdict.round > self._last_seen + 1, common)
-        self._last_seen = verdict.round
+        self.settle(payload, average, members, verdict.round, common)
         return average
 
     def _arrive(self) -> Verdict:
-        said = self._rank, self._turn, self._last_seen
-        return self._await(later(self._connection, AveragingService.arrive, _SELF, *said))
+        said = self.rank, self._turn, self.holds
+        return self._await(lambda: later(self._connection, AveragingService.arrive, _SELF, *said))
 
-    def _await(self, asked: Pending[Verdict]) -> Verdict:
-        patience_s, answered = LEAVING_S, threading.Event()
-        asked.then(lambda _: answered.set())
-        while not answered.wait(SLICE_S):
-            if self._leaves != self._leaves_before:
-                patience_s -= SLICE_S
-            if patience_s <= 0:
-                raise Left
-        return asked.result()
+    def _report(self, attempt: int, succeeded: bool) -> Verdict:
+        said = self.rank, self._turn, attempt, succeeded
+        return self._await(lambda: later(self._connection, AveragingService.report, _SELF, *said))
+
+    def _await(self, ask: Callable[[], Pending[Verdict]]) -> Verdict:
+        """Asks again until there is an answer, but not for long any more once the trainer has left."""
+        patience_s = LEAVING_S
+        while True:
+            asked = ask()
+            while not ended([asked], SLICE_S):
+                if self._leaves != self._leaves_before:
+                    patience_s -= SLICE_S
+                if patience_s <= 0:
+                    raise Left
+            try:
+                return asked.result()
+            except CallTimeout:
+                continue
 
     def _reduce(self, payload: Payload, verdict: Verdict) -> Tensor:
         if len(verdict.members) == 1:
@@ -476,14 +513,16 @@ class RemoteAveraging:
             return payload.vector.to(torch.float32)
         if self._ring is None or self._ring[0] != verdict.epoch:
             self._drop_ring()
-            board = RemoteBoard(self._connection, self._rank, verdict.epoch, self._options.poll_s)
-            seat = Seat(verdict.epoch, verdict.members.index(self._rank), len(verdict.members), board)
+            board = Board(self._connection, self.rank, verdict.epoch)
+            seat = Seat(verdict.epoch, verdict.members.index(self.rank), len(verdict.members), board)
             self._ring = (verdict.epoch, self._make_ring(seat))
 
-        def come(future: Future[T]) -> T:
-            while not wait([future], self._options.check_s).done:
-                asked = later(self._connection, AveragingService.check, _SELF, self._rank, self._turn)
-                if self._await(asked).phase is not Phase.GO:
+        def check() -> Pending[Verdict]:
+            return later(self._connection, AveragingService.check, _SELF, self.rank, self._turn)
+
+        def come(future: Future[Any]) -> Any:
+            while not wait([future], self._check_s).done:
+                if self._await(check).phase is not Phase.GO:
                     raise _BrokenOff
             error = future.exception()
             if error is not None:
@@ -491,23 +530,29 @@ class RemoteAveraging:
                 raise _BrokenOff
             return future.result()
 
-        average = self._strategy.mean(payload, self._ring[1], verdict.complete, come)
+        average = self.strategy.mean(payload, self._ring[1], verdict.complete, come)
         self._failures = 0
         return average
 
     def _bear(self, verdict: Verdict, error: BaseException) -> None:
         """Once is normal: somebody died. Again and again, ever slower, they may be cut off from each other for good."""
-        _LOG.info("trainer %d: round with %s failed: %s", self._rank, verdict.members, error)
+        _LOG.info("trainer %d: round with %s failed: %s", self.rank, verdict.members, error)
         now = time.monotonic()
         self._failing_since = self._failing_since if self._failures else now
         self._failures += 1
-        if now - self._failing_since > self._options.give_up_s:
+        if now - self._failing_since > self._give_up_s:
             raise RunError(
-                f"trainer {self._rank} cannot average with trainers {list(verdict.members)}: {error}; "
+                f"trainer {self.rank} cannot average with trainers {list(verdict.members)}: {error}; "
                 "every trainer must reach every other one on any port"
             ) from error
         if self._failures > 1:
             self._left.wait(min(1.0, 0.01 * 2.0**self._failures))
+
+    def _drop_if_left(self) -> None:
+        """The ring is of no use to who has left; a round under way comes here when it has ended."""
+        if self._left.is_set() and self._one_at_a_time.acquire(blocking=False):
+            self._drop_ring()
+            self._one_at_a_time.release()
 
     def _drop_ring(self) -> None:
         if self._ring is not None:

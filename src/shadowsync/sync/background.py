@@ -81,7 +81,6 @@ class Shadow(Driver):
             gate.leave()
 
     def _cpu_s(self) -> float:
-        """Used so far: by this thread, and by others on its behalf."""
         return time.thread_time() + self._synchronisation.group.cpu_s()
 
     def _loop(self) -> None:

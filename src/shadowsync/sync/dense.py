@@ -63,7 +63,6 @@ class DenseServer:
         self._ends = PerClient[dict[str, Stream | CenterEnd]](dict)  # by codec
 
     def client_gone(self, client: str) -> None:
-        """Forgets what the codec remembers of that connection."""
         self._ends.forget(client)
 
     @served()
@@ -91,7 +90,6 @@ class DenseServer:
 
     @served(once=False, timeout_s=READ_S)
     def read(self) -> Tensor:
-        """A copy of the part, `[p]`."""
         with self._lock:
             return self._values.clone()
 
@@ -275,7 +273,6 @@ class CentralCopy:
                 raise
 
     def catch_up(self) -> bool:
-        """As `Group.catch_up`."""
         with self._turn:
             if self._behind:
                 self._forget(range(len(self.spans)))
@@ -286,7 +283,6 @@ class CentralCopy:
             self._known[at].forget()
 
     def _exchange(self, method: Callable[..., Message | None], weights: Tensor, alpha: float) -> Tensor:
-        """One exchange under a codec that leaves nothing out."""
         codec, sent = self._channel.now.codec, {}
         for at, (start, stop) in enumerate(self.spans):
             stream = self._there.setdefault((at, codec.name), Stream(codec, self._abouts[at]))

@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from shadowsync.sync.schedule import Rendezvous, Schedule, Synchronisation
+from shadowsync.sync.rendezvous import Rendezvous
+from shadowsync.sync.schedule import Schedule, Synchronisation
 from shadowsync.training.worker import Driver
 
 

@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
@@ -17,11 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store  # torch.distributed hides them from type checkers
 
-from shadowsync.sync.averaging import Board, RingBroken, Seat
+from shadowsync.sync.all_reduce import Board, Seat
+from shadowsync.sync.averaging import RingBroken
 
 T = TypeVar("T")
 END_S = 1.0
 """How long the end of the process waits for a ring that a vanished peer may hold."""
+SILENCE_S = 60.0
+"""Longest silence in one step of a reduction. A member that died shows earlier, by its closed connections or by the
+driver's word; this is for links that stay cut."""
 
 
 class Collectives(Protocol):
@@ -88,30 +91,19 @@ class _BoardStore(Store):
         self._board.read(keys)
 
 
-@dataclass(frozen=True)
-class GlooOptions:
-    """How a ring reaches the others.
-
-    Attributes:
-        host: address of this machine that the others can reach.
-        timeout_s: longest silence in one step of a reduction. A member that died shows earlier, by its closed
-            connections or by the driver's word; this is for links that stay cut.
-    """
-
-    host: str = "127.0.0.1"
-    timeout_s: float = 60.0
-
-
 class GlooRing:
-    """A member's end of one ring (an `averaging.Ring`).
+    """A member's end of one ring (an `all_reduce.Ring`); what its futures raise is `RingBroken`.
 
     A thread of its own builds the process group, reduces and ends it, because each of these may block on a peer that
     has vanished: the owner breaks off by `close`, and the thread ends when Gloo does.
+
+    Args:
+        host: address of this machine that the others can reach.
+        timeout_s: as `SILENCE_S`.
     """
 
-    def __init__(self, seat: Seat, options: GlooOptions | None = None) -> None:
-        self._seat = seat
-        self._options = options or GlooOptions()
+    def __init__(self, seat: Seat, host: str = "127.0.0.1", timeout_s: float = SILENCE_S) -> None:
+        self._seat, self._host, self._timeout_s = seat, host, timeout_s
         self._work: queue.SimpleQueue[tuple[Callable[[Collectives], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"ring-{seat.epoch}", daemon=True)
         # A process that ends while Gloo takes a group apart is aborted by it.
@@ -119,15 +111,12 @@ class GlooRing:
         self._thread.start()
 
     def mean(self, vector: Tensor) -> Future[Tensor]:
-        """As `averaging.Ring.mean`; the future raises `RingBroken`."""
         return self._do(lambda group: all_mean(group, vector))
 
     def gather(self, message: Tensor, most: int) -> Future[tuple[Tensor, ...] | None]:
-        """As `averaging.Ring.gather`; the future raises `RingBroken`."""
         return self._do(lambda group: all_messages(group, message, most))
 
     def close(self) -> None:
-        """As `averaging.Ring.close`."""
         self._work.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -145,10 +134,6 @@ class GlooRing:
         self.join(END_S)
 
     def _run(self) -> None:
-        self._reduce_until_closed()
-        atexit.unregister(self._end)
-
-    def _reduce_until_closed(self) -> None:
         group, reason = self._build()
         while (job := self._work.get()) is not None:
             work, future = job
@@ -162,13 +147,14 @@ class GlooRing:
             if not future.done():
                 future.set_exception(RingBroken(reason))
                 group = None  # its connections close, which tells the other members
+        del group  # here, and not after the process may have ended
+        atexit.unregister(self._end)
 
     def _build(self) -> tuple[Collectives | None, str]:
-        timeout = timedelta(seconds=self._options.timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout, options._threads = timeout, 1
+        options._timeout, options._threads = timedelta(seconds=self._timeout_s), 1
         try:
-            options._devices = [ProcessGroupGloo.create_device(hostname=self._options.host)]
+            options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
             store = _BoardStore(self._seat.board)
             return cast("Collectives", ProcessGroupGloo(store, self._seat.position, self._seat.size, options)), ""
         except Exception as error:

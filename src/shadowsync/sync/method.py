@@ -5,16 +5,24 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from shadowsync.sync.all_reduce import Averaging
+from shadowsync.sync.dense import CentralCopy
+
 State = Mapping[str, Tensor]
 
 
-class Group(Protocol):
-    """How a method reaches the other trainers and the dense servers; made by the runtime, one for each trainer."""
+@dataclass
+class Group:
+    """How a method reaches the other trainers and the dense servers; one for each trainer."""
+
+    averaging: Averaging
+    servers: CentralCopy
 
     def mean(self, weights: Tensor) -> Tensor:
         """The average of the `[P]` vectors of all trainers still in the group; not to be changed.
@@ -22,10 +30,10 @@ class Group(Protocol):
         Returns when all of them have called it; those that leave meanwhile are not waited for.
 
         Raises:
-            Left: this trainer left before (`sync.schedule`). A method lets it pass, with replica and state as they
+            Left: this trainer left before (`sync.rendezvous`). A method lets it pass, with replica and state as they
                 were.
         """
-        ...
+        return self.averaging.mean(weights)
 
     def missed(self) -> bool:
         """Others averaged without this trainer right before its last `mean`: what it kept since then is not theirs.
@@ -33,7 +41,7 @@ class Group(Protocol):
         Where averages cross in part, it says so to all trainers if any of them had not the average before, since
         `approach` takes them to one point.
         """
-        ...
+        return self.averaging.missed
 
     def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
         """`w_i ← (1−α) w_i + α target`, in place, after a `mean`.
@@ -46,31 +54,72 @@ class Group(Protocol):
             target: `[P]`, made of nothing but averages, so that all trainers know it; it is not changed.
             alpha: in (0, 1].
         """
-        ...
+        self.averaging.strategy.approach(weights, target, alpha)
 
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
         """`d = α (w_i − w_PS)` `[P]`, already added to `w_PS`; the caller takes it off `w_i`."""
-        ...
-
-    def catch_up(self) -> bool:
-        """The next `elastic` leaves out nothing of what a sparse codec has held back; False if nothing is held back."""
-        ...
+        return self.servers.elastic(weights, alpha)
 
     def sequential(self, weights: Tensor, alpha: float) -> Tensor:
         """The new central copy `[P]`, after `w_PS ← (1−α) w_PS + α w_i`."""
-        ...
+        return self.servers.sequential(weights, alpha)
+
+    def catch_up(self) -> bool:
+        """The next `elastic` leaves out nothing of what a sparse codec has held back; False if nothing is held back."""
+        return self.servers.catch_up()
 
     def cpu_s(self) -> float:
         """Processor time in seconds that its traffic has cost so far outside the calling thread, about."""
-        ...
+        return self.servers.cpu_s
 
     def join(self) -> None:
-        """This trainer takes part again."""
-        ...
+        self.averaging.join()
 
     def leave(self) -> None:
         """This trainer takes no further part; nobody waits for it."""
-        ...
+        self.averaging.leave()
+
+
+@dataclass
+class DeviceGroup(Group):
+    """The group of a replica on a GPU: vectors are copied to main memory, where codecs and the network have them, and
+    what comes back to the replica's device.
+
+    Workers go on stepping a replica while it synchronises. So `approach` adds what an average moves, to the replica as
+    it is by then; where nothing else happens, that is the same as in main memory within a rounding error.
+    """
+
+    device: torch.device
+    _mean: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+
+    def mean(self, weights: Tensor) -> Tensor:
+        there = super().mean(_copied(weights))
+        here = there.to(self.device, copy=True)
+        self._mean = here, there
+        return here
+
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        before = _copied(weights)
+        after = before.clone()
+        given, self._mean = self._mean, None
+        own = given is not None and target is given[0]  # which the average's end knows when it sees it again
+        super().approach(after, given[1] if given is not None and own else _copied(target), alpha)
+        weights.add_(after.sub_(before).to(self.device))
+
+    def elastic(self, weights: Tensor, alpha: float) -> Tensor:
+        return super().elastic(_copied(weights), alpha).to(self.device)
+
+    def sequential(self, weights: Tensor, alpha: float) -> Tensor:
+        return super().sequential(_copied(weights), alpha).to(self.device)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
+
+
+def group_of(flat: Tensor, averaging: Averaging, servers: CentralCopy) -> Group:
+    """The group of a replica `[P]`, wherever it lies."""
+    return Group(averaging, servers) if flat.device.type == "cpu" else DeviceGroup(averaging, servers, flat.device)
 
 
 class SyncMethod(ABC):

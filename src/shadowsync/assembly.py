@@ -13,7 +13,13 @@ from shadowsync.compression.channel import pulled_and_pushed_bytes
 from shadowsync.compression.choice import Situation
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.source import OpenSource, Schema
-from shadowsync.embedding.catalog import (
+from shadowsync.embedding.optimizers import rule_class
+from shadowsync.embedding.placement import Servers, measure_costs, place, row_wise
+from shadowsync.embedding.routing import NEVER, UniqueRows
+from shadowsync.embedding.storage import RowOptimizer
+from shadowsync.embedding.table import (
+    Shard,
+    Table,
     check_rows,
     check_tables,
     default_tables,
@@ -22,11 +28,6 @@ from shadowsync.embedding.catalog import (
     widths,
     with_pooling,
 )
-from shadowsync.embedding.optimizers import rule_class
-from shadowsync.embedding.placement import Probe, Servers, measure_costs, place, row_wise
-from shadowsync.embedding.routing import NEVER, UniqueRows
-from shadowsync.embedding.storage import RowOptimizer
-from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import memory_bytes
 from shadowsync.memory.shared import can_share
@@ -99,7 +100,7 @@ def _costs(
     if ids is None:
         return {table.name: 1.0 for table in tables}
     names = [feature.name for feature in schema.features]
-    return measure_costs(tables, names, [ids], Probe(choices.storage, row_optimizer(config.embedding)))
+    return measure_costs(tables, names, [ids], choices.storage, row_optimizer(config.embedding))
 
 
 def unique_rows(config: Config, choices: Choices) -> UniqueRows:

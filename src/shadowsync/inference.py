@@ -24,10 +24,9 @@ from shadowsync.data.parquet import Columns, OpenParquet, Parquet
 from shadowsync.data.reader import batches
 from shadowsync.data.source import OpenSource, Schema, Source
 from shadowsync.data.writer import is_csv, write_parquet, writing_table
-from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Rows, Shard
+from shadowsync.embedding.table import Rows, Shard, widths
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores

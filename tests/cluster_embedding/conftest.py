@@ -9,6 +9,7 @@ import pytest
 
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.rpc.connection import Connection, DirectConnection, JobKeys
+from shadowsync.rpc.served import Served
 
 sys.path.append(str(Path(__file__).parents[1] / "embedding"))  # `embedding_cases`
 
@@ -31,9 +32,9 @@ def stack() -> Iterator[ExitStack]:
 def connect(request: pytest.FixtureRequest, stack: ExitStack) -> Connect:
     """Serves what it is given and connects to it; all connections of a test are closed after it."""
     if request.param == "direct":
-        return lambda service: stack.enter_context(closing(DirectConnection(service)))
+        return lambda service: stack.enter_context(closing(DirectConnection(Served(service))))
     wire = request.getfixturevalue("wire")
-    return lambda service: wire.connect(wire.serve(service).address)
+    return lambda service: wire.connect(wire.serve(Served(service)).address)
 
 
 @pytest.fixture

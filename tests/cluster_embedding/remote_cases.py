@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from embedding_cases import ADAGRAD, SOURCE, TABLES, whole
+from embedding_cases import ADAGRAD, SOURCE, TABLES, client, whole
 
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.line import EmbeddingLine
-from shadowsync.embedding.remote import EmbeddingRemote, Remote
+from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.routing import NEVER, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
@@ -18,8 +18,9 @@ from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.kept import USUAL, KeptLimits
+from shadowsync.rpc.served import Served
 
 user, item, day, shop, tag = TABLES
 ONE = [whole(TABLES)]
@@ -38,12 +39,10 @@ class Far:
     tables: Sequence[Table] = tuple(TABLES)
     features: Sequence[str] = tuple(SOURCE)
 
-    def client(
-        self, unique: UniqueRows = NEVER, stream: int = 0, learns: bool = True, limits: KeptLimits = USUAL
-    ) -> EmbeddingClient:
+    def client(self, unique: UniqueRows = NEVER, stream: int | None = 0, limits: KeptLimits = USUAL) -> EmbeddingClient:
         pairs = enumerate(zip(self.connections, self.servers, strict=True))
-        ways = [Remote(way, held.shards, index, stream, learns=learns, limits=limits) for index, (way, held) in pairs]
-        return EmbeddingClient(self.tables, self.features, [EmbeddingRemote(way, *self.lines) for way in ways], unique)
+        proxies = [ServerProxy(way, held.shards, at, *self.lines, stream, limits=limits) for at, (way, held) in pairs]
+        return EmbeddingClient(self.tables, self.features, proxies, unique)
 
 
 def far(
@@ -65,18 +64,13 @@ def far(
     return Far(servers, services, [connect(service) for service in services], lines, counter)
 
 
+def direct(service: EmbeddingService) -> Connection:
+    """A connection whose messages are made, and read in the caller's thread."""
+    return DirectConnection(Served(service))
+
+
 def near(
-    placed: Sequence[Sequence[Shard]] = ONE,
-    optimizer: RowOptimizer = ADAGRAD,
-    *,
-    codec: Codec | None = None,
-    push: Codec | None = None,
-    unique: UniqueRows = NEVER,
-    limits: KeptLimits = USUAL,
-) -> tuple[EmbeddingClient, list[EmbeddingServer], WireCounter]:
+    placed: Sequence[Sequence[Shard]] = ONE, optimizer: RowOptimizer = ADAGRAD, **how: Any
+) -> tuple[Any, Any, Any]:
     """The same job in process."""
-    servers, counter = [EmbeddingServer(shards, TorchStorage, optimizer, seed=3) for shards in placed], WireCounter()
-    codec = codec or Plain()
-    lines = Channel("pull", codec, counter), Channel("push", push or codec, counter)
-    ways = [EmbeddingLine(server, index, *lines, limits) for index, server in enumerate(servers)]
-    return EmbeddingClient(TABLES, SOURCE, ways, unique), servers, counter
+    return client(TABLES, SOURCE, placed, optimizer=optimizer, **how)

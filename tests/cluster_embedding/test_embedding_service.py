@@ -3,12 +3,13 @@
 import threading
 import tracemalloc
 from dataclasses import dataclass
+from dataclasses import replace as with_fields
 
 import pytest
 import torch
 from embedding_cases import ADAGRAD, ADAM, ROWS, SOURCE, TABLES, dense_gradient, random_ids, train, whole
 from msgspec.structs import replace
-from remote_cases import CUT, ONE, far
+from remote_cases import CUT, ONE, direct, far
 
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec, Encoded
@@ -16,19 +17,11 @@ from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.messages import (
-    Coded,
-    CommitAsked,
-    Ids,
-    PullAsked,
-    PushAsked,
-    Pushed,
-    ReadAsked,
-    StepAsked,
-)
-from shadowsync.embedding.remote import EmbeddingRemote, Remote
+from shadowsync.embedding.messages import Coded, Sent
+from shadowsync.embedding.proxy import ANY, UNCOUNTED, ServerProxy
+from shadowsync.embedding.requests import Lookup, RowLookup
 from shadowsync.embedding.saves import RemoteRows, SaveMethods
-from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.server import EmbeddingServer, RowStep
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
@@ -36,23 +29,47 @@ from shadowsync.errors import DataError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.pending import Promise
-from shadowsync.rpc.served import ask
-from shadowsync.rpc.service import EMPTY, Payload
+from shadowsync.rpc.served import Served, ask
+from shadowsync.rpc.service import EMPTY
 
 INT = torch.int32
+NAN, INFINITY = float("nan"), float("inf")
 HELD = [Shard(Table("user", 40, 8, ("user",)), 0, 40), Shard(Table("item", 30, 4, ("item",)), 0, 30)]
-IDS = Ids((0, 1), 2, True, False)
-VALUES, OFFSETS = torch.tensor([0, 39, 1, 2], dtype=INT), torch.tensor([0, 2, 2, 3, 4], dtype=INT)
-GRADIENT, SHAPE = torch.ones(2, 12), Coded(((2, 12),), (1,))
-NUMBERS = torch.tensor([0, 29, 31], dtype=INT)
+
+
+def row(*numbers, dtype=INT):
+    return torch.tensor(numbers, dtype=dtype)
+
+
+IDS = Jagged(row(0, 39, 1, 2), row(0, 2, 2, 3, 4), None, 2, 2)
+POOLED, COLUMNS = Lookup((0, 1), IDS, 1), (2, 12)
+SINGLE, SHAPES = RowLookup((0, 1), row(0, 29, 31), 2), ((2, 4), (1, 8))
 """Two rows of item, then one of user: narrow rows have the lower numbers."""
-SUMS, SHAPES = (torch.ones(2, 4), torch.ones(1, 8)), Coded(((2, 4), (1, 8)), (1, 1))
+GRADIENT = Coded((COLUMNS,), ((torch.ones(COLUMNS),),))
+SUMS = Coded(SHAPES, tuple((torch.ones(shape),) for shape in SHAPES))
+PUSH, STEP = Sent(5, GRADIENT, 0, 0, POOLED), Sent(5, SUMS, 0, 0, SINGLE)
 
 
-def serve(codec=None):
+def serve(push=None):
     """A server of `HELD` and a connection to it."""
     server = EmbeddingServer(HELD, TorchStorage, ADAGRAD, seed=3)
-    return server, DirectConnection(EmbeddingService(server, codec or Plain(), codec or Plain()))
+    return server, direct(EmbeddingService(server, Plain(), push or Plain()))
+
+
+def pull(way, lookup, stream=0, codec=""):
+    return ask(way, EmbeddingService.pull, lookup, stream, codec, ANY)
+
+
+def push(way, sent, lr=0.1):
+    return ask(way, EmbeddingService.push, sent, lr, ANY)
+
+
+def hold(way, sent, batch=3):
+    return ask(way, EmbeddingService.hold_gradients, sent, batch, ANY)
+
+
+def commit(way, *step):
+    return ask(way, EmbeddingService.commit, RowStep(*step), 0)
 
 
 def copied(server):
@@ -60,126 +77,127 @@ def copied(server):
 
 
 def test_the_messages_that_the_others_spoil_are_good():
-    server, connection = serve()
+    server, way = serve()
     before = copied(server)
-    pulled = connection.call("pull", Payload.of(PullAsked(0, 1, IDS), (VALUES, OFFSETS))).result()
-    assert (pulled.read(Coded), pulled.tensors[0].shape) == (replace(SHAPE, codec="plain"), (2, 12))
-    read = connection.call("read", Payload.of(ReadAsked(0, 2, (0, 1)), (NUMBERS,))).result()
-    assert read.read(Coded) == replace(SHAPES, codec="plain")
-    for known in (True, False):
-        pushed = connection.call("push", Payload.of(PushAsked(0, 1, 0.1, SHAPE, None), (GRADIENT,))).result()
-        stepped = connection.call("step", Payload.of(StepAsked(0, 2, 0.1, SHAPES, None), SUMS)).result()
-        assert (pushed.read(Pushed).known, stepped.read(Pushed).known) == (known, known)
+    for lookup, coded in ((POOLED, GRADIENT), (SINGLE, SUMS)):
+        answer = pull(way, lookup)
+        assert (answer.shapes, answer.codec) == (coded.shapes, "plain")
+        for known in (True, False):
+            assert push(way, Sent(lookup.number, coded, 0, 0)) is known
     changed = [
         (rows["weight"] != old["weight"]).any(1).nonzero().flatten().tolist()
         for rows, old in zip(copied(server), before, strict=True)
     ]
     assert changed == [[0, 1, 39], [0, 1, 2, 29]]
-    connection.call("push", Payload.of(PushAsked(0, 9, 0.1, SHAPE, IDS), (VALUES, OFFSETS, GRADIENT))).result()
-    connection.call("step", Payload.of(StepAsked(0, 9, 0.1, SHAPES, (0, 1)), (NUMBERS, *SUMS))).result()
+    assert push(way, PUSH)
+    assert push(way, STEP)
+    assert hold(way, PUSH)
 
 
-def pull(ids=IDS, *tensors):
-    return "pull", PullAsked(0, 1, ids), tensors or (VALUES, OFFSETS)
+def ids(**wrong):
+    return replace(POOLED, ids=with_fields(IDS, **wrong))
 
 
-def push(coded=SHAPE, *tensors, lr=0.1, ids=IDS):
-    return "push", PushAsked(0, 5, lr, coded, ids), tensors or (VALUES, OFFSETS, GRADIENT)
+def gradient(shapes=(COLUMNS,), frames=None, **wrong):
+    frames = tuple((torch.ones(shape),) for shape in shapes) if frames is None else frames
+    return replace(PUSH, gradients=Coded(shapes, frames, **wrong))
 
 
-def step(coded=SHAPES, *tensors, lr=0.1, shards=(0, 1)):
-    return "step", StepAsked(0, 5, lr, coded, shards), tensors or (NUMBERS, *SUMS)
+def numbers(rows, shards=(0, 1)):
+    return RowLookup(shards, rows, 1)
 
 
-def row(*numbers, dtype=INT):
-    return torch.tensor(numbers, dtype=dtype)
-
-
-FRAMES = [(), (0,), (0, *[255] * 9), (1, 7), (2,), (2, 255), (8, 200), (8, *[1] * 10), (25, 1, 1, 1, 1)]
+PACKED = [(), (0,), (0, *[255] * 9), (1, 7), (2,), (2, 255), (8, 200), (8, *[1] * 10), (25, 1, 1, 1, 1)]
 """None of row numbers of these tables."""
-
-BAD = [
-    ("pull", PullAsked(0, 1, IDS, "int8"), (VALUES, OFFSETS)),
-    ("pull", PullAsked(0, 1, IDS, "auto"), (VALUES, OFFSETS)),
-    ("pull", PullAsked(0, 1, IDS, "x" * 5000), (VALUES, OFFSETS)),
-    ("read", ReadAsked(0, 1, (0, 1), "bf16"), (NUMBERS,)),
-    push(replace(SHAPE, codec="bf16")),
-    step(replace(SHAPES, codec="\0")),
-    pull(IDS, VALUES),
-    pull(IDS, VALUES, OFFSETS, OFFSETS),
-    pull(IDS, VALUES.float(), OFFSETS),
-    pull(IDS, VALUES, OFFSETS.float()),
-    pull(IDS, VALUES, torch.tensor(0, dtype=INT)),
-    pull(IDS, VALUES[:3], OFFSETS),
-    pull(IDS, VALUES.view(2, 2), OFFSETS),
-    pull(IDS, row(0, 40, 1, 2), OFFSETS),
-    pull(IDS, row(0, -1, 1, 2), OFFSETS),
-    pull(IDS, VALUES, OFFSETS[:4]),
-    pull(IDS, VALUES, row(0, 4, 2, 3, 4)),
-    pull(IDS, VALUES, row(0, 2, 2, 3, 5)),
-    pull(Ids((0, 1), 2, True, True), VALUES, OFFSETS, torch.ones(4, dtype=torch.float64)),
-    pull(Ids((0, 1), 2, True, True), VALUES, OFFSETS, torch.ones(3)),
-    pull(Ids((0, 2), 2, True, False)),
-    pull(Ids((0, -1), 2, True, False)),
-    pull(Ids((0,), 2, True, False)),
-    pull(Ids((0, 1), 3, True, False)),
-    pull(Ids((0, 1), 1 << 60, False, False), VALUES),
-    pull(Ids((), -1, False, False), VALUES[:0]),
-    push(SHAPE, VALUES, OFFSETS),
-    push(SHAPE, VALUES, OFFSETS, GRADIENT, GRADIENT),
-    push(SHAPE, VALUES, OFFSETS, GRADIENT.double()),
-    push(SHAPE, VALUES, OFFSETS, GRADIENT[:1]),
-    push(Coded(((12, 2),), (1,))),
-    push(Coded(((2, 12),), (2,))),
-    push(Coded(((-2, -12),), (1,))),
-    push(Coded(((2, 12),), (0,)), VALUES, OFFSETS),
-    push(Coded(((2, 6), (2, 6)), (1, 1)), VALUES, OFFSETS, torch.ones(2, 6), torch.ones(2, 6)),
-    push(Coded((), (1,))),
-    push(Coded(((2, 12), (2, 12)), (2, -1))),
-    push(lr=float("nan")),
-    push(lr=float("inf")),
-    push(ids=Ids((0, 1), 2, True, True)),
-    ("read", ReadAsked(0, 1, (0, 1)), ()),
-    ("read", ReadAsked(0, 1, (0, 1)), (NUMBERS, NUMBERS)),
-    ("read", ReadAsked(0, 1, (0, 1)), (NUMBERS.float(),)),
-    ("read", ReadAsked(0, 1, (0, 1)), (row(1, 0),)),
-    ("read", ReadAsked(0, 1, (0, 1)), (row(-1, 0),)),
-    ("read", ReadAsked(0, 1, (0, 1)), (row(69, 70),)),
-    *[("read", ReadAsked(0, 1, (0, 1)), (row(*frame, dtype=torch.uint8),)) for frame in FRAMES],
-    ("read", ReadAsked(0, 1, (0, 1)), (row(2, 1, dtype=torch.uint8).view(1, 2),)),
-    ("read", ReadAsked(0, 1, (1,)), (NUMBERS,)),
-    ("read", ReadAsked(0, 1, (0, 2)), (NUMBERS,)),
-    step(SHAPES, NUMBERS, SUMS[0]),
-    step(Coded(((1, 8), (2, 4)), (1, 1)), NUMBERS, *reversed(SUMS)),
-    step(Coded(((2, 4),), (1,)), NUMBERS, SUMS[0]),
-    step(SHAPES, row(0, 0, 31), *SUMS),
-    step(SHAPES, row(0, 29, 70), *SUMS),
-    step(lr=float("-inf")),
-    step(shards=(0,)),
-    step(shards=(0, 9)),
-    ("push", PushAsked(0, 5, 0.1, SHAPE, IDS, held=3), (VALUES, OFFSETS, GRADIENT[:1])),
-    ("step", StepAsked(0, 5, 0.1, SHAPES, (0,), held=3), (NUMBERS, *SUMS)),
-    ("push", PushAsked(0, 5, 0.1, SHAPE, IDS, held=-1), (VALUES, OFFSETS, GRADIENT)),
-    ("step", StepAsked(0, 5, 0.1, SHAPES, (0, 1), held=-1), (NUMBERS, *SUMS)),
-    ("commit", CommitAsked(0, (1, 2), (1.0,), 2.0, 0.1, 0), ()),
-    ("commit", CommitAsked(0, (1,), (1.0,), 0.0, 0.1, 0), ()),
-    ("commit", CommitAsked(0, (1,), (1.0,), float("nan"), 0.1, 0), ()),
-    ("commit", CommitAsked(0, (1,), (float("nan"),), 2.0, 0.1, 0), ()),
-    ("commit", CommitAsked(0, (1,), (1.0,), None, float("inf"), 0), ()),
-    ("forget_held", None, ()),
-    ("pull", Coded((), ()), (VALUES, OFFSETS)),
-    ("push", None, (GRADIENT,)),
+BAD_LOOKUPS = [
+    ids(values=IDS.values.float()),
+    ids(offsets=IDS.offsets.float()),
+    ids(offsets=torch.tensor(0, dtype=INT)),
+    ids(values=IDS.values[:3], offsets=None),
+    ids(values=IDS.values[:3]),
+    ids(values=IDS.values.view(2, 2)),
+    ids(values=row(0, 40, 1, 2)),
+    ids(values=row(0, -1, 1, 2)),
+    ids(offsets=IDS.offsets[:4]),
+    ids(offsets=row(0, 4, 2, 3, 4)),
+    ids(offsets=row(0, 2, 2, 3, 5)),
+    ids(weights=torch.ones(4, dtype=torch.float64)),
+    ids(weights=torch.ones(3)),
+    ids(samples=3),
+    ids(samples=1 << 60, offsets=None),
+    ids(feature_count=1),
+    replace(POOLED, slots=(0, 2)),
+    replace(POOLED, slots=(0, -1)),
+    replace(POOLED, slots=(0,)),
+    Lookup((), Jagged(IDS.values[:0], None, None, 0, -1)),
+    numbers(SINGLE.rows.float()),
+    numbers(row(1, 0)),
+    numbers(row(0, 0, 31)),
+    numbers(row(-1, 0)),
+    numbers(row(69, 70)),
+    *[numbers(row(*packed, dtype=torch.uint8)) for packed in PACKED],
+    numbers(row(2, 1, dtype=torch.uint8).view(1, 2)),
+    numbers(SINGLE.rows, (1,)),
+    numbers(SINGLE.rows, (0, 2)),
 ]
+BAD_GRADIENTS = [
+    gradient(codec="bf16"),
+    gradient(frames=((),)),
+    gradient(frames=()),
+    gradient(frames=((torch.ones(COLUMNS), torch.ones(COLUMNS)),)),
+    gradient(frames=((torch.ones(COLUMNS).double(),),)),
+    gradient(frames=((torch.ones(1, 12),),)),
+    gradient(((12, 2),)),
+    gradient(((-2, -12),), ((torch.ones(COLUMNS),),)),
+    gradient(((2, 6), (2, 6))),
+    gradient(()),
+    replace(PUSH, gradients=SUMS),
+    replace(STEP, gradients=replace(SUMS, codec="\0")),
+    replace(STEP, gradients=Coded(SHAPES, SUMS.frames[:1])),
+    replace(STEP, gradients=Coded(SHAPES[::-1], SUMS.frames[::-1])),
+    replace(STEP, gradients=Coded(SHAPES[:1], SUMS.frames[:1])),
+]
+BAD = {
+    **{f"pull {number}": (pull, lookup) for number, lookup in enumerate(BAD_LOOKUPS)},
+    **{
+        f"{send.__name__} {number} again": (send, replace(PUSH if isinstance(lookup, Lookup) else STEP, lookup=lookup))
+        for number, lookup in enumerate(BAD_LOOKUPS)
+        for send in (push, hold)
+    },
+    **{f"{send.__name__} {number}": (send, sent) for number, sent in enumerate(BAD_GRADIENTS) for send in (push, hold)},
+    **{
+        f"in {codec[:9]}": (pull, lookup, 0, codec)
+        for codec in ("int8", "auto", "x" * 5000)
+        for lookup in (POOLED, SINGLE)
+    },
+    **{f"rate {lr}": (push, sent, lr) for lr in (NAN, INFINITY, -INFINITY) for sent in (PUSH, STEP)},
+    "batch": (hold, PUSH, -1),
+    **{
+        f"step {number}": (commit, *step)
+        for number, step in enumerate(
+            [
+                (0, {1: 1.0}, 0.0, 0.1, 0),
+                (0, {1: 1.0}, NAN, 0.1, 0),
+                (0, {1: NAN}, 2.0, 0.1, 0),
+                (0, {1: 1.0}, None, INFINITY, 0),
+            ]
+        )
+    },
+    "no lookup": (pull, None),
+    "no gradients": (push, None),
+    "no step": (lambda way: way.call("forget_held").result(),),
+}
 
 
-@pytest.mark.parametrize("message", BAD, ids=[f"{number}-{message[0]}" for number, message in enumerate(BAD)])
+@pytest.mark.parametrize("message", BAD.values(), ids=BAD)
 def test_what_is_wrong_is_refused_and_changes_nothing(message):
-    server, connection = serve()
+    server, way = serve()
     before = copied(server)
     with pytest.raises(DataError):
-        connection.call(message[0], Payload.of(*message[1:])).result()
+        message[0](way, *message[1:])
     torch.testing.assert_close(copied(server), before, rtol=0, atol=0)
-    assert connection.call("pull", Payload.of(*pull()[1:])).result().tensors[0].shape == (2, 12)
+    assert not server.held_bytes
+    assert pull(way, POOLED).shapes == (COLUMNS,)
 
 
 W, M = torch.ones(2, 8), torch.ones(2)
@@ -201,10 +219,10 @@ BAD_ROWS = [
 
 @pytest.mark.parametrize("call", BAD_ROWS, ids=[f"{number}-{call[0].__name__}" for number, call in enumerate(BAD_ROWS)])
 def test_rows_that_are_not_there_or_do_not_fit_are_refused_and_change_nothing(call):
-    server, connection = serve()
+    server, way = serve()
     before = copied(server)
     with pytest.raises(DataError):
-        ask(connection, *call)
+        ask(way, *call)
     torch.testing.assert_close(copied(server), before, rtol=0, atol=0)
 
 
@@ -234,45 +252,24 @@ def memory_of(call):
 @pytest.mark.parametrize(("codec", "frames"), FRAMES.values(), ids=FRAMES)
 def test_a_shape_that_is_only_claimed_takes_neither_memory_nor_time(codec, frames, shapes, known, monkeypatch):
     """Nothing is unpacked: the shape is that of the look-up, whatever the sender says of the gradient."""
-    for where in ("compression.threshold.unpack", "embedding.messages.unpack_positions"):
-        monkeypatch.setattr(f"shadowsync.{where}", lambda *_: pytest.fail("it is unpacked"))
-    member = Threshold(feedback=False) if codec == "threshold" else Int8()
-    server = EmbeddingServer(HELD, TorchStorage, ADAGRAD, seed=3)
-    connection = DirectConnection(EmbeddingService(server, Plain(), member))
-    coded = Coded(shapes, (len(frames),) * len(shapes), codec)
-    if known:
-        connection.call("pull", Payload.of(*pull()[1:])).result()
-        connection.call("read", Payload.of(ReadAsked(0, 2, (0, 1)), (NUMBERS,))).result()
-    for message in (
-        ("push", PushAsked(0, 1, 0.1, coded, None if known else IDS), (VALUES, OFFSETS)[: 0 if known else 2]),
-        ("step", StepAsked(0, 2, 0.1, coded, None if known else (0, 1)), (NUMBERS,)[: 0 if known else 1]),
-    ):
-        payload = Payload.of(message[1], (*message[2], *frames * len(shapes)))
-        assert memory_of(lambda m=message[0], p=payload: connection.call(m, p).result()) < 100_000
+    monkeypatch.setattr("shadowsync.compression.threshold.unpack", lambda *_: pytest.fail("it is unpacked"))
+    _, way = serve(Threshold(feedback=False) if codec == "threshold" else Int8())
+    coded = Coded(shapes, (frames,) * len(shapes), codec)
+    for lookup in (POOLED, SINGLE):
+        if known:
+            pull(way, lookup)
+        sent = Sent(lookup.number, coded, 0, 0, None if known else lookup)
+        assert memory_of(lambda sent=sent: push(way, sent)) < 100_000
 
 
 @pytest.mark.parametrize("shapes", HUGE)
 def test_a_mask_is_unpacked_for_the_shape_of_its_look_up(shapes):
     server = EmbeddingServer(HELD, TorchStorage, ADAGRAD, seed=3)
-    connection = DirectConnection(EmbeddingService(server, Threshold(feedback=False), Plain()))
-    coded = Coded(shapes, (1,) * len(shapes), "plain", 7)
-    masks, values = (GAPS,) * len(shapes), (torch.ones(4),) * len(shapes)
-    pushed = Payload.of(PushAsked(0, 1, 0.1, coded, IDS), (VALUES, OFFSETS, *masks, *values))
-    stepped = Payload.of(StepAsked(0, 2, 0.1, coded, (0, 1)), (NUMBERS, *masks, *values))
-    for method, payload in (("push", pushed), ("step", stepped)):
-        assert memory_of(lambda m=method, p=payload: connection.call(m, p).result()) < 100_000
-
-
-def test_a_push_of_a_read_and_a_step_of_a_pull_are_unknown():
-    _, connection = serve()
-    connection.call("pull", Payload.of(PullAsked(0, 1, IDS), (VALUES, OFFSETS))).result()
-    connection.call("read", Payload.of(ReadAsked(0, 2, (0, 1)), (NUMBERS,))).result()
-    wrong = [
-        ("step", StepAsked(0, 1, 0.1, SHAPES, None), SUMS),
-        ("push", PushAsked(0, 2, 0.1, SHAPE, None), (GRADIENT,)),
-    ]
-    answers = [connection.call(message[0], Payload.of(*message[1:])).result() for message in wrong]
-    assert [answer.read(Pushed).known for answer in answers] == [False, False]
+    way = direct(EmbeddingService(server, Threshold(feedback=False), Plain()))
+    coded = Coded(shapes, ((torch.ones(4),),) * len(shapes), "plain", 7)
+    for lookup in (POOLED, SINGLE):
+        sent = Sent(lookup.number, coded, 0, 0, lookup, (GAPS,) * len(shapes))
+        assert memory_of(lambda sent=sent: push(way, sent)) < 100_000
 
 
 @dataclass(frozen=True)
@@ -293,7 +290,6 @@ def test_what_a_codec_remembers_belongs_to_one_client_stream_and_route():
     """Sent and residual make the sum in each stream, so the mean of what arrives becomes what was meant."""
     server, _ = serve()
     service = EmbeddingService(server, Rounded(), Rounded())
-    connections = [DirectConnection(service), DirectConnection(service)]
     lookups = [
         Lookup((0,), Jagged(torch.tensor([1, 2]), None, None, 1, 2)),
         Lookup((1,), Jagged(torch.tensor([3, 4]), None, None, 1, 2)),
@@ -301,27 +297,25 @@ def test_what_a_codec_remembers_belongs_to_one_client_stream_and_route():
     ]
     for rows in server.state():
         rows.tensors["weight"].uniform_(-2, 2, generator=torch.Generator().manual_seed(1))
-    remotes = [
-        EmbeddingRemote(
-            Remote(connection, server.shards, 0, stream, learns=False),
-            Channel("pull", Plain(), WireCounter()),
-            Channel("push", Rounded(), WireCounter()),
-        )
-        for connection in connections
-        for stream in (0, 1)
-    ]
+    ways = Channel("pull", Rounded(), WireCounter()), Channel("push", Rounded(), WireCounter())
+    clients = [direct(service), direct(service)]
+    proxies = [ServerProxy(way, server.shards, 0, *ways, stream) for way in clients for stream in (0, 1)]
     totals = {}
     for _ in range(40):
-        for index, remote in enumerate(remotes):
+        for index, proxy in enumerate(proxies):
             for route, lookup in enumerate(lookups):
-                answers = remote.read_rows(lookup).result() if route == 2 else (remote.pull(lookup).result(),)
-                for width, answer in enumerate(answers):
-                    key = index, route, width
-                    totals[key] = totals.get(key, torch.zeros_like(answer)) + answer
+                for width, answer in enumerate(proxy.pull(lookup).result()):
+                    totals[index, route, width] = totals.get((index, route, width), 0) + answer
     for (_, route, width), total in totals.items():
-        lookup = lookups[route]
-        exact = server.read_rows(lookup)[width] if route == 2 else server.pull(lookup)
-        assert float((total - 40 * exact).abs().max()) < 0.51
+        assert float((total - 40 * server.pull(lookups[route])[width]).abs().max()) < 0.51
+
+
+def test_who_only_predicts_sees_rows_as_they_are():
+    server, _ = serve()
+    way = direct(EmbeddingService(server, Rounded(), Rounded()))
+    lookup = Lookup((0,), Jagged(torch.tensor([1, 2]), None, None, 1, 2))
+    proxy = ServerProxy(way, server.shards, 0, UNCOUNTED, UNCOUNTED, stream=None)
+    assert torch.equal(proxy.pull(lookup).result()[0], server.pull(lookup)[0])
 
 
 def test_rows_go_out_in_chunks_and_into_servers_of_another_cut(connect):
@@ -342,7 +336,7 @@ def test_rows_go_out_in_chunks_and_into_servers_of_another_cut(connect):
 
 
 def test_a_row_that_is_given_out_is_a_copy():
-    job = far(DirectConnection)
+    job = far(direct)
     rows = next(RemoteRows(job.connections[0]).read(job.servers[0].shards))
     before = rows.tensors["weight"].clone()
     client = job.client()
@@ -376,7 +370,7 @@ class Slow(DirectConnection):
     """Answers nothing but what a server holds until it is told to, and tells how much is under way at each call."""
 
     def __init__(self, service):
-        super().__init__(service)
+        super().__init__(Served(service))
         self.waiting = []
         self.under_way = []
 
@@ -401,7 +395,7 @@ def row_chunks(between):
 
 
 def test_the_next_rows_are_looked_for_while_others_cross():
-    job = far(DirectConnection, [whole(TABLES[:1])])
+    job = far(direct, [whole(TABLES[:1])])
     way = Slow(job.services[0])
     RemoteRows(way).write(row_chunks(way.answer))
     way.answer()
@@ -410,7 +404,7 @@ def test_the_next_rows_are_looked_for_while_others_cross():
 
 
 def test_nothing_is_under_way_any_more_when_rows_cannot_be_read():
-    job = far(DirectConnection, [whole(TABLES[:1])])
+    job = far(direct, [whole(TABLES[:1])])
     way = Slow(job.services[0])
 
     def torn():

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from embedding_cases import ADAGRAD, ADAM, KINDS, ROWS, SGD, TABLES, dense_gradient, random_ids, table, whole
-from remote_cases import CUT, ONE, far, near
+from embedding_cases import ADAGRAD, ADAM, KINDS, ROWS, SGD, TABLES, client, dense_gradient, random_ids, table, whole
+from remote_cases import CUT, ONE, direct, far, near
 
 from shadowsync.compression.auto import Auto
 from shadowsync.compression.bf16 import Bf16
@@ -13,18 +13,17 @@ from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.line import EmbeddingLine
-from shadowsync.embedding.messages import Coded, Ids, PullAsked, PushAsked, Pushed, StepAsked
-from shadowsync.embedding.remote import EmbeddingRemote, Remote
+from shadowsync.embedding.messages import Coded, Sent
+from shadowsync.embedding.proxy import ANY, ServerProxy
+from shadowsync.embedding.requests import Lookup, RowLookup
 from shadowsync.embedding.routing import UniqueRows
-from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import DataError
 from shadowsync.metrics.wire import WireCounter, kept_shares
-from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.kept import Kept, KeptLimits
-from shadowsync.rpc.service import Payload
+from shadowsync.rpc.served import ask
 
 SAMPLES = 24
 THIRD = Threshold(keep=0.3, feedback=False)
@@ -72,7 +71,7 @@ def test_behind_a_connection_all_is_as_in_process(connect, unique, push):
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_it_is_whatever_the_pull_keeps(pull, kind):
     here = near(CUT, ADAGRAD, codec=pull, push=Int8())
-    assert_same(far(DirectConnection, CUT, ADAGRAD, codec=pull, push=Int8()), *here, unique=MODES["never"], kind=kind)
+    assert_same(far(direct, CUT, ADAGRAD, codec=pull, push=Int8()), *here, unique=MODES["never"], kind=kind)
 
 
 @pytest.mark.parametrize("unique", [MODES["never"], MODES["always"]], ids=["pooled", "rows"])
@@ -95,13 +94,12 @@ def test_keeping_everything_is_the_plain_job_bit_for_bit(connect):
 
 def test_the_model_sees_zeros_where_nothing_came_and_nothing_is_learnt_there():
     tables = [table("a", 500, 8), table("b", 500, 8)]
-    server = EmbeddingServer(whole(tables), TorchStorage, SGD, seed=3)
+    job, (server,), counter = client(tables, ["a", "b"], [whole(tables)], optimizer=SGD, codec=THIRD, push=Plain())
     before = [rows.tensors["weight"].clone() for rows in server.state()]
     ids = Jagged(torch.stack([torch.randperm(500)[:64] for _ in tables]).flatten(), None, None, 2, 64)
-    counter, exact = WireCounter(), server.pull(Lookup((0, 1), ids))
-    line = EmbeddingLine(server, 0, Channel("pull", THIRD, counter), Channel("push", Plain(), counter))
-    pulled = line.pull(Lookup((0, 1), ids, 5)).result()
-    line.push(Lookup((0, 1), ids, 5), torch.ones(64, 16), 0.5)
+    (exact,), found = server.pull(Lookup((0, 1), ids)), job.pull(ids)
+    job.push(found, torch.ones(64, 16), 0.5).result()
+    pulled = found.pooled
     came = pulled != 0
     assert int(came.sum()) == round(0.3 * 64 * 16)
     assert torch.equal(pulled[came], exact[came])
@@ -123,11 +121,10 @@ def test_every_feature_has_a_threshold_of_its_own_where_groups_are_asked_for():
     ids = random_ids([300, 300], 64, 0, "single")
     shares = {}
     for scope in ("tensor", "group"):
-        server = EmbeddingServer(whole(tables), TorchStorage, SGD, seed=3)
-        server.state()[1].tensors["weight"].mul_(1e-3)
         codec = Threshold(keep=0.25, scope=scope, feedback=False)
-        line = EmbeddingLine(server, 0, Channel("pull", codec, WireCounter()), Channel("push", Plain(), WireCounter()))
-        pulled = line.pull(Lookup(tuple(range(len(features))), ids)).result()
+        job, (server,), _ = client(tables, features, [whole(tables)], codec=codec, push=Plain())
+        server.state()[1].tensors["weight"].mul_(1e-3)
+        pulled = job.pull(ids).pooled
         shares[scope] = [float((part != 0).float().mean()) for part in (pulled[:, :8], pulled[:, 8:])]
     assert shares["tensor"][1] == 0
     assert shares["group"] == pytest.approx([0.25, 0.25], abs=0.01)
@@ -180,10 +177,10 @@ def test_what_auto_sends_pulls_in_when_the_push_goes_is_nothing_to_it(connect, p
         Channel("pull", AUTO, there.counter, chosen=lambda: pulls.codec),
         Channel("push", AUTO, there.counter, chosen=lambda: pushes.codec),
     )
-    client = there.client(unique)
+    remote = there.client(unique)
     for step in range(3):
         pulls.codec = pull
-        jobs = [(job, job.pull(random_ids(ROWS, SAMPLES, step))) for job in (here, client)]
+        jobs = [(job, job.pull(random_ids(ROWS, SAMPLES, step))) for job in (here, remote)]
         assert torch.equal(jobs[0][1].pooled, jobs[1][1].pooled)
         pulls.codec = later
         for job, pulled in jobs:
@@ -194,76 +191,77 @@ def test_what_auto_sends_pulls_in_when_the_push_goes_is_nothing_to_it(connect, p
     assert set(there.counter.totals().kept) == {kind for kind, codecs in thresholded.items() if "threshold" in codecs}
 
 
-IDS, VALUES = Ids((0,), 64, False, False), torch.arange(64, dtype=torch.int32)
 SHAPE = (64, 8)
+LOOKUP = Lookup((0,), Jagged(torch.arange(64), None, None, 1, 64), 1)
+ROWS_OF_IT = RowLookup((0,), torch.arange(64), 1)
+VALUES = torch.ones(153)
+"""Of a third of the elements, whose positions are …"""
+POSITIONS = torch.tensor([0] + [255] * 19 + [128] + [0] * 44, dtype=torch.uint8)
 
 
-def served(push=None):
+def served():
     server = EmbeddingServer(whole([table("a", 64, 8)]), TorchStorage, SGD, seed=3)
-    return server, DirectConnection(EmbeddingService(server, THIRD, push or Plain()))
+    service = EmbeddingService(server, THIRD, Plain())
+    return server, service, direct(service)
 
 
-def asked(connection, number=1):
-    return connection.call("pull", Payload.of(PullAsked(0, number, IDS), (VALUES,))).result().read(Coded)
+def asked(way):
+    return ask(way, EmbeddingService.pull, LOOKUP, 0, "", ANY).mask
+
+
+def pushed(way, mask, values=(VALUES,), shape=SHAPE, lookup=None, masks=()):
+    sent = Sent(1, Coded((shape,), (values,), mask=mask), 0, 0, lookup, masks)
+    return ask(way, EmbeddingService.push, sent, 0.1, ANY)
 
 
 def test_a_pull_that_was_answered_twice_is_pushed_under_the_mask_that_arrived():
-    _, connection = served()
-    first, second = asked(connection), asked(connection)
-    assert first.mask != second.mask
-    values = torch.ones(153)
-    push = PushAsked(0, 1, 0.1, Coded((SHAPE,), (1,), mask=first.mask), None)
-    assert not connection.call("push", Payload.of(push, (values,))).result().read(Pushed).known
-    mask = torch.tensor([0] + [255] * 19 + [128] + [0] * 44, dtype=torch.uint8)
-    again = PushAsked(0, 1, 0.1, Coded((SHAPE,), (1,), mask=first.mask), IDS)
-    assert connection.call("push", Payload.of(again, (VALUES, mask, values))).result().read(Pushed).known
+    _, _, way = served()
+    first, second = asked(way), asked(way)
+    assert first != second
+    assert not pushed(way, first)
+    assert pushed(way, first, lookup=LOOKUP, masks=(POSITIONS,))
 
 
 BAD = {
-    "no positions": (VALUES, torch.ones(153)),
-    "positions of another form": (VALUES, torch.tensor([77, 1], dtype=torch.uint8), torch.ones(1)),
-    "positions that are numbers": (VALUES, torch.ones(3), torch.ones(153)),
-    "another number of values": (VALUES, torch.tensor([0] + [255] * 64, dtype=torch.uint8), torch.ones(153)),
-    "a tensor too many": (VALUES, torch.empty(0, dtype=torch.uint8), torch.ones(SHAPE), torch.ones(SHAPE)),
+    "no positions": ((VALUES,), ()),
+    "positions of another form": ((torch.ones(1),), (torch.tensor([77, 1], dtype=torch.uint8),)),
+    "positions that are numbers": ((VALUES,), (torch.ones(3),)),
+    "another number of values": ((VALUES,), (torch.tensor([0] + [255] * 64, dtype=torch.uint8),)),
+    "a mask too many": ((VALUES,), (POSITIONS, POSITIONS)),
+    "a frame too many": ((torch.ones(SHAPE), torch.ones(SHAPE)), (torch.empty(0, dtype=torch.uint8),)),
 }
 
 
-@pytest.mark.parametrize("tensors", BAD.values(), ids=BAD)
-def test_a_mask_that_cannot_be_is_refused_and_changes_nothing(tensors):
-    server, connection = served()
+@pytest.mark.parametrize("lookup", [LOOKUP, ROWS_OF_IT], ids=["pooled", "rows"])
+@pytest.mark.parametrize(("values", "masks"), BAD.values(), ids=BAD)
+def test_a_mask_that_cannot_be_is_refused_and_changes_nothing(values, masks, lookup):
+    server, _, way = served()
     before = [tensor.clone() for tensor in weights([server])]
-    push = PushAsked(0, 1, 0.1, Coded((SHAPE,), (1,), mask=0), IDS)
     with pytest.raises(DataError):
-        connection.call("push", Payload.of(push, tensors)).result()
-    rows = StepAsked(0, 1, 0.1, Coded((SHAPE,), (1,), mask=0), (0,))
-    with pytest.raises(DataError):
-        connection.call("step", Payload.of(rows, tensors)).result()
+        pushed(way, 0, values, lookup=lookup, masks=masks)
     assert all(map(torch.equal, weights([server]), before))
 
 
 def test_a_push_under_the_mask_of_another_shape_is_refused():
-    _, connection = served()
-    mask = asked(connection).mask
+    _, _, way = served()
     for shape in ((1, 8), (64, 9)):
-        push = PushAsked(0, 1, 0.1, Coded((shape,), (1,), mask=mask), None)
+        mask = asked(way)
         with pytest.raises(DataError):
-            connection.call("push", Payload.of(push, (torch.ones(153),))).result()
-        mask = asked(connection).mask
+            pushed(way, mask, shape=shape)
 
 
 def test_a_push_that_goes_again_is_counted_again_and_its_mask_only_as_sent():
-    _, connection = served()
+    server, service, way = served()
     counter = WireCounter()
-    lines = (Channel(kind, codec, counter) for kind, codec in (("pull", THIRD), ("push", Plain())))
-    remote = EmbeddingRemote(Remote(connection, whole([table("a", 64, 8)]), 0), *lines)
-    lookup = Lookup((0,), Jagged(torch.arange(64), None, None, 1, 64), 1)
+    channels = (Channel(kind, codec, counter) for kind, codec in (("pull", THIRD), ("push", Plain())))
+    proxy = ServerProxy(way, server.shards, 0, *channels)
     counted = []
     for forgets in (False, True):
-        remote.pull(lookup).result()
+        proxy.pull(LOOKUP).result()
         if forgets:
-            connection._service.client_gone(connection.client)
+            service.client_gone(way.client)
         before = counter.totals()
-        remote.push(lookup, torch.ones(SHAPE), 0.0).result()
+        proxy.push(LOOKUP, [torch.ones(SHAPE)], 0.0).result()
         after = counter.totals()
         sent, raw = (after.bytes["push"], after.raw_bytes["push"])
         counted.append((sent - before.bytes.get("push", 0), raw - before.raw_bytes.get("push", 0)))
@@ -277,8 +275,8 @@ def test_a_push_that_goes_again_is_counted_again_and_its_mask_only_as_sent():
 def test_rows_have_one_threshold_for_each_width():
     server = EmbeddingServer(whole(TABLES), TorchStorage, SGD, seed=3)
     codec = Threshold(keep=0.25, scope="group", feedback=False)
-    line = EmbeddingLine(server, 0, Channel("pull", codec, WireCounter()), Channel("push", Plain(), WireCounter()))
-    rows = line.read_rows(RowLookup(tuple(range(5)), torch.arange(server.numbers.total))).result()
+    proxy = ServerProxy.near(server, 0, Channel("pull", codec, WireCounter()), Channel("push", Plain(), WireCounter()))
+    rows = proxy.pull(RowLookup(tuple(range(5)), torch.arange(server.numbers.total))).result()
     shares = [float((part != 0).float().mean()) for part in rows if part.numel() >= 256]
     assert shares == pytest.approx([0.25] * len(shares), abs=0.02)
     assert len(shares) == 1

@@ -2,48 +2,82 @@
 
 import threading
 
+import msgspec
 import pytest
 import torch
 from embedding_cases import (
     ADAM,
     CLOSE,
+    HISTORIES,
+    HISTORY_SOURCE,
     KINDS,
     OPTIMIZERS,
     ROWS,
     SGD,
     STORAGES,
     TABLES,
+    client,
     dense_gradient,
     random_ids,
     rows_of,
     train,
+    train_histories,
+    whole,
 )
-from remote_cases import CUT, ONE, far, near
+from remote_cases import CUT, ONE, direct, far, near
 
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.messages import Coded, PushAsked, Pushed
-from shadowsync.embedding.remote import EmbeddingRemote, Remote
-from shadowsync.embedding.requests import unpack_rows
+from shadowsync.embedding.messages import Coded, unpack_rows
+from shadowsync.embedding.proxy import ServerProxy
+from shadowsync.embedding.requests import Lookup, RowLookup
 from shadowsync.embedding.routing import UniqueRows
-from shadowsync.embedding.server import Lookup, RowLookup, RowStep
+from shadowsync.embedding.saves import SaveMethods
+from shadowsync.embedding.server import RowStep
+from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter
-from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.kept import KeptLimits
 from shadowsync.rpc.pending import Promise
+from shadowsync.rpc.served import Served, ask
 from shadowsync.rpc.service import EMPTY, Payload
 
 MODES = {mode: UniqueRows(mode, every=2) for mode in ("never", "always", "auto")}
 
 
-def assert_same_rows(found, expected):
-    for table in TABLES:
+def assert_same_rows(found, expected, tables=TABLES):
+    for table in tables:
         assert torch.equal(rows_of(found, table.name), rows_of(expected, table.name))
+
+
+item, user, shop, tag, word = HISTORIES
+SEQUENCE_CUT = [
+    [Shard(item, 9, 30), *whole([user, word])],
+    [Shard(shop, 0, 4), Shard(item, 0, 9)],
+    [Shard(shop, 4, 25), *whole([tag])],
+]
+
+
+@pytest.mark.parametrize("codec", [None, Bf16()], ids=["plain", "bf16"])
+def test_sequences_behind_a_connection_are_those_in_process(connect, codec):
+    here, held_here, counted_here = client(HISTORIES, HISTORY_SOURCE, SEQUENCE_CUT, optimizer=ADAM, codec=codec)
+    there = far(connect, SEQUENCE_CUT, ADAM, codec=codec)
+    there.tables, there.features = HISTORIES, HISTORY_SOURCE
+    assert all(map(torch.equal, train_histories(there.client(), 3), train_histories(here, 3)))
+    assert_same_rows(there.servers, held_here, HISTORIES)
+    assert there.counter.totals() == counted_here.totals()
+    assert [service.kept for service in there.services] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("table", HISTORIES, ids=lambda table: table.name)
+def test_a_shard_crosses_with_the_pooling_of_each_feature(connect, table):
+    (way,) = far(connect, [[Shard(table, 2, 7)]]).connections
+    assert ask(way, SaveMethods.shards) == (Shard(table, 2, 7),)
 
 
 @pytest.mark.parametrize("unique", MODES.values(), ids=MODES)
@@ -81,17 +115,16 @@ def test_gradients_are_held_and_committed_as_in_process(connect, unique, codec):
     step = RowStep(0, {0: 1.0, 2: 1.0}, None, 0.1, 3)
     for server in held_here:
         server.commit(step)
-    ways = [EmbeddingRemote(Remote(way, (), 0), *there.lines) for way in there.connections]
     held = [server.held_bytes for server in there.servers]
     assert all(held)
-    assert [way.commit(step).result() for way in ways] == held
-    assert [way.commit(step).result() for way in ways] == [0, 0, 0]
+    assert [ask(way, EmbeddingService.commit, step, 0) for way in there.connections] == held
+    assert [ask(way, EmbeddingService.commit, step, 0) for way in there.connections] == [0, 0, 0]
     assert_same_rows(there.servers, held_here)
     assert there.counter.totals() == counted_here.totals()
     assert [server.held_bytes for server in there.servers] == [0, 0, 0]
-    for way in ways:
-        way.forget_held(-1).result()
-        way.commit(step).result()
+    for way in there.connections:
+        ask(way, EmbeddingService.forget_held, -1, 0)
+        ask(way, EmbeddingService.commit, step, 0)
     assert_same_rows(there.servers, held_here)
 
 
@@ -135,7 +168,7 @@ def test_look_ups_are_bounded_in_number_and_bytes_and_go_with_their_client(conne
 def test_nothing_is_kept_for_a_client_that_only_predicts(connect):
     there = far(connect)
     for mode in ("never", "always"):
-        there.client(MODES[mode], learns=False).pull(random_ids(ROWS, 6, 0))
+        there.client(MODES[mode], stream=None).pull(random_ids(ROWS, 6, 0))
     assert there.services[0].kept == 0
 
 
@@ -202,13 +235,13 @@ def test_an_empty_batch_is_nothing(connect, mode):
 def test_a_server_that_is_replaced_is_reached_again_and_brought_the_ids(wire, mode):
     """The gradient of a pull from the old server is applied by the new one, once."""
     there, (here, held_here, _) = (
-        far(lambda service: wire.connect(wire.serve(service).address), ONE, SGD),
+        far(lambda service: wire.connect(wire.serve(Served(service)).address), ONE, SGD),
         near(ONE, SGD),
     )
     job, ids = there.client(MODES[mode]), random_ids(ROWS, 6, 0)
     pulled = job.pull(ids)
-    new = far(DirectConnection, ONE, SGD)  # as a restarted server: the same rows, nothing kept
-    there.connections[0].redirect(wire.serve(new.services[0]).address)
+    new = far(direct, ONE, SGD)  # as a restarted server: the same rows, nothing kept
+    there.connections[0].redirect(wire.serve(Served(new.services[0])).address)
     job.push(pulled, dense_gradient(6, job.width, 0), 0.1).result()
     here.push(here.pull(ids), dense_gradient(6, here.width, 0), 0.1)
     for table in TABLES:
@@ -225,104 +258,99 @@ class Slow(Connection):
         self.calls = []
 
     def call(self, method, payload=EMPTY, timeout_s=None):
-        self.calls.append((payload, Promise()))
+        self.calls.append((payload.tensors, Promise()))
         return self.calls[-1][-1]
 
     def close(self):
         raise AssertionError("the connection belongs to others")
 
-    def answer(self, known):
-        self.calls[-1][-1].keep(Payload.of(Pushed(known)))
+    def answer(self, value):
+        self.calls[-1][-1].keep(Payload(msgspec.msgpack.encode(value)))
 
 
 USER = (Shard(TABLES[0], 0, 40),)
 LOOKUP = Lookup((0,), random_ids([40], 6, 0), 17)
 
 
-def slow_remote(shards=USER):
+def slow_proxy(shards=USER):
     slow, counter = Slow(), WireCounter()
-    return slow, EmbeddingRemote(
-        Remote(slow, shards, 0), Channel("pull", Plain(), counter), Channel("push", Plain(), counter)
-    )
+    return slow, ServerProxy(slow, shards, 0, *(Channel(kind, Plain(), counter) for kind in ("pull", "push")))
 
 
 def test_a_push_ends_with_its_acknowledgement():
-    slow, remote = slow_remote()
-    pushed = remote.push(LOOKUP, torch.ones(6, 8), 0.1)
+    slow, proxy = slow_proxy()
+    pushed = proxy.push(LOOKUP, [torch.ones(6, 8)], 0.1)
     assert not pushed.done()
-    slow.answer(known=True)
+    slow.answer(True)
     assert pushed.result() is None
-    ((sent, _),) = slow.calls
-    meta = sent.read(PushAsked)
-    assert (meta.number, meta.ids, len(sent.tensors)) == (17, None, 1)
+    ((tensors, _),) = slow.calls
+    assert len(tensors) == 1
 
 
 def test_an_unknown_look_up_comes_again_once():
-    slow, remote = slow_remote()
-    pushed = remote.push(LOOKUP, torch.ones(6, 8), 0.1)
-    slow.answer(known=False)
+    slow, proxy = slow_proxy()
+    pushed = proxy.push(LOOKUP, [torch.ones(6, 8)], 0.1)
+    slow.answer(False)
     assert not pushed.done()
     (first, _), (second, _) = slow.calls
-    assert second.read(PushAsked).ids.slots == (0,)
-    assert [tensor.dtype for tensor in second.tensors] == [torch.int32, torch.int32, torch.float32]
-    assert second.tensors[-1] is first.tensors[0], "encoded once, so that what a codec holds back is not sent twice"
-    slow.answer(known=False)
+    assert [tensor.dtype for tensor in second] == [torch.float32, torch.int32, torch.int32]
+    assert second[0] is first[0], "encoded once, so that what a codec holds back is not sent twice"
+    slow.answer(False)
     with pytest.raises(RunError, match="does not accept a push that brings its ids"):
         pushed.result()
     assert len(slow.calls) == 2
 
 
 def test_what_goes_wrong_on_the_way_is_raised():
-    slow, remote = slow_remote()
-    for start in (lambda: remote.push(LOOKUP, torch.ones(6, 8), 0.1), lambda: remote.pull(LOOKUP)):
+    slow, proxy = slow_proxy()
+    for start in (lambda: proxy.push(LOOKUP, [torch.ones(6, 8)], 0.1), lambda: proxy.pull(LOOKUP)):
         end, told = start(), []
         end.then(told.append)
         slow.calls[-1][-1].fail(PeerLost("gone"))
         with pytest.raises(PeerLost, match="gone"):
             end.result()
         assert isinstance(told[0], PeerLost)
-    nonsense = remote.push(LOOKUP, torch.ones(6, 8), 0.1)
-    slow.calls[-1][-1].keep(Payload(b"nonsense"))
-    with pytest.raises(DataError, match="does not hold a Pushed"):
+    nonsense = proxy.push(LOOKUP, [torch.ones(6, 8)], 0.1)
+    slow.answer("nonsense")
+    with pytest.raises(DataError, match="the answer of push is not what it should be"):
         nonsense.result()
 
 
 @pytest.mark.parametrize("shapes", [(), ((1 << 40, 8),), ((8, 6),), ((6, 8), (6, 8))], ids=str)
 def test_an_answer_of_other_shapes_is_refused_before_memory_is_taken(shapes):
-    slow, remote = slow_remote()
-    rows = RowLookup((0,), torch.tensor([1, 5]), 3)
-    for ask, asked in ((lambda: remote.pull(LOOKUP), r"\[6, 8\]"), (lambda: remote.read_rows(rows), r"\[2, 8\]")):
-        pulled = ask()
-        slow.calls[-1][-1].keep(Payload.of(Coded(shapes, (0,) * len(shapes), "plain")))
+    slow, proxy = slow_proxy()
+    for lookup, asked in ((LOOKUP, r"\[6, 8\]"), (RowLookup((0,), torch.tensor([1, 5]), 3), r"\[2, 8\]")):
+        pulled = proxy.pull(lookup)
+        slow.answer(Coded(shapes, ((),) * len(shapes), "plain"))
         with pytest.raises(DataError, match=f"^vectors of .* do not fit a look-up whose answer is {asked}$"):
             pulled.result()
 
 
 def test_a_gradient_is_sent_as_it_lies_in_memory():
-    slow, remote = slow_remote()
-    remote.push(LOOKUP, torch.ones(8, 6).t(), 0.1)
-    assert slow.calls[-1][0].tensors[0].is_contiguous()
+    slow, proxy = slow_proxy()
+    proxy.push(LOOKUP, [torch.ones(8, 6).t()], 0.1)
+    assert slow.calls[-1][0][0].is_contiguous()
 
 
 def test_ids_are_narrow_where_rows_fit():
-    slow, remote = slow_remote()
-    remote.pull(LOOKUP)
-    assert [payload.tensors[0].dtype for payload, _ in slow.calls] == [torch.int32]
+    slow, proxy = slow_proxy()
+    proxy.pull(LOOKUP)
+    assert [tensors[0].dtype for tensors, _ in slow.calls] == [torch.int32]
     long = Table("long", 2**31 + 1, 4, ("long",))
-    slow, remote = slow_remote((Shard(long, 0, long.rows),))
-    remote.pull(Lookup((0,), Jagged(torch.tensor([2**31]), None, None, 1, 1)))
-    remote.read_rows(RowLookup((0,), torch.tensor([2**31])))
-    assert slow.calls[0][0].tensors[0].tolist() == unpack_rows(slow.calls[1][0].tensors, long.rows).tolist() == [2**31]
     halves = tuple(Shard(long, *edges) for edges in ((0, 2**30), (2**30, long.rows)))
-    slow, remote = slow_remote(halves)
-    remote.pull(Lookup((1,), Jagged(torch.tensor([2**30]), None, None, 1, 1)))
-    remote.read_rows(RowLookup((1,), torch.tensor([2**31])))
-    assert slow.calls[0][0].tensors[0].dtype == torch.int32
-    assert unpack_rows(slow.calls[1][0].tensors, long.rows).tolist() == [2**31]
+    for shards, at, row, dtype in (
+        ((Shard(long, 0, long.rows),), 0, 2**31, torch.int64),
+        (halves, 1, 2**30, torch.int32),
+    ):
+        slow, proxy = slow_proxy(shards)
+        proxy.pull(Lookup((at,), Jagged(torch.tensor([row]), None, None, 1, 1)))
+        proxy.pull(RowLookup((at,), torch.tensor([2**31])))
+        ((ids,), _), ((rows,), _) = slow.calls
+        assert (ids.dtype, ids.tolist(), unpack_rows(rows, long.rows).tolist()) == (dtype, [row], [2**31])
 
 
 def test_what_a_server_should_refuse_is_not_turned_into_other_rows():
     for rows in ([3, 3], [5, 4], [-1, 2], [2**32]):
-        slow, remote = slow_remote()
-        remote.read_rows(RowLookup((0,), torch.tensor(rows)))
-        assert slow.calls[0][0].tensors[0].tolist() == rows
+        slow, proxy = slow_proxy()
+        proxy.pull(RowLookup((0,), torch.tensor(rows)))
+        assert slow.calls[0][0][0].tolist() == rows

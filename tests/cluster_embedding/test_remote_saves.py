@@ -29,7 +29,7 @@ from shadowsync.recovery.settings import RowTracking
 from shadowsync.registry import members
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.served import ask
+from shadowsync.rpc.served import Served, ask
 from shadowsync.rpc.service import EMPTY, Payload
 
 Connect = Callable[[EmbeddingService], Connection]
@@ -49,8 +49,12 @@ def trained(server: EmbeddingServer, steps: int = 2) -> None:
     train(EmbeddingClient(TABLES, SOURCE, [server, rest]), steps, "multi")
 
 
-def served(server: EmbeddingServer) -> EmbeddingService:
+def serving(server: EmbeddingServer) -> EmbeddingService:
     return EmbeddingService(server, Plain(), Plain())
+
+
+def served(server: EmbeddingServer) -> Served:
+    return Served(serving(server))
 
 
 def spoken_of(found: Sequence[Rows | RowSet]) -> dict[str, list[int]]:
@@ -125,10 +129,10 @@ def test_over_a_wire_the_same_rows_are_picked_copied_and_reported(
     server, twin = made(priority, optimizer), made(priority, optimizer)
     for each in (server, twin):
         trained(each)
-    way = connect(served(server))
+    way = connect(serving(server))
     save = RemoteSave.begin(way, chunk_bytes=4 * 4 * 5)
     found = list(save.changed(SHARDS, end_of_round))
-    twin_save = twin.begin_save()
+    twin_save = twin.watches.begin()
     wanted = [twin.pick(index, end_of_round) for index in range(len(SHARDS))]
     expected = {
         shard.table.name: list(range(shard.start, shard.stop)) if numbers is None else numbers.tolist()
@@ -147,7 +151,7 @@ def test_over_a_wire_the_same_rows_are_picked_copied_and_reported(
     for each in (server, twin):
         trained(each, 1)
     again = list(RemoteSave.begin(way).changed(SHARDS, False))
-    twin.begin_save()
+    twin.watches.begin()
     picks = [twin.pick(index, False) for index in range(len(SHARDS))]
     assert spoken_of(again) == {s.table.name: p.tolist() for s, p in zip(SHARDS, picks, strict=True) if p is not None}
 
@@ -156,7 +160,7 @@ def test_over_a_wire_the_same_rows_are_picked_copied_and_reported(
 def test_everything_crosses_in_chunks_when_it_is_read(connect: Connect) -> None:
     server = made("scar", ADAM)
     trained(server)
-    save = RemoteSave.begin(connect(served(server)), chunk_bytes=4 * 8 * 9)
+    save = RemoteSave.begin(connect(serving(server)), chunk_bytes=4 * 8 * 9)
     assert save.compares
     found = list(save.everything(SHARDS))
     trained(server)
@@ -170,7 +174,7 @@ def test_everything_crosses_in_chunks_when_it_is_read(connect: Connect) -> None:
         for rows in found:
             if rows.table == shard.table:
                 save.saved(index, shard, rows, as_held(server))
-    server.begin_save()
+    server.watches.begin()
     picks = [server.pick(index, False) for index in range(len(SHARDS))]
     assert [len(p) for p in picks if p is not None] == [0] * len(SHARDS)
 
@@ -291,7 +295,7 @@ def test_what_was_saved_of_a_server_that_is_gone_is_not_told_to_its_successor() 
         trained(server)
     save = RemoteSave.begin(DirectConnection(served(first)))
     rows = next(iter(save.changed(SHARDS, False)))
-    then.begin_save()
+    then.watches.begin()
     before = then.pick(0, False)
     replace(save, connection=DirectConnection(served(then))).saved(0, SHARDS[0], rows, never_asked)
     after = then.pick(0, False)
@@ -363,7 +367,7 @@ def test_what_is_wrong_is_refused_and_told_to_nobody(
     assert before is not None
     assert after is not None
     assert torch.equal(before, after)
-    assert server.is_under_way(save)
+    assert server.watches.is_under_way(save)
 
 
 def test_what_is_said_of_another_save_is_not_known(under_way: tuple[EmbeddingServer, Connection, int]) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shadowsync.embedding.requests import pack_rows, unpack_rows
+from shadowsync.embedding.messages import pack_rows, unpack_rows
 from shadowsync.errors import DataError
 
 
@@ -14,7 +14,7 @@ def test_row_numbers_arrive(data):
     total = data.draw(st.sampled_from([1, 2, 7, 300, 10**6, 2**31 + 5]))
     rows = torch.tensor(sorted(data.draw(st.sets(st.integers(0, total - 1), max_size=200))), dtype=torch.int64)
     packed = pack_rows(rows, total)
-    assert torch.equal(unpack_rows((packed,), total), rows)
+    assert torch.equal(unpack_rows(packed, total), rows)
     assert packed.nbytes <= len(rows) * (4 if total <= 2**31 else 8)
 
 
@@ -22,7 +22,7 @@ def test_row_numbers_arrive(data):
 def test_all_rows_and_none(total):
     for rows in (torch.arange(total), torch.zeros(0, dtype=torch.int64)):
         packed = pack_rows(rows, total)
-        assert torch.equal(unpack_rows((packed,), total), rows)
+        assert torch.equal(unpack_rows(packed, total), rows)
         assert packed.nbytes <= 1 + -(-total // 8)
 
 
@@ -35,4 +35,4 @@ def test_a_fifth_of_the_rows_takes_less_than_a_byte_each():
 @pytest.mark.parametrize("frame", [[], [0], [1, 7], [8, 200], [25, 1, 1, 1, 1]])
 def test_frames_of_other_rows_are_refused(frame):
     with pytest.raises(DataError, match="row numbers"):
-        unpack_rows((torch.tensor(frame, dtype=torch.uint8),), 70)
+        unpack_rows(torch.tensor(frame, dtype=torch.uint8), 70)

@@ -98,19 +98,19 @@ def test_an_empty_message_of_a_shape_beyond_all_memory_is_refused(shape):
 
 @pytest.mark.parametrize("received", [(torch.zeros(3),), (torch.tensor([8, 9], dtype=torch.uint8), torch.ones(2))])
 def test_the_wire_tells_of_data_that_cannot_be_read(received):
-    coded = Coded(((300,),), (len(received),))
+    coded = Coded(((300,),), (received,))
     with pytest.raises(DataError, match=r"frames are not a tensor \[300\] in the codec threshold"):
-        unpack_coded(coded, received, Threshold())
+        unpack_coded(coded, Threshold(), ((300,),), "vectors")
 
 
 @pytest.mark.parametrize("name", ["threshold", "auto", "int2", "PLAIN", "\0", "x" * 1_000_000])
 def test_a_codec_that_is_not_among_the_levels_is_one_short_error(name):
     tensor = numbers((4, 16))
-    coded, frames = pack_coded([Auto().level("int8").encode(tensor)], name)
+    coded = pack_coded([Auto().level("int8").encode(tensor)], name)
     with pytest.raises(
         DataError, match=r"is not one that this job sends in; allowed: plain, bf16, int8, int4$"
     ) as told:
-        unpack_coded(coded, frames, Auto())
+        unpack_coded(coded, Auto(), ((4, 16),), "vectors")
     assert len(str(told.value)) < 200
 
 
@@ -118,16 +118,16 @@ def test_a_codec_that_is_not_among_the_levels_is_one_short_error(name):
 def test_frames_are_read_in_the_codec_that_they_name_and_in_no_other(name):
     tensor, levels = numbers((4, 16)), Auto().levels
     codec = Auto().level(name)
-    coded, frames = pack_coded([codec.encode(tensor)], name)
-    (found,) = unpack_coded(coded, frames, Auto())
-    assert torch.equal(found.tensor, codec.decode(frames, (4, 16)))
+    coded = pack_coded([codec.encode(tensor)], name)
+    (found,) = unpack_coded(coded, Auto(), ((4, 16),), "vectors")
+    assert torch.equal(found.tensor, codec.decode(*coded.frames, (4, 16)))
     for other in {level.name for level in levels} - {name}:
         with pytest.raises(DataError, match=f"in the codec {other}"):
-            unpack_coded(replace(coded, codec=other), frames, Auto())
+            unpack_coded(replace(coded, codec=other), Auto(), ((4, 16),), "vectors")
 
 
 @pytest.mark.parametrize("codec", [3, None, ["int8"], {"name": "int8"}, b"\xff"])
 def test_what_is_no_name_is_refused(codec):
-    meta = msgspec.msgpack.encode([[[4, 16]], [1], codec])
-    with pytest.raises(DataError, match="does not hold a Coded"):
+    meta = msgspec.msgpack.encode([[[4, 16]], [], codec])
+    with pytest.raises(DataError, match=r"does not hold a Coded: Expected `str`|Invalid UTF-8"):
         Payload(meta).read(Coded)

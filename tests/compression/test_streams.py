@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.line import EmbeddingLine
-from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.proxy import ServerProxy
+from shadowsync.embedding.requests import AnyLookup, Lookup, RowLookup
+from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
@@ -30,6 +30,7 @@ from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import ParameterSlot
 
 ROUNDS = 12
+SGD = RowOptimizer("sgd", 1e-8, 0.9, 0.999)
 
 
 @dataclass(frozen=True)
@@ -101,34 +102,29 @@ def test_every_trainer_has_a_stream_to_the_average() -> None:
             ends[rank].leave()
 
 
-class Tables:
-    """An embedding server whose answer depends on its position and on the slots."""
+class Deaf(EmbeddingServer):
+    """Keeps its rows as they are, and what was pushed last."""
 
-    def __init__(self, position: int) -> None:
-        self._position = position
-        self.shards = (Shard(Table("t", 4, 2, ("a", "b")), 0, 4),)
-        self.pushed = torch.zeros(0)
+    pushed = torch.zeros(0)
 
-    def pull(self, lookup: SimpleNamespace) -> Tensor:
-        return torch.tensor([[0.4 - 0.5 * self._position, 0.3 * (-1) ** lookup.slots[0]]])
-
-    def push(self, lookup: SimpleNamespace, gradient: Tensor, lr: float) -> None:
-        self.pushed = gradient
+    def push(self, lookup: AnyLookup, gradients: Sequence[Tensor], lr: float) -> None:
+        (self.pushed,) = gradients
 
 
 def test_every_server_and_route_has_a_stream_in_either_direction() -> None:
     pulls, pushes = Channel("pull", Rounded(), WireCounter()), Channel("push", Rounded(), WireCounter())
-    lines = [EmbeddingLine(Tables(position), position, pulls, pushes) for position in (0, 1)]
-    ids = SimpleNamespace(values=torch.arange(3), offsets=None, weights=None)
-    routes = [SimpleNamespace(slots=slots, ids=ids) for slots in ((0,), (1,))]
+    tables = [Table(name, 4, 2, (name,)) for name in "ab"]
+    servers = [Deaf([Shard(table, 0, 4) for table in tables], TorchStorage, SGD, seed) for seed in (0, 1)]
+    proxies = [ServerProxy.near(server, position, pulls, pushes) for position, server in enumerate(servers)]
+    routes = [Lookup((slot,), Jagged(torch.arange(3), None, None, 1, 3)) for slot in (0, 1)]
     books = Books()
     for _ in range(ROUNDS):
-        for line in lines:
+        for position, (server, proxy) in enumerate(zip(servers, proxies, strict=True)):
             for route in routes:
-                answer = line.server.pull(route)
-                books.enter(("pull", line.position, route.slots), answer, line.pull(route).result())
-                line.push(route, -answer, 0.1).result()
-                books.enter(("push", line.position, route.slots), -answer, line.server.pushed)
+                (answer,), (pulled,) = server.pull(route), proxy.pull(route).result()
+                books.enter(("pull", position, route.slots), answer, pulled)
+                proxy.push(route, [-answer], 0.1).result()
+                books.enter(("push", position, route.slots), -answer, server.pushed)
 
 
 @pytest.mark.parametrize("codec", [Threshold(), Int8()], ids=["threshold", "int8"])
@@ -141,12 +137,7 @@ def test_what_cannot_be_sent_is_named(codec: Codec) -> None:
     assert stream.cross(torch.ones(20, 16)).tensor.mean() == pytest.approx(1, abs=0.01)
 
 
-BAD_SERVER = EmbeddingServer(
-    [Shard(Table(name, 4, 8, (name,)), 0, 4) for name in "abcd"],
-    TorchStorage,
-    RowOptimizer("sgd", 1e-8, 0.9, 0.999),
-    seed=0,
-)
+BAD_SERVER = EmbeddingServer([Shard(Table(name, 4, 8, (name,)), 0, 4) for name in "abcd"], TorchStorage, SGD, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -154,13 +145,14 @@ BAD_SERVER = EmbeddingServer(
 )
 def test_messages_of_embeddings_are_named_by_features_tables_and_server(slots: tuple[int, ...], named: str) -> None:
     bad, ids = torch.full((2, 8 * len(slots)), float("nan")), torch.zeros(2 * len(slots), dtype=torch.int64)
-    line = EmbeddingLine(BAD_SERVER, 5, Channel("pull", Plain(), WireCounter()), Channel("push", Int8(), WireCounter()))
+    ways = Channel("pull", Plain(), WireCounter()), Channel("push", Int8(), WireCounter())
+    proxy = ServerProxy.near(BAD_SERVER, 5, *ways)
     with pytest.raises(NonFiniteTensor, match=f"^the gradients of {named} for embedding server 5 cannot be sent"):
-        line.push(Lookup(slots, Jagged(ids, None, None, len(slots), 2)), bad, 0.1)
+        proxy.push(Lookup(slots, Jagged(ids, None, None, len(slots), 2)), [bad], 0.1)
     rows = RowLookup((0, 1, 2, 3), torch.arange(2))
     said = r"^the gradients of rows of tables a, b, c, … for embedding server 5 cannot be sent"
     with pytest.raises(NonFiniteTensor, match=said):
-        line.step_rows(rows, [bad[:, :8]], 0.1)
+        proxy.push(rows, [bad[:, :8]], 0.1)
 
 
 @pytest.mark.parametrize("codec", [Threshold(), Int8()], ids=["threshold", "int8"])

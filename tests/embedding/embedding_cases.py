@@ -16,7 +16,7 @@ from shadowsync.compression.plain import Plain
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.embedding.fbgemm_storage import FbgemmStorage
-from shadowsync.embedding.line import EmbeddingLine
+from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.routing import NEVER, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer, Storage
@@ -24,6 +24,7 @@ from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.vectors import VectorGradients
+from shadowsync.rpc.kept import USUAL, KeptLimits
 
 needs_fbgemm = pytest.mark.skipif(
     importlib.util.find_spec("fbgemm_gpu") is None, reason="needs FBGEMM: pip install 'shadowsync[fbgemm]'"
@@ -137,14 +138,17 @@ def client(
     optimizer: RowOptimizer = ADAGRAD,
     *,
     codec: Codec | None = None,
+    push: Codec | None = None,
     unique: UniqueRows = NEVER,
+    limits: KeptLimits = USUAL,
 ) -> tuple[EmbeddingClient, list[EmbeddingServer], WireCounter]:
-    """A client with its servers and the counter of its bytes."""
+    """A client with its servers in this process and the counter of its bytes; `codec` is that of pulls, and of pushes
+    unless these have one of their own."""
     held = [EmbeddingServer(shards, storage, optimizer, seed=3) for shards in servers]
-    counter = WireCounter()
-    pull, push = (Channel(kind, codec or Plain(), counter) for kind in ("pull", "push"))
-    lines = [EmbeddingLine(server, position, pull, push) for position, server in enumerate(held)]
-    return EmbeddingClient(tables, features, lines, unique), held, counter
+    counter, codec = WireCounter(), codec or Plain()
+    ways = Channel("pull", codec, counter), Channel("push", push or codec, counter)
+    proxies = [ServerProxy.near(server, position, *ways, limits=limits) for position, server in enumerate(held)]
+    return EmbeddingClient(tables, features, proxies, unique), held, counter
 
 
 def placements(tables: Sequence[Table] = TABLES) -> st.SearchStrategy[list[list[Shard]]]:

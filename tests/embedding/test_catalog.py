@@ -6,7 +6,8 @@ import pytest
 from embedding_cases import table
 
 from shadowsync.data.source import Feature, Schema
-from shadowsync.embedding.catalog import (
+from shadowsync.embedding.table import (
+    Table,
     check_rows,
     check_tables,
     default_tables,
@@ -15,7 +16,6 @@ from shadowsync.embedding.catalog import (
     widths,
     with_pooling,
 )
-from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError
 from shadowsync.models.model import SequenceInput
 

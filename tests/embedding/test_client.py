@@ -33,6 +33,7 @@ from shadowsync.compression.bf16 import Bf16
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.requests import mean_weighted
+from shadowsync.embedding.routing import NEVER, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.embedding.torch_storage import TorchStorage
@@ -134,8 +135,8 @@ def test_one_server_with_all_features_in_order_copies_nothing():
     tables = [table("a"), table("b")]
     _, servers, _ = client(tables, ["a", "b"], [whole(tables)])
     seen = []
-    servers[0].pull = lambda lookup: seen.append(lookup.ids) or answer
-    servers[0].push = lambda lookup, gradient, lr: seen.append(gradient)
+    servers[0].pull = lambda lookup: seen.append(lookup.ids) or (answer,)
+    servers[0].push = lambda lookup, gradients, lr: seen.extend(gradients)
     job = EmbeddingClient(tables, ["a", "b"], servers)
     answer, ids, gradient = torch.zeros(3, 8), random_ids([7, 7], 3, 0, "single"), torch.ones(3, 8)
     pulled = job.pull(ids)
@@ -166,15 +167,16 @@ def test_pushes_may_come_later_and_in_another_order():
         torch.testing.assert_close(rows_of(servers, found.name), rows_of(servers_again, found.name), **CLOSE)
 
 
-def test_empty_batches_and_a_job_without_features():
-    job, servers, counter = client(TABLES, SOURCE, [whole(TABLES[:2]), whole(TABLES[2:])])
+@pytest.mark.parametrize("unique", [NEVER, UniqueRows("always")], ids=lambda unique: unique.mode)
+def test_empty_batches_and_a_job_without_features(unique):
+    job, servers, counter = client(TABLES, SOURCE, [whole(TABLES[:2]), whole(TABLES[2:])], unique=unique)
     before = rows_of(servers, "user").clone()
     for kind in KINDS:
         pulled = job.pull(random_ids(ROWS, 0, 0, kind))
         assert pulled.pooled.shape == (0, job.width)
         job.push(pulled, torch.zeros(0, job.width), 0.1)
     assert torch.equal(rows_of(servers, "user"), before)
-    bare, _, counter = client([], [], [[]])
+    bare, _, counter = client([], [], [[]], unique=unique)
     pulled = bare.pull(random_ids([], 5, 0, "single"))
     assert pulled.pooled.shape == (5, 0)
     bare.push(pulled, torch.zeros(5, 0), 0.1)
@@ -231,9 +233,10 @@ def test_ids_of_other_features_are_refused():
         job.pull(random_ids([5, 5], 3, 0))
 
 
-def test_a_gradient_of_another_shape_is_refused():
+@pytest.mark.parametrize("unique", [NEVER, UniqueRows("always")], ids=lambda unique: unique.mode)
+def test_a_gradient_of_another_shape_is_refused(unique):
     user = TABLES[0]
-    job, _, _ = client([user], ["user"], [whole([user])])
+    job, _, _ = client([user], ["user"], [whole([user])], unique=unique)
     pulled = job.pull(random_ids([40], 3, 0))
     with pytest.raises(DataError, match=r"a gradient of torch.float32 \[3, 7\] does not fit .*\[3, 8\]"):
         job.push(pulled, torch.zeros(3, 7), 0.1)

@@ -174,8 +174,8 @@ def test_gradients_that_do_not_fit_are_not_held():
     with pytest.raises(DataError, match="does not fit"):
         job.hold(pulled, dense_gradient(5, job.width, 0), 0)
     _, lookup = pulled.lookups[0]
-    with pytest.raises(DataError, match="does not fit a look-up"):
-        held[0].hold(0, lookup, dense_gradient(6, 3, 0))
+    with pytest.raises(DataError, match=r"gradients of .* \[6, 3\] do not fit a look-up of float32 \[6, 30\]"):
+        held[0].hold(0, lookup, [dense_gradient(6, 3, 0)])
     assert held[0].held_bytes == 0
 
 

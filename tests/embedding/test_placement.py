@@ -1,14 +1,20 @@
 """Placement: every row once, the same every time, balanced, within memory."""
 
+import time
+from itertools import count
+from typing import ClassVar
+
 import pytest
-from embedding_cases import table
+from embedding_cases import ADAGRAD, STORAGES, random_ids, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.embedding import placement
 from shadowsync.embedding.optimizers import SGD, Adam, RowwiseAdagrad
-from shadowsync.embedding.placement import Servers, cut, place, row_wise
+from shadowsync.embedding.placement import SURROGATE_ROWS, Servers, cut, measure_costs, place, row_wise
+from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import Shard
+from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import ConfigError
 
 ROW = RowwiseAdagrad.row_bytes(4)
@@ -111,3 +117,57 @@ def test_row_wise_servers_hold_the_same_share_of_every_table():
     ]
     with pytest.raises(ConfigError, match="each of 4 embedding servers would hold"):
         row_wise(many([10, 3]), RowwiseAdagrad, Servers(4, capacity_bytes=3 * ROW))
+
+
+# --- costs are measured, on surrogates, with the clock handed in -----------------------------------------------------
+
+
+EACH = pytest.mark.parametrize("storage", STORAGES)
+
+
+class Recording(TorchStorage):
+    """Counts how far a fake clock would run: one tick per id pulled and per id pushed."""
+
+    made: ClassVar = []
+    ticks = 0
+
+    def __init__(self, shards, features, optimizer, seed):
+        super().__init__(shards, features, optimizer, seed)
+        Recording.made.append(shards)
+
+    def pull(self, ids, features):
+        Recording.ticks += len(ids.values)
+        assert not len(ids.values) or int(ids.values.max()) < SURROGATE_ROWS
+        return super().pull(ids, features)
+
+    def push(self, ids, features, gradient, lr):
+        Recording.ticks += len(ids.values)
+        super().push(ids, features, gradient, lr)
+
+
+def test_cost_is_the_time_of_a_pull_and_a_push_of_the_tables_features(monkeypatch):
+    monkeypatch.setattr(Recording, "made", [])
+    tables = [table("big", 10**9, 4), table("pair", 50, 4, ("x", "y"))]
+    ids = random_ids([50, 10**9, 50], 30, 0)
+    costs = measure_costs(tables, ["y", "big", "x"], [ids], Recording, ADAGRAD, 3, lambda: Recording.ticks)
+    lengths = [len(ids.select([feature]).values) for feature in range(3)]
+    assert costs == {"big": 2 * lengths[1], "pair": 2 * (lengths[0] + lengths[2])}
+    assert [shards[0].rows for shards in Recording.made] == [SURROGATE_ROWS, 50]
+
+
+def test_the_median_ignores_a_disturbance():
+    times = count()
+    jumps = {3: 1000.0}
+    clock = lambda: (tick := next(times)) + jumps.get(tick, 0.0)  # noqa: E731
+    ids = random_ids([5], 4, 0)
+    assert measure_costs([table("t", 5)], ["t"], [ids], TorchStorage, ADAGRAD, 3, clock) == {"t": 1.0}
+
+
+@EACH
+def test_a_feature_of_many_ids_costs_more_than_one_of_few(storage: type[Storage]):
+    tables = [table("few", 20_000, 16), table("many", 20_000, 16, tuple("abcdefgh"))]
+    ids = random_ids([20_000] * 9, 600, 0)
+    # time of the processor, not of the day: other processes on this machine take none of it
+
+    costs = measure_costs(tables, ["few", *"abcdefgh"], [ids], storage, ADAGRAD, 9, time.thread_time)
+    assert 0 < costs["few"] < costs["many"] < 1

@@ -21,10 +21,12 @@ from embedding_cases import (
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding import copying, watching
+from shadowsync.embedding import server as serving
+from shadowsync.embedding import watching
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.requests import Lookup, RowLookup
 from shadowsync.embedding.routing import UniqueRows
-from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table, shares_of
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import CheckpointError, DataError
@@ -110,7 +112,7 @@ def test_watches_hear_of_every_row_that_changed(
     server, watches = watched(storage)
     before = copied(server)
     train(EmbeddingClient(TABLES, SOURCE, [server], UniqueRows(unique, every=2)), 4, kind)
-    server.begin_save()
+    server.watches.begin()
     wanted = {name: rows for name, rows in changed(server, before).items() if name in watches}
     assert len(wanted) == 4
     assert {name: set(watch.seen_rows) for name, watch in watches.items()} == wanted
@@ -124,8 +126,8 @@ def test_the_word_comes_before_the_change_so_that_who_dies_in_between_has_told(m
     weights = server.state()[0].tensors["weight"]
     before, met = weights.clone(), []
     watches["user 0"].seen = lambda rows: met.append(bool((weights[rows] == before[rows]).all()))  # type: ignore[method-assign]
-    server.push(Lookup((0,), Jagged(torch.tensor([3, 4]), None, None, 1, 2)), torch.ones(2, 8), 0.1)
-    server.step_rows(
+    server.push(Lookup((0,), Jagged(torch.tensor([3, 4]), None, None, 1, 2)), [torch.ones(2, 8)], 0.1)
+    server.push(
         RowLookup((0,), torch.tensor([server.numbers.starts[0] + 5])),
         [torch.ones(int(d == 8), d) for d in (4, 6, 8)],
         0.1,
@@ -152,16 +154,16 @@ def test_a_push_that_fails_half_way_is_told_too(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(server._storage, "push", push)
     with pytest.raises(RuntimeError, match="out of memory"):
-        server.push(Lookup((0,), Jagged(torch.tensor([3, 4]), None, None, 1, 2)), torch.ones(2, 8), 0.1)
-    server.begin_save()
+        server.push(Lookup((0,), Jagged(torch.tensor([3, 4]), None, None, 1, 2)), [torch.ones(2, 8)], 0.1)
+    server.watches.begin()
     assert watches["user 0"].seen_rows == [3, 4]
 
 
 def test_an_empty_push_is_nothing() -> None:
     server, watches = watched()
-    server.push(Lookup((0, 1), random_ids([17, 23], 0, 0)), torch.zeros(0, 16), 0.1)
-    server.step_rows(RowLookup((), torch.zeros(0, dtype=torch.int64)), [torch.zeros(0, d) for d in (4, 6, 8)], 0.1)
-    server.begin_save()
+    server.push(Lookup((0, 1), random_ids([17, 23], 0, 0)), [torch.zeros(0, 16)], 0.1)
+    server.push(RowLookup((), torch.zeros(0, dtype=torch.int64)), [torch.zeros(0, d) for d in (4, 6, 8)], 0.1)
+    server.watches.begin()
     assert not any(watch.seen_rows for watch in watches.values())
 
 
@@ -184,7 +186,7 @@ def test_big_shards_give_what_their_watch_picks_and_small_ones_all_or_nothing() 
 
 def test_a_server_without_watches_gives_all_at_the_end_of_a_round() -> None:
     server = EmbeddingServer(CUTS, TorchStorage, ADAGRAD, 0)
-    assert not server.compares
+    assert not server.watches.compares
     assert [server.pick(index, True) for index in range(len(CUTS))] == [None] * len(CUTS)
     nothing = [server.pick(index, False) for index in range(len(CUTS))]
     assert all(numbers is not None and len(numbers) == 0 for numbers in nothing)
@@ -192,8 +194,8 @@ def test_a_server_without_watches_gives_all_at_the_end_of_a_round() -> None:
 
 def test_only_the_save_that_began_last_is_told() -> None:
     server, watches = watched()
-    first, second = server.begin_save(), server.begin_save()
-    assert [server.is_under_way(save) for save in (first, second)] == [False, True]
+    first, second = server.watches.begin(), server.watches.begin()
+    assert [server.watches.is_under_way(save) for save in (first, second)] == [False, True]
     rows, weights = torch.tensor([20, 39]), torch.ones(2, 8)
     assert not server.rows_saved(first, 1, rows, weights)
     assert watches["user 17"].saved_rows == []
@@ -202,14 +204,14 @@ def test_only_the_save_that_began_last_is_told() -> None:
     assert numbers == [3, 22]
     assert written is weights
     other = EmbeddingServer(CUTS, TorchStorage, ADAGRAD, 0)
-    assert not other.is_under_way(first)
-    assert not other.is_under_way(second)
+    assert not other.watches.is_under_way(first)
+    assert not other.watches.is_under_way(second)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
 def test_copies_are_the_rows_in_any_chunks(optimizer: Any, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(serving, "CHUNK_BYTES", chunk_bytes)
     server, _ = watched(optimizer=optimizer)
     train(EmbeddingClient(TABLES, SOURCE, [server]), 3, "multi")
     own = server.state()[1]
@@ -243,7 +245,7 @@ def test_copies_are_the_rows_in_any_chunks(optimizer: Any, chunk_bytes: int, mon
 )
 def test_rows_that_are_none_are_neither_copied_nor_told(rows: Any) -> None:
     server, watches = watched()
-    save = server.begin_save()
+    save = server.watches.begin()
     for call in (lambda: server.copy_rows(1, rows), lambda: server.rows_saved(save, 1, rows, torch.ones(len(rows), 8))):
         with pytest.raises(DataError, match=r"row numbers are int64|are not distinct rows of table user from 17 to 39"):
             call()
@@ -252,7 +254,7 @@ def test_rows_that_are_none_are_neither_copied_nor_told(rows: Any) -> None:
 
 def test_shards_and_weights_that_do_not_fit_are_refused() -> None:
     server, _ = watched()
-    save = server.begin_save()
+    save = server.watches.begin()
     for shard in (-1, len(CUTS)):
         for call in (
             lambda shard=shard: server.pick(shard, True),
@@ -322,7 +324,7 @@ def pushing(server: EmbeddingServer, stop: threading.Event) -> Iterator[threadin
     def work(first: int) -> None:
         lookup = Lookup((0,), Jagged(torch.arange(first, PUSHERS * OWN, PUSHERS), None, None, 1, OWN))
         while not stop.is_set():
-            server.push(lookup, torch.ones(OWN, 4), 1.0)
+            server.push(lookup, [torch.ones(OWN, 4)], 1.0)
 
     return (threading.Thread(target=work, args=(first,)) for first in range(PUSHERS))
 
@@ -333,7 +335,7 @@ def test_weight_and_momentum_of_a_row_belong_together_while_many_push(
     storage: Any, singles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After n gradients of ones the momentum is n, which tells what the weight must be."""
-    monkeypatch.setattr(copying, "CHUNK_BYTES", 20 * 50)
+    monkeypatch.setattr(serving, "CHUNK_BYTES", 20 * 50)
     server = EmbeddingServer([Shard(RELATED, 0, RELATED.rows)], storage, ADAGRAD, 0)
     first = server.copy_rows(0, range(RELATED.rows))["weight"]
     rows = torch.arange(RELATED.rows) if singles else range(RELATED.rows)

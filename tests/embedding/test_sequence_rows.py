@@ -31,7 +31,7 @@ from torch import Tensor
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.requests import pack_rows
+from shadowsync.embedding.messages import pack_rows
 from shadowsync.embedding.routing import UniqueChoice, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard, Table
@@ -250,5 +250,5 @@ def test_a_watch_sees_the_rows_of_sequences():
     ids = random_ids(HISTORY_ROWS, 6, 0)
     pulled = job.pull(ids)
     job.push(pulled, random_gradient(pulled, 0), 0.1).result()
-    server._watches._tell()
+    server.watches._tell()
     assert set(torch.cat(seen).tolist()) == set(torch.cat([index for index, _ in bags(ids, "visited")]).tolist())

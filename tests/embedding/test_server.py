@@ -9,8 +9,8 @@ from embedding_cases import ADAGRAD, ADAM, OPTIMIZERS, SGD, STORAGES, dense_grad
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.memory import ShardMemory
-from shadowsync.embedding.requests import KNOWN_REQUESTS
-from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
+from shadowsync.embedding.requests import KNOWN_REQUESTS, Lookup, RowLookup
+from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import CheckpointError, DataError
@@ -28,7 +28,7 @@ def trained(optimizer=ADAGRAD):
     made = server(optimizer=optimizer, seed=1)
     for step in range(3):
         lookup = Lookup((0, 1), random_ids([9, 20], 8, step))
-        made.push(lookup, dense_gradient(8, 10, step), 0.1)
+        made.push(lookup, [dense_gradient(8, 10, step)], 0.1)
     return made
 
 
@@ -58,10 +58,10 @@ def copied(state):
 def test_tensors_that_do_not_fit_each_other_reach_no_operator(storage, wrong):
     made = server(storage=storage)
     lookup = Lookup((0, 1), replace(GOOD, **wrong))
-    for call in (lambda: made.pull(lookup), lambda: made.push(lookup, torch.zeros(2, 10), 0.1)):
+    for call in (lambda: made.pull(lookup), lambda: made.push(lookup, [torch.zeros(2, 10)], 0.1)):
         with pytest.raises(DataError, match=r"do not fit a look-up of 2 features: values int"):
             call()
-    assert made.pull(Lookup((0, 1), GOOD)).shape == (2, 10)
+    assert made.pull(Lookup((0, 1), GOOD))[0].shape == (2, 10)
 
 
 @EACH
@@ -69,7 +69,7 @@ def test_ids_are_checked_at_the_push_too(storage):
     made = server(storage=storage)
     ids = jagged([[[0, 9], []], [[19], [3]]], 2)
     with pytest.raises(DataError, match=r"^feature a: id 9 is not a row of table a, which has rows 0 to 8; give"):
-        made.push(Lookup((0, 1), ids), torch.zeros(2, 10), 0.1)
+        made.push(Lookup((0, 1), ids), [torch.zeros(2, 10)], 0.1)
 
 
 def test_an_id_of_a_part_is_named_as_the_user_knows_it():
@@ -102,7 +102,7 @@ def test_an_unknown_slot_is_refused(slots):
 def test_row_numbers_that_are_none_are_refused(shards, rows, message):
     made, lookup = server(), RowLookup(shards, torch.tensor(rows))
     before = copied(made.state())
-    for call in (lambda: made.read_rows(lookup), lambda: made.step_rows(lookup, [torch.zeros(1, 4)] * 2, 0.1)):
+    for call in (lambda: made.pull(lookup), lambda: made.push(lookup, [torch.zeros(1, 4)] * 2, 0.1)):
         with pytest.raises(DataError, match=message):
             call()
     torch.testing.assert_close([dict(r.tensors) for r in made.state()], [r.tensors for r in before], rtol=0, atol=0)
@@ -118,13 +118,13 @@ def test_row_numbers_that_are_none_are_refused(shards, rows, message):
     ],
 )
 def test_gradients_of_other_rows_are_refused(gradients):
-    with pytest.raises(DataError, match=r"do not fit rows of float32 \[2, 4\], \[1, 6\]"):
-        server().step_rows(RowLookup((0, 1), torch.tensor([0, 8, 9])), gradients, 0.1)
+    with pytest.raises(DataError, match=r"do not fit a look-up of float32 \[2, 4\], \[1, 6\]"):
+        server().push(RowLookup((0, 1), torch.tensor([0, 8, 9])), gradients, 0.1)
 
 
 def test_no_rows_of_no_shards_are_nothing():
     made = server()
-    assert [found.shape for found in made.read_rows(RowLookup((), torch.zeros(0, dtype=torch.int64)))] == [
+    assert [found.shape for found in made.pull(RowLookup((), torch.zeros(0, dtype=torch.int64)))] == [
         (0, 4),
         (0, 6),
     ]
@@ -140,9 +140,9 @@ def test_requests_that_are_made_up_fill_no_memory():
 
 def test_slots_are_looked_up_in_the_order_asked_for():
     made, ids = server(), random_ids([20, 9], 5, 0)
-    both = made.pull(Lookup((1, 0), ids))
-    assert torch.equal(both[:, :6], made.pull(Lookup((1,), ids.select([0]))))
-    assert torch.equal(both[:, 6:], made.pull(Lookup((0,), ids.select([1]))))
+    (both,) = made.pull(Lookup((1, 0), ids))
+    assert torch.equal(both[:, :6], made.pull(Lookup((1,), ids.select([0])))[0])
+    assert torch.equal(both[:, 6:], made.pull(Lookup((0,), ids.select([1])))[0])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
@@ -157,14 +157,14 @@ def test_state_loads_into_any_cut_and_training_goes_on_alike(optimizer, edges):
     torch.testing.assert_close(*({r.table.name: dict(r.tensors) for r in s.state()} for s in (again, source)))
     lookup, gradient = Lookup((0, 1), random_ids([9, 20], 8, 9)), dense_gradient(8, 10, 9)
     for made in (source, again):
-        made.push(lookup, gradient, 0.1)
+        made.push(lookup, [gradient], 0.1)
     torch.testing.assert_close(*({r.table.name: dict(r.tensors) for r in s.state()} for s in (again, source)))
 
 
 def test_one_row_tables_and_one_row_pieces_keep_their_step():
     single, lone = Table("a", 1, 4, ("a",)), Lookup((0,), Jagged(torch.tensor([0]), None, None, 1, 1))
     source = server([Shard(single, 0, 1)], ADAM)
-    source.push(lone, torch.ones(1, 4), 0.1)
+    source.push(lone, [torch.ones(1, 4)], 0.1)
     target = server([Shard(single, 0, 1)], ADAM, seed=5)
     target.load(source.state())
     assert int(target.state()[0].tensors["step"]) == 1

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from embedding_cases import (
@@ -29,7 +30,8 @@ from hypothesis import strategies as st
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.requests import pack_rows
+from shadowsync.embedding.distinct import find_distinct
+from shadowsync.embedding.messages import pack_rows
 from shadowsync.embedding.routing import REQUEST_BYTES, Traffic, UniqueChoice, UniqueRows, choose
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
@@ -108,9 +110,9 @@ class Watched(EmbeddingServer):
         super().__init__(*args)
         self.seen = []
 
-    def read_rows(self, lookup):
+    def pull(self, lookup):
         self.seen.append(lookup)
-        return super().read_rows(lookup)
+        return super().pull(lookup)
 
 
 def test_look_ups_have_numbers_of_their_own():
@@ -131,31 +133,6 @@ def test_an_id_that_is_no_row_is_refused_before_anybody_is_asked(bad, kind):
     ids.values[user] = bad
     with pytest.raises(DataError, match=rf"^feature user: id {bad} is not a row of table user, which has rows 0 to 39"):
         job.pull(ids)
-    assert counter.totals().bytes == {}
-
-
-def test_a_gradient_of_another_shape_is_refused_here():
-    job, _, _ = client(TABLES, SOURCE, [whole(TABLES)], unique=ALWAYS)
-    pulled = job.pull(random_ids(ROWS, 6, 0))
-    with pytest.raises(DataError, match=r"a gradient of torch.float32 \[6, 2\] does not fit .*\[6, 42\]"):
-        job.push(pulled, torch.zeros(6, 2), 0.1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_empty_batches_are_nothing(kind):
-    job, held, _ = client(TABLES, SOURCE, [whole(TABLES[:2]), whole(TABLES[2:])], unique=ALWAYS)
-    before = rows_of(held, "user").clone()
-    pulled = job.pull(random_ids(ROWS, 0, 0, kind))
-    assert pulled.pooled.shape == (0, job.width)
-    job.push(pulled, torch.zeros(0, job.width), 0.1).result()
-    assert torch.equal(rows_of(held, "user"), before)
-
-
-def test_a_job_without_features_has_no_rows():
-    bare, _, counter = client([], [], [[]], unique=ALWAYS)
-    pulled = bare.pull(random_ids([], 5, 0, "single"))
-    assert pulled.pooled.shape == (5, 0)
-    bare.push(pulled, torch.zeros(5, 0), 0.1).result()
     assert counter.totals().bytes == {}
 
 
@@ -226,3 +203,37 @@ LARGE = 100 * REQUEST_BYTES
 )
 def test_tables_are_pooled_there_where_that_pays_for_requests_of_their_own(traffic, chosen):
     assert choose(traffic, servers=2) == chosen
+
+
+# --- the search for duplicates ---------------------------------------------------------------------------------------
+
+
+KEYS = st.lists(st.integers(0, 12), max_size=40).map(lambda keys: np.array(keys, dtype=np.int64))
+
+
+@pytest.mark.parametrize("scale", [1, 2**40, 2**59], ids=["small", "large", "beyond one integer with its position"])
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(keys=KEYS)
+def test_distinct_keys_and_where_they_occur(scale, keys):
+    keys = keys * (scale // 2 or 1)
+    found = find_distinct(keys, limit=13 * (scale // 2 or 1))
+    expected, inverse = np.unique(keys, return_inverse=True)
+    np.testing.assert_array_equal(found.keys, expected)
+    np.testing.assert_array_equal(found.inverse.numpy(), inverse)
+    np.testing.assert_array_equal(found.order.numpy(), np.argsort(keys, kind="stable"))
+    assert found.starts.tolist() == [*np.searchsorted(np.sort(keys), expected), len(keys)]
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(keys=KEYS, weighted=st.booleans(), shared=st.booleans())
+def test_sums_are_over_the_occurrences(keys, weighted, shared):
+    generator = torch.Generator().manual_seed(len(keys))
+    vectors = torch.randn(5 if shared else len(keys), 3, generator=generator)
+    index = torch.randint(5, (len(keys),), generator=generator) if shared else None
+    weights = torch.randn(len(keys), generator=generator) if weighted else None
+    expected = torch.zeros(13, 3)
+    for occurrence, key in enumerate(keys):
+        vector = vectors[occurrence if index is None else index[occurrence]]
+        expected[key] += vector if weights is None else vector * weights[occurrence]
+    found = find_distinct(keys, limit=13)
+    torch.testing.assert_close(found.sum(vectors, index, weights), expected[torch.from_numpy(found.keys)], **CLOSE)

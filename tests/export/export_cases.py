@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer
-from shadowsync.embedding.table import Shard, Table
+from shadowsync.embedding.table import Shard, Table, widths
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.models.dcn import Dcn

@@ -10,7 +10,8 @@ from shadowsync.config import parse
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.memory import parts_of
 from shadowsync.embedding.optimizers import rule_class
-from shadowsync.embedding.server import EmbeddingServer, Lookup
+from shadowsync.embedding.requests import Lookup
+from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
@@ -55,17 +56,17 @@ def push(guest: EmbeddingServer, rows: list[int], times: int = 1) -> None:
     lookup = Lookup(
         (1,), Jagged(torch.tensor(rows * times), torch.arange(0, len(rows) * times + 1), None, 1, 5 * times)
     )
-    guest.push(lookup, torch.ones(5 * times, 2), 0.1)
+    guest.push(lookup, [torch.ones(5 * times, 2)], 0.1)
 
 
 def told(guest: EmbeddingServer) -> None:
     """As after so many pushes that what is queued is told of."""
-    guest._watches._tell()
+    guest.watches._tell()
 
 
 def picked_by(owner: EmbeddingServer) -> list[int]:
     """Rows of the big table in a save that begins now."""
-    owner.begin_save()
+    owner.watches.begin()
     picked = owner.pick(1, end_of_round=True)
     assert picked is not None
     return picked.tolist()

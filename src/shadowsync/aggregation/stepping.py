@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shadowsync.compression.channel import Differences, Message
 from shadowsync.compression.codec import Codec, received
 from shadowsync.compression.plain import Plain
-from shadowsync.embedding.step_messages import check_batch, checked_weights
+from shadowsync.embedding.server import check_batch, check_step
 from shadowsync.errors import DataError
 from shadowsync.rpc.kept import FIRST, Generation, PerClient
 from shadowsync.rpc.served import Client, served
@@ -316,7 +316,7 @@ class DenseStepper:
 
     def _check(self, step: DenseStep, generation: int) -> None:
         self._generation.check(generation)
-        checked_weights(tuple(step.weights), tuple(step.weights.values()), step.divisor, step.lr)
+        check_step(step.weights, step.divisor, step.lr)
         if step.norm is not None and step.norm < 0:
             raise DataError(f"a gradient has no norm of {step.norm}")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.checkpoint.loading import Written
-from shadowsync.embedding.requests import as_int64, id_type
+from shadowsync.embedding.messages import as_int64, id_type
 from shadowsync.embedding.saves import CHUNK_BYTES, MOST_ROWS, Copy, SaveMethods, in_order, live_set, live_shard
 from shadowsync.embedding.table import Rows, RowSet, Shard, parts_of
 from shadowsync.rpc.connection import Connection

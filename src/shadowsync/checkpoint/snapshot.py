@@ -25,7 +25,7 @@ from shadowsync.checkpoint.format import (
     place,
     raw_json,
 )
-from shadowsync.embedding.table import Rows, RowSet, span_of
+from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.errors import ShadowSyncError
 
 BLOCK_BYTES = 4 << 20
@@ -215,7 +215,7 @@ def _by_table(tables: Sequence[Rows | RowSet], *, may_be_sets: bool) -> list[lis
         for rows in found:
             if rows.start != row or rows.table != found[0].table:
                 raise ValueError(f"the snapshot does not hold row {row} of table {name} exactly once")
-            _, row = span_of(rows)
+            row = rows.stop
         if row != found[0].table.rows:
             raise ValueError(f"the snapshot holds {row} of the {found[0].table.rows} rows of table {name}")
     return list(runs.values())
@@ -257,7 +257,7 @@ def _cut_table(runs: Sequence[Rows | RowSet], piece_bytes: int) -> Iterator[_Cut
                 start, stop, own = rows.start + first, rows.start + last, {}
             else:
                 start = int(numbers[first]) if first else rows.start
-                stop = int(numbers[last]) if last < count else span_of(rows)[1]
+                stop = int(numbers[last]) if last < count else rows.stop
                 own = {NUMBERS: numbers[first:last]}
             yield _Cut(rows.table.name, start, stop, last - first, parts, wide, own, read)
 

@@ -17,9 +17,8 @@ from shadowsync.choices import Choices
 from shadowsync.config import Config
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource, Schema
-from shadowsync.embedding.catalog import widths
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Shard, Table
+from shadowsync.embedding.table import Shard, Table, widths
 from shadowsync.metrics.history import About, Event
 from shadowsync.metrics.recorder import Recorder
 from shadowsync.metrics.wire import WireCounter

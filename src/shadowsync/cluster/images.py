@@ -19,13 +19,10 @@ from shadowsync.cluster.manager import ClusterManager
 from shadowsync.cluster.servers import IMAGE_S, Imaged
 from shadowsync.cluster.supervisor import Member
 from shadowsync.cluster.trainer import TrainerPart
-from shadowsync.compression.channel import Channel
-from shadowsync.compression.plain import Plain
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.remote import EmbeddingRemote, Remote
+from shadowsync.embedding.proxy import UNCOUNTED, ServerProxy
 from shadowsync.embedding.saves import RemoteRows, SaveMethods
-from shadowsync.embedding.table import Rows, RowSet, Shard, span_of
-from shadowsync.metrics.wire import WireCounter
+from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import ended
 from shadowsync.rpc.served import ask, later
@@ -130,9 +127,8 @@ class Images:
         def tell(index: int, save: RemoteSave) -> None:
             shards = self._manager.spec.shards[index]
             for rows in copies:
-                start, stop = span_of(rows)
                 for position, shard in enumerate(shards):
-                    if shard.table == rows.table and shard.start <= start and stop <= shard.stop:
+                    if shard.table == rows.table and shard.start <= rows.start and rows.stop <= shard.stop:
                         save.saved(position, shard, rows, written)
             costs_s[index] = save.cost_s()
 
@@ -158,12 +154,11 @@ class Images:
         features = [feature.name for feature in job.schema.features]
         if self._manager.spec.direct:
             return EmbeddingClient(job.tables, features, self._manager.near_rows())
-        pulls, pushes = (Channel(kind, Plain(), WireCounter()) for kind in ("pull", "push"))
-        remotes = [
-            EmbeddingRemote(Remote(member.connection, shards[member.index], member.index, learns=False), pulls, pushes)
+        proxies = [
+            ServerProxy(member.connection, shards[member.index], member.index, UNCOUNTED, UNCOUNTED, stream=None)
             for member in self._manager.row_servers()
         ]
-        return EmbeddingClient(job.tables, features, remotes)
+        return EmbeddingClient(job.tables, features, proxies)
 
     # --- dense part --------------------------------------------------------------------------------------------------
 

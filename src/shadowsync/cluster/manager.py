@@ -299,7 +299,7 @@ class ClusterManager:
 
     def near_rows(self) -> tuple[EmbeddingServer, ...]:
         """The embedding servers, where they are in this process."""
-        return tuple(_served_by(member).server for member in self.row_servers())
+        return tuple(_served_by(member).role.server for member in self.row_servers())
 
     def near_dense(self) -> list[Any]:
         """What the dense servers serve, where they are in this process."""

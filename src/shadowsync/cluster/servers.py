@@ -58,7 +58,7 @@ class EmbeddingSpec:
     inherits: bool = False
 
 
-def build_embedding(spec: EmbeddingSpec, _: ProcessContext) -> EmbeddingService:
+def build_embedding(spec: EmbeddingSpec, _: ProcessContext) -> Served:
     """Makes one."""
     config, choices = spec.job.config, spec.job.choices
     seed = config.train.seed
@@ -73,7 +73,7 @@ def build_embedding(spec: EmbeddingSpec, _: ProcessContext) -> EmbeddingService:
     if spec.inherits:
         server.inherit()
     pull, push, generation = choices.codecs["pull"], choices.codecs["push"], Generation(spec.generation)
-    return EmbeddingService(server, pull, push, generation=generation)
+    return Served(EmbeddingService(server, pull, push, generation=generation))
 
 
 @dataclass(frozen=True)

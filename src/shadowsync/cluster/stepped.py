@@ -22,12 +22,10 @@ from shadowsync.cluster.images import Images
 from shadowsync.cluster.manager import ClusterManager
 from shadowsync.cluster.servers import PartImages
 from shadowsync.cluster.supervisor import Member, NobodyLeft
-from shadowsync.compression.channel import Channel
-from shadowsync.compression.plain import Plain
 from shadowsync.data.leases import LeaseService
 from shadowsync.data.reader import Reader
-from shadowsync.embedding.remote import EmbeddingRemote, Remote
 from shadowsync.embedding.server import EmbeddingServer, RowStep
+from shadowsync.embedding.service import EmbeddingService
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.rpc.kept import Generation
@@ -55,7 +53,6 @@ class RemoteSteps:
     generation: int
     held_bytes: int = field(default=0, init=False)
     _over: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
-    _rows: dict[Member, EmbeddingRemote] = field(default_factory=dict, init=False, repr=False)
 
     def carry_out(self, dense: DenseStep, rows: RowStep) -> None:
         """Returns when the step is made everywhere.
@@ -63,7 +60,8 @@ class RemoteSteps:
         Raises:
             PeerLost: the generation is over.
         """
-        sent = [self._of_rows(member).commit(rows) for member in self.manager.serving("embedding")]
+        servers = self.manager.serving("embedding")
+        sent = [later(member.connection, EmbeddingService.commit, rows, self.generation) for member in servers]
         try:
             held_bytes = self._step_dense(dense)
         except GONE:
@@ -87,7 +85,10 @@ class RemoteSteps:
         Raises:
             PeerLost: a server is not there.
         """
-        sent = [self._of_rows(member).forget_held(steps - 1) for member in self.manager.row_servers()]
+        servers = self.manager.row_servers()
+        sent = [
+            later(member.connection, EmbeddingService.forget_held, steps - 1, self.generation) for member in servers
+        ]
         ways = [member.connection for member in self.manager.dense_servers()]
         sent += [later(way, DenseStepper.restart, steps, self.generation) for way in ways]
         for answer in sent:
@@ -97,23 +98,11 @@ class RemoteSteps:
         """The generation is over."""
         self._over.set()
 
-    def _of_rows(self, member: Member) -> EmbeddingRemote:
-        found = self._rows.get(member)
-        if found is None:
-            shards = self.manager.spec.shards[member.index]
-            remote = Remote(member.connection, shards, member.index, generation=self.generation)
-            found = self._rows[member] = EmbeddingRemote(remote, _line("pull"), _line("push"))
-        return found
-
 
 def _unless_gone(answer: Pending[T], otherwise: T) -> T:
     with contextlib.suppress(*GONE):  # the supervisor has found out, or will
         return answer.result()
     return otherwise
-
-
-def _line(kind: str) -> Channel:
-    return Channel(kind, Plain(), WireCounter())
 
 
 @dataclass

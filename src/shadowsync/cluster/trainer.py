@@ -24,9 +24,8 @@ from shadowsync.compression.choice import CodecChoice
 from shadowsync.config import Config
 from shadowsync.data.leases import LeaseClient
 from shadowsync.data.reader import Feed, LeasedBatch, Parser
-from shadowsync.embedding.client import EmbeddingClient, Server
-from shadowsync.embedding.line import EmbeddingLine
-from shadowsync.embedding.remote import EmbeddingRemote, Remote
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import RunError, ShadowSyncError
@@ -205,7 +204,7 @@ class TrainerPart(Imaged):
     def _make_clients(self) -> list[EmbeddingClient]:
         """One for each worker; servers whose memory is this process's or machine's are reached there."""
         job, others = self._spec.job, self._spec.others
-        reach: list[Callable[[int], Server | EmbeddingServer]]
+        reach: list[Callable[[int], ServerProxy | EmbeddingServer]]
         if isinstance(others, Near):
             reach = [self._line(server, index) for index, server in enumerate(others.embedding)]
         else:
@@ -217,7 +216,7 @@ class TrainerPart(Imaged):
 
     def _server(
         self, position: int, place: tuple[ServerAddress, tuple[Shard, ...]]
-    ) -> Callable[[int], Server | EmbeddingServer]:
+    ) -> Callable[[int], ServerProxy | EmbeddingServer]:
         """The way of each worker, by its number, to an embedding server."""
         (address, shards), spec, choices = place, self._spec, self._spec.job.choices
         if address.memory is not None:
@@ -230,15 +229,13 @@ class TrainerPart(Imaged):
             return self._line(server, position)
         pulls, pushes = (self._codecs.channel(kind, self._counter) for kind in ("pull", "push"))
         connection = self._measured("embedding", position, address.wire)
-        return lambda stream: EmbeddingRemote(
-            Remote(connection, shards, position, stream, generation=spec.generation), pulls, pushes
-        )
+        return lambda stream: ServerProxy(connection, shards, position, pulls, pushes, stream, spec.generation)
 
-    def _line(self, server: EmbeddingServer, position: int) -> Callable[[int], Server]:
+    def _line(self, server: EmbeddingServer, position: int) -> Callable[[int], ServerProxy]:
         """As `_server`, without a wire."""
         codecs = self._spec.job.choices.codecs
         pulls, pushes = (Channel(kind, codecs[kind].levels[0], self._counter) for kind in ("pull", "push"))
-        return lambda _: EmbeddingLine(server, position, pulls, pushes)
+        return lambda stream: ServerProxy.near(server, position, pulls, pushes, stream)
 
     def _place(self, leased: LeasedBatch) -> str:
         """The driver knows the files."""

@@ -176,9 +176,8 @@ class Chooser:
 
 KINDS: Mapping[str, str] = {
     "pull": "pull",
-    "read": "pull",
     "push": "push",
-    "step": "push",
+    "hold_gradients": "push",
     "elastic": "dense",
     "sequential": "dense",
     "hold": "dense",

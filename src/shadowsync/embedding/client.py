@@ -6,105 +6,25 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.catalog import check_tables
 from shadowsync.embedding.gathering import Gathered
-from shadowsync.embedding.requests import check_shape
+from shadowsync.embedding.proxy import ServerProxy
+from shadowsync.embedding.requests import AnyLookup, Lookup, check_shape
 from shadowsync.embedding.routing import NEVER, Fan, Route, Router, UniqueChoice, UniqueRows
-from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup
-from shadowsync.embedding.table import Shard, Table, group_by_table
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.table import Shard, Table, check_tables, group_by_table
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.models.vectors import JaggedVectors, VectorGradients
-from shadowsync.rpc.pending import DONE, Done, Pending, all_of
-
-
-class Server(Protocol):
-    """What the client needs of an embedding server, near or behind a wire.
-
-    Every method returns when the request is on its way; a gradient is not to be written to before its answer is there.
-    """
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        """What the server holds."""
-
-    def pull(self, lookup: Lookup) -> Pending[Tensor]:
-        """As `EmbeddingServer.pull`."""
-
-    def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
-        """As `EmbeddingServer.push`."""
-
-    def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
-        """As `EmbeddingServer.read_rows`."""
-
-    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
-        """As `EmbeddingServer.step_rows`."""
-
-    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
-        """As `EmbeddingServer.hold`."""
-
-    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
-        """As `EmbeddingServer.hold_rows`."""
-
-
-_ByLookup = Callable[[Server, Lookup, Tensor], Pending[None]]
-_ByRow = Callable[[Server, RowLookup, Sequence[Tensor]], Pending[None]]
-
-
-@dataclass(frozen=True)
-class Near:
-    """An embedding server in this process: it has answered when the call returns."""
-
-    server: EmbeddingServer
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        """What the server holds."""
-        return self.server.shards
-
-    def pull(self, lookup: Lookup) -> Pending[Tensor]:
-        """As `Server.pull`."""
-        return Done(self.server.pull(lookup))
-
-    def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> Pending[None]:
-        """As `Server.push`."""
-        self.server.push(lookup, gradient, lr)
-        return DONE
-
-    def read_rows(self, lookup: RowLookup) -> Pending[tuple[Tensor, ...]]:
-        """As `Server.read_rows`."""
-        return Done(self.server.read_rows(lookup))
-
-    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
-        """As `Server.step_rows`."""
-        self.server.step_rows(lookup, gradients, lr)
-        return DONE
-
-    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> Pending[None]:
-        """As `Server.hold`."""
-        self.server.hold(number, lookup, gradient)
-        return DONE
-
-    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> Pending[None]:
-        """As `Server.hold_rows`."""
-        self.server.hold_rows(number, lookup, gradients)
-        return DONE
+from shadowsync.rpc.pending import Pending, all_of
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What servers are going to be asked for a batch.
-
-    Attributes:
-        fan: the ways to them.
-        samples: `B`.
-        lookups: what each route is to ask its server.
-        gathered: the distinct rows to be read, if there are any.
-    """
+    """What servers are going to be asked for a batch of `samples`: by each route, and for the distinct rows to be read,
+    if there are any."""
 
     fan: Fan
     samples: int
@@ -143,15 +63,11 @@ class EmbeddingClient:
         self,
         tables: Sequence[Table],
         features: Sequence[str],
-        servers: Sequence[Server | EmbeddingServer],
+        servers: Sequence[ServerProxy | EmbeddingServer],
         unique: UniqueRows = NEVER,
     ) -> None:
-        """
-        Args:
-            tables: all tables of the job, in the order of the configuration.
-            features: names of the features of the batches, in the order of the source's schema.
-            servers: together they hold every row once.
-            unique: where duplicates are removed before rows and gradients cross.
+        """For all tables of the job, in the order of the configuration, and the features of the source, in that of its
+        schema; `unique` says where duplicates are removed before rows and gradients cross.
 
         Raises:
             ConfigError: tables and features do not fit each other, or the servers do not hold every row once.
@@ -159,7 +75,10 @@ class EmbeddingClient:
         held = [server.shards for server in servers]
         check_tables(tables, features)
         _check_held_once(tables, held)
-        self._servers = [Near(server) if isinstance(server, EmbeddingServer) else server for server in servers]
+        self._servers = [
+            ServerProxy.near(server, position) if isinstance(server, EmbeddingServer) else server
+            for position, server in enumerate(servers)
+        ]
         self._feature_count = len(features)
         self._router = Router(tables, features, held)
         self._unique = UniqueChoice(unique, tables, features, held)
@@ -181,8 +100,8 @@ class EmbeddingClient:
         # single ids need no mean, and where all ids carry weights already there is nothing to keep apart
         apart = ids.offsets is not None and ids.weights is None
         fan = self._router.fan(apart, self._unique.tables(ids))
-        gathered = None if fan.gathering is None else fan.gathering.find(ids, self._next_number)
-        lookups = tuple((route, Lookup(route.slots, route.ids(ids), self._next_number())) for route in fan.routes)
+        gathered = None if fan.gathering is None else fan.gathering.find(ids, self._numbers)
+        lookups = tuple((route, Lookup(route.slots, route.ids(ids), next(self._numbers))) for route in fan.routes)
         return Prepared(fan, ids.samples, lookups, gathered)
 
     def fetch(self, prepared: Prepared) -> Pulled:
@@ -191,9 +110,9 @@ class EmbeddingClient:
         All servers are asked before the first answer is waited for. Raises what they or the way to them find out.
         """
         fan, samples, lookups, gathered = prepared.fan, prepared.samples, prepared.lookups, prepared.gathered
-        pooled = [self._servers[route.server].pull(lookup) for route, lookup in lookups]
-        rows = self._read(gathered) if gathered else []
-        answers = [pending.result() for pending in pooled]
+        asked = [self._servers[route.server].pull(lookup) for route, lookup in lookups]
+        rows = [] if gathered is None else [self._servers[server].pull(lookup) for server, lookup in gathered.lookups]
+        answers = [pending.result()[0] for pending in asked]
         if gathered is None:
             return Pulled(fan.assemble(answers, samples), lookups)
         more, sequences = gathered.put_together([pending.result() for pending in rows])
@@ -215,12 +134,7 @@ class EmbeddingClient:
             DataError: the gradient is not of the shape and type of the vectors. What a server or the way to it finds
                 out, the answer raises.
         """
-        return self._send(
-            pulled,
-            gradient,
-            lambda server, lookup, mine: server.push(lookup, mine, lr),
-            lambda server, lookup, sums: server.step_rows(lookup, sums, lr),
-        )
+        return self._send(pulled, gradient, lambda server, lookup, mine: server.push(lookup, mine, lr))
 
     def hold(self, pulled: Pulled, gradient: VectorGradients | Tensor, number: int) -> Pending[None]:
         """Has the servers hold a batch's gradients until a global step names it (`EmbeddingServer.commit`).
@@ -235,34 +149,25 @@ class EmbeddingClient:
         Raises:
             DataError: as `push`.
         """
-        return self._send(
-            pulled,
-            gradient,
-            lambda server, lookup, mine: server.hold(number, lookup, mine),
-            lambda server, lookup, sums: server.hold_rows(number, lookup, sums),
-        )
+        return self._send(pulled, gradient, lambda server, lookup, mine: server.hold(number, lookup, mine))
 
     def _send(
-        self, pulled: Pulled, gradient: VectorGradients | Tensor, by_lookup: _ByLookup, by_row: _ByRow
+        self,
+        pulled: Pulled,
+        gradient: VectorGradients | Tensor,
+        send: Callable[[ServerProxy, AnyLookup, Sequence[Tensor]], Pending[None]],
     ) -> Pending[None]:
         if isinstance(gradient, Tensor):
             gradient = VectorGradients(gradient)
         _check_fits(gradient, pulled)
-        pushes = [
-            by_lookup(self._servers[route.server], lookup, route.selection.gradient(gradient.pooled))
+        sent = [
+            send(self._servers[route.server], lookup, (route.selection.gradient(gradient.pooled),))
             for route, lookup in pulled.lookups
         ]
         if (gathered := pulled.gathered) is not None:
-            given = zip(gathered.plan.asked, gathered.lookups, gathered.sums(gradient), strict=True)
-            pushes += [by_row(self._servers[asked.server], lookup, sums) for asked, lookup, sums in given]
-        return all_of(pushes)
-
-    def _next_number(self) -> int:
-        return next(self._numbers)
-
-    def _read(self, gathered: Gathered) -> list[Pending[tuple[Tensor, ...]]]:
-        pairs = zip(gathered.plan.asked, gathered.lookups, strict=True)
-        return [self._servers[asked.server].read_rows(lookup) for asked, lookup in pairs]
+            pairs = zip(gathered.lookups, gathered.sums(gradient), strict=True)
+            sent += [send(self._servers[server], lookup, sums) for (server, lookup), sums in pairs]
+        return all_of(sent)
 
 
 def _check_fits(gradient: VectorGradients, pulled: Pulled) -> None:

@@ -87,13 +87,12 @@ def sum_bags(vectors: Tensor, index: Tensor, starts: Tensor, weights: Tensor | N
 
 
 @dataclass(frozen=True)
-class Group:
+class SlotGroup:
     """The features of a request whose tables have one width.
 
     Attributes:
-        dim: the width.
-        positions: the features' positions in the request; None for all of them in order.
-        columns: their columns in the request's output, int64 `[G * D]`; None for all of them in order.
+        positions: in the request; None for all of them in order.
+        columns: in the request's output, int64 `[G * D]`; None for all of them in order.
         starts: where each one's rows start in the block of their width, int64 `[G]`.
     """
 
@@ -129,7 +128,7 @@ class SlotGroups:
         self.numbers = numbers
         self._plan = lru_cache(KNOWN_REQUESTS)(self._groups)
 
-    def plan(self, features: Sequence[int]) -> tuple[Group, ...]:
+    def plan(self, features: Sequence[int]) -> tuple[SlotGroup, ...]:
         """The groups of a request for these features, by ascending width."""
         return self._plan(tuple(features))
 
@@ -137,7 +136,7 @@ class SlotGroups:
         """Width of a feature's table."""
         return self._shards[self.features[feature]].table.dim
 
-    def sum_by_row(self, ids: Jagged, gradient: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    def sum_by_row(self, ids: Jagged, gradient: Tensor, group: SlotGroup) -> tuple[Tensor, Tensor]:
         """The distinct rows of a block that a request looked up, `[K]`, ascending, with their gradients, `[K, D]`.
 
         Args:
@@ -150,7 +149,7 @@ class SlotGroups:
         found = find_distinct(group.block_rows(chosen).numpy(), self.numbers.total)
         return torch.from_numpy(found.keys), found.sum(mine.reshape(-1, group.dim), bags_of(chosen), chosen.weights)
 
-    def _groups(self, features: tuple[int, ...]) -> tuple[Group, ...]:
+    def _groups(self, features: tuple[int, ...]) -> tuple[SlotGroup, ...]:
         dims = [self.dim(feature) for feature in features]
         offsets = np.cumsum([0, *dims])
         groups = []
@@ -159,10 +158,10 @@ class SlotGroups:
             first = self.numbers.width(dim).start
             starts = torch.tensor([self.numbers.starts[self.features[features[p]]] - first for p in positions])
             if len(positions) == len(features):
-                groups.append(Group(dim, None, None, starts))
+                groups.append(SlotGroup(dim, None, None, starts))
             else:
                 columns = [column for p in positions for column in range(offsets[p], offsets[p + 1])]
-                groups.append(Group(dim, positions, torch.tensor(columns), starts))
+                groups.append(SlotGroup(dim, positions, torch.tensor(columns), starts))
         return tuple(groups)
 
 

@@ -208,42 +208,46 @@ def plan(memory: ShardMemory, shards: Sequence[int]) -> Request:
     """The `Request` for features that look up these shards."""
     together = sorted(range(len(shards)), key=lambda position: shards.index(shards[position]))
     ordered = [shards[position] for position in together]
-    dims = [memory.shards[shard].table.dim for shard in ordered]
     order, columns = None, None
     if together != list(range(len(shards))):
         order, starts = tuple(together), [0, *accumulate(memory.shards[shard].table.dim for shard in shards)]
         columns = torch.tensor([column for p in together for column in range(starts[p], starts[p + 1])])
     rows_of = {shard: memory.shards[shard].rows for shard in ordered}
     first = dict(zip(rows_of, accumulate(rows_of.values(), initial=0), strict=False))
-    before = [*(first[shard] for shard in ordered), sum(rows_of.values())]
-    return Request(
-        order=order,
-        columns=columns,
-        restore=None if columns is None else columns.argsort(),
-        weights_offsets=torch.tensor([memory.weight_start[shard] for shard in ordered]),
-        rows_offsets=torch.tensor([memory.row_start[shard] for shard in ordered]),
-        d_offsets=torch.tensor([0, *accumulate(dims)], dtype=torch.int32),
-        rows_before=torch.tensor(before),
-        placements=torch.zeros(len(ordered), dtype=torch.int32),
-        max_dim=max(dims),
-        row_bits=int(math.log2(before[-1]) + 1),
-        width=sum(dims),
+    return _request(
+        [memory.shards[shard].table.dim for shard in ordered],
+        [memory.weight_start[shard] for shard in ordered],
+        [memory.row_start[shard] for shard in ordered],
+        [*(first[shard] for shard in ordered), sum(rows_of.values())],
+        order,
+        columns,
     )
 
 
 def plan_block(memory: ShardMemory, width: Width) -> Request:
     """The `Request` for rows of all shards of one width, looked up as those of one table."""
-    rows = width.stop - width.start
+    start = memory.weight_start[memory.numbers.members(width.dim)[0]]
+    return _request([width.dim], [start], [width.start], [0, width.stop - width.start])
+
+
+def _request(
+    dims: list[int],
+    weights: list[int],
+    rows: list[int],
+    before: list[int],
+    order: tuple[int, ...] | None = None,
+    columns: Tensor | None = None,
+) -> Request:
     return Request(
-        order=None,
-        columns=None,
-        restore=None,
-        weights_offsets=torch.tensor([memory.weight_start[memory.numbers.members(width.dim)[0]]]),
-        rows_offsets=torch.tensor([width.start]),
-        d_offsets=torch.tensor([0, width.dim], dtype=torch.int32),
-        rows_before=torch.tensor([0, rows]),
-        placements=torch.zeros(1, dtype=torch.int32),
-        max_dim=width.dim,
-        row_bits=int(math.log2(rows) + 1),
-        width=width.dim,
+        order=order,
+        columns=columns,
+        restore=None if columns is None else columns.argsort(),
+        weights_offsets=torch.tensor(weights),
+        rows_offsets=torch.tensor(rows),
+        d_offsets=torch.tensor([0, *accumulate(dims)], dtype=torch.int32),
+        rows_before=torch.tensor(before),
+        placements=torch.zeros(len(dims), dtype=torch.int32),
+        max_dim=max(dims),
+        row_bits=int(math.log2(before[-1]) + 1),
+        width=sum(dims),
     )

@@ -8,7 +8,7 @@ so that no vector is pooled in parts.
 `B` samples, `G` features of a group whose tables are `D` wide, `L` ids, `K` distinct rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.distinct import Distinct, bags_of, by_sample, find_distinct, sum_bags
-from shadowsync.embedding.requests import Bounds, Selection, Selector, check_range, spread
-from shadowsync.embedding.server import RowLookup
+from shadowsync.embedding.requests import Bounds, RowLookup, Selection, Selector, check_range, spread
 from shadowsync.embedding.table import RowNumbers, Shard, Slot, Table
 from shadowsync.models.vectors import JaggedVectors, VectorGradients
 
@@ -36,13 +35,8 @@ class Run(NamedTuple):
 
 
 class Occurrences(NamedTuple):
-    """The ids of some members in one batch.
-
-    Attributes:
-        ids: the members'.
-        keys: of the ids, int64 `[L]`; pooled ones are in the order of the samples where every bag has one id.
-        weights: one for each key, float32 `[L]`, or None for ones.
-    """
+    """The ids of some members in one batch with their keys, int64 `[L]`, and a weight for each or None; pooled ones are
+    in the order of the samples where every bag has one id."""
 
     ids: Jagged
     keys: Tensor
@@ -51,15 +45,11 @@ class Occurrences(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """Features of a group that leave it in one form: pooled, or each with its rows apart.
+    """Features of a group that leave it in one form: pooled, or each with its rows `apart`, as sequences.
 
     Attributes:
-        names: the features, in the order of their columns.
-        selection: the same features.
-        dim: the width.
+        names: in the order of their columns.
         starts: the key of each feature's row 0, int64 `[G]`.
-        bounds: which ids there are.
-        apart: their rows are sequences.
     """
 
     names: tuple[str, ...]
@@ -70,11 +60,7 @@ class Members:
     apart: bool
 
     def find(self, ids: Jagged) -> Occurrences:
-        """The keys that occur among the ids of all features.
-
-        Raises:
-            DataError: an id is not a row of its table.
-        """
+        """The keys that occur among the ids of all features; raises `DataError` if one is not a row of its table."""
         chosen = self.selection.ids(ids)
         check_range(chosen, self.bounds)
         keys, weights = chosen.values + spread(self.starts, chosen), chosen.weights
@@ -115,14 +101,8 @@ class Members:
 
 
 class Found(NamedTuple):
-    """The distinct rows of a group in one batch.
-
-    Attributes:
-        occurrences: of the group's members.
-        distinct: their keys.
-        cut: run r's keys are `distinct.keys[cut[r]:cut[r + 1]]`.
-        counts: distinct rows of each run.
-    """
+    """The distinct rows of a group in one batch: run r's keys are the `counts[r]` in
+    `distinct.keys[cut[r]:cut[r + 1]]`."""
 
     occurrences: list[Occurrences]
     distinct: Distinct
@@ -132,11 +112,9 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Features whose tables have one width.
+    """Features whose tables have one width: those that are pooled, and those that are not, if there are any.
 
     Attributes:
-        members: those that are pooled, and those that are not, if there are any.
-        dim: the width.
         rows: how many keys there are.
         runs: all keys, ascending.
         edges: the first key of each run.
@@ -154,11 +132,7 @@ class Group:
         return () if self.members[0].apart else self.members[0].names
 
     def find(self, ids: Jagged) -> Found:
-        """The group's distinct rows among the ids of all features.
-
-        Raises:
-            DataError: an id is not a row of its table.
-        """
+        """The group's distinct rows among the ids of all features."""
         occurrences = [members.find(ids) for members in self.members]
         distinct = find_distinct(_joined([found.keys for found in occurrences]).numpy(), self.rows)
         cut = [*np.searchsorted(distinct.keys, self.edges).tolist(), len(distinct.keys)]
@@ -184,14 +158,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Asked:
-    """What one server is asked for.
-
-    Attributes:
-        server: its position.
-        shards: positions of the shards.
-        dims: the server's widths.
-        places: for each width the runs in the order of their numbers, by the positions of their group and there.
-    """
+    """What one server is asked for: `places` are for each of its widths the runs in the order of their numbers, by the
+    positions of their group and there."""
 
     server: int
     shards: tuple[int, ...]
@@ -206,41 +174,29 @@ class Gathering:
     groups: tuple[Group, ...]
     asked: tuple[Asked, ...]
 
-    def find(self, ids: Jagged, number: Callable[[], int]) -> "Gathered":
-        """The distinct rows of a batch.
-
-        Args:
-            ids: of all features.
-            number: gives the next look-up's.
-
-        Raises:
-            DataError: an id is not a row of its table.
-        """
+    def find(self, ids: Jagged, numbers: Iterator[int]) -> "Gathered":
+        """The distinct rows among the ids of all features, with numbers for the look-ups; raises as `Members.find`."""
         found = [group.find(ids) for group in self.groups]
         lookups = []
         for asked in self.asked:
-            numbers = [np.empty(0, np.int64)]
+            rows = [np.empty(0, np.int64)]
             for group, position in (place for places in asked.places for place in places):
                 run, mine = self.groups[group].runs[position], found[group]
                 keys = mine.distinct.keys[mine.cut[position] : mine.cut[position + 1]]
-                numbers.append(keys + (run.number - run.first))
-            lookups.append(RowLookup(asked.shards, torch.from_numpy(np.concatenate(numbers)), number()))
+                rows.append(keys + (run.number - run.first))
+            lookup = RowLookup(asked.shards, torch.from_numpy(np.concatenate(rows)), next(numbers))
+            lookups.append((asked.server, lookup))
         return Gathered(self, found, lookups)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """The distinct rows of one batch, asked for and given gradients.
-
-    Attributes:
-        plan: the tables'.
-        found: for each group.
-        lookups: for each of `plan.asked`.
-    """
+    """The distinct rows of one batch, asked for and given gradients: found for each group, and looked up at the servers
+    at these positions, for each of `plan.asked`."""
 
     plan: Gathering
     found: list[Found]
-    lookups: list[RowLookup]
+    lookups: list[tuple[int, RowLookup]]
 
     def put_together(self, answers: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], dict[str, JaggedVectors]]:
         """What becomes of the rows that the servers answered.

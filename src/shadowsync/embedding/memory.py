@@ -69,15 +69,8 @@ def parts_of(shards: Sequence[Shard], rule: type[RowRule]) -> list[tuple[int, to
 
 
 class ShardMemory:
-    """Weights and optimizer state of a storage's shards.
-
-    Attributes:
-        shards: as given.
-        numbers: of all rows.
-        row_start: where each shard's rows start among all rows (in the order of their numbers), `S` numbers.
-        weight_start: where each shard's weights start in the flat tensor, `S` numbers.
-        flat: by name, tensors of one dimension: `weight`, and the state.
-    """
+    """Weights and optimizer state of a storage's shards: `flat` by name, tensors of one dimension, `weight` and the
+    state, in which each shard's weights start at `weight_start`, and what is kept for its rows at `row_start`."""
 
     def __init__(
         self, shards: Sequence[Shard], rule: type[RowRule], seed: int | None, allocate: Allocate = zeros
@@ -105,7 +98,6 @@ class ShardMemory:
         return flat[start : start + self._elements(index)].view(shard.rows, shard.table.dim)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """As `Storage.state`."""
         return {
             shard.key: {name: self.view(index, name) for name in self.flat} for index, shard in enumerate(self.shards)
         }

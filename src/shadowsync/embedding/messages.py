@@ -1,43 +1,108 @@
-"""What crosses between an embedding server and its clients: small typed parts, and tensors beside them.
+"""How look-ups, answers and gradients cross between a worker and an embedding server.
 
-Ids and row numbers cross as int32 where they fit, offsets always; floats as the codec encodes them.
+Ids, row numbers and offsets cross as int32 where they fit, row numbers as gaps where that is shorter; floats as the
+codec encodes them. `N` rows of a server, `K` of them asked for.
 """
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from dataclasses import replace
 
+import msgspec
 import torch
 from torch import Tensor
 
+from shadowsync.compression import positions
 from shadowsync.compression.codec import Codec, Decoded, Encoded
-from shadowsync.compression.positions import pack as pack_positions
-from shadowsync.compression.positions import unpack as unpack_positions
-from shadowsync.data.batch import Jagged
-from shadowsync.embedding.requests import as_int64
-from shadowsync.embedding.server import Lookup
+from shadowsync.embedding.requests import AnyLookup, Lookup, RowLookup, Shapes
 from shadowsync.errors import DataError
 from shadowsync.rpc.service import Meta
 
-Shapes = tuple[tuple[int, ...], ...]
+_INT32_ROWS = 1 << 31
 
 
-class Ids(Meta, frozen=True):
-    """The typed part of a `Lookup`; its tensors are values, then offsets if `jagged`, then weights if `weighted`."""
+def id_type(rows: int) -> torch.dtype:
+    """How ids in `[0, rows)` cross: int32 where they fit."""
+    return torch.int32 if rows <= _INT32_ROWS else torch.int64
 
-    slots: tuple[int, ...]
-    samples: int
-    jagged: bool
-    weighted: bool
 
-    @property
-    def tensor_count(self) -> int:
-        """Tensors that belong to it."""
-        return 1 + self.jagged + self.weighted
+def as_int64(tensor: Tensor) -> Tensor:
+    """Ids, offsets or row numbers in the type that operators want.
+
+    Raises:
+        DataError: they are not int32 or int64, or a single number without a dimension.
+    """
+    if not tensor.dim():
+        raise DataError("ids cross as a row of numbers, not as a single one")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise DataError(f"ids cross as int32 or int64, not as {str(tensor.dtype).removeprefix('torch.')}")
+    return tensor.to(torch.int64)
+
+
+def raw_bytes(rows: Tensor, total: int) -> int:
+    """What row numbers in `[0, total)` take as int32 or int64."""
+    return len(rows) * id_type(total).itemsize
+
+
+def pack_rows(rows: Tensor, total: int) -> Tensor:
+    """Row numbers `[K]` (int64) as they cross: as bytes, or as int32 or int64 where that is shorter. Numbers that are
+    not distinct, ascending and in `[0, total)` cross as they are, and the server refuses them."""
+    if not len(rows):
+        return rows.to(id_type(total))
+    if int(rows[0]) < 0 or int(rows[-1]) >= total or not bool((rows[1:] > rows[:-1]).all()):
+        return rows
+    gaps = positions.pack(rows.numpy(), total)
+    return gaps if gaps.nbytes < raw_bytes(rows, total) else rows.to(id_type(total))
+
+
+def unpack_rows(packed: Tensor, total: int) -> Tensor:
+    """The row numbers, int64 `[K]`; if they are in a server, it checks itself.
+
+    Raises:
+        DataError: they are none. At most a few times N numbers have been allocated by then.
+    """
+    if packed.dtype != torch.uint8:
+        return as_int64(packed)
+    try:
+        rows = positions.unpack(packed, total)
+    except ValueError as error:
+        raise DataError(f"row numbers cannot be read: {error}") from error
+    if rows is None:
+        raise DataError("row numbers cross as no bytes at all")
+    return torch.from_numpy(rows)
+
+
+def pack_lookup(lookup: AnyLookup, ids: torch.dtype, total: int) -> AnyLookup:
+    """A look-up as it crosses, its ids as that type; `total` rows are in the server."""
+    if isinstance(lookup, RowLookup):
+        return msgspec.structs.replace(lookup, rows=pack_rows(lookup.rows, total))
+    offsets = None if lookup.ids.offsets is None else lookup.ids.offsets.to(torch.int32)
+    narrow = replace(lookup.ids, values=lookup.ids.values.to(ids), offsets=offsets)
+    return Lookup(lookup.slots, narrow, lookup.number)
+
+
+def unpack_lookup(lookup: AnyLookup, total: int) -> AnyLookup:
+    """The look-up again; what is in its tensors, the server checks.
+
+    Raises:
+        DataError: they are not of such types.
+    """
+    if isinstance(lookup, RowLookup):
+        return msgspec.structs.replace(lookup, rows=unpack_rows(lookup.rows, total))
+    offsets = None if lookup.ids.offsets is None else as_int64(lookup.ids.offsets)
+    wide = replace(lookup.ids, values=as_int64(lookup.ids.values), offsets=offsets)
+    return Lookup(lookup.slots, wide, lookup.number)
+
+
+def tensors_of(lookup: AnyLookup) -> tuple[Tensor, ...]:
+    """What a look-up refers to, or what crosses of it."""
+    if isinstance(lookup, RowLookup):
+        return (lookup.rows,)
+    return tuple(t for t in (lookup.ids.values, lookup.ids.offsets, lookup.ids.weights) if t is not None)
 
 
 class Coded(Meta, frozen=True):
-    """Encoded tensors: the shape of each, and how many frames stand for it.
+    """Encoded tensors, each a shape and some frames.
 
     Attributes:
         codec: of all of them, by name.
@@ -46,203 +111,75 @@ class Coded(Meta, frozen=True):
         early: those of them that came early.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    frames: tuple[int, ...]
+    shapes: Shapes
+    frames: tuple[tuple[Tensor, ...], ...]
     codec: str = ""
     mask: int | None = None
     refreshes: int = 0
     early: int = 0
 
+    @property
+    def byte_count(self) -> int:
+        return sum(frame.nbytes for frames in self.frames for frame in frames)
 
-class PullAsked(Meta, frozen=True):
-    """Asks for pooled vectors; tensors: of `ids`.
+
+class Sent(Meta, frozen=True):
+    """The gradients of one look-up.
 
     Attributes:
+        number: of the look-up in that stream.
         stream: of the client's, which may have several, one for each worker.
-        number: of the look-up in that stream; None if no push will follow.
-        ids: what is looked up.
-        codec: that the answer is to be in, by name.
+        generation: that the client belongs to.
+        lookup: packed, where it comes again.
+        masks: then, of each gradient that is under a mask, the positions.
     """
 
-    stream: int
-    number: int | None
-    ids: Ids
-    codec: str = ""
-
-
-class PushAsked(Meta, frozen=True):
-    """Brings the gradient of a pull; tensors: of `ids` where they come again, after them the positions of a mask that
-    the gradient has, then the gradient's frames.
-
-    Attributes:
-        held: the batch under which it is held until a `CommitAsked` names it; None to apply it now.
-    """
-
-    stream: int
     number: int
-    lr: float
-    gradient: Coded
-    ids: Ids | None
-    generation: int = 0
-    held: int | None = None
-
-
-class ReadAsked(Meta, frozen=True):
-    """Asks for rows as they are; tensors: their numbers. The fields are those of `PullAsked` and `RowLookup`."""
-
-    stream: int
-    number: int | None
-    shards: tuple[int, ...]
-    codec: str = ""
-
-
-class StepAsked(Meta, frozen=True):
-    """Brings the rows' gradients by width; tensors: the numbers where `shards` come again, after them the positions of
-    a mask that the gradients have, then the frames.
-
-    Attributes:
-        held: as in `PushAsked`.
-    """
-
-    stream: int
-    number: int
-    lr: float
     gradients: Coded
-    shards: tuple[int, ...] | None
-    generation: int = 0
-    held: int | None = None
+    stream: int
+    generation: int
+    lookup: Lookup | RowLookup | None = None
+    masks: tuple[Tensor, ...] = ()
 
 
-class CommitAsked(Meta, frozen=True):
-    """A global step, as `embedding.holding.RowStep`; `batches` and `weights` are of one length."""
-
-    step: int
-    batches: tuple[int, ...]
-    weights: tuple[float, ...]
-    divisor: float | None
-    lr: float
-    below: int
-    generation: int = 0
-
-
-class ForgetAsked(Meta, frozen=True):
-    """All gradients that wait are forgotten; the next global step is one beyond `stepped`."""
-
-    stepped: int
-    generation: int = 0
-
-
-class Pushed(Meta, frozen=True):
-    """Answers a push or a step.
-
-    Attributes:
-        known: False if the look-up is not kept any more; nothing was done, and the ids have to come again.
-    """
-
-    known: bool
-
-
-def pack_ids(lookup: Lookup, dtype: torch.dtype) -> tuple[Ids, tuple[Tensor, ...]]:
-    """A look-up as it crosses, its ids as `dtype`."""
-    ids = lookup.ids
-    tensors = [ids.values.to(dtype)]
-    tensors += [] if ids.offsets is None else [ids.offsets.to(torch.int32)]
-    tensors += [] if ids.weights is None else [ids.weights]
-    return Ids(lookup.slots, ids.samples, ids.offsets is not None, ids.weights is not None), tuple(tensors)
-
-
-def unpack_ids(ids: Ids, tensors: Sequence[Tensor], number: int) -> Lookup:
-    """The look-up again; what is in the tensors, the server checks.
-
-    Raises:
-        DataError: there are not as many tensors as there should be, or not of such types.
-    """
-    if len(tensors) != ids.tensor_count or ids.samples < 0:
-        raise DataError(f"a look-up of {ids.samples} samples comes with {len(tensors)} tensors, not {ids.tensor_count}")
-    values = as_int64(tensors[0])
-    offsets = as_int64(tensors[1]) if ids.jagged else None
-    weights = tensors[-1] if ids.weighted else None
-    return Lookup(ids.slots, Jagged(values, offsets, weights, len(ids.slots), ids.samples), number)
-
-
-def pack_coded(encoded: Sequence[Encoded], codec: str, mask: int | None = None) -> tuple[Coded, tuple[Tensor, ...]]:
+def pack_coded(encoded: Sequence[Encoded], codec: str, mask: int | None = None) -> Coded:
     """Tensors that were encoded by the codec of that name as they cross."""
-    frames = tuple(frame for each in encoded for frame in each.frames)
     refreshes, early = sum(each.refreshes for each in encoded), sum(each.early for each in encoded)
-    shapes, counts = tuple(each.shape for each in encoded), tuple(len(each.frames) for each in encoded)
-    return Coded(shapes, counts, codec, mask, refreshes, early), frames
+    shapes, frames = tuple(each.shape for each in encoded), tuple(each.frames for each in encoded)
+    return Coded(shapes, frames, codec, mask, refreshes, early)
 
 
-def check_shapes(coded: Coded, shapes: Shapes, what: str) -> None:
-    """Before anything is decoded: memory is taken for the shapes of a look-up, not for what its sender claims.
+def unpack_coded(
+    coded: Coded, codec: Codec, shapes: Shapes, what: str, kept: Sequence[Tensor | None] | None = None
+) -> tuple[Decoded, ...]:
+    """The float32 tensors again.
 
     Args:
-        coded: the typed part.
-        shapes: of the look-up's answer.
+        coded: what came.
+        codec: how they were encoded.
+        shapes: that they must have: memory is taken for the shapes of a look-up, not for what its sender claims.
         what: comes.
+        kept: the positions of the elements of each that came, where both sides know them.
 
     Raises:
-        DataError: the tensors are claimed to have other shapes.
+        DataError: they are of other shapes, the frames are not those of such tensors, or in a codec that is not sent
+            here.
     """
-    if coded.shapes != shapes:
+    if coded.shapes != shapes or len(coded.frames) != len(shapes):
         raise DataError(f"{what} of {_shown(coded.shapes)} do not fit a look-up whose answer is {_shown(shapes)}")
+    level = codec.level(coded.codec)
+    if kept is None:
+        return tuple(_decode(level, *pair) for pair in zip(coded.frames, shapes, strict=True))
+    if len(kept) != len(shapes):
+        raise DataError(f"{len(shapes)} gradients came under a mask of {len(kept)} tensors")
+    return tuple(
+        _decode(level, frames, shape, [mask]) for frames, shape, mask in zip(coded.frames, shapes, kept, strict=True)
+    )
 
 
 def _shown(shapes: Shapes) -> str:
     first = ", ".join(str(list(shape[:4])) for shape in shapes[:4]) or "nothing"
     return first if len(shapes) <= 4 else f"{first} and {len(shapes) - 4} more"
-
-
-def unpack_coded(
-    coded: Coded, frames: Sequence[Tensor], codec: Codec, kept: Sequence[Tensor | None] | None = None
-) -> tuple[Decoded, ...]:
-    """The float32 tensors again.
-
-    Args:
-        coded: their typed part.
-        frames: what came.
-        codec: how they were encoded.
-        kept: the positions of the elements of each that came, where both sides know them.
-
-    Raises:
-        DataError: the frames are not those of such tensors, or in a codec that is not sent here.
-    """
-    codec = codec.level(coded.codec)
-    if len(coded.shapes) != len(coded.frames) or min(coded.frames, default=0) < 0 or sum(coded.frames) != len(frames):
-        raise DataError(f"{len(frames)} frames do not make {len(coded.shapes)} tensors of {sum(coded.frames)}")
-    cut = [frames[a:b] for a, b in pairwise(accumulate(coded.frames, initial=0))]
-    if kept is None:
-        return tuple(_decode(codec, own, shape) for own, shape in zip(cut, coded.shapes, strict=True))
-    if len(kept) != len(cut):
-        raise DataError(f"{len(cut)} gradients came under a mask of {len(kept)} tensors")
-    parts = zip(cut, coded.shapes, kept, strict=True)
-    return tuple(_decode(codec, own, shape, [positions]) for own, shape, positions in parts)
-
-
-def pack_masks(kept: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """The positions of a mask as they cross, for tensors of these shapes."""
-    return tuple(
-        torch.empty(0, dtype=torch.uint8) if found is None else pack_positions(found.numpy(), math.prod(shape))
-        for found, shape in zip(kept, shapes, strict=True)
-    )
-
-
-def unpack_masks(frames: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor | None, ...]:
-    """The positions again.
-
-    Raises:
-        DataError: the frames are no positions in tensors of these shapes.
-    """
-    if len(frames) != len(shapes):
-        raise DataError(f"{len(shapes)} gradients came with a mask of {len(frames)} tensors")
-    found: list[Tensor | None] = []
-    for frame, shape in zip(frames, shapes, strict=True):
-        try:
-            positions = unpack_positions(frame, math.prod(shape))
-        except ValueError as error:
-            raise DataError(f"the mask of a gradient {list(shape)} cannot be read: {error}") from error
-        found.append(None if positions is None else torch.from_numpy(positions))
-    return tuple(found)
 
 
 def _decode(
@@ -259,3 +196,29 @@ def _decode(
     if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
         raise DataError(f"frames hold {tensor.dtype} {list(tensor.shape)}, not float32 {list(shape)}")
     return decoded
+
+
+def pack_masks(kept: Sequence[Tensor | None], shapes: Shapes) -> tuple[Tensor, ...]:
+    """The positions of a mask as they cross, for tensors of these shapes."""
+    return tuple(
+        torch.empty(0, dtype=torch.uint8) if found is None else positions.pack(found.numpy(), math.prod(shape))
+        for found, shape in zip(kept, shapes, strict=True)
+    )
+
+
+def unpack_masks(frames: Sequence[Tensor], shapes: Shapes) -> tuple[Tensor | None, ...]:
+    """The positions again.
+
+    Raises:
+        DataError: the frames are no positions in tensors of these shapes.
+    """
+    if len(frames) != len(shapes):
+        raise DataError(f"{len(shapes)} gradients came with a mask of {len(frames)} tensors")
+    found: list[Tensor | None] = []
+    for frame, shape in zip(frames, shapes, strict=True):
+        try:
+            mask = positions.unpack(frame, math.prod(shape))
+        except ValueError as error:
+            raise DataError(f"the mask of a gradient {list(shape)} cannot be read: {error}") from error
+        found.append(None if mask is None else torch.from_numpy(mask))
+    return tuple(found)

@@ -5,7 +5,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
@@ -24,21 +23,8 @@ class Extent(Enum):
     SHARD = "shard"
 
 
-@dataclass(frozen=True)
-class Touched:
-    """The rows of a block that one push changes.
-
-    Attributes:
-        block: the block's live tensors by name: `weight` `[R, D]` and those of the rule's state, `[R]` or `[R, D]`.
-        rows: distinct positions in the block, int64 `[K]`.
-        gradient: each row's gradient, summed over its occurrences, float32 `[K, D]`.
-        pushes: how many pushes each row's shard has had, this one included, `[K]`; None unless the rule counts them.
-    """
-
-    block: Mapping[str, Tensor]
-    rows: Tensor
-    gradient: Tensor
-    pushes: Tensor | None
+Block = Mapping[str, Tensor]
+"""The live tensors of all tables of one width: `weight` `[R, D]` and those of the rule's state, `[R]` or `[R, D]`."""
 
 
 class RowRule(ABC):
@@ -57,8 +43,16 @@ class RowRule(ABC):
         self.settings = settings
 
     @abstractmethod
-    def apply(self, touched: Touched, lr: float) -> None:
-        """Changes weights and state of the touched rows in place."""
+    def apply(self, block: Block, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
+        """Changes weights and state of rows in place.
+
+        Args:
+            block: of the rows.
+            rows: distinct positions in it, int64 `[K]`.
+            gradient: each row's, summed over its occurrences, float32 `[K, D]`.
+            pushes: how many each row's shard has had, this one included, `[K]`; None unless the rule counts them.
+            lr: learning rate.
+        """
 
     @classmethod
     def row_bytes(cls, dim: int) -> int:
@@ -77,12 +71,12 @@ class RowwiseAdagrad(RowRule):
     options = ("eps",)
     state: ClassVar[Mapping[str, Extent]] = {"momentum": Extent.ROW}
 
-    def apply(self, touched: Touched, lr: float) -> None:
-        squares = touched.block["momentum"]
-        sums = squares.index_select(0, touched.rows) + touched.gradient.square().mean(1)
-        squares.index_copy_(0, touched.rows, sums)
+    def apply(self, block: Block, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
+        squares = block["momentum"]
+        sums = squares.index_select(0, rows) + gradient.square().mean(1)
+        squares.index_copy_(0, rows, sums)
         scale = lr / (sums.sqrt() + self.settings.eps)
-        touched.block["weight"].index_add_(0, touched.rows, touched.gradient * scale[:, None], alpha=-1)
+        block["weight"].index_add_(0, rows, gradient * scale[:, None], alpha=-1)
 
 
 class Adam(RowRule):
@@ -100,15 +94,14 @@ class Adam(RowRule):
         "step": Extent.SHARD,
     }
 
-    def apply(self, touched: Touched, lr: float) -> None:
-        assert touched.pushes is not None, "a rule with a step is given the pushes"
+    def apply(self, block: Block, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
+        assert pushes is not None, "a rule with a step is given the pushes"
         beta1, beta2 = self.settings.beta1, self.settings.beta2
-        block, rows, gradient = touched.block, touched.rows, touched.gradient
         mean = block["exp_avg"].index_select(0, rows).lerp_(gradient, 1 - beta1)
         square = block["exp_avg_sq"].index_select(0, rows).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         block["exp_avg"].index_copy_(0, rows, mean)
         block["exp_avg_sq"].index_copy_(0, rows, square)
-        age = touched.pushes.to(torch.float64)[:, None]
+        age = pushes.to(torch.float64)[:, None]
         step_size = (lr / (1 - beta1**age)).float()
         root = (1 - beta2**age).sqrt().float()
         block["weight"].index_add_(0, rows, step_size * mean / (square.sqrt_() / root + self.settings.eps), alpha=-1)
@@ -120,14 +113,10 @@ class SGD(RowRule):
     name = "sgd"
     state: ClassVar[Mapping[str, Extent]] = {}
 
-    def apply(self, touched: Touched, lr: float) -> None:
-        touched.block["weight"].index_add_(0, touched.rows, touched.gradient, alpha=-lr)
+    def apply(self, block: Block, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
+        block["weight"].index_add_(0, rows, gradient, alpha=-lr)
 
 
 def rule_class(optimizer: str) -> type[RowRule]:
-    """The rule called `optimizer`.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """The rule called `optimizer`; raises `ConfigError` if there is none."""
     return choose("embedding.optimizer", optimizer, "shadowsync.embedding", RowRule)

@@ -53,14 +53,10 @@ class Item(NamedTuple):
 def place(
     tables: Sequence[Table], costs: Mapping[str, float], rule: type[RowRule], servers: Servers
 ) -> tuple[tuple[Shard, ...], ...]:
-    """The shards of each server, ordered by table and row.
+    """The shards of each server, ordered by table and row; every row is in exactly one.
 
-    Args:
-        tables: all tables; every row of theirs is in exactly one shard of the result.
-        costs: each table's cost by name, in any unit (see `measure_costs`); a part of a table costs its share
-            of the rows.
-        rule: the optimizer, whose state takes memory beside the rows.
-        servers: the bins.
+    A table costs what `costs` has under its name, in any unit (see `measure_costs`), and a part of it its share of the
+    rows. The state of `rule` takes memory beside the rows.
 
     Raises:
         ConfigError: the tables do not fit the servers' memory.
@@ -138,54 +134,37 @@ def _pack(items: Sequence[Item], servers: Servers) -> list[list[Item]] | None:
     return packed
 
 
-@dataclass(frozen=True)
-class Probe:
-    """How costs are measured.
-
-    Attributes:
-        storage: what holds the rows.
-        optimizer: what the push applies.
-        repeats: measurements of each batch; more costs time and evens out disturbances.
-        clock: seconds now.
-    """
-
-    storage: type[Storage]
-    optimizer: RowOptimizer
-    repeats: int = 3
-    clock: Callable[[], float] = time.perf_counter
-
-
 def measure_costs(
-    tables: Sequence[Table], features: Sequence[str], batches: Sequence[Jagged], probe: Probe
+    tables: Sequence[Table],
+    features: Sequence[str],
+    batches: Sequence[Jagged],
+    storage: type[Storage],
+    optimizer: RowOptimizer,
+    repeats: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Seconds that one pull and one push of each table take, by the table's name: the median over batches and repeats.
 
     A surrogate of at most 32,768 rows stands for the table, with ids folded into it: this keeps how many ids there are
     and how often the frequent ones repeat, costs a few MB, and leaves out only misses of the processor's caches on
-    tables larger than that.
-
-    Args:
-        tables: what is to be placed.
-        features: names of the features of `batches`, in their order.
-        batches: a few real batches, not empty.
-        probe: how to measure.
+    tables larger than that. `batches` are a few real ones, not empty, of these `features`.
     """
     costs = {}
     for table in tables:
         positions = [features.index(feature) for feature in table.features]
         rows = min(table.rows, SURROGATE_ROWS)
         surrogate = Shard(replace(table, rows=rows), 0, rows)
-        storage = probe.storage([surrogate], [0] * len(positions), probe.optimizer, 0)
+        held = storage([surrogate], [0] * len(positions), optimizer, 0)
         seconds = []
         for batch in batches:
             ids = batch.select(positions)
             folded, wanted = replace(ids, values=ids.values % rows), range(ids.feature_count)
-            gradient = torch.ones_like(storage.pull(folded, wanted))
-            storage.push(folded, wanted, gradient, 0.0)  # the first look-up plans and warms up
-            for _ in range(probe.repeats):
-                start = probe.clock()
-                storage.pull(folded, wanted)
-                storage.push(folded, wanted, gradient, 0.0)
-                seconds.append(probe.clock() - start)
+            gradient = torch.ones_like(held.pull(folded, wanted))
+            held.push(folded, wanted, gradient, 0.0)  # the first look-up plans and warms up
+            for _ in range(repeats):
+                start = clock()
+                held.pull(folded, wanted)
+                held.push(folded, wanted, gradient, 0.0)
+                seconds.append(clock() - start)
         costs[table.name] = statistics.median(seconds)
     return costs

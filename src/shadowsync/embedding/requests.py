@@ -1,26 +1,74 @@
 """What servers are asked for: ids of some features or rows by number, checked before an operator that does not check
 reads memory with them.
 
-`B` samples, `F` features of a request, `L` ids, `K` rows asked for by number, `N` rows that a server has in all, `U`
-units of `u` columns: every table is some whole number of units wide, so that a gradient's columns are gathered in runs
-of `u` floats instead of one by one.
+`B` samples, `F` features of a request, `L` ids, `K` rows asked for by number, `U` units of `u` columns: every table is
+some whole number of units wide, so that a gradient's columns are gathered in runs of `u` floats instead of one by one.
 """
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from shadowsync.compression import positions
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.table import RowNumbers, Shard, Slot, Table
+from shadowsync.embedding.table import RowNumbers, Shard, Slot, Subject, Table
 from shadowsync.errors import DataError
+from shadowsync.rpc.service import Meta
 
 KNOWN_REQUESTS = 256
 """Sequences of features whose bounds and plans are remembered: a job has a few, and made-up ones fill no memory."""
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the tensors of an answer, and of the gradients that go back."""
+
+
+class Lookup(Meta, frozen=True, tag="pooled"):
+    """Asks one server for pooled rows: one tensor, float32 `[B, Σ D of the slots]`.
+
+    Attributes:
+        slots: positions among the server's slots (`slots_of` its shards), in the order wanted.
+        ids: their ids, local to the shards: as many features as slots.
+        number: the client's own for this look-up, by which a server elsewhere finds it again at the push.
+    """
+
+    slots: tuple[int, ...]
+    ids: Jagged
+    number: int = 0
+
+    def subjects(self, _: RowNumbers) -> tuple[Subject, ...]:
+        """Of each tensor of the answer."""
+        return (self.slots,)
+
+    def groups(self, slots: Sequence[Slot]) -> tuple[int, ...]:
+        """Columns of each feature in the answer."""
+        return tuple(slots[slot].shard.table.dim for slot in self.slots)
+
+
+class RowLookup(Meta, frozen=True, tag="rows"):
+    """Asks one server for rows as they are: for each width of its shards (ascending) float32 `[K_w, D_w]`.
+
+    Attributes:
+        shards: positions of the shards that are looked up.
+        rows: distinct numbers (`RowNumbers` of the server's shards) of rows of theirs, ascending, int64 `[K]`.
+        number: as in `Lookup`.
+    """
+
+    shards: tuple[int, ...]
+    rows: Tensor
+    number: int = 0
+
+    def subjects(self, numbers: RowNumbers) -> tuple[Subject, ...]:
+        return tuple(width.dim for width in numbers.widths)
+
+    def groups(self, _: Sequence[Slot]) -> tuple[int, ...]:
+        """None: the columns of distinct rows are no features."""
+        return ()
+
+
+AnyLookup = Lookup | RowLookup
 
 
 def check_shape(ids: Jagged, feature_count: int) -> None:
@@ -28,6 +76,7 @@ def check_shape(ids: Jagged, feature_count: int) -> None:
     bags = ids.feature_count * ids.samples
     wrong = (
         ids.feature_count != feature_count,
+        ids.samples < 0,
         ids.values.dim() != 1 or ids.values.dtype != torch.int64,
         ids.offsets is None and len(ids.values) != bags,
         ids.offsets is not None and not _offsets_fit(ids.offsets, bags, len(ids.values)),
@@ -53,13 +102,7 @@ def _shown(name: str, tensor: Tensor | None) -> str:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is known of a sequence of slots.
-
-    Attributes:
-        slots: the slots.
-        last: the last local row of each, int64 `[F]`.
-        width: columns of their pooled vectors.
-    """
+    """A sequence of slots, the last local row of each, int64 `[F]`, and the columns of their pooled vectors."""
 
     slots: tuple[Slot, ...]
     last: Tensor
@@ -67,7 +110,6 @@ class Bounds:
 
     @classmethod
     def of(cls, slots: Sequence[Slot]) -> "Bounds":
-        """The bounds of these slots."""
         last = torch.tensor([slot.shard.rows - 1 for slot in slots], dtype=torch.int64)
         return cls(tuple(slots), last, sum(slot.shard.table.dim for slot in slots))
 
@@ -180,8 +222,7 @@ class Selection:
     Attributes:
         features: positions in the source's order, int64 `[F]`; None for all in order.
         mean: whether each feature is pooled by mean, bool `[F]`; None if none is.
-        units: every unit of their vectors in the output, int64 `[U]`; None if they are the output.
-        unit: columns of a unit.
+        units: every unit (of `unit` columns) of their vectors in the output, int64 `[U]`; None if they are the output.
     """
 
     features: Tensor | None
@@ -192,7 +233,11 @@ class Selection:
     def ids(self, ids: Jagged) -> Jagged:
         """The features' ids, from those of all features; with weights where several are pooled by mean."""
         if self.features is not None:
-            ids = _select(ids, self.features)
+            if ids.offsets is not None or ids.weights is not None:
+                ids = ids.select(self.features.tolist())
+            else:
+                values = ids.values.view(ids.feature_count, ids.samples).index_select(0, self.features).flatten()
+                ids = Jagged(values, None, None, len(self.features), ids.samples)
         if self.mean is not None and ids.offsets is not None:
             ids = mean_weighted(ids, self.mean)
         return ids
@@ -225,17 +270,6 @@ class Selector:
             unit=self.columns.unit,
         )
 
-    def features_of(self, tables: Sequence[Table], chosen: Set[str]) -> frozenset[str]:
-        """The features of the tables with these names."""
-        return frozenset(feature for table in tables if table.name in chosen for feature in table.features)
-
-
-def _select(ids: Jagged, features: Tensor) -> Jagged:
-    if ids.offsets is not None or ids.weights is not None:
-        return ids.select(features.tolist())
-    values = ids.values.view(ids.feature_count, ids.samples).index_select(0, features).flatten()
-    return Jagged(values, None, None, len(features), ids.samples)
-
 
 def mean_weighted(ids: Jagged, mean: Tensor) -> Jagged:
     """The ids with weights that turn a sum into a mean: 1 over the number of ids in the bag.
@@ -249,61 +283,3 @@ def mean_weighted(ids: Jagged, mean: Tensor) -> Jagged:
     if ids.weights is not None:
         weights = weights * ids.weights
     return Jagged(ids.values, ids.offsets, weights, ids.feature_count, ids.samples)
-
-
-_IDS = (torch.int32, torch.int64)
-_INT32_ROWS = 1 << 31
-
-
-def id_type(rows: int) -> torch.dtype:
-    """How ids in `[0, rows)` cross: int32 where they fit."""
-    return torch.int32 if rows <= _INT32_ROWS else torch.int64
-
-
-def raw_bytes(rows: Tensor, total: int) -> int:
-    """What row numbers in `[0, total)` take as int32 or int64."""
-    return len(rows) * id_type(total).itemsize
-
-
-def pack_rows(rows: Tensor, total: int) -> Tensor:
-    """Row numbers `[K]` (int64) as they cross: as bytes, or as int32 or int64 where that is shorter. Numbers that are
-    not distinct, ascending and in `[0, total)` cross as they are, and the server refuses them."""
-    if not len(rows):
-        return rows.to(id_type(total))
-    if int(rows[0]) < 0 or int(rows[-1]) >= total or not bool((rows[1:] > rows[:-1]).all()):
-        return rows
-    gaps = positions.pack(rows.numpy(), total)
-    return gaps if gaps.nbytes < raw_bytes(rows, total) else rows.to(id_type(total))
-
-
-def unpack_rows(tensors: Sequence[Tensor], total: int) -> Tensor:
-    """The row numbers of a message that holds nothing else, int64 `[K]`; if they are in a server, it checks itself.
-
-    Raises:
-        DataError: the message does not hold one tensor of row numbers. At most a few times N numbers have been
-            allocated by then.
-    """
-    if len(tensors) != 1:
-        raise DataError(f"row numbers are one tensor, not {len(tensors)}")
-    if tensors[0].dtype != torch.uint8:
-        return as_int64(tensors[0])
-    try:
-        rows = positions.unpack(tensors[0], total)
-    except ValueError as error:
-        raise DataError(f"row numbers cannot be read: {error}") from error
-    if rows is None:
-        raise DataError("row numbers cross as no bytes at all")
-    return torch.from_numpy(rows)
-
-
-def as_int64(tensor: Tensor) -> Tensor:
-    """Ids, offsets or row numbers in the type that operators want.
-
-    Raises:
-        DataError: they are not int32 or int64, or a single number without a dimension.
-    """
-    if not tensor.dim():
-        raise DataError("ids cross as a row of numbers, not as a single one")
-    if tensor.dtype not in _IDS:
-        raise DataError(f"ids cross as int32 or int64, not as {str(tensor.dtype).removeprefix('torch.')}")
-    return tensor.to(torch.int64)

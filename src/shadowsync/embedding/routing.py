@@ -30,7 +30,7 @@ class UniqueRows:
     """When duplicates are removed before rows and gradients cross.
 
     Attributes:
-        mode: `always` and `never` for all tables; `auto` wherever that is less traffic.
+        mode: `auto` is wherever that is less traffic.
         float_bytes: what one float takes there and back together, as the codecs of pulls and pushes encode it.
         every: pulls between two estimates of `auto`.
     """
@@ -68,12 +68,8 @@ class UniqueChoice:
         self._chosen = self._forced
 
     def tables(self, ids: Jagged) -> frozenset[str]:
-        """Names of the tables whose distinct rows are asked for in this pull: always those of which a feature is a
-        sequence, so that rows which it shares with others cross once and take one step.
-
-        Args:
-            ids: of all features; checked for shape, not for range.
-        """
+        """Names of the tables whose distinct rows are asked for in this pull of the ids of all features: always those
+        of which a feature is a sequence, so that rows which it shares with others cross once and take one step."""
         if self._settings.mode == "auto" and next(self._pulls) % self._settings.every == 0 and ids.samples:
             found = choose({table.name: self._traffic(table, ids) for table in self._pooled}, self._servers)
             self._chosen = self._forced | found
@@ -128,13 +124,8 @@ class Parts:
 
 
 class Section(NamedTuple):
-    """A run of columns of one answer that stay side by side in the output.
-
-    Attributes:
-        layer: k for the k-th parts of their tables; a whole table is its own part 0.
-        start: first column in the output.
-        stop: column after the last.
-    """
+    """A run of columns of one answer that stay side by side in the output, of the `layer`-th parts of their tables; a
+    whole table is its own part 0."""
 
     layer: int
     start: int
@@ -143,14 +134,8 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The look-ups that one server pools and answers in one request.
-
-    Attributes:
-        server: its position.
-        slots: as in `Lookup`.
-        selection: the features, in the order of the slots.
-        parts: None if all tables are whole.
-    """
+    """The look-ups that the server at one position pools and answers in one request, with the features in the order of
+    the slots, and the parts unless all tables are whole."""
 
     server: int
     slots: tuple[int, ...]
@@ -200,11 +185,7 @@ class Fan:
 
 
 class Router:
-    """Fans for a fixed placement.
-
-    Attributes:
-        columns: of the output.
-    """
+    """Fans for a fixed placement, and the columns of the output."""
 
     def __init__(self, tables: Sequence[Table], features: Sequence[str], servers: Sequence[Sequence[Shard]]) -> None:
         self._tables = tuple(tables)
@@ -217,18 +198,16 @@ class Router:
         self._fans: dict[tuple[bool, frozenset[str]], Fan] = {}
 
     def fan(self, apart: bool, unique: frozenset[str] = frozenset()) -> Fan:
-        """What a pull asks for.
+        """What a pull asks for, with the distinct rows of the tables named in `unique`, to be pooled here.
 
-        Args:
-            apart: features pooled by mean go in look-ups of their own: they carry weights, which slow a look-up down.
-            unique: names of the tables whose distinct rows are asked for, to be pooled here.
+        `apart`, features pooled by mean go in look-ups of their own: they carry weights, which slow a look-up down.
         """
         if (fan := self._fans.get((apart, unique))) is None:
             fan = self._fans[apart, unique] = self._make_fan(apart, unique)
         return fan
 
     def _make_fan(self, apart: bool, unique: Set[str]) -> Fan:
-        pooled = self._selector.features_of(self._tables, {table.name for table in self._tables} - unique)
+        pooled = {feature for table in self._tables if table.name not in unique for feature in table.features}
         means = self._selector.means
         routes, sections = [], []
         for chosen in [pooled - means, pooled & means] if apart else [pooled]:

@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shadowsync.embedding.requests import as_int64, id_type
+from shadowsync.embedding.messages import as_int64, id_type
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Rows, RowSet, Shard
+from shadowsync.embedding.table import Rows, RowSet, Shard, cut_rows
 from shadowsync.errors import DataError, ShadowSyncError
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
@@ -28,8 +28,6 @@ MOST_BYTES = 64 << 20
 """Rows in one message."""
 COPY_S = 20.0
 """Deadline of each call of a save: rather no checkpoint than one for which all wait so long."""
-
-
 CHUNK_BYTES = 16 << 20
 UNDER_WAY = 2
 """Chunks asked for or given at once: one crosses while the next is copied."""
@@ -38,26 +36,27 @@ T = TypeVar("T")
 
 
 class SaveMethods:
-    """Methods of an `EmbeddingService`: rows go out and come in, for a save that began or otherwise.
+    """Rows go out and come in, for a save that began or otherwise.
 
     Shards are named by their position at the server, rows by their numbers in the table. What belongs to a save names
-    it, so that a server that took another's place does not answer for it. Whoever saves does one thing after the other.
-
-    Args:
-        server: whose rows are saved.
+    it, so that a server that took another's place does not answer for it: `PeerLost` is raised. Whoever saves does one
+    thing after the other. `DataError` says that there is no such shard, that it has no such rows, or that they are too
+    many for one message.
     """
 
     def __init__(self, server: EmbeddingServer) -> None:
-        self._server = server
+        self.server = server
         self._picked: tuple[int, int, Tensor | None] | None = None  # save, shard, and what was picked last
         self._seconds = 0.0
         self._lock = threading.Lock()
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """What the block takes of the processor is the save's."""
+    def _during(self, save: int | None, done: str = "") -> Iterator[None]:
+        """What the block takes of the processor is the save's, which has to be under way if rows are to be `done`."""
         began = time.thread_time()
         try:
+            if done and save is not None and not self.server.watches.is_under_way(save):
+                raise PeerLost(f"an embedding server was replaced while its rows were {done}")
             yield
         finally:
             with self._lock:
@@ -66,48 +65,53 @@ class SaveMethods:
     @served(once=False)
     def shards(self) -> tuple[Shard, ...]:
         """What the server holds."""
-        return self._server.shards
+        return self.server.shards
 
     @served(once=False)
     def tensor_names(self) -> Mapping[str, tuple[str, ...]]:
         """Names of the tensors kept for each table."""
-        return {rows.table.name: tuple(rows.tensors) for rows in self._server.state()}
+        return {rows.table.name: tuple(rows.tensors) for rows in self.server.state()}
 
     @served(once=False, timeout_s=COPY_S)
     def rows(self, shard: int, start: int, stop: int, save: int | None = None) -> Mapping[str, Tensor]:
-        """Rows `start … stop − 1` with their optimizer state.
+        """Rows `start … stop − 1` with their optimizer state, for a save if one is named."""
+        with self._during(save, "copied"):
+            return self._copy(shard, self._run(shard, start, stop))
 
-        Args:
-            shard: position of the shard.
-            start: first row.
-            stop: one beyond the last.
-            save: that they are for; None for no save.
+    @served(once=False, timeout_s=COPY_S)
+    def singles(self, save: int, shard: int, numbers: Tensor) -> Mapping[str, Tensor]:
+        """Some rows of a shard, as `rows`; their numbers are ascending."""
+        with self._during(save, "copied"):
+            return self._copy(shard, as_int64(numbers))
 
-        Raises:
-            DataError: the shard has no such rows, or they are too many for one message.
-            PeerLost: that save is not under way any more: another server has taken the place.
-        """
-        with self._counted():
-            if save is not None:
-                self._check(save, "copied")
-            self._part(shard, start, stop)
-            return self._copy(shard, range(start, stop))
+    def _run(self, shard: int, start: int, stop: int) -> range:
+        held = self.server.shard(shard)
+        if not held.start <= start < stop <= held.stop:
+            raise DataError(
+                f"rows {start} to {stop - 1} of table {held.table.name} are asked for and this server has "
+                f"{held.start} to {held.stop - 1}"
+            )
+        return range(start, stop)
+
+    def _copy(self, shard: int, rows: Tensor | range) -> Mapping[str, Tensor]:
+        """Of no more rows than one message holds: memory is taken for them after that is known."""
+        table = self.server.shard(shard).table
+        if len(rows) > (most := max(1, MOST_BYTES // self.server.rule.row_bytes(table.dim))):
+            raise DataError(f"{len(rows)} rows of table {table.name} are asked for at once; at most {most} are allowed")
+        return self.server.copy_rows(shard, rows)
 
     @served()
     def load_rows(self, shard: int, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrites the rows that `rows` would give.
-
-        Raises:
-            DataError: the shard has no such rows, or they have other tensors.
-        """
-        own = self._part(shard, start, stop)
+        """Overwrites the rows that `rows` would give; `DataError` too if they have other tensors."""
+        run = self._run(shard, start, stop)
+        own = cut_rows(self.server.state()[shard], run)
         forms = [{name: (tensor.dtype, tensor.shape) for name, tensor in each.items()} for each in (tensors, own)]
         if forms[0] != forms[1]:
             given, there = (", ".join(f"{name} {list(form)}" for name, (_, form) in each.items()) for each in forms)
             raise DataError(
                 f"{given or 'no tensors'} do not fit rows {start} to {stop - 1} of a shard that has {there}"
             )
-        self._server.load([Rows(self._server.shards[shard].table, start, tensors)], partial=True)
+        self.server.load([Rows(self.server.shards[shard].table, start, tensors)], partial=True)
 
     @served(timeout_s=COPY_S)
     def begin_save(self) -> tuple[int, bool, tuple[Mapping[str, Tensor], ...]]:
@@ -120,37 +124,28 @@ class SaveMethods:
         self._picked = None
         with self._lock:
             self._seconds = 0.0
-        save, none = self._server.begin_save(), torch.zeros(0, dtype=torch.int64)
-        forms = tuple(self._server.copy_rows(shard, none) for shard in range(len(self._server.shards)))
-        return save, self._server.compares, forms
+        save, none = self.server.watches.begin(), torch.zeros(0, dtype=torch.int64)
+        forms = tuple(self.server.copy_rows(shard, none) for shard in range(len(self.server.shards)))
+        return save, self.server.watches.compares, forms
 
     @served(once=False, timeout_s=COPY_S)
     def save_cost(self, save: int) -> float:
         """Seconds of the processor that the save's calls have taken so far, over the machine's cores; without what
         crossing the wire takes. 0 if the save is not under way any more."""
-        return self._seconds / (os.cpu_count() or 1) if self._server.is_under_way(save) else 0.0
+        return self._seconds / (os.cpu_count() or 1) if self.server.watches.is_under_way(save) else 0.0
 
     @served(timeout_s=COPY_S)
     def pick(self, save: int, shard: int, end_of_round: bool, first: int) -> tuple[Tensor, int] | None:
-        """Which rows of a shard are to be saved.
+        """Which rows of a shard are to be saved; small tables are due at the `end_of_round`.
 
-        Args:
-            save: that they are for.
-            shard: position of the shard.
-            end_of_round: small tables are due too.
-            first: the answer begins with the row at this position among those picked; 0 picks, the rest comes by parts.
+        The answer begins with the row at position `first` among those picked: 0 picks, the rest comes by parts.
 
         Returns:
             their numbers, as many as one message may hold, and how many were picked; None for the whole shard.
-
-        Raises:
-            DataError: there is no such shard, or no such choice.
-            PeerLost: as `rows`.
         """
-        with self._counted():
-            self._check(save, "chosen")
+        with self._during(save, "chosen"):
             if first == 0:
-                self._picked = save, shard, self._server.pick(shard, end_of_round)
+                self._picked = save, shard, self.server.pick(shard, end_of_round)
             if self._picked is None or self._picked[:2] != (save, shard):
                 raise DataError(f"the rest of a choice of shard {shard} is asked for and none was made")
             numbers = self._picked[2]
@@ -159,70 +154,24 @@ class SaveMethods:
             if not 0 <= first <= len(numbers):
                 raise DataError(f"row {first} of a choice is asked for and it has {len(numbers)}")
             part = numbers[first : first + MOST_ROWS]
-            return part.to(id_type(self._server.shards[shard].table.rows)), len(numbers)
-
-    @served(once=False, timeout_s=COPY_S)
-    def singles(self, save: int, shard: int, numbers: Tensor) -> Mapping[str, Tensor]:
-        """Some rows of a shard, as `rows`; their numbers are ascending."""
-        with self._counted():
-            self._check(save, "copied")
-            return self._copy(shard, as_int64(numbers))
+            return part.to(id_type(self.server.shards[shard].table.rows)), len(numbers)
 
     @served(timeout_s=COPY_S)
     def saved(
         self, save: int, shard: int, start: int, stop: int, numbers: Tensor | None, weights: Tensor | None
     ) -> bool:
-        """Rows are safely written.
+        """Rows `start … stop − 1`, or those of them with these numbers, are safely written as they were copied.
 
-        Args:
-            save: that they were copied for.
-            shard: position of the shard.
-            start: first row of the run.
-            stop: one beyond its last.
-            numbers: not all of the run, but these.
-            weights: as written, where the server compares them.
+        `weights` are those that were written, where the server compares them; `DataError` too if they are not theirs.
 
         Returns:
             False if the save is not under way any more: nothing is taken note of.
-
-        Raises:
-            DataError: the shard has no such rows, they are too many for one message, or the weights are not theirs.
         """
-        with self._counted():
-            single = None if numbers is None else as_int64(numbers)
-            count = stop - start if single is None else len(single)
-            if count > MOST_ROWS:
+        with self._during(save):
+            rows = range(start, stop) if numbers is None else as_int64(numbers)
+            if (count := stop - start if numbers is None else len(rows)) > MOST_ROWS:
                 raise DataError(f"{count} rows are reported at once; at most {MOST_ROWS} are allowed")
-            return self._server.rows_saved(save, shard, range(start, stop) if single is None else single, weights)
-
-    def _check(self, save: int, done: str) -> None:
-        if not self._server.is_under_way(save):
-            raise PeerLost(f"an embedding server was replaced while its rows were {done}")
-
-    def _copy(self, shard: int, rows: Tensor | range) -> Mapping[str, Tensor]:
-        """Of no more rows than one message holds: memory is taken for them after that is known."""
-        known = 0 <= shard < len(self._server.shards)
-        if known and len(rows) > (most := max(1, MOST_BYTES // self._server.row_bytes(shard))):
-            raise DataError(
-                f"{len(rows)} rows of table {self._server.shards[shard].table.name} are asked for at once; at most "
-                f"{most} are allowed"
-            )
-        return self._server.copy_rows(shard, rows)
-
-    def _part(self, shard: int, start: int, stop: int) -> dict[str, Tensor]:
-        """Live views of the rows; a tensor that belongs to the table as a whole is there in each part."""
-        state = self._server.state()
-        if not 0 <= shard < len(state):
-            raise DataError(f"shard {shard} is asked for and this server has {len(state)} shards")
-        own = state[shard]
-        count = len(own.tensors["weight"])
-        first, last = start - own.start, stop - own.start
-        if not 0 <= first < last <= count:
-            raise DataError(
-                f"rows {start} to {stop - 1} of table {own.table.name} are asked for and this server has "
-                f"{own.start} to {own.start + count - 1}"
-            )
-        return {name: t[first:last] if len(t) == count else t for name, t in own.tensors.items()}
+            return self.server.rows_saved(save, shard, rows, weights)
 
 
 @dataclass(frozen=True)
@@ -249,10 +198,10 @@ class RemoteRows:
     def write(self, found: Iterable[Rows]) -> None:
         """Overwrites rows with their optimizer state, those of them that the server holds, as they are found.
 
-        Whatever ends it, nothing of it is under way any more.
+        Whatever ends it, nothing of it is under way any more. One chunk crosses while the next is looked for.
 
         Args:
-            found: no row twice; one chunk of them crosses while the next is looked for.
+            found: no row twice.
 
         Raises:
             DataError: the tensors are not those of this server's rows.
@@ -260,10 +209,14 @@ class RemoteRows:
         shards = ask(self.connection, SaveMethods.shards)
         under_way: deque[Pending[None]] = deque()
         try:
-            for shard, start, stop, tensors in (part for rows in found for part in _parts(shards, rows)):
-                under_way.append(later(self.connection, SaveMethods.load_rows, shard, start, stop, tensors))
-                if len(under_way) >= UNDER_WAY:
-                    under_way.popleft().result()
+            for rows in found:
+                for index, shard in enumerate(shards):
+                    start, stop = max(rows.start, shard.start), min(rows.stop, shard.stop)
+                    if shard.table == rows.table and start < stop:
+                        tensors = cut_rows(rows, range(start, stop))
+                        under_way.append(later(self.connection, SaveMethods.load_rows, index, start, stop, tensors))
+                    if len(under_way) >= UNDER_WAY:
+                        under_way.popleft().result()
         finally:
             with contextlib.suppress(ShadowSyncError):
                 all_of(under_way).result()
@@ -282,16 +235,6 @@ def in_order(asked: Iterable[Pending[T]]) -> Iterator[T]:
         yield under_way.popleft().result()
 
 
-def _parts(shards: Sequence[Shard], rows: Rows) -> Iterator[tuple[int, int, int, Mapping[str, Tensor]]]:
-    """What each of the shards gets of the rows: its position, the first row, one beyond the last, and the tensors."""
-    count = len(rows.tensors["weight"])
-    for index, shard in enumerate(shards):
-        start, stop = max(rows.start, shard.start), min(rows.start + count, shard.stop)
-        if shard.table == rows.table and start < stop:
-            first, last = start - rows.start, stop - rows.start
-            yield index, start, stop, {n: t[first:last] if len(t) == count else t for n, t in rows.tensors.items()}
-
-
 Copy = Callable[[int, int], Iterator[Mapping[str, Tensor]]]
 """Copies those at positions `first … last − 1`, some rows at a time with all of their tensors; of none, once too."""
 
@@ -308,24 +251,19 @@ class LiveRows:
     """
 
     def __init__(self, copy: Copy, wide: Collection[str]) -> None:
-        self._copy = copy
-        self._wide = wide
+        self._copy, self._wide = copy, wide
         self._held: dict[tuple[int, int], dict[str, deque[Tensor]]] = {}
 
     def read(self, first: int, last: int, name: str) -> Iterator[Tensor]:
-        """As `RowSource.read`."""
         held = self._held.get((first, last), {})
-        if name not in held:
-            yield from self._copied(first, last, name)
+        if name in held:
+            parts = held.pop(name)
+            if not held:
+                del self._held[first, last]
+            while parts:
+                yield parts.popleft()
             return
-        parts = held.pop(name)
-        if not held:
-            del self._held[first, last]
-        while parts:
-            yield parts.popleft()
-
-    def _copied(self, first: int, last: int, name: str) -> Iterator[Tensor]:
-        held: dict[str, deque[Tensor]] = {}
+        held = {}
         for tensors in self._copy(first, last):
             for other, tensor in tensors.items():
                 if other != name:

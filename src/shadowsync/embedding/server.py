@@ -1,46 +1,46 @@
-"""The embedding server: a role that holds shards and answers pulls and pushes."""
+"""The embedding server: a role that holds shards and answers pulls and pushes.
 
+`K` rows, `K_w` of them in tables that are `D_w` wide.
+"""
+
+import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shadowsync.data.batch import Jagged
-from shadowsync.embedding.copying import (
-    as_tensor,
-    check_covered,
-    check_fits,
-    copy_rows,
-    held_rows,
-    local_rows,
-    overwrite,
-    wide_names,
-)
 from shadowsync.embedding.distinct import SlotGroups, find_distinct
 from shadowsync.embedding.memory import fill
-from shadowsync.embedding.optimizers import rule_class
-from shadowsync.embedding.requests import Bounds, bounds_of, check_range, check_rows, check_shape, check_single
+from shadowsync.embedding.optimizers import Extent, RowRule, rule_class
+from shadowsync.embedding.requests import (
+    AnyLookup,
+    Lookup,
+    RowLookup,
+    Shapes,
+    bounds_of,
+    check_range,
+    check_rows,
+    check_shape,
+    check_single,
+)
 from shadowsync.embedding.storage import RowOptimizer, Storage
-from shadowsync.embedding.table import RowNumbers, Rows, RowSet, Shard, slots_of, span_of
+from shadowsync.embedding.table import RowNumbers, Rows, RowSet, Shard, slots_of
 from shadowsync.embedding.watching import RowWatches, Watching
-from shadowsync.errors import DataError
+from shadowsync.errors import CheckpointError, DataError
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.push_gate import PushGate
 from shadowsync.memory.shared import FileGate, Gate, SharedMemory
 
+CHUNK_BYTES = 16 << 20
+"""Copied in one turn; more makes pushes wait longer, less makes a copy wait for more pushes."""
+
 
 @dataclass(frozen=True)
 class RowSums:
-    """What one batch, or several together, brings to the rows of a server.
-
-    Attributes:
-        rows: distinct numbers (`RowNumbers`), ascending, int64 `[K]`.
-        gradients: each row's, for each width of the server (ascending) float32 `[K_w, D_w]`.
-        shards: positions of the shards that were looked up.
-    """
+    """What one batch, or several together, brings to the rows of a server; all as in `RowLookup` and its answer."""
 
     rows: Tensor
     gradients: tuple[Tensor, ...]
@@ -48,7 +48,6 @@ class RowSums:
 
     @property
     def byte_count(self) -> int:
-        """Memory that they take."""
         return self.rows.nbytes + sum(gradient.nbytes for gradient in self.gradients)
 
 
@@ -72,12 +71,20 @@ class RowStep:
     below: int
 
 
-class HeldGradients:
-    """Gradients by batch, of one server; any thread may add, one at a time takes.
+def check_step(weights: Mapping[int, float], divisor: float | None, lr: float) -> None:
+    """Raises `DataError` for what is no global step; without a divisor each row has its own."""
+    if not all(map(math.isfinite, (lr, divisor or 0.0, *weights.values()))) or not (divisor is None or divisor > 0):
+        raise DataError(f"weights {weights}, divisor {divisor} and learning rate {lr} make no global step")
 
-    Args:
-        numbers: of the server's rows.
-    """
+
+def check_batch(number: int) -> None:
+    """Raises `DataError` for a number that no batch has under which a gradient is to be held."""
+    if number < 0:
+        raise DataError(f"a gradient came for batch {number}: they count from 0")
+
+
+class HeldGradients:
+    """Gradients by batch, of one server; any thread may add, one at a time takes."""
 
     def __init__(self, numbers: RowNumbers) -> None:
         self._numbers = numbers
@@ -87,7 +94,6 @@ class HeldGradients:
 
     @property
     def byte_count(self) -> int:
-        """Memory that is held."""
         with self._lock:
             return sum(sums.byte_count for parts in self._held.values() for sums in parts)
 
@@ -98,18 +104,19 @@ class HeldGradients:
                 self._held.setdefault(number, []).append(sums)
 
     def take(self, step: RowStep) -> RowSums | None:
-        """What a step brings to each row; its batches, and all below, are held no longer.
-
-        Returns:
-            None if it brings nothing.
-        """
+        """What a step brings to each row, if anything; its batches, and all below, are held no longer."""
         with self._lock:
             named = {number: self._held.pop(number, []) for number in step.weights}
             self._below = max(self._below, step.below)
             for number in [number for number in self._held if number < self._below]:
                 del self._held[number]
-        kept = [(self._joined(parts), step.weights[number]) for number, parts in named.items() if parts]
-        kept = [(sums, weight) for sums, weight in kept if weight]
+        # a row that a batch reaches on several ways is in one batch
+        joined = {
+            n: parts[0] if len(parts) == 1 else self._merged([(p, 1.0) for p in parts], 1.0)
+            for n, parts in named.items()
+            if parts
+        }
+        kept = [(sums, step.weights[number]) for number, sums in joined.items() if step.weights[number]]
         return self._merged(kept, step.divisor) if kept else None
 
     def clear(self) -> None:
@@ -117,16 +124,14 @@ class HeldGradients:
         with self._lock:
             self._held.clear()
 
-    def _joined(self, parts: Sequence[RowSums]) -> RowSums:
-        """One batch's, each row once."""
-        return parts[0] if len(parts) == 1 else self._merged([(part, 1.0) for part in parts], 1.0)
-
     def _merged(self, parts: Sequence[tuple[RowSums, float]], divisor: float | None) -> RowSums:
         split = [self._numbers.split(sums.rows) for sums, _ in parts]
         rows, gradients = [], []
         for position, width in enumerate(self._numbers.widths):
             keys = torch.cat([by_width[position] for by_width in split])
-            vectors = torch.cat([_scaled(sums.gradients[position], weight) for sums, weight in parts])
+            vectors = torch.cat(
+                [own if weight == 1.0 else own * weight for s, weight in parts for own in [s.gradients[position]]]
+            )
             found = find_distinct(keys.numpy(), self._numbers.total)
             total = found.sum(vectors)
             total /= found.starts.diff()[:, None] if divisor is None else divisor
@@ -136,48 +141,13 @@ class HeldGradients:
         return RowSums(torch.cat(rows), tuple(gradients), shards)
 
 
-def _scaled(gradient: Tensor, weight: float) -> Tensor:
-    return gradient if weight == 1.0 else gradient * weight
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """One request to one server.
-
-    Attributes:
-        slots: positions among the server's slots (`slots_of` its shards), in the order wanted.
-        ids: their ids, local to the shards: as many features as slots.
-        number: the client's own for this look-up, by which a server behind a wire finds it again at the push.
-    """
-
-    slots: tuple[int, ...]
-    ids: Jagged
-    number: int = 0
-
-
-@dataclass(frozen=True)
-class RowLookup:
-    """One request to one server for rows as they are.
-
-    Attributes:
-        shards: positions of the shards that are looked up.
-        rows: distinct numbers (`RowNumbers` of the server's shards) of rows of theirs, ascending, int64 `[K]`.
-        number: as in `Lookup`.
-    """
-
-    shards: tuple[int, ...]
-    rows: Tensor
-    number: int = 0
-
-
 class EmbeddingServer:
     """Holds the only copy of its shards; any number of threads may call it at once, without waiting for each other.
 
     Whoever copies or overwrites rows may do so meanwhile: pushes then wait for a short turn (`PushGate`), pulls never.
 
-    Every id is checked here, so that no request reads or writes memory beyond the rows. In process the client hands
-    the same `Lookup` to `pull` and `push`; behind a wire the end that receives requests keeps a pull's `Lookup` under
-    its number until the push comes, so that ids cross once.
+    Every id is checked here, so that no request reads or writes memory beyond the rows: what takes a look-up raises
+    `DataError` where an id or a row number is outside its shard, or tensors do not fit each other.
 
     Args:
         shards: what to hold.
@@ -198,22 +168,19 @@ class EmbeddingServer:
         watching: Watching | None = None,
         memory: SharedMemory | None = None,
     ) -> None:
-        self.shards = tuple(shards)
-        self.slots = slots_of(self.shards)
-        self.numbers = RowNumbers(self.shards)
-        self._rule = rule_class(optimizer.name)
+        self.shards, self.rule = tuple(shards), rule_class(optimizer.name)
+        self.slots, self.numbers = slots_of(self.shards), RowNumbers(self.shards)
         shard_of_slot = [index for index, shard in enumerate(self.shards) for _ in shard.table.features]
         allocate = zeros if memory is None else memory.take
         self._storage = storage(self.shards, shard_of_slot, optimizer, seed, allocate)
-        self._bounds = bounds_of(self.slots)
-        self._seed = seed
+        self._bounds, self._seed = bounds_of(self.slots), seed
         tensors = self._storage.state()
         self._rows = tuple(Rows(shard.table, shard.start, tensors[shard.key]) for shard in self.shards)
         self._parts: dict[str, list[int]] = {}  # positions of a table's shards by their rows
         for index in sorted(range(len(self.shards)), key=lambda index: self.shards[index].start):
             self._parts.setdefault(self.shards[index].table.name, []).append(index)
         self._gate: Gate = PushGate() if memory is None else FileGate(memory)
-        self._watches = RowWatches(self.state(), self.numbers, watching, allocate, memory is not None)
+        self.watches = RowWatches(self._rows, self.numbers, watching, allocate, memory is not None)
         self._groups = SlotGroups(self.shards, shard_of_slot, self.numbers)
         self._held = HeldGradients(self.numbers)
         self._stepped = -1
@@ -221,87 +188,89 @@ class EmbeddingServer:
 
     def inherit(self) -> None:
         """This server takes the place of one that is gone, whose rows are in its memory."""
-        self._watches.inherit()
+        self.watches.inherit()
 
-    def pull(self, lookup: Lookup) -> Tensor:
-        """Pooled rows, float32 `[B, Σ D of the slots]`.
+    def shard(self, position: int) -> Shard:
+        """The shard at that position; raises `DataError` if there is none."""
+        if not 0 <= position < len(self.shards):
+            raise DataError(f"shard {position} is asked for and this server has {len(self.shards)} shards")
+        return self.shards[position]
 
-        Raises:
-            DataError: an id is outside its shard, or the tensors of the request do not fit each other.
-        """
-        self._check(lookup)
-        return self._storage.pull(lookup.ids, lookup.slots)
+    # --- pulls and pushes --------------------------------------------------------------------------------------------
 
-    def push(self, lookup: Lookup, gradient: Tensor, lr: float) -> None:
+    def shapes(self, lookup: AnyLookup) -> Shapes:
+        """Of `pull`'s answer and of its gradients, without a look at the ids of pooled rows."""
+        if isinstance(lookup, RowLookup):
+            check_rows(lookup.rows, lookup.shards, self.shards, self.numbers)
+            return self.numbers.shapes(lookup.rows)
+        bounds = self._bounds(lookup.slots)
+        check_shape(lookup.ids, len(lookup.slots))
+        return ((lookup.ids.samples, bounds.width),)
+
+    def pull(self, lookup: AnyLookup) -> tuple[Tensor, ...]:
+        """Rows, pooled or as they are, in the form that the look-up tells."""
+        if isinstance(lookup, RowLookup):
+            check_rows(lookup.rows, lookup.shards, self.shards, self.numbers)
+            return self._storage.read_rows(lookup.rows)
+        self._check_ids(lookup)
+        return (self._storage.pull(lookup.ids, lookup.slots),)
+
+    def push(self, lookup: AnyLookup, gradients: Sequence[Tensor], lr: float) -> None:
         """Applies the optimizer once to every row that occurs in the look-up.
 
         Args:
             lookup: as given to `pull`.
-            gradient: of the loss with respect to `pull`'s output, of its shape.
+            gradients: of the loss with respect to `pull`'s answer, of its form.
             lr: learning rate of this step.
-
-        Raises:
-            DataError: as `pull`, or a gradient of another shape or type.
         """
-        self._check_gradient(lookup, gradient)
+        self._check(lookup, gradients)
+        if isinstance(lookup, RowLookup):
+            self._step(lookup.rows, gradients, lookup.shards, lr)
+            return
         with self._gate:
-            self._watches.pushed(lookup.slots, lookup.ids)  # first: who is killed in between has told what may differ
-            self._storage.push(lookup.ids, lookup.slots, gradient, lr)
+            self.watches.pushed(lookup.slots, lookup.ids)  # first: who is killed in between has told what may differ
+            self._storage.push(lookup.ids, lookup.slots, gradients[0], lr)
 
-    def read_rows(self, lookup: RowLookup) -> tuple[Tensor, ...]:
-        """Rows as they are, for each width of the shards (ascending) float32 `[K_w, D_w]`.
+    def _step(self, rows: Tensor, gradients: Sequence[Tensor], shards: Sequence[int], lr: float) -> None:
+        with self._gate:
+            self.watches.stepped(rows)  # first, as in `push`
+            self._storage.step_rows(rows, gradients, shards, lr)
 
-        Raises:
-            DataError: the numbers are not distinct rows of the shards in ascending order.
-        """
-        check_rows(lookup.rows, lookup.shards, self.shards, self.numbers)
-        return self._storage.read_rows(lookup.rows)
+    def _check_ids(self, lookup: Lookup) -> int:
+        """Columns of the answer."""
+        bounds = self._bounds(lookup.slots)
+        check_shape(lookup.ids, len(lookup.slots))
+        check_range(lookup.ids, bounds)
+        return bounds.width
 
-    def step_rows(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> None:
-        """Applies the optimizer once to every row of the look-up.
-
-        Args:
-            lookup: as given to `read_rows`.
-            gradients: each row's, of the shape of `read_rows`' answer.
-            lr: learning rate of this step.
-
-        Raises:
-            DataError: as `read_rows`, or gradients of other shapes or types.
-        """
-        self._check_sums(lookup, gradients)
-        self._step(RowSums(lookup.rows, tuple(gradients), lookup.shards), lr)
+    def _check(self, lookup: AnyLookup, gradients: Sequence[Tensor]) -> None:
+        if isinstance(lookup, RowLookup):
+            shapes = self.shapes(lookup)
+        else:
+            shapes = ((lookup.ids.samples, self._check_ids(lookup)),)
+        if tuple(tuple(g.shape) for g in gradients) != shapes or any(g.dtype != torch.float32 for g in gradients):
+            raise DataError(
+                f"gradients of {', '.join(f'{g.dtype} {list(g.shape)}' for g in gradients) or 'nothing'} do not fit "
+                f"a look-up of float32 {', '.join(str(list(shape)) for shape in shapes) or 'nothing'}"
+            )
 
     # --- gradients that wait for a global step -----------------------------------------------------------------------
 
-    def hold(self, number: int, lookup: Lookup, gradient: Tensor) -> None:
-        """As `push`, but nothing is stepped before a `commit` names the batch.
-
-        Args:
-            number: of the batch; all its look-ups are held under it.
-            lookup: as given to `pull`.
-            gradient: as in `push`.
-
-        Raises:
-            DataError: as `push`.
-        """
-        self._check_gradient(lookup, gradient)
-        found = {g.dim: self._groups.sum_by_row(lookup.ids, gradient, g) for g in self._groups.plan(lookup.slots)}
+    def hold(self, batch: int, lookup: AnyLookup, gradients: Sequence[Tensor]) -> None:
+        """As `push`, but nothing is stepped before a `commit` names the batch."""
+        self._check(lookup, gradients)
+        if isinstance(lookup, RowLookup):
+            self._held.add(batch, RowSums(lookup.rows, tuple(gradients), lookup.shards))
+            return
+        groups = self._groups.plan(lookup.slots)
+        found = {group.dim: self._groups.sum_by_row(lookup.ids, gradients[0], group) for group in groups}
         rows, sums = [], []
         for width in self.numbers.widths:
             keys, total = found.get(width.dim, (torch.zeros(0, dtype=torch.int64), torch.zeros(0, width.dim)))
             rows.append(keys + width.start)
             sums.append(total)
         shards = tuple(sorted({self._groups.features[slot] for slot in lookup.slots}))
-        self._held.add(number, RowSums(torch.cat(rows), tuple(sums), shards))
-
-    def hold_rows(self, number: int, lookup: RowLookup, gradients: Sequence[Tensor]) -> None:
-        """As `step_rows`, but nothing is stepped before a `commit` names the batch; arguments as in `hold`.
-
-        Raises:
-            DataError: as `step_rows`.
-        """
-        self._check_sums(lookup, gradients)
-        self._held.add(number, RowSums(lookup.rows, tuple(gradients), lookup.shards))
+        self._held.add(batch, RowSums(torch.cat(rows), tuple(sums), shards))
 
     def commit(self, step: RowStep) -> None:
         """Carries a global step out: every row in one of its batches is stepped once.
@@ -314,7 +283,7 @@ class EmbeddingServer:
             self._stepped = step.step
             sums = self._held.take(step)
             if sums is not None:
-                self._step(sums, step.lr)
+                self._step(sums.rows, sums.gradients, sums.shards, step.lr)
 
     def forget_held(self, stepped: int = -1) -> None:
         """Forgets all gradients that wait; the next step is one beyond `stepped`."""
@@ -327,51 +296,7 @@ class EmbeddingServer:
         """Memory of the gradients that wait."""
         return self._held.byte_count
 
-    def _step(self, sums: RowSums, lr: float) -> None:
-        with self._gate:
-            self._watches.stepped(sums.rows)  # first, as in `push`
-            self._storage.step_rows(sums.rows, sums.gradients, sums.shards, lr)
-
-    def pooled_shape(self, lookup: Lookup) -> tuple[int, int]:
-        """Of `pull`'s answer and of its gradient, without a look at the ids.
-
-        Raises:
-            DataError: the tensors of the request do not fit each other, or a slot is not one of this server's.
-        """
-        bounds = self._bounds(lookup.slots)
-        check_shape(lookup.ids, len(lookup.slots))
-        return lookup.ids.samples, bounds.width
-
-    def row_shapes(self, lookup: RowLookup) -> tuple[tuple[int, int], ...]:
-        """Of `read_rows`' answer and of its gradients.
-
-        Raises:
-            DataError: as `read_rows`.
-        """
-        check_rows(lookup.rows, lookup.shards, self.shards, self.numbers)
-        return self.numbers.shapes(lookup.rows)
-
-    def _check_gradient(self, lookup: Lookup, gradient: Tensor) -> None:
-        width = self._check(lookup).width
-        if gradient.shape != (lookup.ids.samples, width) or gradient.dtype != torch.float32:
-            raise DataError(
-                f"a gradient of {gradient.dtype} {list(gradient.shape)} does not fit a look-up of float32 "
-                f"{[lookup.ids.samples, width]}"
-            )
-
-    def _check_sums(self, lookup: RowLookup, gradients: Sequence[Tensor]) -> None:
-        shapes = self.row_shapes(lookup)
-        if tuple(tuple(g.shape) for g in gradients) != shapes or any(g.dtype != torch.float32 for g in gradients):
-            raise DataError(
-                f"gradients of {', '.join(f'{g.dtype} {list(g.shape)}' for g in gradients) or 'nothing'} do not fit "
-                f"rows of float32 {', '.join(str(list(shape)) for shape in shapes) or 'nothing'}"
-            )
-
-    def _check(self, lookup: Lookup) -> Bounds:
-        bounds = self._bounds(lookup.slots)
-        check_shape(lookup.ids, len(lookup.slots))
-        check_range(lookup.ids, bounds)
-        return bounds
+    # --- rows in and out ---------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[Rows, ...]:
         """Every shard's rows with their optimizer state, as live views."""
@@ -394,8 +319,8 @@ class EmbeddingServer:
             for shard, rows in pieces:
                 found.setdefault(shard, []).append(rows)
             for shard, own in enumerate(self._rows):
-                check_covered(own, found.get(shard, []))
-        with self._watches.turn, self._gate.alone():
+                _check_covered(own, found.get(shard, []))
+        with self.watches.turn, self._gate.alone():
             for shard, rows in pieces:
                 self._put(shard, rows)
 
@@ -409,9 +334,15 @@ class EmbeddingServer:
             CheckpointError: as `load`, but rows may be missing; those before the one that does not fit are written.
         """
         self._held.clear()
-        with self._watches.turn, self._gate.alone():
+        with self.watches.turn, self._gate.alone():
             if saved is None:
-                self._begin_anew()
+                for tensor in (tensor for own in self._rows for tensor in own.tensors.values()):
+                    tensor.zero_()
+                if self._seed is not None:
+                    fill(
+                        [(s, own.tensors["weight"]) for s, own in zip(self.shards, self._rows, strict=True)], self._seed
+                    )
+                self.watches.reset()
                 return
             for rows in saved:
                 for shard in self._fitting(rows):
@@ -422,64 +353,48 @@ class EmbeddingServer:
         same = self._parts.get(saved.table.name, [])
         if not same:
             return []
-        check_fits(self._rows[same[0]], saved, self._rule)
-        start, stop = span_of(saved)
-        first = bisect_right(same, start, key=lambda shard: self.shards[shard].stop)
-        return same[first : bisect_left(same, stop, key=lambda shard: self.shards[shard].start)]
+        check_fits(self._rows[same[0]], saved, self.rule)
+        first = bisect_right(same, saved.start, key=lambda shard: self.shards[shard].stop)
+        return same[first : bisect_left(same, saved.stop, key=lambda shard: self.shards[shard].start)]
 
-    def _put(self, shard: int, rows: Rows | RowSet) -> None:
-        own = self._rows[shard]
-        overwrite(own, rows, self._rule)
-        held = held_rows(own, rows)
-        if len(held):
-            self._watches.loaded(shard, held)
-
-    def _begin_anew(self) -> None:
-        for own in self.state():
-            for tensor in own.tensors.values():
-                tensor.zero_()
-        if self._seed is not None:
-            fill([(s, own.tensors["weight"]) for s, own in zip(self.shards, self.state(), strict=True)], self._seed)
-        self._watches.reset()
+    def _put(self, shard: int, saved: Rows | RowSet) -> None:
+        """Copies what `saved` has of the shard's rows; tensors of the table as a whole come along with any row."""
+        own, wide = self._rows[shard], _wide_names(self.rule)
+        start, stop = max(own.start, saved.start), min(own.stop, saved.stop)
+        if start >= stop:
+            return
+        if isinstance(saved, RowSet):
+            held, places = _inside(own, saved)
+        else:
+            held, places = slice(start - saved.start, stop - saved.start), torch.arange(start, stop) - own.start
+        for name, target in own.tensors.items():
+            source = saved.tensors[name]
+            if name in wide:
+                target.copy_(source)
+            elif isinstance(saved, RowSet):
+                target.index_copy_(0, places, source[held].to(target.dtype))
+            else:
+                target[start - own.start : stop - own.start].copy_(source[held])
+        if len(places):
+            self.watches.loaded(shard, places)
 
     # --- saves beside training ---------------------------------------------------------------------------------------
 
-    @property
-    def compares(self) -> bool:
-        """`rows_saved` wants the weights that were written."""
-        return self._watches.compares
-
-    def row_bytes(self, shard: int) -> int:
-        """Bytes of a row of that shard with its optimizer state."""
-        return self._rule.row_bytes(self.shards[shard].table.dim)
-
-    def begin_save(self) -> int:
-        """A save begins, for which rows are picked and copied after this; the one before it is over.
-
-        Returns:
-            its number, which no other save has, nor one of another server.
-        """
-        return self._watches.begin()
-
-    def is_under_way(self, save: int) -> bool:
-        """Whether the save of that number is the one that began last."""
-        return self._watches.is_under_way(save)
-
     def pick(self, shard: int, end_of_round: bool) -> Tensor | None:
-        """The rows of the shard at that position that are to be saved now.
-
-        Args:
-            shard: position of the shard.
-            end_of_round: small tables are due too.
+        """The rows of the shard at that position that are to be saved now; small tables at the `end_of_round`.
 
         Returns:
             numbers in the table, distinct and ascending, int64 `[K]`; None for the whole shard.
         """
-        picked = self._watches.pick(self._known(shard), end_of_round)
-        return None if picked is None else picked + self.shards[shard].start
+        start = self.shard(shard).start
+        picked = self.watches.pick(shard, end_of_round)
+        return None if picked is None else picked + start
 
     def copy_rows(self, shard: int, rows: Tensor | range) -> dict[str, Tensor]:
         """Copies of rows with their optimizer state, of each row as it is between two pushes.
+
+        They are made in turns of `CHUNK_BYTES` at most (one row at least) of which pushes keep out; what belongs to the
+        table as a whole is copied last, so that none is behind a row.
 
         Args:
             shard: position of the shard.
@@ -488,18 +403,31 @@ class EmbeddingServer:
         Raises:
             DataError: there is no such shard, or they are not such rows of it.
         """
-        check_single(rows, self.shards[self._known(shard)])
-        own = self.state()[shard]
-        return copy_rows(own, local_rows(rows, own.start), wide_names(self._rule), self._gate)
+        check_single(rows, self.shard(shard))
+        own, wide = self._rows[shard], _wide_names(self.rule)
+        places = _shifted(rows, own.start)
+        live = {name: tensor for name, tensor in own.tensors.items() if name not in wide}
+        copies = {name: tensor.new_empty((len(rows), *tensor.shape[1:])) for name, tensor in live.items()}
+        step = max(1, CHUNK_BYTES // sum(tensor[:1].nbytes for tensor in live.values()))
+        for first in range(0, len(rows), step):
+            part = places[first : first + step]
+            with self._gate.alone():
+                for name, copy in copies.items():
+                    target = copy[first : first + len(part)]
+                    if isinstance(part, range):
+                        target.copy_(live[name][part.start : part.stop])
+                    else:
+                        torch.index_select(live[name], 0, part, out=target)
+        return {name: copies[name] if name in copies else tensor.clone() for name, tensor in own.tensors.items()}
 
     def rows_saved(self, save: int, shard: int, rows: Tensor | range, weights: Tensor | None = None) -> bool:
-        """Rows are safely written as they were copied for a save.
+        """Rows, as in `copy_rows`, are safely written as they were copied for a save.
 
         Args:
             save: its number.
             shard: position of the shard.
-            rows: as in `copy_rows`.
-            weights: as written, float32 `[K, D]`; needed where the server `compares`.
+            rows: numbers in the table.
+            weights: as written, float32 `[K, D]`; needed where the `watches` compare.
 
         Returns:
             False if the save is not under way here any more: nothing is taken note of.
@@ -507,16 +435,82 @@ class EmbeddingServer:
         Raises:
             DataError: as `copy_rows`, or weights that are not of such rows.
         """
-        check_single(rows, self.shards[self._known(shard)])
+        check_single(rows, self.shard(shard))
         form = (len(rows), self.shards[shard].table.dim)
-        if (weights is None and self.compares) or (
+        if (weights is None and self.watches.compares) or (
             weights is not None and (tuple(weights.shape) != form or weights.dtype != torch.float32)
         ):
             found = "nothing" if weights is None else f"{weights.dtype} {list(weights.shape)}"
             raise DataError(f"{found} is not what was saved of rows of float32 {list(form)}")
-        return self._watches.saved(save, shard, as_tensor(local_rows(rows, self.shards[shard].start)), weights)
+        places = _shifted(rows, self.shards[shard].start)
+        if isinstance(places, range):
+            places = torch.arange(places.start, places.stop)
+        return self.watches.saved(save, shard, places, weights)
 
-    def _known(self, shard: int) -> int:
-        if not 0 <= shard < len(self.shards):
-            raise DataError(f"shard {shard} is asked for and this server has {len(self.shards)} shards")
-        return shard
+
+def _shifted(rows: Tensor | range, start: int) -> Tensor | range:
+    """Rows of a table as positions in a run of them that begins at `start`."""
+    return range(rows.start - start, rows.stop - start) if isinstance(rows, range) else rows - start
+
+
+def check_fits(own: Rows, saved: Rows | RowSet, rule: type[RowRule]) -> None:
+    """Raises `CheckpointError` unless `saved` is of the table and the optimizer of the shard's rows."""
+    table, there = own.table, saved.table
+    if (table.rows, table.dim) != (there.rows, there.dim):
+        raise CheckpointError(
+            f"table {table.name} has {there.rows} rows of {there.dim} in the checkpoint and {table.rows} of "
+            f"{table.dim} in this job"
+        )
+    if set(own.tensors) != set(saved.tensors):
+        raise CheckpointError(
+            f"table {table.name} was saved with {', '.join(sorted(saved.tensors))}, and "
+            f"embedding.optimizer={rule.name} needs {', '.join(sorted(own.tensors))}: "
+            "resume with the optimizer it was trained with"
+        )
+    if not isinstance(saved, RowSet):
+        return
+    numbers, called = saved.numbers, saved.table.name
+    if numbers.dtype != torch.int64 or numbers.dim() != 1:
+        raise CheckpointError(f"row numbers of table {called} are int64 [K], not {numbers.dtype} {list(numbers.shape)}")
+    if not 0 <= saved.start < saved.stop <= saved.table.rows:
+        raise CheckpointError(f"table {called} has no rows {saved.start} to {saved.stop}: it has {saved.table.rows}")
+    if len(numbers) and not (
+        bool((numbers.diff() > 0).all()) and saved.start <= int(numbers[0]) and int(numbers[-1]) < saved.stop
+    ):
+        raise CheckpointError(
+            f"row numbers of table {called} must be distinct, in ascending order and from {saved.start} to "
+            f"{saved.stop - 1}"
+        )
+    wide = _wide_names(rule)
+    for name, target in own.tensors.items():
+        form = list(target.shape if name in wide else (len(saved.numbers), *target.shape[1:]))
+        if list(saved.tensors[name].shape) != form:
+            raise CheckpointError(
+                f"{name} of {len(saved.numbers)} rows of table {called} has the form "
+                f"{list(saved.tensors[name].shape)} and not {form}"
+            )
+
+
+def _check_covered(own: Rows, found: Sequence[Rows | RowSet]) -> None:
+    """Raises `CheckpointError` for the first row of the shard that `found` lacks; takes a byte for each row."""
+    covered = torch.zeros(own.stop - own.start, dtype=torch.bool)
+    for saved in found:
+        if isinstance(saved, RowSet):
+            covered[_inside(own, saved)[1]] = True
+        else:
+            covered[max(0, saved.start - own.start) : max(0, saved.stop - own.start)] = True
+    if not covered.all():
+        row = own.start + int(covered.logical_not().to(torch.uint8).argmax())
+        raise CheckpointError(f"row {row} of table {own.table.name} is not in the checkpoint")
+
+
+def _inside(own: Rows, saved: RowSet) -> tuple[slice, Tensor]:
+    """Which of the set's rows the shard holds, and their places in it."""
+    bounds = torch.tensor([own.start, own.stop])
+    first, last = torch.searchsorted(saved.numbers, bounds).tolist()
+    return slice(first, last), saved.numbers[first:last] - own.start
+
+
+def _wide_names(rule: type[RowRule]) -> Collection[str]:
+    """Names of the tensors of a table as a whole."""
+    return [name for name, extent in rule.state.items() if extent is Extent.SHARD]

@@ -1,55 +1,30 @@
-"""An embedding server behind a wire."""
+"""What an embedding server serves: pulls and pushes through codecs, global steps, and rows for saves."""
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from shadowsync.compression.channel import Stream
-from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
-from shadowsync.embedding.line import slot_widths
-from shadowsync.embedding.messages import (
-    Coded,
-    CommitAsked,
-    ForgetAsked,
-    PullAsked,
-    PushAsked,
-    Pushed,
-    ReadAsked,
-    Shapes,
-    StepAsked,
-    check_shapes,
-    pack_coded,
-    unpack_coded,
-    unpack_ids,
-    unpack_masks,
-)
-from shadowsync.embedding.requests import unpack_rows
+from shadowsync.embedding.messages import Coded, Sent, pack_coded, tensors_of, unpack_coded, unpack_lookup, unpack_masks
+from shadowsync.embedding.requests import AnyLookup, Lookup, RowLookup, Shapes
 from shadowsync.embedding.saves import SaveMethods
-from shadowsync.embedding.server import EmbeddingServer, Lookup, RowLookup, RowStep
-from shadowsync.embedding.step_messages import Committed, check_batch, checked_weights
-from shadowsync.embedding.table import of_features, of_rows
+from shadowsync.embedding.server import EmbeddingServer, RowStep, check_batch, check_step
+from shadowsync.embedding.table import Subject, described
 from shadowsync.errors import DataError
 from shadowsync.rpc.kept import FIRST, USUAL, Generation, Kept, KeptLimits, Mask, PerClient
-from shadowsync.rpc.served import Served
-from shadowsync.rpc.service import Method, Payload
+from shadowsync.rpc.served import Client, served
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A look-up that waits for its push.
+    """A look-up that waits for its push, the shapes of its answer and of the gradients that are to come, and the mask
+    under which it was answered, if it was under one."""
 
-    Attributes:
-        lookup: as it was asked for.
-        shapes: of its answer, and of the gradients that are to come.
-        mask: under which it was answered; None if it was under none.
-    """
-
-    lookup: Lookup | RowLookup
+    lookup: AnyLookup
     shapes: Shapes
     mask: Mask | None
 
@@ -58,54 +33,18 @@ class _Client:
     """What is kept for one connection."""
 
     def __init__(self, limits: KeptLimits) -> None:
-        self._kept: Kept[tuple[int, int], _Asked] = Kept(limits)
-        self._masks = itertools.count()
-        self._streams: dict[tuple[object, ...], Stream] = {}
-
-    def answer(
-        self, stream: int | None, lookup: Lookup | RowLookup, encoded: Sequence[Encoded], codec: Codec
-    ) -> Payload:
-        """The reply to a pull; its look-up and its mask are kept until its push comes, where one will (`stream`)."""
-        if stream is None:
-            return Payload.of(*pack_coded(encoded, codec.name))
-        mask = Mask(next(self._masks), tuple(each.kept for each in encoded)) if codec.sparse else None
-        size = _bytes(lookup) + (0 if mask is None else mask.nbytes)
-        self._kept.keep((stream, lookup.number), _Asked(lookup, tuple(each.shape for each in encoded), mask), size)
-        return Payload.of(*pack_coded(encoded, codec.name, None if mask is None else mask.number))
-
-    def take(self, stream: int, number: int, mask: int | None) -> _Asked | None:
-        """The look-up, which is not kept any more; None if it was dropped or never came, or has another mask."""
-        found = self._kept.take((stream, number))
-        if found is None or mask is None:
-            return found
-        return found if found.mask is not None and found.mask.number == mask else None
-
-    def encoder(self, codec: Codec, stream: int, route: tuple[object, ...], about: Callable[[], str]) -> Stream:
-        """Of the answers to that stream about that."""
-        key = (stream, codec.name, *route)
-        # setdefault is atomic: of several threads that ask first, all get one
-        return self._streams.get(key) or self._streams.setdefault(key, Stream(codec, f"what is pulled of {about()}"))
-
-    @property
-    def kept(self) -> int:
-        """Look-ups that wait for their push."""
-        return len(self._kept)
+        self.asked: Kept[tuple[int, int], _Asked] = Kept(limits)
+        self.masks = itertools.count()
+        self.streams: dict[tuple[int, str, Subject], Stream] = {}
 
 
-def _bytes(lookup: Lookup | RowLookup) -> int:
-    if isinstance(lookup, RowLookup):
-        return lookup.rows.nbytes
-    return sum(t.nbytes for t in (lookup.ids.values, lookup.ids.offsets, lookup.ids.weights) if t is not None)
-
-
-class EmbeddingService:
+class EmbeddingService(SaveMethods):
     """Serves an `EmbeddingServer`; its methods may run in any number of threads at once.
 
-    `pull` and `read` keep their look-up until `push` and `step` refer to it by its number, so that ids cross once.
-    Where the answer holds a part of the elements, the gradient comes under the same mask; a look-up that is not kept
-    any more, or has been answered again under another mask, comes again with its ids and the mask. What is kept is
-    bounded for each client and freed when the client goes. Rows go out as they are between two pushes, and come in, as
-    `SaveMethods` has it.
+    `pull` keeps its look-up until `push` or `hold_gradients` refers to it by its number, so that ids cross once. Where
+    the answer holds a part of the elements, the gradient comes under the same mask; a look-up that is not kept any
+    more, or has been answered again under another mask, comes again with its ids and the mask. What is kept is bounded
+    for each client and freed when the client goes.
 
     Args:
         server: what is served; checks ids, row numbers and the shapes of gradients.
@@ -123,132 +62,112 @@ class EmbeddingService:
         limits: KeptLimits = USUAL,
         generation: Generation = FIRST,
     ) -> None:
-        self.methods: Mapping[str, Method] = {
-            "pull": Method(self._pull, once=False),
-            "push": Method(self._push),
-            "read": Method(self._read, once=False),
-            "step": Method(self._step),
-            "commit": Method(self._commit),
-            "forget_held": Method(self._forget_held),
-            **Served(SaveMethods(server)).methods,
-        }
-        self.server = self._server = server
-        self._generation = generation
-        self._plain = Plain()
-        self._pull_codec = pull
-        self._push_codec = push
+        super().__init__(server)
+        self._generation, self._plain, self._pull_codec, self._push_codec = generation, Plain(), pull, push
         self._clients = PerClient(lambda: _Client(limits))
 
     def client_gone(self, client: str) -> None:
         """As `Service.client_gone`."""
         self._clients.forget(client)
 
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def _codec(self, asked: PullAsked | ReadAsked) -> Codec:
-        """Who only predicts is to see the rows as they are."""
-        return self._plain if asked.number is None else self._pull_codec.level(asked.codec)
-
     @property
     def kept(self) -> int:
         """Look-ups of all clients that wait for their push."""
-        return sum(client.kept for client in self._clients.values())
+        return sum(len(client.asked) for client in self._clients.values())
 
-    def _pull(self, request: Payload) -> Payload:
-        asked, client = request.read(PullAsked), self._clients.of(request.client)
-        lookup, codec = unpack_ids(asked.ids, request.tensors, asked.number or 0), self._codec(asked)
-        encoder = client.encoder(
-            codec, asked.stream, lookup.slots, partial(of_features, self._server.shards, lookup.slots)
-        )
-        pooled = self._server.pull(lookup)
-        encoded = encoder.encode(pooled, slot_widths(self._server.shards, lookup) if codec.by_feature else ())
-        return client.answer(_stream(asked), lookup, [encoded], codec)
+    @served(once=False)
+    def pull(self, lookup: Lookup | RowLookup, stream: int | None, codec: str, client: Client) -> Coded:
+        """As `EmbeddingServer.pull`.
 
-    def _push(self, request: Payload) -> Payload:
-        asked = request.read(PushAsked)
-        self._generation.check(asked.generation)
-        split = 0 if asked.ids is None else asked.ids.tensor_count
-        found = self._clients.of(request.client).take(asked.stream, asked.number, asked.gradient.mask)
-        if asked.ids is not None:
-            lookup = unpack_ids(asked.ids, request.tensors[:split], asked.number)
-            shapes = (self._server.pooled_shape(lookup),)
-            mask, split = _mask(asked.gradient, request.tensors, split, shapes)
-            found = _Asked(lookup, shapes, mask)
-        if found is None or not isinstance(found.lookup, Lookup):
-            return Payload.of(Pushed(False))
-        gradients = self._gradients(asked.gradient, request.tensors[split:], asked.lr, found)
-        if asked.held is None:
-            self._server.push(found.lookup, gradients[0], asked.lr)
-        else:
-            check_batch(asked.held)
-            self._server.hold(asked.held, found.lookup, gradients[0])
-        return Payload.of(Pushed(True))
+        Args:
+            lookup: packed.
+            stream: of the client's, which may have several, one for each worker; None if no push will follow: who only
+                predicts is to see the rows as they are.
+            codec: that the answer is to be in, by name.
+            client: who asks.
+        """
+        asked = unpack_lookup(lookup, self.server.numbers.total)
+        if stream is None:
+            return pack_coded([self._plain.encode(found) for found in self.server.pull(asked)], self._plain.name)
+        level, own = self._pull_codec.level(codec), self._clients.of(client)
+        tensors = self.server.pull(asked)
+        streams = [self._stream(own, (stream, level.name, s), level) for s in asked.subjects(self.server.numbers)]
+        groups = asked.groups(self.server.slots) if level.by_feature else ()
+        encoded = [way.encode(found, groups) for way, found in zip(streams, tensors, strict=True)]
+        mask = Mask(next(own.masks), tuple(each.kept for each in encoded)) if level.sparse else None
+        size = sum(tensor.nbytes for tensor in tensors_of(asked)) + (0 if mask is None else mask.nbytes)
+        own.asked.keep((stream, asked.number), _Asked(asked, tuple(each.shape for each in encoded), mask), size)
+        return pack_coded(encoded, level.name, None if mask is None else mask.number)
 
-    def _read(self, request: Payload) -> Payload:
-        asked, client = request.read(ReadAsked), self._clients.of(request.client)
-        numbers = unpack_rows(request.tensors, self._server.numbers.total)
-        lookup, codec = RowLookup(asked.shards, numbers, asked.number or 0), self._codec(asked)
-        rows = self._server.read_rows(lookup)
-        dims = [width.dim for width in self._server.numbers.widths]
-        encoders = [
-            client.encoder(codec, asked.stream, ("rows", dim), partial(of_rows, self._server.shards, dim))
-            for dim in dims
-        ]
-        encoded = [encoder.encode(found) for encoder, found in zip(encoders, rows, strict=True)]
-        return client.answer(_stream(asked), lookup, encoded, codec)
+    def _stream(self, own: _Client, key: tuple[int, str, Subject], codec: Codec) -> Stream:
+        if (found := own.streams.get(key)) is None:
+            about = f"what is pulled of {described(self.server.shards, key[2])}"
+            found = own.streams.setdefault(key, Stream(codec, about))  # atomic: of several that ask first, all get one
+        return found
 
-    def _step(self, request: Payload) -> Payload:
-        asked = request.read(StepAsked)
-        self._generation.check(asked.generation)
-        split = 0 if asked.shards is None else 1
-        found = self._clients.of(request.client).take(asked.stream, asked.number, asked.gradients.mask)
-        if asked.shards is not None:
-            numbers = unpack_rows(request.tensors[:split], self._server.numbers.total)
-            lookup = RowLookup(asked.shards, numbers, asked.number)
-            shapes = self._server.row_shapes(lookup)
-            mask, split = _mask(asked.gradients, request.tensors, split, shapes)
-            found = _Asked(lookup, shapes, mask)
-        if found is None or not isinstance(found.lookup, RowLookup):
-            return Payload.of(Pushed(False))
-        gradients = self._gradients(asked.gradients, request.tensors[split:], asked.lr, found)
-        if asked.held is None:
-            self._server.step_rows(found.lookup, gradients, asked.lr)
-        else:
-            check_batch(asked.held)
-            self._server.hold_rows(asked.held, found.lookup, gradients)
-        return Payload.of(Pushed(True))
+    @served(along=True)
+    def push(self, sent: Sent, lr: float, client: Client) -> bool:
+        """As `EmbeddingServer.push`.
 
-    def _commit(self, request: Payload) -> Payload:
-        asked = request.read(CommitAsked)
-        self._generation.check(asked.generation)
-        weights = checked_weights(asked.batches, asked.weights, asked.divisor, asked.lr)
-        held_bytes = self._server.held_bytes
-        self._server.commit(RowStep(asked.step, weights, asked.divisor, asked.lr, asked.below))
-        return Payload.of(Committed(held_bytes))
+        Returns:
+            False if the look-up is not kept any more; nothing was done, and the ids have to come again.
 
-    def _forget_held(self, request: Payload) -> Payload:
-        asked = request.read(ForgetAsked)
-        self._generation.check(asked.generation)
-        self._server.forget_held(asked.stepped)
-        return Payload()
-
-    def _gradients(self, coded: Coded, frames: Sequence[Tensor], lr: float, asked: _Asked) -> tuple[Tensor, ...]:
+        Raises:
+            DataError: the learning rate is not finite, or the gradients are none of such a look-up.
+            RunError: the client is of another generation.
+        """
         if not math.isfinite(lr):
             raise DataError(f"a learning rate of {lr} is not finite")
-        check_shapes(coded, asked.shapes, "gradients")
-        kept = None if asked.mask is None or coded.mask is None else asked.mask.kept
-        return tuple(found.tensor for found in unpack_coded(coded, frames, self._push_codec, kept))
+        found = self._arrived(sent, client)
+        if found is not None:
+            self.server.push(*found, lr)
+        return found is not None
 
+    @served()
+    def hold_gradients(self, sent: Sent, batch: int, client: Client) -> bool:
+        """As `push`, held under the number of the batch until a `commit` names it."""
+        check_batch(batch)
+        found = self._arrived(sent, client)
+        if found is not None:
+            self.server.hold(batch, *found)
+        return found is not None
 
-def _stream(asked: PullAsked | ReadAsked) -> int | None:
-    """Of the push that will follow; None if none will."""
-    return None if asked.number is None else asked.stream
+    def _arrived(self, sent: Sent, client: Client) -> tuple[AnyLookup, tuple[Tensor, ...]] | None:
+        """The look-up and the gradients; None if it was dropped or never came, or was answered under another mask."""
+        self._generation.check(sent.generation)
+        asked, gradients = self._clients.of(client).asked.take((sent.stream, sent.number)), sent.gradients
+        if sent.lookup is not None:
+            again = unpack_lookup(sent.lookup, self.server.numbers.total)
+            shapes = self.server.shapes(again)
+            mask = None if gradients.mask is None else Mask(gradients.mask, unpack_masks(sent.masks, shapes))
+            asked = _Asked(again, shapes, mask)
+        if asked is None:
+            return None
+        if gradients.mask is not None and (asked.mask is None or asked.mask.number != gradients.mask):
+            return None
+        kept = None if asked.mask is None or gradients.mask is None else asked.mask.kept
+        decoded = unpack_coded(gradients, self._push_codec, asked.shapes, "gradients", kept)
+        return asked.lookup, tuple(found.tensor for found in decoded)
 
+    @served()
+    def commit(self, step: RowStep, generation: int) -> int:
+        """As `EmbeddingServer.commit`.
 
-def _mask(coded: Coded, tensors: Sequence[Tensor], start: int, shapes: Shapes) -> tuple[Mask | None, int]:
-    """The mask that comes with a look-up that comes again, from tensor `start` on, and where the frames begin."""
-    if coded.mask is None:
-        return None, start
-    split = start + len(shapes)
-    return Mask(coded.mask, unpack_masks(tensors[start:split], shapes)), split
+        Returns:
+            Memory of the gradients that waited when the step came, those of the step with them.
+
+        Raises:
+            DataError: this is no global step.
+            RunError: it is of another generation.
+        """
+        self._generation.check(generation)
+        check_step(step.weights, step.divisor, step.lr)
+        held_bytes = self.server.held_bytes
+        self.server.commit(step)
+        return held_bytes
+
+    @served()
+    def forget_held(self, stepped: int, generation: int) -> None:
+        """As `EmbeddingServer.forget_held`."""
+        self._generation.check(generation)
+        self.server.forget_held(stepped)

@@ -22,14 +22,8 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """The optimizer applied in the fused backward of a storage.
-
-    Attributes:
-        name: `rowwise_adagrad`, `adam` or `sgd`.
-        eps: added to the denominator.
-        beta1: decay of Adam's first moment.
-        beta2: decay of Adam's second moment.
-    """
+    """The optimizer applied in the fused backward of a storage; `eps` is added to the denominator, the betas are the
+    decays of Adam's moments."""
 
     name: str
     eps: float
@@ -73,42 +67,23 @@ class Storage(ABC):
 
     @abstractmethod
     def pull(self, ids: Jagged, features: Sequence[int]) -> Tensor:
-        """Weighted sums of rows, float32 `[B, Σ D_f]`.
-
-        Args:
-            ids: local ids of the requested features, `Jagged` of `len(features)` features.
-            features: positions in the constructor's `features`, in the order wanted.
-        """
+        """Weighted sums of rows, float32 `[B, Σ D_f]`, of the features at these positions in the constructor's, in the
+        order wanted; `ids` are theirs, local to the shards."""
 
     @abstractmethod
     def push(self, ids: Jagged, features: Sequence[int], gradient: Tensor, lr: float) -> None:
-        """Applies the optimizer once to every row that occurs in `ids`, with the sum of its gradients.
-
-        Args:
-            ids: as given to `pull`.
-            features: as given to `pull`.
-            gradient: of the loss with respect to `pull`'s output, float32 `[B, Σ D_f]`.
-            lr: the learning rate of this step.
-        """
+        """Applies the optimizer once to every row that occurs in `ids`, with the sum of its gradients; ids and features
+        are as given to `pull`, and `gradient` is that of its output, float32 `[B, Σ D_f]`."""
 
     @abstractmethod
     def read_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Rows as they are, for each width of the shards (ascending) float32 `[K_w, D_w]`.
-
-        Args:
-            rows: distinct numbers (`RowNumbers` of the constructor's shards), ascending, int64 `[K]`.
-        """
+        """Rows as they are, for each width of the shards (ascending) float32 `[K_w, D_w]`, by distinct numbers
+        (`RowNumbers` of the constructor's shards), ascending, int64 `[K]`."""
 
     @abstractmethod
     def step_rows(self, rows: Tensor, gradients: Sequence[Tensor], shards: Sequence[int], lr: float) -> None:
-        """Applies the optimizer once to every row, as a `push` whose gradients sum up to these.
-
-        Args:
-            rows: as given to `read_rows`.
-            gradients: of the shape of its answer.
-            shards: positions of the shards for which this counts as a push; all rows are theirs.
-            lr: the learning rate of this step.
-        """
+        """Applies the optimizer once to every row, as a `push` whose gradients sum up to these, of the shape of
+        `read_rows`' answer. It counts as a push for the shards at these positions; all rows are theirs."""
 
     @abstractmethod
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:

@@ -1,4 +1,5 @@
-"""What an embedding table is, which rows of it a server holds, and the numbers that they have there.
+"""What an embedding table is, which rows of it a server holds, the numbers that they have there, and which tables a
+job has.
 
 `K` rows asked for, `D_w` floats in a row of width w.
 """
@@ -6,13 +7,16 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, get_args
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from shadowsync.data.source import Pooling
+from shadowsync.data.source import Feature, Pooling, Schema
+from shadowsync.errors import ConfigError
+from shadowsync.models.model import SequenceInput
+from shadowsync.registry import nearest
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,8 @@ class Table:
 
     Attributes:
         name: unique among the tables of a job.
-        rows: number of rows; ids lie in `[0, rows)`.
-        dim: width of a row.
-        features: names of the features that share the table; pooled vectors come in the order of the tables and, within
-            a table, in this one.
+        rows: ids lie in `[0, rows)`.
+        features: that share the table; pooled vectors come in the order of the tables and, within a table, in this one.
         pooling: how the rows of one sample become one vector, for all features or for each in their order. A sample
             without ids gives zeros, and with `none`, which keeps the rows apart, an empty sequence.
     """
@@ -63,7 +65,6 @@ class Shard:
 
     @property
     def rows(self) -> int:
-        """Number of rows in the shard."""
         return self.stop - self.start
 
     @property
@@ -76,14 +77,9 @@ class RowSource(Protocol):
     """Gives rows that are not in memory, when somebody wants them."""
 
     def read(self, first: int, last: int, name: str) -> Iterator[Tensor]:
-        """A tensor of the rows at positions `first … last − 1` of those held, in parts and in order.
+        """The tensor `name` of the rows at positions `first … last − 1` of those held, in parts and in order.
 
-        Whoever wants several tensors asks for those of the table as a whole last.
-
-        Args:
-            first: position of the first row.
-            last: one beyond the last.
-            name: of the tensor; one of the table as a whole is a single part.
+        One of the table as a whole is a single part; whoever wants several tensors asks for those last.
         """
 
 
@@ -92,7 +88,6 @@ class Rows:
     """A run of rows of one table with everything the optimizer keeps for them.
 
     Attributes:
-        table: the table's specification.
         start: first row; the tensors hold rows `start … start + len(weight) − 1`.
         tensors: as in `Storage.state()`: `weight` and the optimizer's; a tensor of first dimension 1 beside more
             rows (Adam's `step`) belongs to the table as a whole.
@@ -104,13 +99,17 @@ class Rows:
     tensors: Mapping[str, Tensor]
     source: RowSource | None = field(default=None, compare=False)
 
+    @property
+    def stop(self) -> int:
+        """One beyond the last row."""
+        return self.start + len(self.tensors["weight"])
+
 
 @dataclass(frozen=True)
 class RowSet:
     """Some rows of one table with everything the optimizer keeps for them: what changed, say.
 
     Attributes:
-        table: the table's specification.
         start: first row of the run that is spoken of.
         stop: one beyond its last row.
         numbers: the rows that are held, distinct and ascending in `[start, stop)`, int64 `[K]`.
@@ -126,19 +125,15 @@ class RowSet:
     source: RowSource | None = field(default=None, compare=False)
 
 
-def span_of(rows: Rows | RowSet) -> tuple[int, int]:
-    """The run of rows of its table that a copy is of: the first, and one beyond the last."""
-    return rows.start, rows.stop if isinstance(rows, RowSet) else rows.start + len(rows.tensors["weight"])
-
-
-def numbers_of(rows: Rows | RowSet) -> Tensor | range:
-    """The rows that a copy holds, as numbers in their table."""
-    return rows.numbers if isinstance(rows, RowSet) else range(*span_of(rows))
+def cut_rows(rows: Rows, run: range) -> dict[str, Tensor]:
+    """Views of a run of the rows; a tensor that belongs to the table as a whole is there in each."""
+    count, part = rows.stop - rows.start, slice(run.start - rows.start, run.stop - rows.start)
+    return {name: tensor[part] if len(tensor) == count else tensor for name, tensor in rows.tensors.items()}
 
 
 def parts_of(rows: Rows | RowSet, most: int) -> Iterator[Tensor | range]:
     """The numbers of the rows that a copy holds, so many at a time; of none, once too."""
-    numbers = numbers_of(rows)
+    numbers = rows.numbers if isinstance(rows, RowSet) else range(rows.start, rows.stop)
     for first in range(0, max(1, len(numbers)), most):
         yield numbers[first : first + most]
 
@@ -188,8 +183,7 @@ class RowNumbers:
     Attributes:
         by_width: positions of the shards in the order of their numbers.
         starts: the number of each shard's first row, in the order of the shards.
-        widths: the widths there are, ascending.
-        total: how many rows there are.
+        widths: ascending.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -230,22 +224,124 @@ def starts_of(sizes: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(starts[index] for index in range(len(sizes)))
 
 
+Subject = tuple[int, ...] | int
+"""What a tensor holds: pooled rows of these slots side by side, or rows of this width."""
 _MOST = 3
 
 
-def listed(kind: str, names: Sequence[str]) -> str:
-    """`features a, b, c, …`."""
+def described(shards: Sequence[Shard], subject: Subject) -> str:
+    """`features a, b, c, …` or `rows of tables a, b, c, …`; slots that are none are passed over."""
+    if isinstance(subject, int):
+        return "rows of " + _listed("table", [shard.table.name for shard in shards if shard.table.dim == subject])
+    known = slots_of(shards)
+    return _listed("feature", [known[slot].feature for slot in subject if 0 <= slot < len(known)])
+
+
+def _listed(kind: str, names: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(names))
     more = ", …" if len(distinct) > _MOST else ""
     return f"{kind}{'s' if len(distinct) != 1 else ''} {', '.join(distinct[:_MOST])}{more}"
 
 
-def of_features(shards: Sequence[Shard], slots: Sequence[int]) -> str:
-    """The features at these slots; those that are none are passed over."""
-    known = slots_of(shards)
-    return listed("feature", [known[slot].feature for slot in slots if 0 <= slot < len(known)])
+# --- the tables of a job ---------------------------------------------------------------------------------------------
 
 
-def of_rows(shards: Sequence[Shard], dim: int) -> str:
-    """The rows of tables of that width."""
-    return "rows of " + listed("table", [shard.table.name for shard in shards if shard.table.dim == dim])
+def default_tables(schema: Schema, dim: int) -> tuple[Table, ...]:
+    """One table for each feature of the source, or for each group of features that name the same table."""
+    groups: dict[str, list[Feature]] = {}
+    for feature in schema.features:
+        groups.setdefault(feature.table or feature.name, []).append(feature)
+    tables = []
+    for name, features in groups.items():
+        table = Table(name, max(feature.rows for feature in features), dim, tuple(feature.name for feature in features))
+        tables.append(pool(table, {feature.name: feature.pooling for feature in features}))
+    return tuple(tables)
+
+
+def with_pooling(tables: Sequence[Table], poolings: Mapping[str, Pooling], key: str) -> tuple[Table, ...]:
+    """The tables with other poolings of some features, by name; raises `ConfigError`, which names the key of the
+    configuration, if there is no such feature."""
+    known = [feature for table in tables for feature in table.features]
+    for feature in poolings:
+        if feature not in known:
+            raise ConfigError(
+                f"{key}: there is no feature {feature}{nearest(feature, known)}; there are {', '.join(known)}"
+            )
+    return tuple(pool(t, {f: p for f, p in poolings.items() if f in t.features}) for t in tables)
+
+
+def widths(tables: Sequence[Table]) -> dict[str, int]:
+    """Width of each pooled feature's vector, in the order of the columns of pooled vectors."""
+    return {feature: table.dim for table in tables for feature in table.features if feature not in table.sequences}
+
+
+def histories(tables: Sequence[Table], schema: Schema) -> dict[str, tuple[str, ...]]:
+    """The features with several ids per sample that share a table with others of one id, each with those others."""
+    partners = _partners(tables, schema)
+    several = {feature.name for feature in schema.features if feature.multi_hot}
+    pairs = ((feature, partners[table.name]) for table in tables for feature in table.features)
+    return {feature: others for feature, others in pairs if feature in several and others}
+
+
+def sequence_inputs(tables: Sequence[Table], schema: Schema) -> dict[str, SequenceInput]:
+    """What a model has to know of the features that are not pooled, in the order of the tables."""
+    partners = _partners(tables, schema)
+    return {f: SequenceInput(table.dim, partners[table.name]) for table in tables for f in table.sequences}
+
+
+def _partners(tables: Sequence[Table], schema: Schema) -> dict[str, tuple[str, ...]]:
+    """Of each table the pooled features with one id per sample."""
+    single = {feature.name for feature in schema.features if not feature.multi_hot}
+    return {t.name: tuple(f for f in t.features if f in single and f not in t.sequences) for t in tables}
+
+
+def check_tables(tables: Sequence[Table], features: Sequence[str]) -> None:
+    """Raises `ConfigError`, naming the first that does not fit and the nearest that would, unless every feature of the
+    source has exactly one table, and every table only such features."""
+    _check_distinct([table.name for table in tables], "embedding.tables: two tables are called")
+    for table in tables:
+        given = table.pooling if isinstance(table.pooling, tuple) else (table.pooling,)
+        for pooling in given:
+            if pooling not in get_args(Pooling):
+                raise ConfigError(
+                    f"table {table.name}: pooling {pooling!r} is not known{nearest(str(pooling), get_args(Pooling))}; "
+                    f"allowed: {', '.join(get_args(Pooling))}"
+                )
+        if isinstance(table.pooling, tuple) and len(given) != len(table.features):
+            raise ConfigError(
+                f"table {table.name} has {len(given)} poolings for {len(table.features)} features: give one for all, "
+                f"or one for each of {', '.join(table.features)}"
+            )
+    looked_up = [feature for table in tables for feature in table.features]
+    for table in tables:
+        for feature in table.features:
+            if feature not in features:
+                raise ConfigError(
+                    f"table {table.name}: the source has no feature {feature}{nearest(feature, features)}; it has "
+                    f"{', '.join(features)}"
+                )
+    _check_distinct(looked_up, "embedding.tables: two tables look up feature")
+    for feature in features:
+        if feature not in looked_up:
+            raise ConfigError(
+                f"feature {feature} of the source has no table{nearest(feature, looked_up)}; add it to the features of "
+                "one of embedding.tables"
+            )
+
+
+def check_rows(tables: Sequence[Table], schema: Schema) -> None:
+    """Raises `ConfigError` for a table with fewer rows than the source has ids for one of its features."""
+    rows: Mapping[str, int] = {feature.name: feature.rows for feature in schema.features}
+    for table in tables:
+        for feature in table.features:
+            if table.rows < rows[feature]:
+                raise ConfigError(
+                    f"table {table.name} has rows={table.rows} and the ids of feature {feature} go up to "
+                    f"{rows[feature] - 1}: set rows={rows[feature]}"
+                )
+
+
+def _check_distinct(names: Sequence[str], what: str) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ConfigError(f"{what} {name}")

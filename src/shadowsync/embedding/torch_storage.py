@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.distinct import Group, SlotGroups, by_sample
+from shadowsync.embedding.distinct import SlotGroup, SlotGroups, by_sample
 from shadowsync.embedding.memory import ShardMemory
-from shadowsync.embedding.optimizers import Touched, rule_class
+from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard
 from shadowsync.memory.pages import zeros
@@ -80,7 +80,7 @@ class TorchStorage(Storage):
         """Columns of `pull`'s output for these features."""
         return sum(self._slots.dim(feature) for feature in features)
 
-    def _pool(self, ids: Jagged, group: Group) -> Tensor:
+    def _pool(self, ids: Jagged, group: SlotGroup) -> Tensor:
         weight = self._memory.blocks[group.dim]["weight"]
         rows = group.block_rows(ids)
         if ids.offsets is None:
@@ -99,7 +99,7 @@ class TorchStorage(Storage):
             members = self._memory.numbers.members(dim)
             starts = torch.tensor([self._memory.start_in_block(index) for index in members])
             per_row = pushes[torch.tensor(members)[torch.searchsorted(starts, rows, right=True) - 1]]
-        self._rule.apply(Touched(self._memory.blocks[dim], rows, gradient, per_row), lr)
+        self._rule.apply(self._memory.blocks[dim], rows, gradient, per_row, lr)
 
     def _count(self, shards: Set[int]) -> Tensor | None:
         """One push more for each of these shards; the counts of all shards, `[S]`."""

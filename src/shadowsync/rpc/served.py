@@ -51,19 +51,23 @@ class _Plan:
     client: int | None
     once: bool
     quick: bool
+    along: bool
     timeout_s: float | None
 
 
-def served(*, once: bool = True, quick: bool = False, timeout_s: float | None = None) -> Callable[[F], F]:
+def served(
+    *, once: bool = True, quick: bool = False, along: bool = False, timeout_s: float | None = None
+) -> Callable[[F], F]:
     """Marks a method that others may call.
 
     Args:
         once, quick: as in `rpc.service.Method`.
+        along: a call is in no hurry, as `Connection.call_along`.
         timeout_s: deadline of a call; None leaves it to the connection.
     """
 
     def mark(method: F) -> F:
-        method._served = {"once": once, "quick": quick, "timeout_s": timeout_s}  # type: ignore[attr-defined]
+        method._served = {"once": once, "quick": quick, "along": along, "timeout_s": timeout_s}  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -118,7 +122,8 @@ def later(connection: Connection, method: Callable[..., Any], /, *args: Any, **k
     given = dict(plan.defaults) | dict(zip(plan.parameters, args, strict=False)) | kwargs
     if isinstance(connection, Direct):
         return _call_direct(connection, plan, given)
-    answer = connection.call(plan.name, _pack(tuple(given[name] for name in plan.names)), plan.timeout_s)
+    call = connection.call_along if plan.along else connection.call
+    answer = call(plan.name, _pack(tuple(given[name] for name in plan.names)), plan.timeout_s)
     return Mapped(functools.partial(_unpack, plan.result, f"the answer of {plan.name}"), answer)
 
 

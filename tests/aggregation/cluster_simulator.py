@@ -19,6 +19,7 @@ class Cluster:
         size: M.
         batches: so many are dispatched, those included that die with their worker.
         step_time: how fast the workers are.
+        workers: so many are there from the start.
         until_s: nobody takes another batch from then on.
     """
 
@@ -26,6 +27,7 @@ class Cluster:
     size: int
     batches: int
     step_time: StepTime
+    workers: int = field(kw_only=True)
     until_s: float = float("inf")
     step: int = 0
     aggregator: Aggregator = field(init=False)
@@ -48,6 +50,8 @@ class Cluster:
     def __post_init__(self) -> None:
         self.aggregator = self.aggregation.start(self.size, self.step)
         self.book = TokenBook(self.aggregation.batches_per_step(self.size), self.step)
+        for worker in range(self.workers):
+            self.join(worker)
 
     def join(self, worker: int, at: float = 0.0) -> None:
         self._at(at, lambda: self._joins(worker))
@@ -175,11 +179,3 @@ class Cluster:
 def worker_of(batch: Begun) -> int:
     assert isinstance(batch.worker, int)
     return batch.worker
-
-
-def simulate(aggregation: Aggregation, size: int, batches: int, workers: int, step_time: StepTime) -> Cluster:
-    """A run in which nobody dies."""
-    cluster = Cluster(aggregation, size, batches, step_time)
-    for worker in range(workers):
-        cluster.join(worker)
-    return cluster.run()

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from cluster_simulator import Cluster, simulate
+from cluster_simulator import Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,9 +38,9 @@ FAULTS = st.lists(
 
 def troubled(aggregation: Aggregation, size: int, workers: int, delays: list[int], faults: Faults) -> Cluster:
     """60 batches, each of which takes a time of its own, among workers that come and go."""
-    cluster = Cluster(aggregation, size, 60, lambda worker, number, now: delays[number % len(delays)], step=3)
-    for worker in range(workers):
-        cluster.join(worker)
+    cluster = Cluster(
+        aggregation, size, 60, lambda worker, number, now: delays[number % len(delays)], step=3, workers=workers
+    )
     for kind, worker, at in faults:
         getattr(cluster, kind)(worker, at + 0.5)
     return cluster
@@ -378,7 +378,9 @@ def one_slow(worker: int, number: int, now: float) -> float:
 
 def test_a_straggler_holds_up_rounds_and_nobody_else() -> None:
     """Eight workers, M = 8: async runs at 7 + 1/5 batches a second, sync at 8 every five seconds."""
-    taken_s = {name: simulate(make(), 8, 2000, 8, one_slow).commit_times[-1] for name, make in MEMBERS.items()}
+    taken_s = {
+        name: Cluster(make(), 8, 2000, one_slow, workers=8).run().commit_times[-1] for name, make in MEMBERS.items()
+    }
     assert taken_s["async"] == pytest.approx(2000 / 7.2, rel=0.02)
     assert taken_s["sync"] == pytest.approx(2000 / 8 * 5, rel=0.02)
     assert taken_s["gba"] == pytest.approx(taken_s["async"], rel=0.02)
@@ -389,5 +391,5 @@ def test_a_straggler_holds_up_rounds_and_nobody_else() -> None:
 
 def test_equal_workers_are_equally_fast_under_every_method() -> None:
     for make in MEMBERS.values():
-        cluster = simulate(make(), 8, 800, 8, lambda worker, number, now: 1.0)
+        cluster = Cluster(make(), 8, 800, lambda worker, number, now: 1.0, workers=8).run()
         assert cluster.commit_times[-1] == pytest.approx(100, rel=0.05)

@@ -31,9 +31,7 @@ def scripted(stragglers: Stragglers, noise: float = 0.0, seed: int = 0) -> StepT
 
 
 def run(aggregation: Aggregation, step_time: StepTime, until_s: float) -> Cluster:
-    cluster = Cluster(aggregation, WORKERS, 10**6, step_time, until_s)
-    for worker in range(WORKERS):
-        cluster.join(worker)
+    cluster = Cluster(aggregation, WORKERS, 10**6, step_time, until_s, workers=WORKERS)
     return cluster.run()
 
 
@@ -105,9 +103,7 @@ def test_a_batch_is_under_way_for_long_before_its_round_is_left(takes_s: float, 
     def pauses(worker: int, number: int, now: float) -> float:
         return takes_s if number == 400 else 1.0
 
-    cluster = Cluster(Auto(), WORKERS, 10**6, pauses, 60)
-    for worker in range(WORKERS):
-        cluster.join(worker)
+    cluster = Cluster(Auto(), WORKERS, 10**6, pauses, 60, workers=WORKERS)
     cluster.look(0.25, 60)
     assert modes(cluster.run())[:1] == expected
 
@@ -144,9 +140,7 @@ def test_a_worker_that_hangs_is_seen_before_it_is_done() -> None:
     def hangs(worker: int, number: int, now: float) -> float:
         return 1e4 if worker == 1 and now > 300 else EVEN_BUSY_EVEN.factor(worker, now)
 
-    cluster = Cluster(Auto(), WORKERS, 10**6, hangs, 800)
-    for worker in range(WORKERS):
-        cluster.join(worker)
+    cluster = Cluster(Auto(), WORKERS, 10**6, hangs, 800, workers=WORKERS)
     cluster.die(1, 750)
     assert modes(cluster.run()) == ["gba", "sync"]
     assert cluster.commit_times[cluster.aggregator.switches[1].step - 1] > 750, "not while one hangs"
@@ -156,9 +150,7 @@ def test_a_worker_that_hangs_in_a_round_is_not_waited_for() -> None:
     def hangs(worker: int, number: int, now: float) -> float:
         return 1e4 if worker == 1 and now > 100 else 1.0
 
-    cluster = Cluster(Auto(), WORKERS, 10**6, hangs, 200)
-    for worker in range(WORKERS):
-        cluster.join(worker)
+    cluster = Cluster(Auto(), WORKERS, 10**6, hangs, 200, workers=WORKERS)
     cluster.look(0.25, 200)
     cluster.die(1, 300)
     cluster.run()
@@ -209,9 +201,7 @@ def test_step_times_of_carried_batches_count_from_the_switch() -> None:
 
 
 def test_a_straggler_that_dies_is_forgotten() -> None:
-    cluster = Cluster(Auto(), WORKERS, 10**6, scripted(parse_stragglers("index=0,slow=8")), 400)
-    for worker in range(WORKERS):
-        cluster.join(worker)
+    cluster = Cluster(Auto(), WORKERS, 10**6, scripted(parse_stragglers("index=0,slow=8")), 400, workers=WORKERS)
     cluster.die(0, 200)
     assert modes(cluster.run()) == ["gba", "sync"]
     assert cluster.commit_times[cluster.aggregator.switches[1].step - 1] < 240
@@ -245,9 +235,7 @@ def test_a_round_takes_as_long_as_in_the_simulator(times: list[float], size: int
         return
     # no two batches end at one moment: who asks first then is nobody's rule
     times = [time * (1 + 0.001 * math.sqrt(2 + worker)) for worker, time in enumerate(times)]
-    cluster = Cluster(Sync(), size, size, lambda worker, number, now: times[worker])
-    for worker in range(len(times)):
-        cluster.join(worker)
+    cluster = Cluster(Sync(), size, size, lambda worker, number, now: times[worker], workers=len(times))
     assert round_s(times, size) == pytest.approx(cluster.run().commit_times[0])
 
 

@@ -57,10 +57,8 @@ def test_tokens_keep_up_with_the_steps_and_do_not_run_ahead(
         ahead = batch.token - cluster.aggregator.step
         assert 0 <= ahead <= (len(cluster.aggregator.in_flight) - 1 + len(cluster.aggregator.held)) // size
 
-    cluster = Cluster(Gba(), size, 60, lambda worker, number, now: 1.0 + (number * 7) % 5, step=3)
+    cluster = Cluster(Gba(), size, 60, lambda worker, number, now: 1.0 + (number * 7) % 5, step=3, workers=workers)
     cluster.watch = watch
-    for worker in range(workers):
-        cluster.join(worker)
     for kind, worker, at in faults:
         getattr(cluster, kind)(worker, at + 0.5)
     for at in flushes:

@@ -1,4 +1,5 @@
-"""Rings that reduce inside the test, late and in the wrong order, and fail where they are told to."""
+"""Rings that reduce inside the test, late and in the wrong order, and fail where they are told to; hasty callers, and a
+codec that rounds."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,8 +7,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.service import Payload
@@ -131,3 +134,17 @@ class Hasty(Connection):
 
     def close(self) -> None:
         self._connection.close()
+
+
+@dataclass(frozen=True)
+class Rounded(Codec):
+    """Whole numbers in a byte, with error feedback."""
+
+    name = "rounded"
+
+    def encode(self, tensor: Tensor, state: Tensor | None = None, groups: Sequence[int] = ()) -> Encoded:
+        wanted = tensor if state is None else tensor + state
+        return Encoded((wanted.round().to(torch.int8),), tuple(tensor.shape), wanted - wanted.round())
+
+    def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        return frames[0].view(shape).to(torch.float32)

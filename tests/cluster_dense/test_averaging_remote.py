@@ -1,17 +1,16 @@
 """Trainers in different places average: all get the same, whoever fails, leaves, dies or comes back."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
-from dataclasses import dataclass
 
 import pytest
 import torch
-from rings import PATIENCE_S, Hall, Hasty, until
+from rings import PATIENCE_S, Hall, Hasty, Rounded, until
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter
@@ -243,20 +242,6 @@ def test_a_lost_driver_is_an_error(threads: Threads, connect: Connect) -> None:
     with pytest.raises(PeerLost):
         trainers.ends[0].join()
     trainers.ends[0].leave()  # which nobody hears
-
-
-@dataclass(frozen=True)
-class Rounded(Codec):
-    """Whole numbers in a byte, with error feedback."""
-
-    name = "rounded"
-
-    def encode(self, tensor: Tensor, state: Tensor | None = None, groups: Sequence[int] = ()) -> Encoded:
-        wanted = tensor if state is None else tensor + state
-        return Encoded((wanted.round().to(torch.int8),), tuple(tensor.shape), wanted - wanted.round())
-
-    def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-        return frames[0].view(shape).to(torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Dense servers behind connections: what in-process servers do, bit for bit, and all of them at once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -10,11 +9,12 @@ import torch
 from helpers import WholeCopy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rings import Rounded
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel, Message
-from shadowsync.compression.codec import Codec, Encoded
+from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import DataError, RunError
@@ -29,20 +29,6 @@ from shadowsync.sync.dense import CPU_S_PER_BYTE, CentralCopy, DenseServer
 
 ODD_SIZE = 1003
 Connect = Callable[[Service, int], list[Connection]]
-
-
-@dataclass(frozen=True)
-class Rounded(Codec):
-    """Whole numbers with error feedback: it shows whose residuals a message gets."""
-
-    name = "rounded"
-
-    def encode(self, tensor: Tensor, state: Tensor | None = None, groups: Sequence[int] = ()) -> Encoded:
-        wanted = tensor if state is None else tensor + state
-        return Encoded((wanted.round().to(torch.int8),), tuple(tensor.shape), wanted - wanted.round())
-
-    def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-        return frames[0].view(shape).to(torch.float32)
 
 
 def over(connect: Connect) -> Callable[[DenseServer], Connection]:

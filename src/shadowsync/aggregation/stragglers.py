@@ -56,9 +56,7 @@ class Slowness:
         index: exactly these, throughout.
         slow: times that a batch takes longer, from 1 to 100: a number, or from-to.
         for_s: mean length of a slow spell, from 0.1 s on.
-        from_s: before, nobody is slow.
-        until_s: from then on, nobody is slow.
-        seed: of all that is drawn.
+        from_s, until_s: before and from then on, nobody is slow.
     """
 
     share: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -110,14 +110,7 @@ class DenseClient:
     """The dense part as a worker sees it: gradients go to all servers at once, and parameters come from all of them.
 
     Servers make a step at about the same time, not at the same: the version of the whole is the oldest of its parts.
-
-    Args:
-        worker: rank of the trainer, and index there.
-        parts: of the parameters, for each server.
-        servers: the ways to them.
-        lines: of the dense part, for each server; their codecs are the servers'.
-        length: `P`.
-        generation: of the parts that the worker belongs to.
+    For each server there are the parameters that it has, the way to it and a line, whose codec is the server's.
     """
 
     def __init__(

@@ -327,13 +327,7 @@ class Averaging(ABC):
 class LocalAverages:
     """The averages of the trainers in one process.
 
-    Args:
-        trainers: ranks.
-        channel: of the dense part.
-        waiting: entered while a trainer waits for others to come.
-
-    Attributes:
-        of: each trainer's end, by rank.
+    `waiting` is entered while a trainer waits for others to come; `of` has each trainer's end, by rank.
     """
 
     def __init__(
@@ -384,7 +378,6 @@ class RemoteAveraging(Averaging):
     as long as its members stay.
 
     Args:
-        rank: of this trainer.
         connection: to the driver's `AveragingService`.
         make_ring: builds a ring, without waiting for the others.
         codec: as configured; a sparse one looks at each parameter apart (`training.pieces`).

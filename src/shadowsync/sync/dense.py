@@ -165,10 +165,7 @@ class CenterEnd:
 
     A message that comes whole is answered whole: after it, `v_i = w_i` and `e_i = 0`.
 
-    Args:
-        codec: of the dense part.
-        length: `p`.
-        about: what answers are called in errors.
+    `length` is `p`, and `about` what answers are called in errors.
     """
 
     def __init__(self, codec: Codec, length: int, about: str) -> None:
@@ -225,15 +222,8 @@ class CentralCopy:
     first message, and any after a failure, is the replica itself; and workers of one trainer take turns, so that both
     ends see differences in one order.
 
-    Args:
-        rank: of the trainer.
-        connections: one to each dense server.
-        spans: what each of them holds, in the same order (`split_evenly`).
-        channel: of exchanges in both directions; its codec is the servers'.
-        generation: of the parts that the trainer belongs to.
-
-    Attributes:
-        cpu_s: as `Group.cpu_s`.
+    There is a connection to each dense server and a span of what it holds (`split_evenly`); the channel, of both
+    directions, has the servers' codec.
     """
 
     def __init__(

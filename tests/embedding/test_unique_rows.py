@@ -185,6 +185,15 @@ def test_the_choice_follows_the_data_now_and_then():
         assert {bool(fixed.tables(ids)) for ids in batches} == {mode == "always"}
 
 
+def test_rows_that_cross_no_network_are_pooled_by_their_server():
+    tables = [table(name, 1000, 16) for name in ("here", "there", "split")]
+    servers = [[*whole(tables[:1]), Shard(tables[2], 0, 500)], [*whole(tables[1:2]), Shard(tables[2], 500, 1000)]]
+    ids = ids_of((10, 10, 10))
+    assert UniqueChoice(AUTO, tables, ["here", "there", "split"], servers).tables(ids) == {"here", "there", "split"}
+    choice = UniqueChoice(AUTO, tables, ["here", "there", "split"], servers, here=[0])
+    assert choice.tables(ids) == {"there", "split"}
+
+
 LARGE = 100 * REQUEST_BYTES
 
 

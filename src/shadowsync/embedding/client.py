@@ -81,7 +81,8 @@ class EmbeddingClient:
         ]
         self._feature_count = len(features)
         self._router = Router(tables, features, held)
-        self._unique = UniqueChoice(unique, tables, features, held)
+        self._here = {position for position, server in enumerate(servers) if isinstance(server, EmbeddingServer)}
+        self._unique = UniqueChoice(unique, tables, features, held, self._here)
         self._numbers = itertools.count()
         self.columns = self._router.columns.span
         self.width = self._router.columns.width
@@ -110,13 +111,18 @@ class EmbeddingClient:
         All servers are asked before the first answer is waited for. Raises what they or the way to them find out.
         """
         fan, samples, lookups, gathered = prepared.fan, prepared.samples, prepared.lookups, prepared.gathered
-        asked = [self._servers[route.server].pull(lookup) for route, lookup in lookups]
-        rows = [] if gathered is None else [self._servers[server].pull(lookup) for server, lookup in gathered.lookups]
-        answers = [pending.result()[0] for pending in asked]
+        wanted: list[tuple[int, AnyLookup]] = [(route.server, lookup) for route, lookup in lookups]
+        wanted += [] if gathered is None else gathered.lookups
+        asked: dict[int, Pending[tuple[Tensor, ...]]] = {}
+        for at in sorted(range(len(wanted)), key=lambda at: wanted[at][0] in self._here):  # they answer at once
+            server, lookup = wanted[at]
+            asked[at] = self._servers[server].pull(lookup)
+        answers = [asked[at].result() for at in range(len(wanted))]
+        pooled = [answer[0] for answer in answers[: len(lookups)]]
         if gathered is None:
-            return Pulled(fan.assemble(answers, samples), lookups)
-        more, sequences = gathered.put_together([pending.result() for pending in rows])
-        return Pulled(fan.assemble([*answers, *more], samples), lookups, gathered, sequences)
+            return Pulled(fan.assemble(pooled, samples), lookups)
+        more, sequences = gathered.put_together(answers[len(lookups) :])
+        return Pulled(fan.assemble([*pooled, *more], samples), lookups, gathered, sequences)
 
     def push(self, pulled: Pulled, gradient: VectorGradients | Tensor, lr: float) -> Pending[None]:
         """Applies the optimizer to every row that was looked up, once per push.

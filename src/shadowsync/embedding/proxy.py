@@ -117,6 +117,8 @@ class ServerProxy:
 
     def pull(self, lookup: AnyLookup) -> Pending[tuple[Tensor, ...]]:
         """As `EmbeddingServer.pull`; an id outside its shard is refused before it crosses."""
+        if self._server is not None and self._pulls is UNCOUNTED:
+            return Done(self._server.pull(lookup))
         if isinstance(lookup, RowLookup):
             shapes, packed = self._numbers.shapes(lookup.rows), self._pack(lookup)
         else:

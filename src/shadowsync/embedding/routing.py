@@ -5,7 +5,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -52,18 +52,27 @@ class Traffic:
 
 
 class UniqueChoice:
-    """Chooses tables, from the traffic of a batch now and then; the choice holds until the next estimate."""
+    """Chooses tables, from the traffic of a batch now and then; the choice holds until the next estimate.
+
+    Tables that lie with servers `here` whole cross no network, so nothing would be gained.
+    """
 
     def __init__(
-        self, settings: UniqueRows, tables: Sequence[Table], features: Sequence[str], servers: Sequence[Sequence[Shard]]
+        self,
+        settings: UniqueRows,
+        tables: Sequence[Table],
+        features: Sequence[str],
+        servers: Sequence[Sequence[Shard]],
+        here: Collection[int] = (),
     ) -> None:
         self._settings = settings
         self._positions = {feature: index for index, feature in enumerate(features)}
         held = group_by_table(shard for shards in servers for shard in shards)
         self._parts = {name: len(shards) for name, shards in held.items()}
-        self._servers = len(servers)
+        self._servers = len(servers) - len(here)
         self._pulls = itertools.count()
-        self._pooled = tuple(table for table in tables if not table.sequences)
+        elsewhere = {s.table.name for at, shards in enumerate(servers) if at not in here for s in shards}
+        self._pooled = tuple(table for table in tables if not table.sequences and table.name in elsewhere)
         self._forced = frozenset(table.name for table in tables if table.sequences or settings.mode == "always")
         self._chosen = self._forced
 

@@ -258,7 +258,8 @@ def test_rows_outlive_their_server_but_not_their_machine(
     result = survive(config, tmp_path / "out", script)
     assert (sum(reached), len(reached)) == (3, 6)
     assert (result.recovery.pls > 0) == machine_too
-    assert (result.recovery.failures, result.recovery.mode) == (len(script.roles), "partial")
+    assert result.recovery.failures >= len(script.roles)  # who waits for a server may be given up, too
+    assert result.recovery.mode == "partial"
     assert any(role.startswith("trainer") for role in script.roles) == machine_too
 
 

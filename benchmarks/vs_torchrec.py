@@ -7,8 +7,8 @@ Speed: the DLRM 13-512-256-64-16 / 512-256-1 with 26 tables of 200,000 × 16, Zi
 once and repeated from memory. Quality: the demo, once through, at the same sizes, batch, optimizers and learning rates.
 Variants take turns, each run in a testbed of its own (see `testbed.py`); a finished run is one file of FOLDER, and the
 script goes on where it stopped. `torchrec_trainer.py` says how TorchRec is installed; here it runs as it comes, in
-fp32, and as fast as we could make it: the dense part in bf16 with shadowsync's own layers, all traffic in bf16. Root
-rights are needed.
+fp32, and as fast as we could make it: the dense part in bf16 with shadowsync's own layers, all traffic in bf16. Beside
+them stands the same job in one process on both cores, without a network. Root rights are needed.
 """
 
 import argparse
@@ -47,10 +47,16 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "shadowsync, sync, fp32": ("train.precision=fp32", *SYNC),
     "shadowsync, sync, bf16": ("train.precision=bf16", *SYNC, *WIRES["bf16"]),
 }
+HERE_ALONE: Mapping[str, tuple[str, ...]] = {
+    "one process, fp32": ("train.precision=fp32",),
+    "one process, bf16": ("train.precision=bf16",),
+}
+"""The same job with both trainers in one process on both cores, and no network."""
 THEIRS: Mapping[str, tuple[str, ...]] = {
     "TorchRec, fp32": ("train.precision=fp32",),
     "TorchRec, bf16": ("--wire=bf16", "--fast-linear", "train.precision=bf16"),
 }
+ALL = (*OURS, *THEIRS, *HERE_ALONE)
 PROBE_ROWS = 60_000
 TIMEOUT_S = 900.0
 
@@ -105,7 +111,9 @@ def measure(cell: Cell, setup: Setup, speeds: dict[tuple[str, str], float]) -> d
         At least `eps`, `samples`, `auc` and `ne`.
     """
     common = [*TASKS[cell.task], "train.batch_size=1024", f"train.seed={cell.round}"]
-    train_it = _train_theirs if cell.variant in THEIRS else _train_ours
+    train_it = {**dict.fromkeys(THEIRS, _train_theirs), **dict.fromkeys(HERE_ALONE, _train_here)}.get(
+        cell.variant, _train_ours
+    )
     if cell.task == "demo":
         return train_it(cell, setup, common)
     key = (cell.rate, cell.variant)
@@ -139,6 +147,19 @@ def _train_ours(cell: Cell, setup: Setup, overrides: Sequence[str]) -> dict[str,
     with tempfile.TemporaryDirectory() as folder, Testbed(hosts=2, rate=cell.rate, cores=1) as testbed:
         start_ray(testbed, [RayNode(), RayNode()])
         result = train(testbed, Path(folder) / "run", given, TIMEOUT_S)
+    return _found(result)
+
+
+def _train_here(cell: Cell, setup: Setup, overrides: Sequence[str]) -> dict[str, Any]:  # noqa: ARG001 as the others
+    given = ["train.trainers=2", "cluster.runtime=inprocess", *HERE_ALONE[cell.variant], *overrides]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        command = [sys.executable, "-c", "from shadowsync.cli import main; main()", "train", "--out", str(out), *given]
+        subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return _found(json.loads((out / "result.json").read_text()))
+
+
+def _found(result: Mapping[str, Any]) -> dict[str, Any]:
     test = result.get("test") or {}
     return {
         "eps": result["throughput"]["eps"],
@@ -169,10 +190,8 @@ def speed_table(rows: Sequence[dict[str, Any]], rate: str) -> str:
     rounds = sorted(set.intersection(*(set(of) for of in found.values()))) if found else []
     if not rounds:
         return "no round is complete"
-    samples = {
-        variant: [found[variant][number] for number in rounds] for variant in (*OURS, *THEIRS) if variant in found
-    }
-    bases = [base for base in THEIRS if base in samples]
+    samples = {variant: [found[variant][number] for number in rounds] for variant in ALL if variant in found}
+    bases = [base for base in (*THEIRS, *HERE_ALONE) if base in samples]
     lines = [
         (variant, *_summary(eps), *(f"{ratios(samples, base)[variant]:.2f}" for base in bases))
         for variant, eps in samples.items()
@@ -188,7 +207,7 @@ def _summary(values: Sequence[float]) -> tuple[str, str, str]:
 def quality_table(rows: Sequence[dict[str, Any]]) -> str:
     """The demo's test set, means over the rounds, each of a seed of its own."""
     lines = []
-    for variant in (*OURS, *THEIRS):
+    for variant in ALL:
         found = [row for row in rows if row["task"] == "demo" and row["variant"] == variant]
         if found:
             means = [f"{statistics.mean(row[name] for row in found):.4f}" for name in ("auc", "ne")]
@@ -204,7 +223,7 @@ def main() -> None:
     parser.add_argument("--torchrec", default=".venv-torchrec/bin/python", help="the Python that has TorchRec")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rates", nargs="+", default=list(RATES))
-    parser.add_argument("--variants", nargs="+", default=[*OURS, *THEIRS], choices=[*OURS, *THEIRS])
+    parser.add_argument("--variants", nargs="+", default=list(ALL), choices=ALL)
     parser.add_argument("--demo-rounds", type=int, default=2)
     parser.add_argument("--demo-rate", default="1gbit")
     parser.add_argument("--seconds", type=float, default=10.0, help="about how long each run for speed trains")

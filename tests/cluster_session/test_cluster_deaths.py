@@ -231,14 +231,28 @@ def test_only_the_replacement_of_a_server_of_rows_goes_back(tmp_path: Path, clus
     assert result.test.auc > 0.7
 
 
-@pytest.mark.parametrize("method", ["easgd", "bmuf"])
-@pytest.mark.parametrize("machine_too", [False, True])
+@pytest.mark.parametrize(
+    ("method", "machine_too", "again"),
+    [("easgd", False, False), ("bmuf", False, False), ("easgd", True, False), ("bmuf", True, True)],
+)
 def test_rows_outlive_their_server_but_not_their_machine(
-    tmp_path: Path, cluster: Cluster, machine_too: bool, method: str
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, method: str, machine_too: bool, again: bool
 ) -> None:
-    """Trainers reach the rows of their own machine in its memory, and those of the other one over the wire."""
+    """Trainers reach the rows of their own machine in its memory, and those of the other one over the wire.
+
+    Memory of a replacement that dies before it was filled (`again`) is not taken for what it should hold.
+    """
     cluster.make = lambda: Wired(JobKeys.make(), 2, shares_memory=True)
     reached: list[bool] = []
+    give_memory, given = ClusterManager.give_memory, []
+
+    def dies_then(manager: ClusterManager, server: Member) -> None:
+        give_memory(manager, server)
+        given.append(server.role)
+        if again and given.count("embedding-0") == 2:  # the first is that of the start
+            server.process.kill()
+
+    monkeypatch.setattr(ClusterManager, "give_memory", dies_then)
 
     class LosesTheMachine(Killing):
         def strike(self) -> None:
@@ -258,7 +272,8 @@ def test_rows_outlive_their_server_but_not_their_machine(
     result = survive(config, tmp_path / "out", script)
     assert (sum(reached), len(reached)) == (3, 6)
     assert (result.recovery.pls > 0) == machine_too
-    assert result.recovery.failures >= len(script.roles)  # who waits for a server may be given up, too
+    assert given.count("embedding-0") == 1 + machine_too + again
+    assert result.recovery.failures >= len(script.roles) + again  # who waits for a server may be given up, too
     assert result.recovery.mode == "partial"
     assert any(role.startswith("trainer") for role in script.roles) == machine_too
 

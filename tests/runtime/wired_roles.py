@@ -38,6 +38,9 @@ class HostedRole(RoleProcess):
 
     def build(self, builder: Builder, spec: Any) -> Future[None]:
         future: Future[None] = Future()
+        if self._ended is not None:
+            future.set_exception(PeerLost(f"{self.request.role} ended: {self._ended}"))
+            return future
 
         def run() -> None:
             try:

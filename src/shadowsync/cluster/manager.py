@@ -157,6 +157,7 @@ class ClusterManager:
         reader_count: readers that there should be.
         memory: what servers hold, by role, as far as trainers of their machines reach it without them; anew in each
             generation, and as it is for a server that takes another's place.
+        filled: roles whose memory has held what it should, so that it outlives them.
         goes_back: as `Session.goes_back`.
         near: what trainers of this process have in common; None where they are elsewhere.
         dense, images, outages: of the session, which sets them.
@@ -179,6 +180,7 @@ class ClusterManager:
         self.generation = 0
         self.reader_count = 0
         self.memory: dict[str, HeldMemory] = {}
+        self.filled: set[str] = set()
         self.goes_back = False
         self.near: Near | None = None
         self._runtime, self._pool = runtime, pool
@@ -220,9 +222,10 @@ class ClusterManager:
             raise RunError(scheduler.why_not(request))
         return placed
 
-    def place(self, scheduler: Scheduler, request: RoleRequest) -> LaunchRequest | None:
-        """A role at its best place, which it takes, or where the memory is of the one before; None if there is none."""
-        held = self.memory.get(request.role)
+    def place(self, scheduler: Scheduler, request: RoleRequest, anew: bool = False) -> LaunchRequest | None:
+        """A role at its best place, which it takes, or, unless everything begins anew, where the memory is of the one
+        before; None if there is none."""
+        held = None if anew or request.role not in self.filled else self.memory[request.role]
         placed = scheduler.put(request if held is None or not held.is_there() else replace(request, at=held.machine))
         return None if placed is None else replace(placed, threads=self.spec.threads, forget_s=self.spec.forget_s)
 
@@ -350,6 +353,7 @@ class ClusterManager:
         """
         self.generation += 1
         before, self.memory = self.memory, {}
+        self.filled.clear()
         for held in before.values():
             held.close()
         servers = [member for kind in ("embedding", "dense") for member in self.supervisor.of_kind(kind)]
@@ -386,11 +390,12 @@ class ClusterManager:
 
     def close_memory(self) -> None:
         """Lets go of it."""
-        for held in self.memory.values():
+        for held in list(self.memory.values()):
             held.close()
 
     def give_memory(self, server: Member) -> None:
         """New memory on a server's machine for what it will hold, if trainers can reach that there."""
+        self.filled.discard(server.role)
         size = self.spec.shared_bytes.get(server.role) if self._runtime.shares_memory else None
         if size is not None:
             held = self._runtime.create_memory(server.endpoint.machine, size, f"what {server.role} holds")
@@ -403,6 +408,14 @@ class ClusterManager:
         held = self.memory.get(server.role)
         there = held is not None and held.machine == server.endpoint.machine and held.is_there()
         return held.path if held is not None and there else None
+
+    def outlived(self, server: Member) -> bool:
+        """What the one before a server held is still there, whole, on its machine."""
+        return server.role in self.filled and self.memory_of(server) is not None
+
+    def are_filled(self, *roles: str) -> None:
+        """Servers (all of them, where none is named) hold what they should, and their memory does from now on."""
+        self.filled |= self.memory.keys() & (roles or self.memory.keys())
 
     def address(self, server: Member, trainer: Member) -> ServerAddress:
         """Where a trainer finds a server."""

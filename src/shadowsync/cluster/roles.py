@@ -104,7 +104,7 @@ class EmbeddingRole(Role):
         Nobody knows it yet, so rows of a checkpoint that turns out to be damaged are simply overwritten.
         """
         images, outages, began = manager.images, manager.outages, time.monotonic()
-        if manager.memory_of(member) is not None:
+        if manager.outlived(member):
             manager.build(member, reader, filled=False, inherits=True)
             outages.dismiss(member.index)
             return
@@ -117,9 +117,10 @@ class EmbeddingRole(Role):
             if saved is None:
                 manager.build(member, reader)
             outages.over(member.index, saved, began)  # before anybody saves: it decides what a save holds
+        manager.are_filled(member.role)
 
     def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
-        lost = [member for member in members if manager.memory_of(member) is None]
+        lost = [member for member in members if not manager.outlived(member)]
         if lost and manager.goes_back:
             return f"{lost[0].role} died"
         manager.outages.begin([member.index for member in members], samples)
@@ -142,12 +143,13 @@ class DenseRole(Role):
         return build_dense, DenseSpec(codec, stop - start, manager.generation, memory)
 
     def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
-        outlived = manager.memory_of(member) is not None
+        outlived = manager.outlived(member)
         if not outlived:
             manager.give_memory(member)
         manager.build(member, reader)
         if not outlived:
             manager.dense.fill_server(member)
+            manager.are_filled(member.role)
 
     def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
         return f"{members[0].role} died, and the dense part with it" if manager.dense.is_with_servers else None

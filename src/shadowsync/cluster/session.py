@@ -48,6 +48,8 @@ STATUS_S = 1.0
 QUICK_STATUS_S = 0.05
 FINISH_S = 60.0
 SEARCH_S = 1.0
+TRY_S = 300.0
+"""How long a vital role is tried to be started where there is room, beyond `cluster.lost_after_s`."""
 ATTEMPTS = 20
 POOL = 64
 
@@ -233,6 +235,7 @@ class Session:
     def start(self) -> None:
         """Starts every trainer."""
         self._training = True
+        self._manager.are_filled()
         for member in self._manager.statuses.at_work():
             self._manager.ask_to_start(member)
 
@@ -452,8 +455,12 @@ class Session:
             launch = self._manager.place(scheduler, request)
             if launch is not None:
                 self._installs[request.role] = self._pool.submit(self._install, launch)
-            if request.kind in vital and self._restarts.too_long(request.role, now):
+            if request.kind not in vital:
+                continue
+            if launch is None and self._restarts.too_long(request.role, now):
                 self.given_up = scheduler.why_not(request)
+            elif self._restarts.too_long(request.role, now - TRY_S):
+                self.given_up = f"{request.role} could not be started again; events.jsonl says what was tried"
 
     def _collect_installs(self) -> None:
         for role, install in list(self._installs.items()):
@@ -496,7 +503,7 @@ class Session:
             try:
                 self._next_generation(training)
             except GONE:
-                if self.given_up is None and not self._closing.is_set():
+                if self.given_up is None and not self._closing.wait(SEARCH_S):
                     continue
             if self.given_up is None:
                 name, samples = self._loaded
@@ -558,7 +565,7 @@ class Session:
             scheduler = self._manager.scheduler()
             trainers = [self._manager.request(role) for role in self._wanted_trainers()]
             requests = [*self._manager.vacant_servers(), *trainers]
-            placed = {request: self._manager.place(scheduler, request) for request in requests}
+            placed = {request: self._manager.place(scheduler, request, anew=True) for request in requests}
             homeless = [request for request, found in placed.items() if found is None and request not in trainers]
             found = [launch for launch in placed.values() if launch is not None]
             if not self._manager.trainers() and not any(launch.role.startswith("trainer") for launch in found):

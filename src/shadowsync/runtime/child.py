@@ -1,6 +1,7 @@
 """One role's process, from its fork to its end: a server on the wire whose service is the part that was built last."""
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -189,6 +190,8 @@ class RoleHost:
         before, self._switch.part = self._switch.part, None
         if before is not None:
             before.close()
+            del before
+            gc.collect()  # a part may refer to itself, and would keep memory mapped that is to be taken anew
 
 
 def log_to(job: str, role: str) -> str:

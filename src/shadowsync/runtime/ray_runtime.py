@@ -17,10 +17,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shadowsync.errors import ConfigError, MissingExtra, RunError, ShadowSyncError
+from shadowsync.errors import ConfigError, MissingExtra, RunError
 from shadowsync.memory.shared import can_share
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import Fault, PeerLost
+from shadowsync.rpc.service import known_error
 from shadowsync.runtime.child import folder_of_output
 from shadowsync.runtime.processes import ForkedRole, Host, job_name, make_folder, packed_build, remove_sockets
 from shadowsync.runtime.runtime import Builder, Endpoint, HeldMemory, LaunchRequest, Machine, RoleProcess, Runtime
@@ -34,6 +35,9 @@ KNOWN_RAY = "ray[default]>=2.56,<2.61"
 """Versions whose inside is what is used here."""
 ANSWER_S = 5.0
 START_S = 120.0
+PING_S = 10.0
+FILLED_PER_S = 100 << 20
+"""Bytes of new memory that a machine gives in a second, at least."""
 AGAIN_S = 0.5
 RAY_FOLDER = "ray"
 CALLS = 128
@@ -49,6 +53,7 @@ class HostActor:
         address = folder or _ray().util.get_node_ip_address()
         self._changed = threading.Condition()
         self._roles: dict[int, ForkedRole] = {}
+        self._killed: set[int] = set()
         self._host = Host(job, keys, machine, address, folder_of_output(), self._wake)
 
     def start(self, number: int, request: LaunchRequest, timeout_s: float) -> Endpoint | Fault:
@@ -56,6 +61,8 @@ class HostActor:
 
         def started() -> Endpoint:
             self._roles[number] = role = self._host.start(request)
+            if number in self._killed:
+                role.kill()
             return role.endpoint(timeout_s)
 
         return _or_fault(started)
@@ -65,7 +72,8 @@ class HostActor:
         return _or_fault(lambda: self._roles[number].build_from(data).result())
 
     def kill(self, number: int) -> None:
-        """Ends a process, if it is there."""
+        """Ends a process, also one that is only about to start."""
+        self._killed.add(number)
         if number in self._roles:
             self._roles[number].kill()
 
@@ -89,6 +97,9 @@ class HostActor:
         """As `Host.release_memory`."""
         self._host.release_memory(path)
 
+    def answers(self) -> None:
+        """It does."""
+
     def close(self) -> None:
         """Ends all processes."""
         self._host.close()
@@ -101,8 +112,8 @@ class HostActor:
 def _or_fault(action: Callable[[], T]) -> T | Fault:
     try:
         return action()
-    except ShadowSyncError as error:
-        return Fault.of(error)
+    except BaseException as error:
+        return Fault.of(known_error("what a host was asked for", error))
 
 
 class RayHost:
@@ -111,12 +122,14 @@ class RayHost:
     Attributes:
         actor: it.
         lost: why it is gone, once it is, and with it its processes and the memory that they had in common.
+        answered: it has, so that it will at once while its machine can be reached.
         ended: why processes have ended, by number.
     """
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
         self.lost: str | None = None
+        self.answered = False
         self.ended: Mapping[int, str] = {}
         self._thread = threading.Thread(target=self._watch, name="watches a host", daemon=True)
         self._thread.start()
@@ -125,20 +138,25 @@ class RayHost:
         """Calls the actor and waits.
 
         Raises:
-            PeerLost: it is gone, or there is no answer in time.
+            PeerLost: it is gone, or counts as gone from now on, since there is no answer in time.
             ShadowSyncError: what it found wrong.
         """
+        if self.lost is not None:
+            raise PeerLost(self.lost)
         ray = _ray()
         try:
             answer = ray.get(getattr(self.actor, method).remote(*arguments), timeout=timeout_s)
         except ray.exceptions.RayError as error:
-            raise PeerLost(f"a machine of the cluster does not answer: {_in_one_line(error)}") from error
+            self.give_up(f"a machine of the cluster does not answer: {_in_one_line(error)}")
+            raise PeerLost(str(self.lost)) from error
+        self.answered = True
         if isinstance(answer, Fault):
             raise answer.error()
         return answer
 
-    def kill(self) -> None:
+    def give_up(self, reason: str) -> None:
         """Ends it and all its processes."""
+        self.lost = self.lost or reason
         ray = _ray()
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self.actor, no_restart=True)
@@ -155,7 +173,8 @@ class RayHost:
             except ray.exceptions.ActorUnavailableError:  # its network is: Ray says when it is gone for good
                 time.sleep(AGAIN_S)
             except Exception as error:  # also of a Ray that was shut down meanwhile
-                self.lost = f"its machine or the host process there is gone: {_in_one_line(error)}"
+                if self.lost is None:
+                    self.give_up(f"its machine or the host process there is gone: {_in_one_line(error)}")
 
 
 class RayRole(RoleProcess):
@@ -178,12 +197,17 @@ class RayRole(RoleProcess):
         role, until = self.request.role, time.monotonic() + timeout_s
         if self.group is not None and not self.group.wait(timeout_s):
             raise PeerLost(f"{role} did not start within {timeout_s:g} s: is there room for it?")
+        if self._host.answered:
+            self._host.ask("answers", timeout_s=PING_S)
         left_s = max(1.0, until - time.monotonic())
-        endpoint: Endpoint = self._host.ask("start", self._number, self.request, left_s, timeout_s=left_s)
+        endpoint: Endpoint = self._host.ask("start", self._number, self.request, left_s, timeout_s=left_s + PING_S)
         return endpoint
 
     def build(self, builder: Builder, spec: Any) -> "Future[None]":
         built: Future[None] = Future()
+        if self._host.lost is not None:
+            built.set_exception(PeerLost(f"{self.request.role} ended: {self._host.lost}"))
+            return built
         asked = self._host.actor.build.remote(self._number, packed_build(self.request.role, builder, spec)).future()
         asked.add_done_callback(lambda answered: self._pass_on(answered, built))
         return built
@@ -202,6 +226,8 @@ class RayRole(RoleProcess):
 
     def kill(self) -> None:
         self._killed = True
+        if self._host.lost is not None:  # or Ray may be gone, and a call would start another one
+            return
         ray = _ray()
         with contextlib.suppress(ray.exceptions.RayError):
             self._host.actor.kill.remote(self._number)
@@ -285,8 +311,6 @@ class RayRuntime(Runtime):
 
     def start(self, request: LaunchRequest) -> RoleProcess:
         with self._lock:
-            if self._closed:  # a call would start another Ray
-                raise PeerLost("the job has ended")
             host = self._host(str(request.machine))
             group = None
             if (request.role, request.machine) not in self._reserved:
@@ -297,6 +321,8 @@ class RayRuntime(Runtime):
 
     def _host(self, machine: str) -> RayHost:
         """Of that machine; one that is gone is started anew. The lock is held."""
+        if self._closed:  # a call would start another Ray
+            raise PeerLost("the job has ended")
         found = self._hosts.get(machine)
         if found is None or found.lost is not None:
             ray = _ray()
@@ -316,13 +342,11 @@ class RayRuntime(Runtime):
     def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
         with self._lock:
             host = self._host(machine)
-        path = host.ask("create_memory", size, what, timeout_s=START_S)
+        path = host.ask("create_memory", size, what, timeout_s=START_S + size / FILLED_PER_S)
 
         def close() -> None:
-            ray = _ray()
-            with contextlib.suppress(ray.exceptions.RayError):
-                if not self._closed:
-                    host.actor.release_memory.remote(path)
+            if host.lost is None:
+                host.actor.release_memory.remote(path)
 
         return HeldMemory(machine, path, close, lambda: host.lost is None)
 
@@ -336,15 +360,19 @@ class RayRuntime(Runtime):
             if self._closed:
                 return
             self._closed = True
+            hosts = [host for host in self._hosts.values() if host.lost is None]
         ray = _ray()
-        for host in self._hosts.values():
-            host.kill()
+        if hosts:  # roles are to end before those who started them
+            closing = [host.actor.close.remote() for host in hosts]
+            ray.wait(closing, num_returns=len(closing), timeout=ANSWER_S)
+        for host in hosts:
+            host.give_up("the job has ended")
         groups = [self._group, *(role.group for role in self._roles)]
         for group in groups:
             if group is not None:
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.util.remove_placement_group(group)
-        for host in self._hosts.values():
+        for host in hosts:
             host.join()
         try:
             if not self._joined:
@@ -375,7 +403,9 @@ def _start_own(job: str, folder: str, cpus: int, resources: Mapping[str, float])
         "include_dashboard": False,
         "object_store_memory": OBJECTS_BYTES,
         "_temp_dir": str(shared),
-        "_system_config": {"worker_niceness": 0},  # roles are the work itself; Ray would let all else go first
+        # roles are the work itself, before which Ray would let all else go; and the one worker that it sees, and would
+        # end where memory gets short, is the host of all of them
+        "_system_config": {"worker_niceness": 0, "memory_monitor_refresh_ms": 0},
     }
     try:
         with _new_token(), _loopback_only():
@@ -493,10 +523,6 @@ def _ray() -> Any:
         return importlib.import_module("ray")
     except ModuleNotFoundError as error:
         raise MissingExtra("Ray", "ray") from error
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _in_one_line(error: BaseException) -> str:

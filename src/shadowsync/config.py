@@ -6,6 +6,7 @@ Comments say what raising a value does.
 """
 
 import contextlib
+import re
 import textwrap
 import types
 import typing
@@ -444,15 +445,18 @@ def merge(base: dict[str, Any], values: dict[str, Any], overrides: Sequence[str]
 
 
 def _given(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides laid over `values`, not resolved."""
+    """Overrides laid over `values`, not resolved; names of codecs first, since another codec drops options."""
     given: Any = _codecs_spelled_out(values)
-    for override in overrides:
+    for override in sorted(overrides, key=lambda override: _CODEC_NAME.match(override) is None):
         if "=" not in override:
             raise ConfigError(f"{override!r} is not an override: write key.path=value, for instance train.lr=0.01")
         with _unreadable(overrides):
             dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
             given = _laid_over(given, _codecs_spelled_out(dotted))
     return typing.cast("dict[str, Any]", given)
+
+
+_CODEC_NAME = re.compile(r"compression\.\w+(\.name)?=[^{]")
 
 
 def _laid_over(below: Any, above: Any, place: tuple[str, ...] = ()) -> Any:

@@ -16,7 +16,7 @@ from shadowsync.errors import DataError, RunError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.served import Served
+from shadowsync.rpc.served import Client, Served
 from shadowsync.rpc.service import Service
 from shadowsync.sync.all_reduce import Board, RemoteAveraging
 from shadowsync.sync.averaging import AveragingService, RingBroken
@@ -295,3 +295,16 @@ def test_the_board_is_for_members_of_the_ring_only(threads: Threads, connect: Co
         waits.result(PATIENCE_S)
     assert result(got[1]) == [1, 1, 1]
     assert isinstance(got[0].exception(PATIENCE_S), RunError)
+
+
+def test_whoever_asks_again_leaves_no_answer_open() -> None:
+    """A connection's task ends only with its answer, and with it what is remembered of the connection."""
+    service = AveragingService(range(2))
+    client = Client("trainer 0")
+    for rank, who in ((0, client), (1, Client("trainer 1"))):
+        service.join(who, rank)
+    first, second = (service.arrive(client, 0, 1, 0) for _ in range(2))
+    assert first.done()
+    assert not second.done()
+    service.client_gone("trainer 0")
+    assert second.done()

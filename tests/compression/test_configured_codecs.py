@@ -55,6 +55,12 @@ def test_a_map_without_a_name_is_plain():
     assert codecs("compression.push={}")["push"] == Plain()
 
 
+def test_options_may_stand_before_the_name_of_their_codec():
+    options_first = ("compression.push.keep=0.02", "compression.push=threshold")
+    bf16 = {"compression": {"push": "bf16"}}
+    assert codecs(*options_first, base=bf16)["push"] == codecs(*options_first)["push"]
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -247,10 +247,13 @@ class GradientUpdate(Update):
                 told.fail(error)
 
         def tell(error: BaseException | None) -> None:
-            if error is None:
-                self.tell_arrived(number, version).then(end)
-            else:
+            if error is not None:
                 told.fail(error)
+                return
+            try:
+                self.tell_arrived(number, version).then(end)
+            except BaseException as failure:  # whoever waits is to hear of it, not the thread that brought the answer
+                told.fail(failure)
 
         sent.then(tell)
         return told

@@ -231,6 +231,7 @@ class AveragingService:
         self._clients: dict[int, str] = {}
         self._dead = set(banned)
         self._waiting: dict[int, tuple[int, str, Promise[Verdict]]] = {}
+        self._given_up: list[Promise[Verdict]] = []
         self._readers: list[tuple[int, int, str, tuple[str, ...], Promise[tuple[bytes, ...]]]] = []
         self._board_epoch, self._notes = 0, dict[str, bytes]()
 
@@ -329,7 +330,8 @@ class AveragingService:
         """Under the lock; whoever need not wait any longer then is answered without it."""
         with self._lock:
             yield
-            answers: list[tuple[Promise[Any], Any]] = []
+            given_up, self._given_up = self._given_up, []
+            answers: list[tuple[Promise[Any], Any]] = [(answer, Verdict(Phase.WAIT)) for answer in given_up]
             for rank, (turn, client, answer) in list(self._waiting.items()):
                 verdict = self._verdict(rank, turn, client)
                 if verdict.phase is not Phase.WAIT:
@@ -354,6 +356,8 @@ class AveragingService:
         """Under the lock: decided at its end at the earliest. Whoever asks again is answered in place of before."""
         answer: Promise[Verdict] = Promise()
         if self._owns(rank, client):
+            if (before := self._waiting.get(rank)) is not None:  # it asks again, and listens to that one no more
+                self._given_up.append(before[2])
             self._waiting[rank] = turn, client, answer
         else:
             answer.keep(Verdict(Phase.OUT))

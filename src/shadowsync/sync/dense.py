@@ -99,7 +99,7 @@ class DenseServer:
         with self._lock:
             self._values.copy_(self._fitting(values))
         for ends in self._ends.values():
-            for name in [name for name, end in ends.items() if isinstance(end, CenterEnd)]:
+            for name in [name for name, end in list(ends.items()) if isinstance(end, CenterEnd)]:
                 ends.pop(name, None)
 
     def _move_by_difference(self, local: Tensor, alpha: float, arriving: "Arriving") -> Tensor:

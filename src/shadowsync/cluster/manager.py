@@ -352,8 +352,8 @@ class ClusterManager:
             filled: rows have their initial values; else all of them are to be loaded.
         """
         self.generation += 1
+        self.filled.clear()  # first: whoever looks for a place meanwhile trusts it
         before, self.memory = self.memory, {}
-        self.filled.clear()
         for held in before.values():
             held.close()
         servers = [member for kind in ("embedding", "dense") for member in self.supervisor.of_kind(kind)]

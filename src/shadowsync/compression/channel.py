@@ -123,11 +123,6 @@ class Stream:
         encoded = self.encode(tensor, groups)
         return self.codec.decode_kept(encoded.frames, encoded.shape)
 
-    def send_under(self, tensor: Tensor, kept: Tensor | None) -> Tensor:
-        """The float32 tensor as the receiver sees it, who knows which elements come; the others are zero."""
-        encoded = self.encode_under(tensor, kept)
-        return self.codec.decode_under(encoded.frames, encoded.shape, kept)
-
     def tensors(self) -> dict[str, Tensor]:
         """Copies of what the codec remembers, by name; nothing if it remembers nothing yet."""
         with self._lock:

@@ -171,7 +171,8 @@ class RoleHost:
     def build(self, builder: Builder, spec: Any) -> None:
         """Ends the part in place and puts a new one there; meanwhile nothing is served."""
         with self._lock:
-            self._end()
+            if self._end():
+                gc.collect()  # a part may refer to itself, and would keep memory mapped that is to be taken anew
             self._switch.part = builder(spec, self._context)
 
     def vanish(self) -> None:
@@ -186,12 +187,13 @@ class RoleHost:
         self._server.close()
         self._context.connector.close()
 
-    def _end(self) -> None:
+    def _end(self) -> bool:
+        """Whether there was a part."""
         before, self._switch.part = self._switch.part, None
-        if before is not None:
-            before.close()
-            del before
-            gc.collect()  # a part may refer to itself, and would keep memory mapped that is to be taken anew
+        if before is None:
+            return False
+        before.close()
+        return True
 
 
 def log_to(job: str, role: str) -> str:

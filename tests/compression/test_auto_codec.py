@@ -7,12 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.choices import choose_all
 from shadowsync.compression.auto import Auto
-from shadowsync.compression.choice import EVEN, FUTILE_STAYS, LEAST_STEPS, STEADY, Chooser, Measured
+from shadowsync.compression.choice import EVEN, FUTILE_STAYS, KINDS, LEAST_STEPS, STEADY, Chooser, Measured
 from shadowsync.compression.cut import CompressedCut
 from shadowsync.config import load
+from shadowsync.embedding.service import EmbeddingService
 from shadowsync.errors import ConfigError, DataError
+from shadowsync.sync.dense import DenseServer
 
 NAMES, SIZES = ("plain", "bf16", "int8", "int4"), (4.0, 2.0, 1.125, 0.625)
 SHARE, STAY_S = 0.8, 5.0
@@ -251,3 +254,8 @@ def test_a_name_that_is_not_among_the_levels_is_one_clear_error():
     assert Auto().level("") == Auto().level("plain")
     with pytest.raises(DataError, match=r"'threshold' is not one .*; allowed: plain, bf16, int8, int4$"):
         Auto().level("threshold")
+
+
+def test_what_is_measured_is_what_those_servers_serve() -> None:
+    roles = (EmbeddingService, DenseServer, DenseStepper)
+    assert all(any(hasattr(getattr(role, name, None), "_served") for role in roles) for name in KINDS)

@@ -80,7 +80,7 @@ def test_kinds_are_apart_and_the_rest_is_not_measured():
     clock, station = Clock(), Station()
     link = Link(clock)
     connection = MeasuredConnection(station, link)
-    for method in ("pull", "hold_gradients", "elastic", "newer", "hold", "shards", "write"):
+    for method in ("pull", "hold_gradients", "elastic", "newer", "receive", "shards", "write"):
         connection.call(method, Payload(tensors=(torch.zeros(1),)))
     clock.now = 1.0
     for _ in range(7):

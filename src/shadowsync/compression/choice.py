@@ -180,7 +180,7 @@ KINDS: Mapping[str, str] = {
     "hold_gradients": "push",
     "elastic": "dense",
     "sequential": "dense",
-    "hold": "dense",
+    "receive": "dense",
     "newer": "dense",
 }
 """The kind of traffic of the methods of embedding and dense servers; others are not measured."""

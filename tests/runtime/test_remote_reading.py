@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.leases import Lease, LeaseBook, LeaseClient, LeaseService, Rows
+from shadowsync.data.leases import LOGGED, DoneLog, Lease, LeaseBook, LeaseClient, LeaseService, Rows
 from shadowsync.data.reader import PARSE_S, Feed, LeasedBatch, Parser, Reader, ReaderOptions
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice
 from shadowsync.errors import DataError, RunError
+from shadowsync.memory.shared import SharedMemory, bytes_of
 from shadowsync.rpc import served as rpc_served
 from shadowsync.rpc.client import WireClient
 from shadowsync.rpc.connection import Connection, DirectConnection, JobKeys
@@ -74,9 +75,16 @@ def leases_of(source: OpenSource) -> LeaseService:
     return LeaseService(LeaseBook([part.rows for part in parser.slices], OPTIONS.epochs, True, OPTIONS.seed), 4)
 
 
-def feed_over(connect: Connect, leases: LeaseService, source: OpenSource, trainer: int) -> Feed:
+def feed_over(
+    connect: Connect,
+    leases: LeaseService,
+    source: OpenSource,
+    trainer: int,
+    log: DoneLog | None = None,
+    ahead: bool = True,
+) -> Feed:
     parse = partial(later, connect(Served(Parser(source, OPTIONS))), Parser.parse)
-    return Feed(trainer, LeaseClient(connect(Served(leases))), parse, OPTIONS.prefetch)
+    return Feed(trainer, LeaseClient(connect(Served(leases)), log, ahead), parse, OPTIONS.prefetch)
 
 
 def tell(feed: Feed, leased: LeasedBatch) -> None:
@@ -92,12 +100,13 @@ def drain(feed: Feed) -> Iterator[LeasedBatch]:
         feed.done(leased)
 
 
-def test_batches_are_those_of_a_reader_in_process(connect: Connect) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_batches_are_those_of_a_reader_in_process(connect: Connect, ahead: bool) -> None:
     reader = Reader(Bags(29), OPTIONS)
     expected = list(drain(reader.feed(0)))
     reader.close()
     leases = leases_of(Bags(29))
-    found = list(drain(feed_over(connect, leases, Bags(29), 0)))
+    found = list(drain(feed_over(connect, leases, Bags(29), 0, ahead=ahead)))
     assert [leased.number for leased in found] == list(range(len(expected)))
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine.start, mine.stop, mine.lease.slice) == (theirs.start, theirs.stop, theirs.lease.slice)
@@ -147,6 +156,55 @@ def test_rows_of_a_dead_trainer_and_of_a_slow_one_are_trained_by_the_others(conn
     assert seen == dict.fromkeys(map(float, range(61)), 2)
     assert leases.finished
     assert leases.trained == 122
+
+
+def test_what_a_dead_trainer_could_not_tell_is_read_from_its_log(connect: Connect) -> None:
+    memory = SharedMemory.create(bytes_of(DoneLog.PARTS), "a log")
+    leases, source = leases_of(Bags(61)), Bags(61)
+    dead = feed_over(connect, leases, source, 0, DoneLog(SharedMemory.open(memory.path).take(*DoneLog.PARTS[0])))
+    seen: Counter[float] = Counter()
+    for _ in range(7):
+        leased = dead.next()
+        assert leased is not None
+        seen.update(leased.batch.dense[:, 0].tolist())
+        dead.done(leased)
+    assert dead.next() is not None  # was never done
+    assert leases.trained < sum(seen.values())
+    leases.redo(DoneLog.of(memory.read()))
+    assert leases.trained == sum(seen.values())
+    leases.redo(DoneLog.of(memory.read()))  # what is known is not counted again
+    leases.abandon(0)
+    for leased in drain(feed_over(connect, leases, source, 1)):
+        seen.update(leased.batch.dense[:, 0].tolist())
+    assert seen == dict.fromkeys(map(float, range(61)), 2)
+
+
+def test_a_log_keeps_the_last_batches_and_none_that_was_half_written() -> None:
+    ring = torch.zeros(LOGGED * 3, dtype=torch.int64)
+    log, lease = DoneLog(ring), Lease(0, 0, 0, 0, ())
+    assert list(log) == []
+    for start in range(LOGGED + 5):
+        log.note(Rows(lease, start, start + 1))
+    assert {start for _, start, _ in log} == set(range(5, LOGGED + 5))
+    ring[0] = 0
+    assert {start for _, start, _ in log} == {*range(5, LOGGED + 5)} - {LOGGED}
+
+
+def test_claims_go_as_far_ahead_as_lasts_and_never_into_what_somebody_idle_took_over() -> None:
+    leases = LeaseService(LeaseBook([400]), 4)
+    client = LeaseClient(DirectConnection(Served(leases)), ahead=True)
+    _, lease = client.lease(0, True)
+    assert lease is not None
+    client.opened(lease, 400)
+    claims = [client.claim(lease, start, start + 4)[1] for start in range(0, 20, 4)]
+    assert claims == [(number, 4 * number + 4) for number in range(5)]
+    _, other = leases.lease(1, True)
+    assert other is not None
+    ((taken, end),) = other.spans
+    assert end == 400
+    rest = [claim for start in range(20, 400, 4) if (claim := client.claim(lease, start, start + 4)[1]) is not None]
+    assert rest[-1].stop == taken
+    assert leases.claim(other, taken, taken + 4)[1] is not None
 
 
 def test_an_error_of_the_data_reaches_the_trainer_in_its_own_words(connect: Connect) -> None:

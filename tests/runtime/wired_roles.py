@@ -97,7 +97,7 @@ class Wired(Runtime):
     def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
         made = SharedMemory.create(size, what)
         self._held.append(made)
-        return HeldMemory(machine, made.path, made.close, lambda: machine not in self.lost)
+        return HeldMemory(machine, made.path, made.close, lambda: machine not in self.lost, made.read)
 
     def host(self) -> str:
         return LOOPBACK

@@ -193,12 +193,14 @@ class TrainerSpec:
         rank: among the trainers.
         generation: of the job's parts.
         others: where it finds them.
+        log: path of memory for its `data.leases.DoneLog`, or None.
     """
 
     job: JobContext
     rank: int
     generation: int
     others: Addresses | Near
+    log: str | None = None
 
 
 class Newest(Protocol):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from shadowsync.aggregation.coordinator import StepCoordinator
 from shadowsync.cluster.records import RecordTaker
-from shadowsync.data.leases import Lease, LeaseStatus
+from shadowsync.data.leases import DoneLog, Lease, LeaseStatus
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource
 from shadowsync.errors import DataError, RunError
@@ -85,10 +85,13 @@ class DriverService:
         part = self._reader.slices[number]
         return f"the {part.rows} rows from {self._source.place(part, 0)} on"
 
-    def ban(self, rank: int) -> None:
-        """Gives up a trainer: its leases go to the others, and its connections are not listened to any more."""
+    def ban(self, rank: int, log: DoneLog | None = None) -> None:
+        """Gives up a trainer: its connections are not listened to any more, and what it had leased and has not done,
+        by its log too, goes to the others."""
         with self._lock:
             self._banned |= self._clients.pop(rank, set())
+        if log is not None:
+            self._reader.leases.redo(log)
         self.abandon(rank)
 
     def _forget_batches(self, rank: int) -> None:
@@ -158,10 +161,11 @@ class Endpoints:
         self._driver_switch.part = self.driver
         self._averaging_switch.part = Served(self.averaging)
 
-    def give_up(self, rank: int) -> None:
-        """Gives up a trainer: its rows go to the others, nobody waits for it, and it is not listened to any more."""
+    def give_up(self, rank: int, log: DoneLog | None = None) -> None:
+        """Gives up a trainer: its rows go to the others, but for those that its log says are done, nobody waits for
+        it, and it is not listened to any more."""
         if self.driver is not None and self.averaging is not None:
-            self.driver.ban(rank)
+            self.driver.ban(rank, log)
             self.averaging.dead(rank)
 
     def expect(self, rank: int) -> None:

@@ -22,6 +22,7 @@ from shadowsync.cluster.statuses import Statuses
 from shadowsync.cluster.supervisor import Member, Supervisor, first_error
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.config import Config
+from shadowsync.data.leases import DoneLog
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.memory import parts_of
@@ -184,6 +185,7 @@ class ClusterManager:
         self.goes_back = False
         self.near: Near | None = None
         self._runtime, self._pool = runtime, pool
+        self._logs: dict[str, HeldMemory] = {}
 
     # --- places ------------------------------------------------------------------------------------------------------
 
@@ -390,7 +392,7 @@ class ClusterManager:
 
     def close_memory(self) -> None:
         """Lets go of it."""
-        for held in list(self.memory.values()):
+        for held in [*self.memory.values(), *self._logs.values()]:
             held.close()
 
     def give_memory(self, server: Member) -> None:
@@ -402,6 +404,30 @@ class ClusterManager:
             before, self.memory[server.role] = self.memory.get(server.role), held
             if before is not None:
                 before.close()
+
+    def give_log(self, trainer: Member) -> str | None:
+        """New memory in which a trainer logs what it has done; its path. None under gradient methods, where what is
+        done is decided by others, and where no memory is shared."""
+        if self.spec.job.choices.aggregation is not None or not self._runtime.shares_memory:
+            return None
+        self._drop_log(trainer.role)
+        size, what = bytes_of(DoneLog.PARTS), f"what {trainer.role} has done"
+        held = self._logs[trainer.role] = self._runtime.create_memory(trainer.endpoint.machine, size, what)
+        return held.path
+
+    def take_log(self, trainer: Member) -> DoneLog | None:
+        """What a trainer that is gone has done; None if that is not known, since its machine is gone, too."""
+        found = None
+        held = self._logs.get(trainer.role)
+        with suppress(PeerLost):
+            if held is not None and held.is_there():
+                found = DoneLog.of(held.read())
+        self._drop_log(trainer.role)
+        return found
+
+    def _drop_log(self, role: str) -> None:
+        if (held := self._logs.pop(role, None)) is not None:
+            held.close()
 
     def memory_of(self, server: Member) -> str | None:
         """Path of the memory in which what a server holds lies, if it does, and is still there."""

@@ -186,9 +186,9 @@ class TrainerRole(Role):
     def part(
         self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
     ) -> tuple[Builder, TrainerSpec]:
-        return build_trainer, TrainerSpec(
-            manager.spec.job, member.index, manager.generation, manager.near or self._addresses(manager, member)
-        )
+        others = manager.near or self._addresses(manager, member)
+        log = manager.give_log(member)
+        return build_trainer, TrainerSpec(manager.spec.job, member.index, manager.generation, others, log)
 
     def _addresses(self, manager: "ClusterManager", member: Member) -> Addresses:
         driver, averaging = manager.endpoints.addresses
@@ -223,7 +223,7 @@ class TrainerRole(Role):
 
     def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
         for member in members:
-            manager.endpoints.give_up(member.index)
+            manager.endpoints.give_up(member.index, manager.take_log(member))
             manager.statuses.forget(member)
         if needed and manager.dense.is_with_trainers and not manager.statuses.at_work():
             return "no trainer is left whose weights the others could go on from"

@@ -22,7 +22,7 @@ from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, Wor
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.choice import CodecChoice
 from shadowsync.config import Config
-from shadowsync.data.leases import LeaseClient
+from shadowsync.data.leases import DoneLog, LeaseClient
 from shadowsync.data.reader import Feed, LeasedBatch, Parser
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.proxy import ServerProxy
@@ -148,8 +148,9 @@ class TrainerPart(Imaged):
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _reach_driver(self, addresses: Addresses) -> None:
-        driver = self._connect("driver", 0, addresses.driver)
-        self._leases = LeaseClient(driver)
+        driver, path = self._connect("driver", 0, addresses.driver), self._spec.log
+        log = None if path is None else DoneLog(SharedMemory.open(path).take(*DoneLog.PARTS[0]))
+        self._leases = LeaseClient(driver, log, ahead=self._spec.job.choices.aggregation is None)
         parse = partial(later, self._connect("reader", 0, addresses.reader), Parser.parse)
         self._feed = Feed(self._spec.rank, self._leases, parse, self._spec.job.config.data.prefetch)
         self._records = RecordSender(driver, self._spec.rank, self._spec.generation)

@@ -5,15 +5,18 @@ on seed, epoch and slice only), so what is left of a slice stays meaningful for 
 another process.
 """
 
-import itertools
+import math
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+import torch
+from torch import Tensor
 
 from shadowsync.errors import CheckpointError, DataError
 from shadowsync.rpc.connection import Connection
@@ -21,6 +24,11 @@ from shadowsync.rpc.pending import Pending, ended
 from shadowsync.rpc.served import ask, later, served
 
 LOOK_AGAIN_S = 0.025
+AHEAD_S = 0.1
+"""A trainer elsewhere claims at once what it begins in about this time; nobody idle takes that over."""
+MOST_AHEAD = 256
+LOGGED = 4096
+"""Batches in a `DoneLog`: more than any trainer does between two pieces of news, many times a second."""
 
 T = TypeVar("T")
 Span = tuple[int, int]
@@ -215,6 +223,13 @@ class LeaseBook:
         self._keep(lease, _without(part.spans, start, stop))
         return True
 
+    def redo(self, log: Sequence[tuple[int, int, int]]) -> None:
+        """Takes note of rows `start … stop − 1` of leases by number that were done; those that it knows are no harm."""
+        for number, start, stop in log:
+            lease, part = self._held.get(number, (None, None))
+            if lease is not None and part is not None and any(a <= start < stop <= b for a, b in part.spans):
+                self.done(lease, start, stop)
+
     def abandon(self, trainer: int) -> None:
         """Puts back what the trainer holds and has not done."""
         for lease, part in [held for held in self._held.values() if held[0].trainer == trainer]:
@@ -326,7 +341,8 @@ class LeaseStatus(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Leave to train the rows before `stop` now, as the batch begun as `number`, from 0, over all trainers."""
+    """Leave to train the rows before `stop` now, as the batch begun as `number`, from 0, over all trainers; where it
+    is for several batches, they have this number and the next ones."""
 
     number: int
     stop: int
@@ -338,6 +354,39 @@ class Rows(NamedTuple):
     lease: Lease
     start: int
     stop: int
+
+
+class DoneLog:
+    """The last batches that a trainer has done, in memory that outlives it: what it could not tell any more counts.
+
+    A ring of `(number of the lease + 1, start, stop)`, int64 `[LOGGED, 3]`; 0 in place of a number: nothing.
+    """
+
+    PARTS = ((LOGGED * 3, torch.int64),)
+
+    def __init__(self, ring: Tensor) -> None:
+        """In memory of `PARTS`, all zero."""
+        self._ring = ring.view(LOGGED, 3).numpy()
+        self._next = 0
+
+    @classmethod
+    def of(cls, data: bytes) -> "DoneLog":
+        """What another one has logged."""
+        return cls(torch.frombuffer(bytearray(data), dtype=torch.int64, count=LOGGED * 3))
+
+    def note(self, rows: "Rows") -> None:
+        """By one thread at a time; of one that is killed meanwhile it stands there whole or not at all."""
+        entry = self._ring[self._next % LOGGED]
+        entry[0] = 0
+        entry[1:] = rows.start, rows.stop
+        entry[0] = rows.lease.number + 1
+        self._next += 1
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """Number of the lease, start and stop of each batch, in no order."""
+        for number, start, stop in self._ring.tolist():
+            if number:
+                yield number - 1, start, stop
 
 
 class LeaseService:
@@ -353,8 +402,8 @@ class LeaseService:
 
     def __init__(self, book: LeaseBook, grain: int) -> None:
         self._book, self._grain = book, grain
-        numbers = itertools.count()
-        self._number: Callable[[Lease, int, int], int] = lambda *_: next(numbers)
+        self._begun = 0
+        self._number: Callable[[Lease, int, int], int] = self._in_order
         self._version = 0
         self._changed = threading.Condition()
         self._alarm: tuple[int, Callable[[], None]] | None = None
@@ -390,11 +439,7 @@ class LeaseService:
     def done(self, lease: Lease, start: int, stop: int) -> bool:
         with self._changed:
             held = self._book.done(lease, start, stop)
-            self._wake_at_the_end()
-            if self._alarm is None or self._book.trained < self._alarm[0]:
-                return held
-            _, ring = self._alarm
-            self._alarm = None
+            ring = self._after_done()
         ring()
         return held
 
@@ -404,6 +449,13 @@ class LeaseService:
             self.done(*rows)
         with self._changed:
             return self._status()
+
+    def redo(self, log: DoneLog) -> None:
+        """What a trainer has done that is gone; to be followed by `abandon`."""
+        with self._changed:
+            self._book.redo(list(log))
+            ring = self._after_done()
+        ring()
 
     @served(quick=True)
     def abandon(self, trainer: int) -> None:
@@ -456,6 +508,21 @@ class LeaseService:
         with self._changed:
             return self._book.state()
 
+    def _in_order(self, _: Lease, start: int, stop: int) -> int:
+        """Numbers the batches of these rows; the first one's."""
+        first = self._begun
+        self._begun += -(-(stop - start) // self._grain)
+        return first
+
+    def _after_done(self) -> Callable[[], None]:
+        """Wakes who waits at the end; what is to be called without the lock."""
+        self._wake_at_the_end()
+        if self._alarm is None or self._book.trained < self._alarm[0]:
+            return lambda: None
+        _, ring = self._alarm
+        self._alarm = None
+        return ring
+
     def _status(self) -> LeaseStatus:
         return LeaseStatus(self._version, self._book.finished, self._book.trained)
 
@@ -468,20 +535,32 @@ class LeaseService:
 class LeaseClient:
     """A trainer's end of a `LeaseService`, to be used as that is.
 
-    What was done goes along with the next claim, which a trainer makes at once; where none follows, somebody has to
-    call `tell`. Who waits asks again every 25 ms, at the end of a job only.
+    What was done goes along with the next claim; where none follows, somebody has to call `tell`. Who waits asks again
+    every 25 ms, at the end of a job only.
+
+    Args:
+        log: of what was done, for the service to look at when this trainer is gone.
+        ahead: claims go ahead of what is begun; not where the service numbers batches by `number_by`.
 
     Attributes:
-        trained: rows of the whole job, as of the last reply.
+        trained: rows of the whole job, as of the last reply, and what was done here since.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self.trained = 0
-        self._connection = connection
+    def __init__(self, connection: Connection, log: DoneLog | None = None, ahead: bool = False) -> None:
+        self._connection, self._log = connection, log
         self._lock = threading.Lock()
+        self._known = self._untold = 0
         self._done: list[Rows] = []
         self._told: deque[Pending[Any]] = deque()
         self._closed = threading.Event()
+        self._ahead, self._most_ahead = 1, MOST_AHEAD if ahead else 1
+        self._claimed: tuple[Lease, int, Claim] | None = None
+        self._claimed_at = -math.inf
+        self._status = LeaseStatus(0, False, 0)
+
+    @property
+    def trained(self) -> int:
+        return self._known + self._untold
 
     def lease(self, trainer: int, idle: bool) -> tuple[LeaseStatus, Lease | None]:
         return self._heard(ask(self._connection, LeaseService.lease, trainer, idle))
@@ -490,13 +569,44 @@ class LeaseClient:
         return self._heard(ask(self._connection, LeaseService.opened, lease, rows))
 
     def claim(self, lease: Lease, start: int, stop: int) -> tuple[LeaseStatus, Claim | None]:
-        claimed = self._send(lambda done: later(self._connection, LeaseService.claim, lease, start, stop, done))
-        return self._heard(claimed.result())
+        """By one thread at a time, front to back."""
+        found = self._from_claimed(lease, start, stop)
+        if found is None:
+            self._look_ahead()
+            end = start + self._ahead * (stop - start)
+            claimed = self._send(lambda done: later(self._connection, LeaseService.claim, lease, start, end, done))
+            _, claim = self._heard(claimed.result())
+            self._claimed = None if claim is None else (lease, start, claim)
+            found = self._from_claimed(lease, start, stop)
+        return self._status, found
+
+    def _from_claimed(self, lease: Lease, start: int, stop: int) -> Claim | None:
+        """Of what was claimed ahead."""
+        if self._claimed is None:
+            return None
+        of, first, (number, end) = self._claimed
+        if of.number != lease.number or start != first or start >= end:
+            return None
+        self._claimed = of, stop, Claim(number + 1, end)
+        return Claim(number, min(stop, end))
+
+    def _look_ahead(self) -> None:
+        """As far as the last claims would have lasted `AHEAD_S`, by doubling and halving."""
+        now = time.monotonic()
+        if now - self._claimed_at > AHEAD_S:
+            self._ahead = max(1, self._ahead // 2)
+        else:
+            self._ahead = min(self._most_ahead, 2 * self._ahead)
+        self._claimed_at = now
 
     def done(self, lease: Lease, start: int, stop: int) -> bool:
         """Notes it: always True, since it cannot be known here yet."""
+        rows = Rows(lease, start, stop)
         with self._lock:
-            self._done.append(Rows(lease, start, stop))
+            self._done.append(rows)
+            self._untold += stop - start
+            if self._log is not None:
+                self._log.note(rows)
         return True
 
     def tell(self) -> None:
@@ -526,7 +636,7 @@ class LeaseClient:
 
     def _send(self, call: Callable[[tuple[Rows, ...]], Pending[T]]) -> Pending[T]:
         with self._lock:  # so that `settle` sees each piece of news either here or under way
-            done, self._done = tuple(self._done), []
+            done, self._done, self._untold = tuple(self._done), [], 0
             told = call(done)
             while self._told and self._told[0].done():
                 self._told.popleft()
@@ -540,7 +650,8 @@ class LeaseClient:
 
     def _note(self, status: LeaseStatus) -> None:
         with self._lock:  # replies may overtake each other
-            self.trained = max(self.trained, status.trained)
+            self._status = max(self._status, status)
+            self._known = max(self._known, status.trained)
 
 
 Leases = LeaseService | LeaseClient

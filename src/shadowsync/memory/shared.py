@@ -90,6 +90,10 @@ class SharedMemory:
             raise RunError("memory that the roles of this job have in common is smaller than what is to be kept there")
         return self._everything[start : start + size].view(dtype)
 
+    def read(self) -> bytes:
+        """What stands there now."""
+        return self._everything.numpy().tobytes()
+
 
 def bytes_of(parts: Sequence[tuple[int, torch.dtype]]) -> int:
     """Bytes that these parts take, given as `SharedMemory.take` has them."""

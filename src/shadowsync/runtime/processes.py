@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,10 @@ class Host:
         self._memory[made.path] = made
         return made.path
 
+    def read_memory(self, path: str) -> bytes:
+        """What stands in it now."""
+        return self._memory[path].read()
+
     def release_memory(self, path: str) -> None:
         """Nobody here holds it any more, but who has opened it."""
         if (held := self._memory.pop(path, None)) is not None:
@@ -326,7 +331,10 @@ class Processes(Runtime):
 
     def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
         path = self._host.create_memory(size, what)
-        return HeldMemory(machine, path, lambda: self._host.release_memory(path), lambda: True)
+        host = self._host
+        return HeldMemory(
+            machine, path, partial(host.release_memory, path), lambda: True, partial(host.read_memory, path)
+        )
 
     def close(self) -> None:
         self._host.close()

@@ -93,6 +93,10 @@ class HostActor:
         """As `Host.create_memory`."""
         return _or_fault(lambda: self._host.create_memory(size, what))
 
+    def read_memory(self, path: str) -> bytes | Fault:
+        """As `Host.read_memory`."""
+        return _or_fault(lambda: self._host.read_memory(path))
+
     def release_memory(self, path: str) -> None:
         """As `Host.release_memory`."""
         self._host.release_memory(path)
@@ -348,7 +352,11 @@ class RayRuntime(Runtime):
             if host.lost is None:
                 host.actor.release_memory.remote(path)
 
-        return HeldMemory(machine, path, close, lambda: host.lost is None)
+        def read() -> bytes:
+            found: bytes = host.ask("read_memory", path, timeout_s=PING_S)
+            return found
+
+        return HeldMemory(machine, path, close, lambda: host.lost is None, read)
 
     def host(self) -> str:
         """An address, or on a Ray of our own a folder for Unix sockets: all roles are on this machine then."""

@@ -146,12 +146,14 @@ class HeldMemory:
         path: where its processes open it.
         close: lets go of it.
         is_there: it was not lost with its machine.
+        read: what stands there; raises `PeerLost` where it is gone.
     """
 
     machine: str
     path: str
     close: Callable[[], None]
     is_there: Callable[[], bool]
+    read: Callable[[], bytes]
 
 
 class RoleProcess(ABC):

@@ -22,7 +22,7 @@ from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, Wor
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.choice import CodecChoice
 from shadowsync.config import Config
-from shadowsync.data.leases import DoneLog, LeaseClient
+from shadowsync.data.leases import TELL_S, DoneLog, LeaseClient
 from shadowsync.data.reader import Feed, LeasedBatch, Parser
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.proxy import ServerProxy
@@ -261,7 +261,7 @@ class TrainerPart(Imaged):
                 self._wake.wait(LOOK_S)
                 self._wake.clear()
                 if near is None:
-                    self._leases.tell()
+                    self._leases.tell(TELL_S)
             if trainer.error is not None:
                 if near is not None:
                     self._tell_error(near)

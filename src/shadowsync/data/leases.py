@@ -27,6 +27,8 @@ LOOK_AGAIN_S = 0.025
 AHEAD_S = 0.1
 """A trainer elsewhere claims at once what it begins in about this time; nobody idle takes that over."""
 MOST_AHEAD = 256
+TELL_S = 0.2
+"""What was done is told after this time, should no claim have taken it along."""
 LOGGED = 4096
 """Batches in a `DoneLog`: more than any trainer does between two pieces of news, many times a second."""
 
@@ -550,6 +552,7 @@ class LeaseClient:
         self._connection, self._log = connection, log
         self._lock = threading.Lock()
         self._known = self._untold = 0
+        self._untold_since = 0.0
         self._done: list[Rows] = []
         self._told: deque[Pending[Any]] = deque()
         self._closed = threading.Event()
@@ -603,15 +606,17 @@ class LeaseClient:
         """Notes it: always True, since it cannot be known here yet."""
         rows = Rows(lease, start, stop)
         with self._lock:
+            if not self._done:
+                self._untold_since = time.monotonic()
             self._done.append(rows)
             self._untold += stop - start
             if self._log is not None:
                 self._log.note(rows)
         return True
 
-    def tell(self) -> None:
-        """Tells what was done and not told yet, without waiting for it."""
-        if self._done:
+    def tell(self, after_s: float = 0.0) -> None:
+        """Tells what was done and not told for so long, without waiting for it."""
+        if self._done and time.monotonic() >= self._untold_since + after_s:
             told = self._send(lambda done: later(self._connection, LeaseService.tell, done))
             told.then(lambda error: None if error else self._note(told.result()))
 

@@ -50,6 +50,7 @@ class Shadow(Driver):
         self._synchronisation = synchronisation
         self._stopping = False
         self._iterations = [0] * synchronisation.workers
+        self._stepped, self._waits = threading.Event(), False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
 
@@ -59,11 +60,14 @@ class Shadow(Driver):
 
     def after_step(self, worker_index: int, iteration: int) -> None:
         self._iterations[worker_index] = iteration
+        if self._waits:
+            self._stepped.set()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
         self._stopping = True
+        self._stepped.set()
         self._synchronisation.gate.wake()
         self._synchronisation.group.leave()
         self._thread.join()
@@ -87,14 +91,22 @@ class Shadow(Driver):
         gate, seen = self._synchronisation.gate, 0
         while not self._stopping:
             gate.step()
-            iterations = sum(self._iterations)
-            if iterations == seen and not self._synchronisation.method.collective:
-                gate.rest(0.001, lambda: self._stopping)
+            if sum(self._iterations) == seen and not self._synchronisation.method.collective:
+                self._wait_for_a_step(seen)
                 continue
-            seen = iterations
+            seen = sum(self._iterations)
             started, cpu_started = time.monotonic(), self._cpu_s()
             self._synchronisation.once()
             ended, cpu_s = time.monotonic(), self._cpu_s() - cpu_started
             pause_s = self._schedule.next_start(started, ended, cpu_s) - ended
             if pause_s > 0:
                 gate.rest(pause_s, lambda: self._stopping)
+
+    def _wait_for_a_step(self, seen: int) -> None:
+        """Until workers have made more iterations than these, or it is stopped."""
+        self._waits = True  # first: whoever steps from here on sets the event
+        self._stepped.clear()
+        if sum(self._iterations) == seen and not self._stopping:
+            with self._synchronisation.gate.resting():
+                self._stepped.wait()
+        self._waits = False

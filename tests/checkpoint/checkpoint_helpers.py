@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fsspec
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor
 
 from shadowsync.checkpoint.files import Chunk, Files, LocalFiles, RemoteFiles
@@ -96,6 +97,12 @@ def small_store(root: Path | str, keep: int = 2, files: Files | None = None) -> 
 
 def memory_root() -> str:
     return f"memory://{uuid.uuid4().hex}/checkpoints"
+
+
+def forget_memory() -> None:
+    """Empties the memory of fsspec, which looks through all that is there for each file."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 class Steps:

@@ -1,10 +1,11 @@
 """The tests of checkpoints write many small files, and a disk's flush takes longer than all the rest of a test."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint_helpers import memory_root
+from checkpoint_helpers import forget_memory, memory_root
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +20,14 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return paths
 
 
-@pytest.fixture(params=["local", "url", "memory"])
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What a test leaves in memory makes those after it slower."""
+    yield
+    forget_memory()
+
+
+@pytest.fixture(params=["local", "memory"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Where checkpoints go."""
-    place = f"{tmp_path}/checkpoints"
-    return {"local": place, "url": f"file://{place}", "memory": memory_root()}[request.param]
+    return f"{tmp_path}/checkpoints" if request.param == "local" else memory_root()

@@ -21,6 +21,7 @@ from checkpoint_helpers import (
     chain,
     disk_full,
     flip,
+    forget_memory,
     memory_root,
     tight_store,
 )
@@ -107,8 +108,9 @@ def test_what_is_gone_or_of_another_size_is_said(tmp_path: Path) -> None:
     courses=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 22), max_size=5)), min_size=2, max_size=5),
     since=st.integers(0, 4),
 )
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=25, derandomize=True)
 def test_laid_over_the_former_it_is_the_latter(courses: list[tuple[bool, list[int]]], since: int) -> None:
+    forget_memory()
     store, model = tight_store(memory_root(), 9), Model()
     names = [store.save(model.whole())]
     for whole, rows in courses:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,14 +48,6 @@ def assert_falls_back(root: Path, defect: str) -> None:
     assert is_one_sentence(str(caught.value))
 
 
-@pytest.mark.parametrize("file", FILES[:1] + FILES[2:])
-def test_a_missing_file_is_named(root: Path, file: str) -> None:
-    (root / NEWEST / file).unlink()
-    assert_falls_back(root, file)
-    with pytest.raises(CheckpointError, match=f"{NEWEST}/{file} is missing: use an older checkpoint"):
-        small_store(root).load(NEWEST)
-
-
 def test_without_its_manifest_a_folder_is_no_checkpoint(root: Path) -> None:
     (root / NEWEST / MANIFEST).unlink()
     loaded = small_store(root).load()
@@ -70,7 +61,7 @@ def positions(size: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_cut_anywhere_is_never_loaded(root: Path, file: str) -> None:
+def test_a_file_cut_anywhere_longer_or_gone_is_never_loaded(root: Path, file: str) -> None:
     path = root / NEWEST / file
     content = path.read_bytes()
     for length in sorted(positions(len(content))):
@@ -78,6 +69,9 @@ def test_a_file_cut_anywhere_is_never_loaded(root: Path, file: str) -> None:
         assert_falls_back(root, f"{file} cut to {length}")
     path.write_bytes(content + b"\0")
     assert_falls_back(root, f"{file} longer")
+    if file != MANIFEST:
+        path.unlink()
+        assert_falls_back(root, f"{file} gone")
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -95,16 +89,6 @@ def test_a_flipped_bit_is_never_loaded(root: Path, file: str) -> None:
         else:
             assert_holds(loaded, 10)
             assert len(loaded.skipped) == 1
-
-
-def test_files_of_two_checkpoints_cannot_be_mixed(root: Path) -> None:
-    for file in FILES:
-        whole = (root / NEWEST / file).read_bytes()
-        shutil.copy(root / "samples-000000000010" / file, root / NEWEST / file)
-        if (root / NEWEST / file).read_bytes() != whole:
-            assert_falls_back(root, file)
-        (root / NEWEST / file).write_bytes(whole)
-    assert_holds(small_store(root).load(), 20)
 
 
 def test_rows_are_checked_when_they_are_read(root: Path) -> None:
@@ -281,7 +265,7 @@ def test_what_is_no_manifest_is_refused(root: Path, content: bytes) -> None:
         ),
     )
 )
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 def test_a_body_of_any_json_is_refused(body: object) -> None:
     raw = json.dumps(body).encode()
     content = b'{"format": 1, "crc32": %d, "body": %s}' % (zlib.crc32(raw), raw)

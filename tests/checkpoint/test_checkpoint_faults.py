@@ -38,10 +38,11 @@ MEMBERS: dict[str, tuple[Callable[[Path], str], Callable[[str, Steps], Files]]] 
 )
 def test_a_full_disk_at_any_moment_leaves_what_was_there(tmp_path: Path, member: str, what: str) -> None:
     make_root, scripted = MEMBERS[member]
-    outcomes = []
+    outcomes, changed = [], True
     for at in range(1, MANY_STEPS):
-        root = make_root(tmp_path / str(at))
-        _, states = chain(root, keep=9)
+        if changed:
+            root = make_root(tmp_path / str(at))
+            _, states = chain(root, keep=9)
         model = model_on(states)
         states["samples-000000000004"], states[f"{SECOND}-whole"] = model.copy(), states[SECOND]
         steps = Steps(at, disk_full)
@@ -53,7 +54,7 @@ def test_a_full_disk_at_any_moment_leaves_what_was_there(tmp_path: Path, member:
                 store.save(model.delta(SECOND) if what == "delta" else model.whole())
         except SaveError as error:
             outcomes.append(str(error).partition(": ")[2])
-        assert not [name for name in open_files(root).names() if name.startswith(".")]
+        assert sorted(open_files(root).names()) == tight_store(root).names(), "no half one is left"
         loaded = tight_store(root).load()
         assert loaded.skipped == ()
         assert_state(loaded, states[loaded.name])
@@ -61,28 +62,15 @@ def test_a_full_disk_at_any_moment_leaves_what_was_there(tmp_path: Path, member:
             break
         assert "No space left on device" in outcomes[-1]
         assert "\n" not in outcomes[-1]
-        complete = outcomes[-1].partition(" is complete")
-        assert loaded.name == (complete[0][-len(loaded.name) :] if complete[1] else SECOND)
-        assert complete[1] or "as they were" in outcomes[-1] or "it is as it was" in outcomes[-1]
+        changed = " is complete" in outcomes[-1]
+        assert loaded.name == (outcomes[-1].partition(" is complete")[0][-len(loaded.name) :] if changed else SECOND)
+        assert changed or "as they were" in outcomes[-1] or "it is as it was" in outcomes[-1]
     assert steps.done < at, "the last went through"
     assert len(outcomes) >= 15
     assert len(set(outcomes)) == (1 if what == "delta" else 2), "beside a delta nothing is removed"
     again = tight_store(root, keep=1)
     assert again.compact(again.names()[-1]).endswith("-whole") == (what != "whole")
     assert len(again.names()) == 1
-
-
-@pytest.mark.parametrize("member", MEMBERS)
-def test_after_the_disk_has_room_again_saving_goes_on(tmp_path: Path, member: str) -> None:
-    make_root, scripted = MEMBERS[member]
-    root = make_root(tmp_path / "here")
-    store = small_store(root, keep=2, files=scripted(root, Steps(8, disk_full)))
-    with pytest.raises(SaveError):
-        store.save(make_snapshot(10))
-    assert store.names() == []
-    store.save(make_snapshot(20))
-    assert_holds(store.load(), 20)
-    assert open_files(root).names() == ["samples-000000000020"]
 
 
 def test_the_sentence_names_the_place_and_the_way_out(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Saving, listing, keeping and loading, the same on every file system, and any range of rows out of any cut."""
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from checkpoint_helpers import (
     assert_equal,
     assert_holds,
     cut,
+    forget_memory,
     full_table,
     make_snapshot,
     memory_root,
@@ -216,6 +216,7 @@ ROWS = st.integers(0, USERS.rows)
 
 
 def saved_and_loaded(tables: tuple[Rows, ...], piece_bytes: int = 200) -> LoadedCheckpoint:
+    forget_memory()
     store = CheckpointStore(memory_root(), piece_bytes=piece_bytes)
     store.save(Snapshot({}, 1, tables, {}, {}, {}, {}))
     return store.load()
@@ -246,15 +247,6 @@ def test_rows_that_straddle_blocks_are_put_together(block_bytes: int, start: int
         loaded = saved_and_loaded((Rows(table, 0, whole),), 1 << 20)
     stop = min(start + count, table.rows)
     assert_equal(loaded.rows("t", start, stop), {name: tensor[start:stop] for name, tensor in whole.items()})
-
-
-def test_servers_of_any_number_take_their_parts() -> None:
-    whole = full_table(USERS, 0)
-    loaded = saved_and_loaded(cut(USERS, whole, [3, 10, 11]))
-    for servers in range(1, 9):
-        edges = [round(USERS.rows * i / servers) for i in range(servers + 1)]
-        parts = [loaded.rows("user", a, b)["weight"] for a, b in pairwise(edges)]
-        assert torch.equal(torch.cat(parts), whole["weight"])
 
 
 def test_a_state_of_the_whole_table_is_the_furthest_of_the_parts_that_hold_the_rows() -> None:

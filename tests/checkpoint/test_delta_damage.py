@@ -43,9 +43,7 @@ def survivor(root: Path, file: str) -> str:
 
 HARMS: dict[str, Callable[[Path], object]] = {
     "removed": Path.unlink,
-    "halved": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "emptied": lambda path: path.write_bytes(b""),
-    "last byte gone": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "flipped": flip,
 }
 

@@ -17,7 +17,6 @@ from checkpoint_helpers import (
     USERS,
     Counting,
     Model,
-    State,
     assert_state,
     chain,
     flip,
@@ -135,32 +134,6 @@ def test_what_else_goes_wrong_while_rows_are_loaded_is_not_taken_for_damage(tmp_
     assert tried == [SECOND]
 
 
-def test_of_a_state_that_is_there_twice_the_other_one_is_loaded(tmp_path: Path) -> None:
-    store, states = chain(tmp_path)
-    with store.opened(SECOND):
-        whole = store.compact(SECOND)
-    for path in (tmp_path / whole).glob("rows-*"):
-        path.write_bytes(path.read_bytes()[:-1] + b"!")
-    found: list[Rows] = []
-
-    def load(saved: LoadedCheckpoint) -> None:
-        found[:] = []
-        found.extend(saved.rows_of(SHARDS))
-
-    with store.opened(None, SHARDS, load) as loaded:
-        assert loaded.samples == 3
-    weights = torch.cat([part.tensors["weight"] for part in found])
-    assert torch.equal(weights, states[SECOND]["user"]["weight"][: EDGES[1]])
-    assert BASE in store.names()
-
-
-def model_of(store: CheckpointStore, states: dict[str, State], name: str) -> Model:
-    loaded = store.load(name)
-    model = Model(samples=loaded.samples, state=states[name])
-    model.state = model.copy()
-    return model
-
-
 def test_rows_do_not_come_from_what_was_given_up(tmp_path: Path) -> None:
     """The newest has lost its dense part, so that the job went on from the one before; a server dies at once."""
     store, states = chain(tmp_path)
@@ -208,9 +181,9 @@ def test_what_is_rewritten_stays_given_up(tmp_path: Path) -> None:
 
 def test_a_delta_on_what_was_given_up_is_refused(tmp_path: Path) -> None:
     store, states = chain(tmp_path)
-    model = model_of(store, states, FIRST)
+    store.load(FIRST)
+    model = Model(samples=6, state=states[FIRST])
     before = store.names()
-    model.samples = 6
     with pytest.raises(
         ParentLost,
         match=f"{SECOND}, on which the new checkpoint builds, belongs to a course that was given up: save a whole",

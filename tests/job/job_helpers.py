@@ -3,7 +3,7 @@
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,6 +53,13 @@ def write_rows(path: Path, rows: int, seed: int = 0) -> Path:
     columns = {"label": label, "row": np.arange(rows, dtype=np.float32) / 1024, "x": dense, **ids}
     pl.DataFrame(columns).with_columns(pl.Series("many", many, dtype=pl.List(pl.Int64))).write_parquet(path)
     return path
+
+
+def set_cells(path: Path, column: str, value: object, rows: Sequence[int], to: Path | None = None) -> Path:
+    """Gives a column that value in those rows of a file, or of a copy of it."""
+    cells = pl.when(pl.int_range(pl.len()).is_in(rows)).then(pl.lit(value)).otherwise(column).alias(column)
+    pl.read_parquet(path).with_columns(cells).write_parquet(to or path)
+    return to or path
 
 
 def settings(path: Path, test_path: Path | None = None, **sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Sessions that train while their rows are saved, for the tests in process and on a cluster."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shadowsync.cluster.session import Session
 from shadowsync.config import parse
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, RowSet, Table
+from shadowsync.runtime.inprocess import InProcess
 
 DEADLINE_S = 120.0
 MOST_DELTAS = 6
@@ -58,6 +60,13 @@ def material(
     source = choices.source.open("train", "error")
     own = Own(Witness(Ledger()), TABLES) if failures is None else Own(Witness(Ledger()), TABLES, failures)
     return Material(config, choices, own, source, None)
+
+
+@contextmanager
+def local(folder: Path, **given: Any) -> Iterator[Session]:
+    """A session in this process, of `material`."""
+    with closing(Session(material(folder, **given), InProcess, lambda _: nullcontext())) as session, session.recorder:
+        yield session
 
 
 def snapshot(session: Session, tables: Sequence[Rows | RowSet], delta: DeltaOf | None = None) -> Snapshot:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
 import torch
 from job_helpers import (
@@ -17,6 +16,7 @@ from job_helpers import (
     error_of,
     fails,
     name_of,
+    set_cells,
     settings,
     train_counted,
     write_rows,
@@ -27,38 +27,32 @@ from shadowsync import Job, TrainerLost
 from shadowsync.errors import DataError, NonFiniteLoss, RunError
 
 DEADLINE_S = 120.0
-
-
-SHAPES = [(1, 1), (1, 2), (2, 1), (8, 2)]
-OTHERS = [(2, 2), (8, 1)]
-EVERY_SHAPE = METHODS[3:7]
-"""Methods that meet in every step and in the background; the rest is run in two shapes."""
+MEETINGS = METHODS[3:7]
+"""Methods that meet in every step and in the background."""
+SHAPES = [(23, 2, 2), (23, 8, 1), (1, 8, 1)]
+"""Rows, trainers and workers; fewer slices than trainers, too."""
+MORE_SHAPES = [(23, 1, 1), (23, 1, 2), (23, 8, 2)]
 
 
 @pytest.mark.parametrize(
-    ("sync", "trainers", "workers"),
-    [(sync, *shape) for sync in METHODS for shape in (SHAPES + OTHERS if sync in EVERY_SHAPE else OTHERS)],
+    ("sync", "shape"),
+    [(sync, shape) for sync in METHODS for shape in SHAPES + (MORE_SHAPES if sync in MEETINGS else [])],
     ids=lambda value: name_of(value) if isinstance(value, dict) else str(value),
 )
-def test_every_row_is_trained_once_per_epoch(tmp_path: Path, sync: dict[str, Any], trainers: int, workers: int) -> None:
-    data = write_rows(tmp_path / "rows.parquet", 23)
-    config = settings(data, sync=sync, data={"epochs": 2}, train={"trainers": trainers, "workers": workers})
+def test_every_row_is_trained_once_per_epoch(tmp_path: Path, sync: dict[str, Any], shape: tuple[int, int, int]) -> None:
+    rows, trainers, workers = shape
+    config = settings(
+        write_rows(tmp_path / "rows.parquet", rows),
+        sync=sync,
+        data={"epochs": 2},
+        train={"trainers": trainers, "workers": workers},
+    )
     result, counts = train_counted(config, tmp_path / "out")
-    assert result.data.trained_samples == 46
-    assert counts == dict.fromkeys(range(23), 2)
+    assert result.data.trained_samples == 2 * rows
+    assert counts == dict.fromkeys(range(rows), 2)
 
 
-@pytest.mark.parametrize("sync", METHODS, ids=name_of)
-@pytest.mark.parametrize("rows", [1, 10])
-def test_fewer_slices_than_trainers(tmp_path: Path, sync: dict[str, Any], rows: int) -> None:
-    data = write_rows(tmp_path / "rows.parquet", rows)
-    result, counts = train_counted(settings(data, sync=sync, train={"trainers": 8}), tmp_path / "out")
-    assert result.data.trained_samples == rows
-    assert counts == dict.fromkeys(range(rows), 1)
-
-
-@pytest.mark.parametrize("prefetch", [1, 3])
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@pytest.mark.parametrize(("prefetch", "batch_size"), [(1, 1), (3, 3), (3, 64)])
 def test_prefetched_pulls_are_trained_once(tmp_path: Path, prefetch: int, batch_size: int) -> None:
     data = write_rows(tmp_path / "rows.parquet", 23)
     train = {"trainers": 2, "workers": 2, "prefetch": prefetch, "batch_size": batch_size}
@@ -83,7 +77,7 @@ class Death:
 
 @pytest.mark.parametrize(
     ("sync", "workers", "iteration"),
-    [(sync, 2, 3) for sync in METHODS] + [(sync, 1, iteration) for sync in EVERY_SHAPE for iteration in (1, 3)],
+    [(sync, 2, 3) for sync in METHODS] + [(sync, 1, iteration) for sync in MEETINGS for iteration in (1, 3)],
     ids=lambda value: name_of(value) if isinstance(value, dict) else str(value),
 )
 def test_the_others_train_what_a_dead_trainer_held(
@@ -137,45 +131,41 @@ def test_a_trainer_that_dies_with_the_last_rows(tmp_path: Path, sync: dict[str, 
     assert ledger.rows == dict.fromkeys(range(rows), 1)
 
 
-def _everybody_dies(rank: int, iteration: int) -> None:
-    if iteration == 3:
-        raise TrainerLost(f"trainer {rank} dies")
-
-
 def test_when_all_trainers_die_the_run_fails_and_can_be_resumed(tmp_path: Path) -> None:
-    data, out = write_rows(tmp_path / "rows.parquet", 40), tmp_path / "out"
-    config = settings(data, train={"trainers": 2, "workers": 2}, sync={"method": "ma"})
-    error = fails(lambda: train_counted(config, out, failures=_everybody_dies), RunError)
+    def everybody_dies(rank: int, iteration: int) -> None:
+        if iteration == 3:
+            raise TrainerLost(f"trainer {rank} dies")
+
+    out = tmp_path / "out"
+    config = settings(write_rows(tmp_path / "rows.parquet", 40), train={"trainers": 2, "workers": 2})
+    error = fails(
+        lambda: train_counted(config, out, failures=everybody_dies), RunError, "every trainer died", f"--resume {out}"
+    )
     assert error.exit_status == 1
-    assert "every trainer died" in str(error)
-    assert f"--resume {out}" in str(error)
     assert not (out / "result.json").exists()
     result, _ = train_counted(config, out, resume=out)
     assert result.data.trained_samples == 40
 
 
-class Broken(Witness):
-    """Fails in the given way after some rows."""
+def broken(config: dict[str, Any], out: Path, fault: Callable[[Tensor], Tensor]) -> Job:
+    """A job whose model fails in the given way after some rows."""
 
-    def __init__(self, ledger: Ledger, fault: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(ledger)
-        self.fault = fault
+    class Broken(Witness):
+        def forward(self, dense: Tensor, embeddings: Any) -> Tensor:
+            logits = super().forward(dense, embeddings)
+            return fault(logits) if self.ledger.rows.total() > 12 else logits
 
-    def forward(self, dense: Tensor, embeddings: Any) -> Tensor:
-        logits = super().forward(dense, embeddings)
-        return self.fault(logits) if sum(self.ledger.rows.values()) > 12 else logits
-
-
-def _raise(logits: Tensor) -> Tensor:
-    raise ZeroDivisionError("the user's own mistake")
+    return Job(beside_own_model(config), model=Broken(Ledger()), out=out)
 
 
-@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+@pytest.mark.parametrize("sync", MEETINGS, ids=name_of)
 def test_an_exception_in_a_worker_ends_the_job_with_it(tmp_path: Path, sync: dict[str, Any]) -> None:
+    def mistake(logits: Tensor) -> Tensor:
+        raise ZeroDivisionError("the user's own mistake")
+
     data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
-    config = settings(data, sync=sync, train={"trainers": 3, "workers": 2})
     with pytest.raises(ZeroDivisionError, match="own mistake"):
-        Job(beside_own_model(config), model=Broken(Ledger(), _raise), out=out).run()
+        broken(settings(data, sync=sync, train={"trainers": 3, "workers": 2}), out, mistake).run()
     assert not (out / "result.json").exists()
     assert checkpoints(out) == []
 
@@ -183,34 +173,23 @@ def test_an_exception_in_a_worker_ends_the_job_with_it(tmp_path: Path, sync: dic
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_names_its_place(tmp_path: Path, value: float) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
-    config = settings(data, train={"trainers": 2, "workers": 2})
-    error = fails(
-        lambda: Job(beside_own_model(config), model=Broken(Ledger(), lambda x: x * value), out=out).run(), NonFiniteLoss
-    )
-    assert error.exit_status == 1
-    assert f"{data}, row " in str(error)
-    assert "train.lr" in str(error)
+    job = broken(settings(data, train={"trainers": 2, "workers": 2}), out, lambda logits: logits * value)
+    assert fails(job.run, NonFiniteLoss, f"{data}, row ", "train.lr").exit_status == 1
     assert not (out / "result.json").exists()
 
 
 def test_a_row_that_cannot_be_read_ends_the_job(tmp_path: Path) -> None:
-    data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
-    frame = pl.read_parquet(data)
-    frame.with_columns(pl.when(pl.int_range(pl.len()) == 46).then(2).otherwise("label").alias("label")).write_parquet(
-        data
-    )
+    data, out = set_cells(write_rows(tmp_path / "rows.parquet", 60), "label", 2, [46]), tmp_path / "out"
     config = settings(data, train={"trainers": 2, "workers": 2}, sync={"method": "ma", "schedule": "every_k", "k": 1})
     fails(lambda: train_counted(config, out), DataError, f"{data}, row 47")
     assert not (out / "result.json").exists()
 
 
 def test_skipped_rows_are_counted_and_the_others_trained_once(tmp_path: Path) -> None:
-    data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
     bad = [0, 17, 18, 59]
-    frame = pl.read_parquet(data)
-    label = pl.when(pl.int_range(pl.len()).is_in(bad)).then(7).otherwise("label").alias("label")
-    frame.with_columns(label).write_parquet(data)
-    result, counts = train_counted(settings(data, data={"on_bad_row": "skip"}, train={"trainers": 3}), out)
+    data = set_cells(write_rows(tmp_path / "rows.parquet", 60), "label", 7, bad)
+    config = settings(data, data={"on_bad_row": "skip"}, train={"trainers": 3})
+    result, counts = train_counted(config, tmp_path / "out")
     assert counts == dict.fromkeys(set(range(60)) - set(bad), 1)
     assert (result.data.trained_samples, result.data.skipped_rows) == (56, 4)
 
@@ -240,9 +219,5 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     config = settings(write_rows(tmp_path / "rows.parquet", 30), sync={"method": "ma"}, train={"trainers": 3})
     train_counted(config, tmp_path / "one")
-    error_of(
-        lambda: Job(
-            beside_own_model(config), model=Broken(Ledger(), lambda x: x * float("nan")), out=tmp_path / "two"
-        ).run()
-    )
+    error_of(broken(config, tmp_path / "two", lambda logits: logits * float("nan")).run)
     assert [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()] == []

@@ -16,6 +16,7 @@ from job_helpers import (
     beside_own_model,
     by_gradients,
     checkpoints,
+    decided,
     error_of,
     fails,
     result_of,
@@ -46,54 +47,46 @@ def gradient_settings(path: Path, method: str, **sections: Any) -> dict[str, Any
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("global_batch", [None, 2, 32], ids=lambda size: f"G{size}")
-def test_every_row_is_trained_once(tmp_path: Path, method: str, global_batch: int | None) -> None:
-    data = write_rows(tmp_path / "rows.parquet", 49)
-    config = gradient_settings(
-        data,
-        method,
-        train={"trainers": 3, "workers": 2},
-        data={"epochs": 2},
-        embedding={"servers": 2},
-        aggregation={
-            "global_batch": global_batch,
-            **({"backups": 0} if method == "hop_bw" and global_batch == 2 else {}),
-        },
-    )
-    result, rows = train_counted(config, tmp_path / "out")
-    assert rows == dict.fromkeys(range(49), 2)
-    assert result.data.trained_samples == 98
+@pytest.mark.parametrize(
+    ("rows", "train", "global_batch"),
+    [
+        (49, {"trainers": 3, "workers": 2}, 2),
+        (49, {"trainers": 3, "workers": 2}, 32),
+        (10, {"trainers": 8, "batch_size": 4}, None),
+    ],
+    ids=["a step for each batch", "large steps", "more trainers than batches"],
+)
+def test_every_row_is_trained_once(
+    tmp_path: Path, method: str, rows: int, train: dict[str, Any], global_batch: int | None
+) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", rows), tmp_path / "out"
+    aggregation = {"global_batch": global_batch} | ({"backups": 0} if (method, global_batch) == ("hop_bw", 2) else {})
+    sections = {"train": train, "data": {"epochs": 2}, "embedding": {"servers": 2}, "aggregation": aggregation}
+    result, trained = train_counted(gradient_settings(data, method, **sections), out)
+    assert trained == dict.fromkeys(range(rows), 2)
+    assert result.data.trained_samples == 2 * rows
     assert result.sync is None
     assert result.aggregation.global_steps > 0
-    assert result_of(tmp_path / "out")["aggregation"]["dropped"] == result.aggregation.dropped
+    assert result_of(out)["aggregation"]["dropped"] == result.aggregation.dropped
     if method in ("sync", "async"):
         assert result.aggregation.dropped == 0
-    assert {"auc", "ne"} <= result_of(tmp_path / "out")["test"].keys()
+    assert {"auc", "ne"} <= result_of(out)["test"].keys()
 
 
-def large_batch(data: Path, out: Path, precision: str, optimizer: str) -> None:
-    """One worker with the whole global batch at once."""
-    config = settings(
-        data,
-        data,
-        model=SMALL_DLRM,
-        train={"batch_size": 8, "precision": precision, "optimizer": optimizer},
-        data={"slice_rows": 16, "epochs": 2},
-    )
-    Job(config, out=out).run()
-
-
-@pytest.mark.parametrize("method", ["sync", "gba", "bsp", "auto"])
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sgd"])
+@pytest.mark.parametrize(
+    ("method", "optimizer"),
+    [("sync", "adagrad"), ("sync", "adam"), ("sync", "sgd"), ("gba", "adam"), ("bsp", "sgd"), ("auto", "adagrad")],
+)
 def test_with_nothing_stale_it_is_large_batch_training(tmp_path: Path, method: str, optimizer: str) -> None:
-    data = write_rows(tmp_path / "rows.parquet", 64)
-    large_batch(data, tmp_path / "large", "fp32", optimizer)
+    data, spans = write_rows(tmp_path / "rows.parquet", 64), {"slice_rows": 16, "epochs": 2}
+    at_once = {"batch_size": 8, "optimizer": optimizer}
+    Job(settings(data, data, model=SMALL_DLRM, train=at_once, data=spans), out=tmp_path / "large").run()
     config = gradient_settings(
         data,
         method,
         model=SMALL_DLRM,
         train={"batch_size": 2, "optimizer": optimizer, "workers": 4 if method == "sync" else 1},
-        data={"slice_rows": 16, "epochs": 2},
+        data=spans,
         aggregation={"global_batch": 8, "rows": "buffer"},
     )
     result = Job(config, out=tmp_path / "out").run()
@@ -116,6 +109,12 @@ def test_without_delay_gba_is_synchronous_training_to_the_bit(tmp_path: Path, ro
     assert all(torch.equal(sync[name], gba[name]) for name in sync)
 
 
+def stepped_samples(out: Path) -> int:
+    """How many samples the newest checkpoint counts as trained."""
+    samples: int = json.loads((checkpoints(out)[-1] / "manifest.json").read_text())["body"]["samples"]
+    return samples
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_an_interrupted_job_is_resumed_where_it_was(tmp_path: Path, method: str) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
@@ -123,8 +122,7 @@ def test_an_interrupted_job_is_resumed_where_it_was(tmp_path: Path, method: str)
         data, method, train={"trainers": 2, "workers": 2}, data={"epochs": 2}, aggregation={"global_batch": 8}
     )
     before, said = interrupt(config, out)
-    body = json.loads((checkpoints(out)[-1] / "manifest.json").read_text())["body"]
-    stepped = body["samples"]
+    stepped = stepped_samples(out)
     assert f"stopped by SIGTERM after {stepped} samples" in said
     late = 8 if method == "hop_bw" else 0  # what its slow ones were at
     assert 0 <= before.total() - stepped < 8 + late
@@ -134,15 +132,16 @@ def test_an_interrupted_job_is_resumed_where_it_was(tmp_path: Path, method: str)
     assert result.data.trained_samples == 202
 
 
-FAMILIES = [
-    {"sync": {"method": "easgd"}},
-    {"sync": {"method": "ma"}},
-    *({"aggregation": {"method": m}} for m in METHODS),
-]
-
-
-@pytest.mark.parametrize("there", FAMILIES, ids=str)
-@pytest.mark.parametrize("here", [FAMILIES[0], {"aggregation": {"method": "gba"}}], ids=str)
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ({"sync": {"method": "easgd"}}, {"aggregation": {"method": "gba"}}),
+        ({"sync": {"method": "ma"}}, {"aggregation": {"method": "gba"}}),
+        ({"aggregation": {"method": "sync"}}, {"aggregation": {"method": "gba"}}),
+        *(({"aggregation": {"method": method}}, {"sync": {"method": "easgd"}}) for method in METHODS),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_of_any_method_goes_on_under_another(
     tmp_path: Path, there: dict[str, Any], here: dict[str, Any]
 ) -> None:
@@ -150,29 +149,21 @@ def test_a_checkpoint_of_any_method_goes_on_under_another(
     base = settings(data, data, train={"trainers": 2}, data={"epochs": 2})
     del base["sync"]
     before, _ = interrupt(base | there, out)
-    ledger = Ledger()
-    Job(beside_own_model(base | here), model=Witness(ledger), out=tmp_path / "new", resume=out).run()
-    stepped = json.loads((checkpoints(out)[-1] / "manifest.json").read_text())["body"]["samples"]
-    assert min((before + ledger.rows).values()) == 2
-    assert ledger.rows.total() == 202 - stepped  # what waited for its step is trained anew
+    _, after = train_counted(base | here, tmp_path / "new", resume=out)
+    assert min((before + after).values()) == 2
+    assert after.total() == 202 - stepped_samples(out)  # what waited for its step is trained anew
 
 
-def test_the_global_batch_stays_with_another_number_of_workers(tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.parquet", 101)
-    there, here = tmp_path / "there", tmp_path / "here"
+def test_another_number_of_workers_keeps_the_global_batch_or_from_python_needs_a_word_about_it(tmp_path: Path) -> None:
+    data, there, here = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "there", tmp_path / "here"
+    more = {"data": {"epochs": 2}, "model": SMALL_DLRM, "train": {"workers": 3}}
     Job(gradient_settings(data, "sync", model=SMALL_DLRM, train={"workers": 2}), out=there).run()
     train_from_command_line(None, ["train.workers=3", "data.epochs=2"], here, there)
     assert result_of(here)["config"]["aggregation"]["global_batch"] == 4
-
-
-def test_from_python_another_number_of_workers_needs_a_word_about_the_global_batch(tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.parquet", 101)
-    there, more = tmp_path / "there", {"data": {"epochs": 2}, "model": SMALL_DLRM}
-    Job(gradient_settings(data, "sync", model=SMALL_DLRM, train={"workers": 2}), out=there).run()
-    config = gradient_settings(data, "sync", train={"workers": 3}, **more)
-    fails(Job(config, out=tmp_path / "here", resume=there).run, ConfigError, "was made of 4 samples, and would be of 6")
+    job = Job(gradient_settings(data, "sync", **more), out=tmp_path / "none", resume=there)
+    fails(job.run, ConfigError, "was made of 4 samples, and would be of 6")
     for size in (4, 6):
-        given = gradient_settings(data, "sync", train={"workers": 3}, aggregation={"global_batch": size}, **more)
+        given = gradient_settings(data, "sync", aggregation={"global_batch": size}, **more)
         assert Job(given, out=tmp_path / f"of-{size}", resume=there).run().data.trained_samples == 202
 
 
@@ -218,10 +209,15 @@ def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("iteration", [1, 5])
-def test_a_trainer_that_dies_holds_nobody_up(tmp_path: Path, method: str, iteration: int) -> None:
-    data, out = write_rows(tmp_path / "rows.parquet", 61), tmp_path / "out"
-
+@pytest.mark.parametrize(
+    ("trainers", "workers", "prefetch", "iteration"),
+    [(3, 2, 0, 1), (3, 2, 3, 5), (2, 1, 3, 2)],
+    ids=["at once", "later", "with nobody else there"],
+)
+def test_a_trainer_that_dies_holds_nobody_up(
+    tmp_path: Path, method: str, trainers: int, workers: int, prefetch: int, iteration: int
+) -> None:
+    """What it has begun and does not compute must not hold up the round that its own pulls ahead wait for."""
     dead: list[int] = []
 
     def script(rank: int, step: int) -> None:
@@ -230,30 +226,16 @@ def test_a_trainer_that_dies_holds_nobody_up(tmp_path: Path, method: str, iterat
             raise TrainerLost("by script")
 
     config = gradient_settings(
-        data, method, train={"trainers": 3, "workers": 2}, data={"epochs": 2}, aggregation={"global_batch": 12}
+        write_rows(tmp_path / "rows.parquet", 61),
+        method,
+        train={"trainers": trainers, "workers": workers, "prefetch": prefetch},
+        data={"epochs": 2},
+        aggregation={"global_batch": 2 * trainers * workers},
     )
-    result, rows = train_counted(config, out, failures=script)
+    result, rows = train_counted(config, tmp_path / "out", failures=script)
     assert result.data.trained_samples == 122
     assert rows == dict.fromkeys(range(61), 2)
     assert result.recovery.failures == 1
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_trainer_with_pulls_ahead_may_die_too(tmp_path: Path, method: str, workers: int) -> None:
-    """What it has begun and does not compute must not hold up the round that its own pulls wait for."""
-    data = write_rows(tmp_path / "rows.parquet", 61)
-
-    def script(rank: int, step: int) -> None:
-        if rank == 0 and step == 2:
-            raise TrainerLost("by script")
-
-    config = gradient_settings(
-        data, method, train={"trainers": 2, "workers": workers, "prefetch": 3}, aggregation={"global_batch": 4}
-    )
-    result, rows = train_counted(config, tmp_path / "out", failures=script)
-    assert rows == dict.fromkeys(range(61), 1)
-    assert result.data.trained_samples == 61
 
 
 @pytest.mark.parametrize("method", ["sync", "hop_bw"])
@@ -275,39 +257,27 @@ def test_a_pull_ahead_that_fails_ends_the_job(tmp_path: Path, method: str, monke
     assert time.monotonic() - started < 120  # a job that the test's timeout interrupts raises the same
 
 
-@pytest.mark.parametrize("trainers", [8])
-@pytest.mark.parametrize("method", METHODS)
-def test_eight_trainers_on_ten_rows(tmp_path: Path, method: str, trainers: int) -> None:
-    data = write_rows(tmp_path / "rows.parquet", 10)
-    config = gradient_settings(data, method, train={"trainers": trainers, "batch_size": 4})
-    result, rows = train_counted(config, tmp_path / "out")
-    assert rows == dict.fromkeys(range(10), 1)
-    assert result.data.trained_samples == 10
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "not a multiple": ({"method": "gba", "global_batch": 3}, "aggregation.global_batch=3 is not a multiple"),
-    "smaller than a batch": ({"method": "gba", "global_batch": 1}, "aggregation.global_batch=1 is not a multiple"),
-    "nothing to tune": ({"global_batch": 4}, "aggregation.global_batch has no effect without aggregation.method"),
-    "another's option": ({"method": "sync", "tolerance": 3}, "aggregation.tolerance is not an option"),
-    "no such method": ({"method": "gbba"}, "did you mean gba"),
-    "too many backups": ({"method": "hop_bw", "global_batch": 4, "backups": 2}, "backups"),
+EASGD, SERVERS = {"sync": {"method": "easgd"}}, {"cluster": {"dense_servers": 2}}
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "not a multiple": ({"method": "gba", "global_batch": 3}, {}, "aggregation.global_batch=3 is not a multiple"),
+    "smaller than a batch": ({"method": "gba", "global_batch": 1}, {}, "aggregation.global_batch=1 is not a multiple"),
+    "nothing to tune": ({"global_batch": 4}, {}, "aggregation.global_batch has no effect without aggregation.method"),
+    "another's option": ({"method": "sync", "tolerance": 3}, {}, "aggregation.tolerance is not an option"),
+    "no such method": ({"method": "gbba"}, {}, "did you mean gba"),
+    "too many backups": ({"method": "hop_bw", "global_batch": 4, "backups": 2}, {}, "backups"),
+    "a method of replicas": ({"method": "gba"}, EASGD, "aggregation.method=gba"),
+    "dense servers in one process": ({"method": "gba"}, SERVERS, "aggregation.method=gba"),
 }
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG.values(), ids=WRONG)
-def test_settings_that_mean_nothing_are_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("given", "others", "said"), WRONG.values(), ids=WRONG)
+def test_settings_that_mean_nothing_are_refused(
+    tmp_path: Path, given: dict[str, Any], others: dict[str, Any], said: str
+) -> None:
     config = settings(write_rows(tmp_path / "rows.parquet", 10)) | {"aggregation": given}
     del config["sync"]
-    fails(lambda: Job(config, out=tmp_path / "out").run(), ConfigError, said)
+    fails(lambda: Job(config | others, out=tmp_path / "out").run(), ConfigError, said)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("extra", [{"sync": {"method": "easgd"}}, {"cluster": {"dense_servers": 2}}], ids=str)
-def test_what_belongs_to_the_other_family_is_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
-    config = settings(write_rows(tmp_path / "rows.parquet", 10)) | {"aggregation": {"method": "gba"}}
-    del config["sync"]
-    fails(lambda: Job(config | extra, out=tmp_path / "out").run(), ConfigError, "aggregation.method=gba")
 
 
 @pytest.mark.parametrize(
@@ -337,19 +307,13 @@ HASTY = {"global_batch": 8, "steady_commits": 4, "steady_s": 0.0, "even": 0.001}
 """Goes to GBA soon, and does not come back in the few steps between the end of the slow worker and that of the last."""
 
 
-@pytest.mark.parametrize("trainers", [2, 3])
-def test_only_a_worker_that_is_there_can_be_slow(tmp_path: Path, trainers: int) -> None:
-    data = write_rows(tmp_path / "rows.parquet", 10)
-    train = {**BUSY, "trainers": trainers, "stragglers": "share=0.5;index=0+4,slow=2", "emulate_step_ms": 0.01}
-    config = gradient_settings(data, "sync", train=train)
-    if trainers == 3:
-        Job(config, out=tmp_path / "out").run()
-        return
-    fails(
-        lambda: Job(config, out=tmp_path / "out").run(),
-        ConfigError,
-        "there is no worker 4 that could be slow; this job has 4, counted from 0",
-    )
+def test_only_a_worker_that_is_there_can_be_slow(tmp_path: Path) -> None:
+    train = {**BUSY, "stragglers": "share=0.5;index=0+4,slow=2", "emulate_step_ms": 0.01}
+    config = gradient_settings(write_rows(tmp_path / "rows.parquet", 10), "sync", train=train)
+    said = "there is no worker 4 that could be slow; this job has 4, counted from 0"
+    fails(lambda: Job(config, out=tmp_path / "out").run(), ConfigError, said)
+    config["train"]["trainers"] = 3
+    Job(config, out=tmp_path / "out").run()
 
 
 def test_a_job_may_wait_instead_of_computing(tmp_path: Path) -> None:
@@ -363,25 +327,18 @@ def test_a_job_may_wait_instead_of_computing(tmp_path: Path) -> None:
     assert all(torch.equal(once[name], twice[name]) for name in once)
 
 
-def decisions(out: Path) -> list[str]:
-    """What the driver decided, as the events of the run's timeline tell it."""
-    events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
-    told = [event["detail"] for event in events if event["event"] == "decided" and event["role"] == "driver"]
-    return [detail for detail in told if not detail.startswith("computing in ")]
-
-
 def test_each_switch_is_told_once_and_in_order_and_a_resume_goes_on_telling(tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 400), tmp_path / "out"
     config = gradient_settings(data, "auto", train=BUSY, aggregation=HASTY)
     interrupt(config, out, iteration=40)
-    first = decisions(out)
+    first = decided(out)
     assert first[0].startswith("gradients are aggregated by gba from global step ")
     assert "stragglers cost synchronous rounds" in first[0]
     console = Console(file=io.StringIO(), width=400)
     job = Job(beside_own_model(config), model=Witness(Ledger()), out=out, resume=out)
     result = job.run(console)
     switches = [switch.sentence for switch in result.aggregation.switches]
-    assert decisions(out) == switches
+    assert decided(out) == switches
     assert switches[: len(first)] == first
     assert "from a checkpoint at which gba was at work" in switches[len(first)]
     assert "stragglers cost" in switches[len(first) + 1]

@@ -10,14 +10,14 @@ import pytest
 import torch
 from job_helpers import (
     FEATURES,
-    METHODS,
     ROWS,
     SMALL_DLRM,
     Ledger,
     Witness,
     error_of,
     fails,
-    name_of,
+    result_of,
+    set_cells,
     settings,
     train_counted,
     write_rows,
@@ -28,27 +28,43 @@ from shadowsync import Job, Table, Trained
 from shadowsync.errors import CheckpointError, ConfigError, DataError
 from shadowsync.metrics.quality import evaluate_scores
 
-MODELS: list[dict[str, Any]] = [SMALL_DLRM, {"name": "deepfm"}, {"name": "dcn"}]
 
-
-@pytest.fixture
-def data(tmp_path: Path) -> tuple[Path, Path]:
-    return write_rows(tmp_path / "train.parquet", 300, 0), write_rows(tmp_path / "test.parquet", 120, 1)
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Rows to train on and to test."""
+    folder = tmp_path_factory.mktemp("data")
+    return write_rows(folder / "train.parquet", 300, 0), write_rows(folder / "test.parquet", 120, 1)
 
 
 def run(files: tuple[Path, Path], out: Path, /, **sections: Mapping[str, Any]) -> Any:
     return Job(settings(*files, **{"model": SMALL_DLRM} | sections), out=out).run()
 
 
-@pytest.mark.parametrize("sync", [sync for sync in METHODS if sync["schedule"] == "background"], ids=name_of)
-def test_evaluation_repeats_the_result(tmp_path: Path, data: tuple[Path, Path], sync: dict[str, Any]) -> None:
-    result = run(data, tmp_path / "out", sync=sync, train={"trainers": 2, "workers": 2}, embedding={"servers": 3})
+@pytest.fixture(scope="module")
+def a_run(data: tuple[Path, Path]) -> Path:
+    """The folder of a run, for tests that read it only."""
+    run(data, data[0].parent / "out")
+    return data[0].parent / "out"
+
+
+@pytest.fixture(scope="module")
+def skipping_run(data: tuple[Path, Path]) -> Path:
+    """Of one that left out two of its test rows."""
+    bad = set_cells(data[1], "label", 7, [3, 70], data[0].parent / "two-bad.parquet")
+    run((data[0], bad), data[0].parent / "skipping", data={"on_bad_row": "skip"})
+    return data[0].parent / "skipping"
+
+
+@pytest.mark.parametrize("method", ["easgd", "bmuf"])
+def test_evaluation_repeats_the_result(tmp_path: Path, data: tuple[Path, Path], method: str) -> None:
+    sections = {"sync": {"method": method}, "train": {"trainers": 2, "workers": 2}, "embedding": {"servers": 3}}
+    result = run(data, tmp_path / "out", **sections)
     measured = Trained(tmp_path / "out").evaluate()
     found = (measured.auc, measured.ne, measured.logloss, measured.calibration, measured.samples)
     assert found == (result.test.auc, result.test.ne, result.test.logloss, result.test.calibration, 120)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model["name"])
+@pytest.mark.parametrize("model", [SMALL_DLRM, {"name": "deepfm"}, {"name": "dcn"}], ids=lambda model: model["name"])
 def test_predictions_in_the_order_of_rows_are_those_evaluated(
     tmp_path: Path, data: tuple[Path, Path], model: dict[str, Any]
 ) -> None:
@@ -82,32 +98,25 @@ def exported_inputs(rows: pl.DataFrame) -> tuple[Tensor, Tensor, Tensor]:
     return dense, values, torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0)
 
 
-def test_bad_test_rows_that_the_run_skipped_are_skipped_again(tmp_path: Path, data: tuple[Path, Path]) -> None:
-    frame = pl.read_parquet(data[1])
-    label = pl.when(pl.int_range(pl.len()).is_in([3, 70])).then(7).otherwise("label").alias("label")
-    frame.with_columns(label).write_parquet(data[1])
-    result = run(data, tmp_path / "out", data={"on_bad_row": "skip"})
-    measured = Trained(tmp_path / "out").evaluate()
-    assert (measured.samples, measured.auc) == (118, result.test.auc)
+def test_bad_test_rows_that_the_run_skipped_are_skipped_again(skipping_run: Path) -> None:
+    measured = Trained(skipping_run).evaluate()
+    assert (measured.samples, measured.auc) == (118, result_of(skipping_run)["test"]["auc"])
 
 
-def test_a_bad_row_is_never_left_out_of_predictions(tmp_path: Path, data: tuple[Path, Path]) -> None:
-    run(data, tmp_path / "out", data={"on_bad_row": "skip"})
-    bad = tmp_path / "bad.parquet"
-    frame = pl.read_parquet(data[1])
-    frame.with_columns(pl.when(pl.int_range(pl.len()) == 5).then(ROWS).otherwise("c1").alias("c1")).write_parquet(bad)
-    file = tmp_path / "predictions.parquet"
+def test_a_bad_row_is_never_left_out_of_predictions(
+    tmp_path: Path, data: tuple[Path, Path], skipping_run: Path
+) -> None:
+    bad, file = set_cells(data[1], "c1", ROWS, [5], tmp_path / "bad.parquet"), tmp_path / "predictions.parquet"
     fails(
-        lambda: Trained(tmp_path / "out").predict(str(bad), file),
+        lambda: Trained(skipping_run).predict(str(bad), file),
         DataError,
         f"{bad}, row 6: c1 has id 40, outside of 0 … 39 (data.rows); mend it, or take such rows out",
     )
     assert list(tmp_path.glob("*predictions*")) == []
 
 
-def test_rows_without_labels_can_be_predicted(tmp_path: Path, data: tuple[Path, Path]) -> None:
-    run(data, tmp_path / "out")
-    bare, trained = tmp_path / "bare.parquet", Trained(tmp_path / "out")
+def test_rows_without_labels_can_be_predicted(tmp_path: Path, data: tuple[Path, Path], a_run: Path) -> None:
+    bare, trained = tmp_path / "bare.parquet", Trained(a_run)
     pl.read_parquet(data[1]).drop("label").write_parquet(bare)
     for source, file in ((bare, "bare.out.parquet"), (data[1], "out.parquet")):
         trained.predict(str(source), tmp_path / file)
@@ -117,13 +126,10 @@ def test_rows_without_labels_can_be_predicted(tmp_path: Path, data: tuple[Path, 
 
 @pytest.mark.parametrize(("column", "value"), [("label", 7), ("c1", -1), ("c1", None), ("x", float("nan"))])
 def test_a_bad_row_is_said_to_be_mended_in_the_file_alone(
-    tmp_path: Path, data: tuple[Path, Path], column: str, value: object
+    tmp_path: Path, data: tuple[Path, Path], a_run: Path, column: str, value: object
 ) -> None:
     """The two commands take no options of the data, and what a model was trained on stays."""
-    run(data, tmp_path / "out")
-    bad, trained = tmp_path / "bad.parquet", Trained(tmp_path / "out")
-    cells = pl.when(pl.int_range(pl.len()) == 5).then(pl.lit(value)).otherwise(column).alias(column)
-    pl.read_parquet(data[1]).with_columns(cells).write_parquet(bad)
+    bad, trained = set_cells(data[1], column, value, [5], tmp_path / "bad.parquet"), Trained(a_run)
     asked = [lambda: trained.evaluate(bad), lambda: trained.predict(bad, tmp_path / "p.csv")]
     for ask in asked[: 1 if column == "label" else 2]:
         said = str(error_of(ask))
@@ -132,11 +138,10 @@ def test_a_bad_row_is_said_to_be_mended_in_the_file_alone(
         assert "hash_size" not in said
 
 
-def test_odd_rows_are_remarked_on(tmp_path: Path, data: tuple[Path, Path]) -> None:
-    run(data, tmp_path / "out", data={"on_bad_row": "skip"})
-    rows, odd, trained = pl.read_parquet(data[1]), tmp_path / "odd.parquet", Trained(tmp_path / "out")
-    label = pl.when(pl.int_range(pl.len()) < 13).then(7).otherwise(1).alias("label")
-    rows.with_columns(label, pl.col("x") * 1e6).write_parquet(odd)
+def test_odd_rows_are_remarked_on(tmp_path: Path, data: tuple[Path, Path], skipping_run: Path) -> None:
+    rows, odd, trained = pl.read_parquet(data[1]), tmp_path / "odd.parquet", Trained(skipping_run)
+    rows.with_columns(pl.lit(1).alias("label"), pl.col("x") * 1e6).write_parquet(odd)
+    set_cells(odd, "label", 7, range(13))
     unscaled, undefined, bad = (trained.evaluate(odd), trained.remarks)[1]
     assert "dense columns with numbers beyond ±10,000, which drown the others: x (" in unscaled
     assert unscaled.endswith("; scale them as the rows that the model was trained on")
@@ -145,17 +150,16 @@ def test_odd_rows_are_remarked_on(tmp_path: Path, data: tuple[Path, Path]) -> No
     trained.predict(odd, tmp_path / "p.csv")
     (alone,) = trained.remarks
     assert alone.startswith("dense columns with numbers beyond ±10,000")
-    trained.evaluate()
+    trained.evaluate(data[1])
     assert trained.remarks == ()
 
 
 def test_predictions_go_to_a_path_given_as_text_as_csv_or_parquet_by_its_name(
-    tmp_path: Path, data: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, data: tuple[Path, Path], a_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shadowsync.inference.BATCH_SIZE", 50)
-    run(data, tmp_path / "out")
-    trained = Trained("out")
+    trained = Trained(str(a_run))
     assert [trained.predict(data[1], name) for name in ("p.parquet", "p.csv", "P.CSV")] == [120] * 3
     expected = pl.read_parquet("p.parquet")
     assert expected.schema == {"probability": pl.Float32, "logit": pl.Float32}
@@ -166,27 +170,26 @@ def test_predictions_go_to_a_path_given_as_text_as_csv_or_parquet_by_its_name(
 
 
 @pytest.mark.parametrize("name", ["p", "p.json", "p.csv.gz"])
-def test_predictions_of_another_format_are_refused(tmp_path: Path, data: tuple[Path, Path], name: str) -> None:
-    run(data, tmp_path / "out")
-    fails(lambda: Trained(tmp_path / "out").predict(data[1], tmp_path / name), ConfigError, "ends in .parquet or .csv")
+def test_predictions_of_another_format_are_refused(
+    tmp_path: Path, data: tuple[Path, Path], a_run: Path, name: str
+) -> None:
+    fails(lambda: Trained(a_run).predict(data[1], tmp_path / name), ConfigError, "ends in .parquet or .csv")
     assert not (tmp_path / name).exists()
 
 
-@pytest.mark.parametrize("ending", ["parquet", "csv"])
-@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+@pytest.mark.parametrize(("ending", "remote"), [("parquet", True), ("csv", False)])
 def test_kept_columns_stand_beside_the_predictions_of_their_rows(
-    tmp_path: Path, data: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, ending: str, remote: bool
+    tmp_path: Path, data: tuple[Path, Path], a_run: Path, monkeypatch: pytest.MonkeyPatch, ending: str, remote: bool
 ) -> None:
     """Batches end in the midst of slices and at the ends of two files."""
     monkeypatch.setattr("shadowsync.inference.BATCH_SIZE", 7)
     monkeypatch.setattr("shadowsync.data.reader._EVALUATION_ROWS", 21)
-    run(data, tmp_path / "out")
     rows = pl.read_parquet(data[1]).with_row_index("user_id").with_columns(pl.format("u{}", "user_id").alias("name"))
     place = f"memory://{tmp_path.name}-{ending}" if remote else str(tmp_path)
     for part, start, stop in (("a", 0, 50), ("b", 50, 120)):
         with fsspec.open(f"{place}/keys-{part}.parquet", "wb") as file:
             rows[start:stop].write_parquet(file, row_group_size=16)
-    trained = Trained(tmp_path / "out")
+    trained = Trained(a_run)
     trained.predict(data[1], tmp_path / "bare.parquet")
     kept = tmp_path / f"kept.{ending}"
     assert trained.predict(f"{place}/keys-*.parquet", kept, keep=("name", "user_id", "label", "name")) == 120
@@ -207,22 +210,19 @@ def test_kept_columns_stand_beside_the_predictions_of_their_rows(
     ],
 )
 def test_columns_that_cannot_be_kept(
-    tmp_path: Path, data: tuple[Path, Path], name: str, out: str, sentence: str
+    tmp_path: Path, data: tuple[Path, Path], a_run: Path, name: str, out: str, sentence: str
 ) -> None:
-    run(data, tmp_path / "out")
-    error = error_of(lambda: Trained(tmp_path / "out").predict(data[1], tmp_path / out, keep=(name,)))
-    assert sentence in str(error)
+    assert sentence in str(error_of(lambda: Trained(a_run).predict(data[1], tmp_path / out, keep=(name,))))
     assert list(tmp_path.glob("*p.*")) == []
 
 
-def test_a_kept_column_has_one_type_in_all_files(tmp_path: Path, data: tuple[Path, Path]) -> None:
-    run(data, tmp_path / "out")
+def test_a_kept_column_has_one_type_in_all_files(tmp_path: Path, data: tuple[Path, Path], a_run: Path) -> None:
     for part, kind in (("a", pl.Int64), ("b", pl.String)):
         rows = pl.read_parquet(data[1]).with_row_index("user_id").with_columns(pl.col("user_id").cast(kind))
         rows.write_parquet(tmp_path / f"keys-{part}.parquet")
     pattern = str(tmp_path / "keys-*.parquet")
     fails(
-        lambda: Trained(tmp_path / "out").predict(pattern, tmp_path / "p.csv", keep=("user_id",)),
+        lambda: Trained(a_run).predict(pattern, tmp_path / "p.csv", keep=("user_id",)),
         DataError,
         f"keys-b.parquet: column 'user_id' (--keep) holds String, but Int64 in {tmp_path}",
     )
@@ -245,11 +245,10 @@ class OwnModel(nn.Module):
 OWN_TABLES = (Table("items", ROWS, 6, ("c0",)), Table("shared", ROWS, 4, ("many", "c1"), "mean"))
 
 
-@pytest.mark.parametrize("trainers", [1, 2])
-def test_a_module_of_ones_own_trains_and_is_evaluated(tmp_path: Path, data: tuple[Path, Path], trainers: int) -> None:
+def test_a_module_of_ones_own_trains_and_is_evaluated(tmp_path: Path, data: tuple[Path, Path]) -> None:
     out, model = tmp_path / "out", OwnModel()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    config = settings(*data, train={"trainers": trainers, "batch_size": 10}, sync={"method": "easgd"})
+    config = settings(*data, train={"trainers": 2, "batch_size": 10}, sync={"method": "easgd"})
     result = Job(config, model=model, tables=OWN_TABLES, out=out).run()
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     trained = Trained(out, model=OwnModel())
@@ -273,8 +272,7 @@ def test_a_run_cannot_be_evaluated_without_rows(tmp_path: Path, data: tuple[Path
     assert Trained(out).evaluate(str(data[1])).samples == 120
 
 
-def test_rows_of_other_columns_are_refused(tmp_path: Path, data: tuple[Path, Path]) -> None:
-    run(data, tmp_path / "out")
+def test_rows_of_other_columns_are_refused(tmp_path: Path, data: tuple[Path, Path], a_run: Path) -> None:
     other = tmp_path / "other.parquet"
     pl.read_parquet(data[1]).rename({"c1": "c_1"}).write_parquet(other)
-    fails(lambda: Trained(tmp_path / "out").evaluate(str(other)), DataError, "'c1'", "did you mean c_1")
+    fails(lambda: Trained(a_run).evaluate(str(other)), DataError, "'c1'", "did you mean c_1")

@@ -70,20 +70,22 @@ def finish(out: Path) -> None:
     assert samples[-1] == ROWS * epochs
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_stops(run: list[str], number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_saves_and_stops(run: list[str], tmp_path: Path) -> None:
+    """One signal while a run is under way, and the other one while the same run goes on."""
     out = tmp_path / "out"
-    history = out / "metrics.jsonl"
-    with process([*run, "train.save_every_s=null"]) as started:
-        watch(started, lambda: history.exists() and b"\n" in history.read_bytes())
-        started.send_signal(number)
-        _, said = started.communicate(timeout=DEADLINE_S)
-    assert started.returncode == 130
-    (found,) = checkpoints(out)
-    samples = int(found.name.removeprefix("samples-"))
-    expected = f"shadowsync: stopped by {number.name} after {samples} samples; a checkpoint is written: go on with "
-    assert said == f"{expected}shadowsync train --resume {out}\n"
-    assert not (out / "result.json").exists()
+    history, arguments, before = out / "metrics.jsonl", [*run, "train.save_every_s=null"], 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with process(arguments) as started:
+            watch(started, lambda before=before: history.exists() and history.read_bytes().count(b"\n") > before)
+            started.send_signal(number)
+            _, said = started.communicate(timeout=DEADLINE_S)
+        assert started.returncode == 130
+        samples = int(checkpoints(out)[-1].name.removeprefix("samples-"))
+        expected = f"shadowsync: stopped by {number.name} after {samples} samples; a checkpoint is written: go on with "
+        assert said == f"{expected}shadowsync train --resume {out}\n"
+        assert not (out / "result.json").exists()
+        arguments, before = ["train", "--resume", str(out)], history.read_bytes().count(b"\n")
+    assert len(checkpoints(out)) == 2
     finish(out)
 
 

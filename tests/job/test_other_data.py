@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from job_helpers import SMALL_DLRM, error_of, fails, settings, train_counted, write_rows
+from job_helpers import SMALL_DLRM, error_of, fails, result_of, set_cells, settings, train_counted, write_rows
 from rich.console import Console
 
 from shadowsync import Job
@@ -19,6 +19,13 @@ from shadowsync.errors import CheckpointError, RunError
 from shadowsync.recovery_controller import take_snapshot
 
 ROWS = 60
+
+
+def told(config: dict[str, Any], out: Path, **own: Any) -> str:
+    """What a job says."""
+    said = io.StringIO()
+    Job(config, out=out, **own).run(Console(file=said, width=1000))
+    return said.getvalue()
 
 
 def finished(folder: Path) -> tuple[dict[str, Any], Path]:
@@ -50,7 +57,7 @@ def test_other_data_of_as_many_rows_is_refused_and_may_be_accepted(tmp_path: Pat
     said = refused(others, out)
     assert "samples-000000000060 was trained on other data: it was rows.parquet, this is new.parquet; give" in said
     word = said.partition("data.accept=")[2].partition(" ")[0]
-    accepted = {**others, "data": others["data"] | {"accept": word}}
+    accepted = with_data(others, accept=word)
     _, trained = train_counted(accepted, out, resume=out)
     assert trained == dict.fromkeys(range(ROWS), 1)
     flip_labels(tmp_path / "new.parquet")
@@ -70,14 +77,11 @@ def test_moved_data_is_the_same_and_a_finished_run_says_that_nothing_is_left(tmp
     os.utime(moved, ns=(1, 1))
     _, trained = train_counted(with_data(config, path=moved), out, resume=out)
     assert not trained
-    said = io.StringIO()
-    small = settings(moved, model={"name": "dlrm", "bottom": [8], "top": [8]})
+    small = settings(moved, model=SMALL_DLRM)
     Job(small, out=tmp_path / "dlrm").run()
-    Job(small, out=tmp_path / "dlrm", resume=tmp_path / "dlrm").run(Console(file=said, width=300))
-    assert (
-        "nothing is left to train: every row of the 1 epoch(s) was trained before; to train on, set data.epochs=2"
-        in (said.getvalue())
-    )
+    said = told(small, tmp_path / "dlrm", resume=tmp_path / "dlrm")
+    left = "nothing is left to train: every row of the 1 epoch(s) was trained before; to train on, set data.epochs=2"
+    assert left in said
 
 
 def test_a_checkpoint_from_before_says_nothing_of_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,18 +128,10 @@ def test_ids_among_dense_columns_are_told_of_and_end_the_run(tmp_path: Path) -> 
 def test_a_few_extreme_rows_are_told_of_and_do_not_end_the_run(tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).normal(size=12_000)
     numbers[5000:5004] = 1e12, -1e12, 1e12, -1e12
-    said = io.StringIO()
-    result = Job(unscaled(tmp_path / "rows.parquet", numbers), out=tmp_path / "out").run(Console(file=said, width=400))
-    assert result.data.trained_samples == len(numbers)
-    assert said.getvalue().count("look for extreme values in the dense columns (|x| is up to 1e+12), or lower") == 1
-    assert "beyond ±10,000" not in said.getvalue()
-
-
-def told(config: dict[str, Any], out: Path) -> str:
-    """What a job says."""
-    said = io.StringIO()
-    Job(config, out=out).run(Console(file=said, width=1000))
-    return said.getvalue()
+    said = told(unscaled(tmp_path / "rows.parquet", numbers), tmp_path / "out")
+    assert result_of(tmp_path / "out")["data"]["trained_samples"] == len(numbers)
+    assert said.count("look for extreme values in the dense columns (|x| is up to 1e+12), or lower") == 1
+    assert "beyond ±10,000" not in said
 
 
 def test_a_loss_that_no_dense_column_can_have_made_names_what_did(tmp_path: Path) -> None:
@@ -148,26 +144,22 @@ def test_a_loss_that_no_dense_column_can_have_made_names_what_did(tmp_path: Path
     assert "dense columns" not in str(error)
 
 
-@pytest.mark.parametrize("label", [0, 1])
-def test_labels_that_are_all_the_same_are_told_of(tmp_path: Path, label: int) -> None:
+@pytest.mark.parametrize("label", [0, 1, None])
+def test_labels_that_are_all_the_same_are_told_of(tmp_path: Path, label: int | None) -> None:
     path = write_rows(tmp_path / "rows.parquet", ROWS)
-    pl.read_parquet(path).with_columns(label=pl.lit(label)).rename({"label": "clicked"}).write_parquet(path)
+    same = {} if label is None else {"label": pl.lit(label)}
+    pl.read_parquet(path).with_columns(**same).rename({"label": "clicked"}).write_parquet(path)
     said = told(settings(path, path, model=SMALL_DLRM, data={"label": "clicked"}), tmp_path / "out")
-    assert said.count(f"labels so far are {label}: is data.label (clicked) the right column?") == 1
-    assert f"AUC and NE of the test rows are not defined, as all 60 labels are {label}: give rows of both" in said
-
-
-def test_labels_of_both_kinds_are_nothing_to_tell(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.parquet", ROWS)
-    assert "labels" not in told(settings(path, path, model=SMALL_DLRM), tmp_path / "out")
+    if label is None:
+        assert "labels" not in said
+    else:
+        assert said.count(f"labels so far are {label}: is data.label (clicked) the right column?") == 1
+        assert f"AUC and NE of the test rows are not defined, as all 60 labels are {label}: give rows of both" in said
 
 
 @pytest.mark.parametrize(("bad", "many"), [(6, False), (7, True)])
 def test_many_rows_that_were_left_out_are_told_of(tmp_path: Path, bad: int, many: bool) -> None:
-    path = write_rows(tmp_path / "rows.parquet", ROWS)
-    rows = pl.read_parquet(path)
-    label = pl.when(pl.int_range(pl.len()) < bad).then(7).otherwise("label").alias("label")
-    rows.with_columns(label).write_parquet(path)
+    path = set_cells(write_rows(tmp_path / "rows.parquet", ROWS), "label", 7, range(bad))
     said = told(settings(path, path, model=SMALL_DLRM, data={"on_bad_row": "skip"}), tmp_path / "out")
     for kind in ("training rows", "test rows"):
         assert (

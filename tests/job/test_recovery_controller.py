@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from saving_sessions import Pause, assert_same, by_table, loaded_rows, lose, material
+from saving_sessions import Pause, assert_same, by_table, loaded_rows, local, lose
 from torch import Tensor
 
 from shadowsync.checkpoint.saver import AsyncSaver
@@ -20,7 +20,6 @@ from shadowsync.errors import CheckpointError
 from shadowsync.recovery.scheduler import Due
 from shadowsync.recovery_controller import RecoveryController
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.runtime.inprocess import InProcess
 
 MOST_SHARE = "shadowsync.recovery_controller.MOST_SHARE"
 
@@ -55,7 +54,7 @@ class Kept:
 
 @contextmanager
 def kept(folder: Path, **given: Any) -> Iterator[Kept]:
-    with closing(Session(material(folder, **given), InProcess, lambda _: nullcontext())) as session, session.recorder:
+    with local(folder, **given) as session:
         yield Kept(folder, session)
 
 

@@ -16,12 +16,10 @@ import pytest
 import torch
 from job_helpers import (
     METHODS,
-    SMALL_DLRM,
     Ledger,
     Witness,
     beside_own_model,
     checkpoints,
-    error_of,
     fails,
     name_of,
     result_of,
@@ -36,7 +34,7 @@ from shadowsync import Interrupted, Job, Trained
 from shadowsync.checkpoint.files import LocalFiles
 from shadowsync.cluster.session import Session
 from shadowsync.config import merge
-from shadowsync.errors import CheckpointError, ConfigError, SaveError
+from shadowsync.errors import ConfigError, SaveError
 
 
 class SignalAt:
@@ -88,19 +86,15 @@ def test_an_interrupted_job_is_resumed_where_it_was(tmp_path: Path, sync: dict[s
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "fewer trainers": {"train": {"trainers": 1}},
-    "more trainers": {"train": {"trainers": 5}},
-    "more workers": {"train": {"workers": 3}},
-    "another batch size": {"train": {"batch_size": 3}},
-    "bf16": {"train": {"precision": "bf16"}},
+    "fewer trainers, more workers, other batches": {"train": {"trainers": 1, "workers": 3, "batch_size": 3}},
+    "more trainers, bf16": {"train": {"trainers": 5, "precision": "bf16"}},
+    "rates": {"train": {"decay": "cosine", "warmup_samples": 20, "lr": 0.1}},
     "more servers": {"embedding": {"servers": 5}},
     "split tables": {"embedding": {"servers": 2, "split_rows": 7}},
     "no method": {"sync": {"method": "none"}},
     "averaging": {"sync": {"method": "ma", "schedule": "every_k", "k": 2}},
-    "momentum": {"sync": {"method": "bmuf"}},
     "elastic": {"sync": {"method": "easgd", "form": "sequential"}},
     "dense servers": {"cluster": {"dense_servers": 3}, "sync": {"method": "easgd"}},
-    "rates": {"train": {"decay": "cosine", "warmup_samples": 20, "lr": 0.1}},
 }
 
 
@@ -118,7 +112,7 @@ def test_a_job_goes_on_in_another_shape(tmp_path: Path, change: dict[str, Any]) 
     assert result.test.logloss < 5
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 5])
+@pytest.mark.parametrize("epochs", [1, 3])
 def test_epochs_may_be_added(tmp_path: Path, epochs: int) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 31), tmp_path / "out"
     config = settings(data, data, train={"trainers": 2})
@@ -212,8 +206,10 @@ def everything(out: Path) -> dict[str, Tensor]:
     return rows | load_file(checkpoints(out)[-1] / "dense.safetensors")
 
 
-@pytest.mark.parametrize("iteration", [1, 9, 25, 37])
-@pytest.mark.parametrize(("storage", "optimizer"), [("torch", "adagrad"), ("fbgemm", "adam")])
+@pytest.mark.parametrize(
+    ("storage", "optimizer", "iteration"),
+    [("torch", "adagrad", 1), ("torch", "adagrad", 25), ("fbgemm", "adam", 9), ("fbgemm", "adam", 37)],
+)
 def test_a_resumed_job_equals_an_undisturbed_one_bit_by_bit(
     tmp_path: Path, storage: str, optimizer: str, iteration: int
 ) -> None:
@@ -243,7 +239,7 @@ def test_a_resumed_job_equals_an_undisturbed_one_bit_by_bit(
     assert resumed.train.ne_window == pytest.approx(whole.train.ne_window, rel=1e-5)
 
 
-@pytest.mark.parametrize("sync", METHODS, ids=name_of)
+@pytest.mark.parametrize("sync", METHODS[2::2], ids=name_of)
 def test_checkpoints_while_training_are_whole(tmp_path: Path, sync: dict[str, Any]) -> None:
     """Saves as often as it can, and goes on from a checkpoint in the middle as `kill -9` would leave it."""
     data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
@@ -262,102 +258,35 @@ def test_checkpoints_while_training_are_whole(tmp_path: Path, sync: dict[str, An
     assert max(rows.values()) <= 2
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_pauses_meet_prefetched_pulls(tmp_path: Path, prefetch: int) -> None:
+def test_pauses_meet_prefetched_pulls(tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 101), tmp_path / "out"
-    train = {"trainers": 3, "workers": 2, "save_every_s": 0.002, "prefetch": prefetch}
+    train = {"trainers": 3, "workers": 2, "save_every_s": 0.002, "prefetch": 3}
     result, rows = train_counted(settings(data, sync={"method": "ma"}, train=train, data={"epochs": 4}), out)
     assert rows == dict.fromkeys(range(101), 4)
     assert len(checkpoints(out)) == 2
     assert result.recovery.saves >= 2
 
 
-def test_another_model_is_refused_by_its_parameter(tmp_path: Path) -> None:
-    data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
-    train_counted(settings(data), out)
-    fails(Job(beside_own_model(settings(data)), model=Dropping(), out=out, resume=out).run, CheckpointError, "tower.")
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"model": {"embedding_dim": 8}}, "c0"),
-        ({"embedding": {"optimizer": "adam"}}, "embedding.optimizer"),
-        ({"train": {"optimizer": "adam"}}, "train.optimizer"),
-        ({"data": {"rows": 80}}, "80"),
-        ({"data": {"categorical": ["c1", "c0", "many"]}}, "c1, c0, many"),
-        ({"data": {"dense": ["x", "row"]}}, "x, row"),
-        ({"data": {"dense": []}}, "none"),
-    ],
-)
-def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
-    data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
-    config = settings(data, model=SMALL_DLRM)
-    Job(config, out=out).run()
-    untouched = contents(out / "checkpoints")
-    fails(lambda: Job(merge(config, change, []), out=out, resume=out).run(), CheckpointError, named)
-    assert contents(out / "checkpoints") == untouched
-
-
-@pytest.mark.parametrize(
-    "change", [{"train": {"seed": 5}}, {"data": {"slice_rows": 64}}, {"data": {"shuffle": False}}], ids=str
-)
-def test_another_order_of_the_data_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_another_order_of_the_data_is_refused(tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 40), tmp_path / "out"
     interrupt(settings(data), out)
-    error = error_of(lambda: train_counted(merge(settings(data), change, []), out, resume=out))
-    ((section, options),) = change.items()
-    ((key, value),) = options.items()
-    assert isinstance(error, ConfigError)
-    assert f"{section}.{key}={value}" in str(error)
-
-
-def test_other_data_is_refused(tmp_path: Path) -> None:
-    data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
-    train_counted(settings(data), out)
-    write_rows(data, 21)
-    fails(lambda: train_counted(settings(data), out, resume=out), CheckpointError, "20 rows")
+    for section, key, value in (("train", "seed", 5), ("data", "slice_rows", 64), ("data", "shuffle", False)):
+        changed = merge(settings(data), {section: {key: value}}, [])
+        fails(lambda config=changed: train_counted(config, out, resume=out), ConfigError, f"{section}.{key}={value}")
 
 
 def test_a_full_disk_while_training_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first checkpoint fits, the next does not: the first stays, and the error says so."""
+
+    def full(self: LocalFiles, path: str, chunks: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
     data, out = write_rows(tmp_path / "rows.parquet", 40), tmp_path / "out"
     config = settings(data, data, train={"trainers": 2})
     interrupt(config, out, 3)
     untouched = contents(out / "checkpoints")
-    _fill_the_disk(monkeypatch)
-    error = fails(lambda: train_counted(config, out, resume=out), SaveError)
+    monkeypatch.setattr(LocalFiles, "write", full)
+    error = fails(lambda: train_counted(config, out, resume=out), SaveError, "No space left on device")
     assert error.exit_status == 1
-    assert "No space left on device" in str(error)
     assert not (out / "result.json").exists()
     assert contents(out / "checkpoints") == untouched
-
-
-def _fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(self: LocalFiles, path: str, chunks: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-    monkeypatch.setattr(LocalFiles, "write", write)
-
-
-def test_a_second_signal_does_not_wait_for_a_model_that_hangs(tmp_path: Path) -> None:
-    data, released, stopped = write_rows(tmp_path / "rows.parquet", 40), threading.Event(), threading.Event()
-
-    def hang(rank: int, iteration: int) -> None:
-        if rank == 0 and iteration == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-            assert stopped.wait(120)
-            os.kill(os.getpid(), signal.SIGINT)
-            released.wait()
-
-    def stop(session: Session) -> None:
-        original(session)
-        stopped.set()
-
-    original = Session.stop
-    job = Job(beside_own_model(settings(data)), model=Witness(Ledger()), out=tmp_path / "out", failures=hang)
-    try:
-        with mock.patch.object(Session, "stop", stop), pytest.raises(KeyboardInterrupt):
-            job.run()
-    finally:
-        released.set()

@@ -32,29 +32,29 @@ def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shadowsync.job.cores", lambda: 16)
 
 
-def test_on_few_cores_roles_are_threads() -> None:
+def test_on_few_cores_roles_are_threads_unless_the_user_says_otherwise() -> None:
     assert chosen(train={"trainers": 8}) == ("inprocess", "2 cores")
-
-
-@pytest.mark.usefixtures("many_cores")
-def test_on_many_cores_several_trainers_are_processes() -> None:
-    assert chosen(train={"trainers": 4}) == ("processes", "4 trainers on 16 cores")
+    assert chosen(cluster={"runtime": "processes"}) == ("processes", "")
+    assert chosen(cluster={"address": "auto"}) == ("ray", "cluster.address is given")
 
 
 @pytest.mark.usefixtures("many_cores")
 @pytest.mark.parametrize(
-    ("sections", "why"),
+    ("sections", "expected"),
     [
-        ({"train": {"trainers": 1}}, "one trainer"),
-        ({"train": {"device": "cuda"}}, "trainers share cuda"),
-        ({"aggregation": {"method": "gba"}}, "gradients are gathered in one place"),
-        ({"recovery": {"inject": "at:1"}}, "failures are emulated"),
-        ({"recovery": {"emulate_job_s": 60.0}}, "failures are emulated"),
+        ({"train": {"trainers": 4}}, ("processes", "4 trainers on 16 cores")),
+        ({"train": {"trainers": 1}}, ("inprocess", "one trainer")),
+        ({"train": {"device": "cuda"}}, ("inprocess", "trainers share cuda")),
+        ({"aggregation": {"method": "gba"}}, ("inprocess", "gradients are gathered in one place")),
+        ({"recovery": {"inject": "at:1"}}, ("inprocess", "failures are emulated")),
+        ({"recovery": {"emulate_job_s": 60.0}}, ("inprocess", "failures are emulated")),
     ],
     ids=str,
 )
-def test_what_speaks_against_processes_is_said(sections: dict[str, Any], why: str) -> None:
-    assert chosen(**sections) == ("inprocess", why)
+def test_on_many_cores_trainers_are_processes_if_nothing_speaks_against_it(
+    sections: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    assert chosen(**sections) == expected
 
 
 @pytest.mark.usefixtures("many_cores")
@@ -67,11 +67,6 @@ def test_a_model_that_cannot_be_sent_stays_in_this_process() -> None:
 def test_without_shared_memory_roles_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shadowsync.job.can_share", lambda: False)
     assert chosen()[0] == "inprocess"
-
-
-def test_what_the_user_says_counts() -> None:
-    assert chosen(cluster={"runtime": "processes"}) == ("processes", "")
-    assert chosen(cluster={"address": "auto"}) == ("ray", "cluster.address is given")
 
 
 def test_what_was_chosen_stands_in_the_result(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
 """Rows of a session in one process that are saved while it trains, and lost."""
 
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +12,8 @@ from saving_sessions import (
     by_table,
     in_memory,
     loaded_rows,
+    local,
     lose,
-    material,
     never_asked,
     save,
     save_delta,
@@ -33,18 +30,11 @@ from shadowsync.cluster.session import Session
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.errors import CheckpointError
-from shadowsync.runtime.inprocess import InProcess
 
 
 @pytest.fixture(autouse=True)
 def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
-@contextmanager
-def local(folder: Path, **given: Any) -> Iterator[Session]:
-    with closing(Session(material(folder, **given), InProcess, lambda _: nullcontext())) as session, session.recorder:
-        yield session
 
 
 def store_in(folder: Path) -> CheckpointStore:
@@ -61,8 +51,7 @@ def trained(session: Session) -> None:
     session.finish()
 
 
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
-@pytest.mark.parametrize("unique", ["never", "always"])
+@pytest.mark.parametrize(("optimizer", "unique"), [("rowwise_adagrad", "never"), ("adam", "always")])
 def test_a_whole_one_and_deltas_taken_beside_training_are_its_last_state(
     tmp_path: Path, optimizer: str, unique: str
 ) -> None:

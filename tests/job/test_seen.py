@@ -1,10 +1,12 @@
 """What a running job shows: frames to a caller, events of roles, figures for Prometheus, and that it is emulated."""
 
+import io
+import re
 import urllib.request
 from pathlib import Path
 
 import pytest
-from job_helpers import settings, train_counted, write_rows
+from job_helpers import SMALL_DLRM, settings, train_counted, write_rows
 from rich.console import Console
 
 from shadowsync import Job
@@ -16,7 +18,7 @@ from shadowsync.training.worker import TrainerLost
 
 def test_every_frame_goes_to_the_caller_and_what_it_raises_ends_the_run(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.parquet", 60)
-    config = settings(data, report={"every_s": 0.001}) | {"model": {"name": "dlrm", "bottom": [4], "top": [4]}}
+    config = settings(data, report={"every_s": 0.001}, model=SMALL_DLRM)
     frames: list[Frame] = []
     Job(config, out=tmp_path / "out").run(on_frame=frames.append)
     assert frames[-1].samples == 60
@@ -50,30 +52,19 @@ def test_an_emulated_step_lasts_as_long_as_it_should_and_the_result_says_so(tmp_
     assert result.throughput.seconds >= 5 * 0.02, "six batches of two, timed from the end of the first"
 
 
-def test_figures_can_be_scraped_while_the_job_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "host"), [({}, "127.0.0.1"), ({"prometheus_host": "0.0.0.0"}, "localhost")])
+def test_figures_can_be_scraped_while_the_job_runs(tmp_path: Path, given: dict[str, str], host: str) -> None:
+    """On the address of the configuration, whose default is loopback: only from this machine."""
     pytest.importorskip("prometheus_client", reason="pip install prometheus-client to test its endpoint")
-    config = settings(write_rows(tmp_path / "rows.parquet", 40), report={"prometheus_port": 0, "every_s": 0.001})
-    console = Console(record=True, quiet=False, file=(tmp_path / "shown").open("w"), width=300)
+    report = {"prometheus_port": 0, "every_s": 0.001} | given
+    config = settings(write_rows(tmp_path / "rows.parquet", 40), report=report, model=SMALL_DLRM)
+    console = Console(record=True, file=io.StringIO(), width=300)
     pages: list[str] = []
 
     def scrape(frame: Frame) -> None:
-        url = next(line.split()[-1] for line in console.export_text(clear=False).splitlines() if "Prometheus" in line)
+        (url,) = re.findall(rf"figures for Prometheus: (http://{host}:\S+)", console.export_text(clear=False))
         with urllib.request.urlopen(url, timeout=120) as page:
             pages.append(page.read().decode())
 
-    run = config | {"model": {"name": "dlrm", "bottom": [4], "top": [4]}}
-    Job(run, out=tmp_path / "out").run(console, on_frame=scrape)
-    console.file.close()
+    Job(config, out=tmp_path / "out").run(console, on_frame=scrape)
     assert "shadowsync_samples" in pages[-1]
-
-
-def test_figures_are_for_this_machine_only_unless_asked(tmp_path: Path) -> None:
-    """The address is that of the configuration, whose default is loopback."""
-    pytest.importorskip("prometheus_client", reason="pip install prometheus-client to test its endpoint")
-    data = write_rows(tmp_path / "rows.parquet", 40)
-    for given, expected in (({}, "127.0.0.1"), ({"prometheus_host": "0.0.0.0"}, "localhost")):
-        config = settings(data, report={"prometheus_port": 0} | given)
-        console = Console(record=True, quiet=False, file=(tmp_path / "shown").open("w"), width=300)
-        Job(config | {"model": {"name": "dlrm", "bottom": [4], "top": [4]}}, out=tmp_path / expected).run(console)
-        console.file.close()
-        assert f"figures for Prometheus: http://{expected}:" in console.export_text()

@@ -46,15 +46,17 @@ def needs(storage: str) -> None:
         pytest.importorskip("fbgemm_gpu", reason=NO_FBGEMM)
 
 
+def initial_rows(table: str) -> Tensor:
+    weight = torch.empty(ROWS, 4)
+    fill([(Shard(Table(table, ROWS, 4, (table,)), 0, ROWS), weight)], seed=0)
+    return weight
+
+
 def plain_din(config: Mapping[str, Any], spec: Din, steps_lr: float) -> tuple[nn.Module, dict[str, Tensor]]:
     """The same training with plain tensors, autograd and SGD; the reader gives the order of the data."""
     torch.manual_seed(0)
     module = spec.build(2, {"c0": 4, "c1": 4}, {"many": SequenceInput(4, ("c1",))})
-    weights = {}
-    for name in ("c0", "c1"):
-        weights[name] = torch.empty(ROWS, 4)
-        fill([(Shard(Table(name, ROWS, 4, (name,)), 0, ROWS), weights[name])], seed=0)
-        weights[name].requires_grad_()
+    weights = {name: initial_rows(name).requires_grad_() for name in ("c0", "c1")}
     optimizer = torch.optim.SGD([*module.parameters(), *weights.values()], lr=steps_lr)
     for batch in in_order({**config, "model": {"embedding_dim": 4}}):
         logits = module(batch.dense, plain_vectors(weights, batch.ids))
@@ -70,9 +72,10 @@ def plain_vectors(weights: Mapping[str, Tensor], ids: Jagged) -> dict[str, Any]:
     return {"c0": weights["c0"][one.values], "c1": weights["c1"][other.values], "many": sequence}
 
 
-@both_storages
-@pytest.mark.parametrize("servers", [1, 3])
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("storage", "servers", "pooling"),
+    [("torch", 1, "sum"), ("torch", 3, "mean"), ("fbgemm", 1, "mean"), ("fbgemm", 3, "sum")],
+)
 def test_a_job_with_din_equals_a_plain_loop(tmp_path: Path, storage: str, servers: int, pooling: str) -> None:
     needs(storage)
     config = job_config(
@@ -90,15 +93,7 @@ def test_a_job_with_din_equals_a_plain_loop(tmp_path: Path, storage: str, server
         assert_near(trained.module.get_parameter(name), parameter, name)
     for name, weight in weights.items():
         assert_near(table_rows(trained, name), weight, name)
-        assert (weight - table_rows(untrained(config, tmp_path), name)).abs().max() > 1e-3
-
-
-def untrained(config: dict[str, Any], tmp_path: Path) -> Trained:
-    """A run of the same job that learns nothing."""
-    still = {"embedding": {**config["embedding"], "lr": 1e-30}}
-    if not (out := tmp_path / "untrained").exists():
-        Job({**config, **still}, out=out).run()
-    return Trained(out)
+        assert (weight - initial_rows(name)).abs().max() > 1e-3
 
 
 @both_models
@@ -131,8 +126,7 @@ def test_training_learns(tmp_path: Path, model: dict[str, Any]) -> None:
     assert Job(config, out=tmp_path / "out").run().test.auc > 0.8
 
 
-@both_models
-@pytest.mark.parametrize("iteration", [1, 23])
+@pytest.mark.parametrize(("model", "iteration"), [(DIN, 1), (DIN, 23), (DIEN, 23)])
 def test_a_resumed_job_equals_an_undisturbed_one(
     tmp_path: Path, data: tuple[Path, Path], model: dict[str, Any], iteration: int
 ) -> None:
@@ -224,20 +218,14 @@ def test_a_job_may_wait_instead_of_computing(tmp_path: Path, data: tuple[Path, P
             {"model": SMALL_DLRM, "embedding": {"pooling": {"many": "none"}}},
             "model.name=dlrm takes one vector per feature, but feature many has pooling=none: set embedding.pooling=",
         ),
-        ({"embedding": {"pooling": {"mny": "none"}}}, "embedding.pooling: there is no feature mny, did you mean many?"),
         (
             {"embedding": {"pooling": {"many": "no"}}},
             "embedding.pooling.many=no: input should be 'sum', 'mean' or 'none'",
         ),
         ({"embedding": {"pooling": {"many": "mean"}}}, "model.name=din attends over a behaviour sequence, and no"),
-        ({"data": {"tables": {}}}, "model.name=din attends over a behaviour sequence, and no feature has pooling=none"),
         ({"data": {"pooling": {"many": "no"}}}, "data.pooling.many=no: input should be 'sum', 'mean' or 'none'"),
         ({"model": {**DIN, "targets": {"mani": "c1"}}}, "model.targets: there is no feature mani, did you mean many?"),
         ({"model": {**DIN, "targets": {"many": "c9"}}}, "model.targets: many is attended with c9, which is no pooled"),
-        (
-            {"embedding": {"tables": [{"name": "t", "rows": ROWS, "dim": 4, "features": ["c0", "c1", "many"]}]}},
-            "sequence many: several features with one id per sample share its table: c0, c1; name the one",
-        ),
         (
             {
                 "embedding": {

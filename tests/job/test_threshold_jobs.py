@@ -150,23 +150,6 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pyt
     assert "\n" not in said
 
 
-@pytest.mark.parametrize(
-    ("sync", "told"),
-    [
-        ({"method": "none"}, r"dense=threshold has no effect with sync\.method=none"),
-        (
-            {"method": "easgd", "form": "sequential"},
-            r"dense=threshold goes with aggregation\.method, and with sync\.method=ma, bmuf",
-        ),
-    ],
-)
-def test_parameters_do_not_cross_through_a_threshold(tmp_path: Path, sync: dict[str, Any], told: str) -> None:
-    data = write_rows(tmp_path / "rows.parquet", 20)
-    config = settings(data, data, model=SMALL_DLRM, compression={"dense": "threshold"}, sync=sync)
-    with pytest.raises(ConfigError, match=told):
-        Job(config, out=tmp_path / "out")
-
-
 def test_elastic_differences_cross_through_a_threshold(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.parquet", 640)
     found, wires = {}, {}
@@ -236,7 +219,6 @@ def test_what_is_saved_and_tested_has_everything(tmp_path: Path) -> None:
 AVERAGES = [
     {"method": "ma", "schedule": "every_k", "k": 1},
     {"method": "bmuf", "schedule": "every_k", "k": 2, "nesterov": True},
-    {"method": "ma", "schedule": "background", "max_share": 1.0},
     {"method": "bmuf", "schedule": "background", "max_share": 1.0},
 ]
 

@@ -54,13 +54,6 @@ def test_a_job_is_trained_resumed_evaluated_predicted_and_exported(
     torch.testing.assert_close(answer["logits"].detach(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_dead_server_is_restored(tmp_path: Path, data: tuple[Path, Path], without_fbgemm: None) -> None:
-    config = job_config(data, recovery={"mode": "partial", "inject": "at:0.5,unit=epoch,index=1"})
-    result = Job(config, out=tmp_path / "out").run()
-    assert result.recovery.failures == 1
-    assert result.data.trained_samples == 300
-
-
 def test_a_run_with_fbgemm_goes_on_and_is_evaluated_without_it(
     tmp_path: Path, data: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

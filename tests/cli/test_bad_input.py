@@ -2,7 +2,7 @@
 
 import gzip
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,19 @@ CONFIGURATION: dict[str, Mistake] = {
     "a reader too many fails": doomed("at:1,kind=reader,index=1", "no reader 1", "cluster.runtime=ray"),
     "unknown method": Mistake(train("sync.method=eagsd"), ["sync.method=eagsd", "did you mean easgd?", "bmuf"]),
     "unknown schedule": Mistake(train("sync.schedule=sometimes"), ["sync.schedule=sometimes", "background", "every_k"]),
+    "unknown optimizer": Mistake(
+        train("train.optimizer=adgrad"),
+        ["train.optimizer=adgrad: it is not known", "did you mean adagrad?; allowed: adagrad, adam, sgd"],
+    ),
+    "unknown optimizer of rows": Mistake(
+        train("embedding.optimizer=rowise_adagrad"), ["did you mean rowwise_adagrad?; allowed: adam, row"]
+    ),
+    "unknown recovery": Mistake(
+        train("recovery.mode=partly"), ["did you mean partial?; allowed: auto, full, none, partial"]
+    ),
+    "unknown priority": Mistake(
+        train("recovery.priority=xyz"), ["recovery.priority=xyz: it is not known; allowed: all, mfu, scar, ssu"]
+    ),
     "unknown source": Mistake(train("data.name=parket"), ["data.name=parket", "did you mean parquet?"]),
     "unknown model": Mistake(train("model.name=dlmr"), ["model.name=dlmr", "did you mean dlrm?"]),
     "unknown storage": Mistake(train("embedding.storage=fbgem"), ["embedding.storage=fbgem", "did you mean fbgemm?"]),
@@ -89,10 +102,12 @@ CONFIGURATION: dict[str, Mistake] = {
         train("compression.push.name=threshold", "compression.push.feedback=true"), ["compression.push.feedback=true"]
     ),
     "thresholded parameters": Mistake(
-        train("compression.dense=threshold", "sync.form=sequential"), ["compression.dense=threshold", "int8"]
+        train("compression.dense=threshold", "sync.form=sequential"),
+        ["compression.dense=threshold goes with aggregation.method, and with sync.method=ma, bmuf", "int8"],
     ),
     "a codec without an effect": Mistake(
-        train("compression.dense=int8", "sync.method=none"), ["compression.dense=int8", "sync.method=none"]
+        train("compression.dense=int8", "sync.method=none"),
+        ["compression.dense=int8 has no effect with sync.method=none"],
     ),
     "an option without an effect": Mistake(
         train("compression.push=int8", "compression.push.seed=3"), ["compression.push.seed=3", "rounding=stochastic"]
@@ -193,10 +208,15 @@ def at(row: int, column: str, value: Any) -> Callable[[pl.DataFrame], pl.DataFra
     )
 
 
+def bad_file(change: Callable[[pl.DataFrame], pl.DataFrame], *named: str, key: str = "path") -> Mistake:
+    """A file that is seen to be wrong before training."""
+    return Mistake(train(f"data.{key}=bad.parquet"), ["bad.parquet", *named], damaged("bad.parquet", change))
+
+
 def bad_row(column: str, value: Any, *named: str) -> Mistake:
     """Row 42 of a file holds a value that cannot be used: seen when it is read."""
-    prepare = damaged("bad.parquet", at(41, column, value))
-    return Mistake(train("data.path=bad.parquet"), ["bad.parquet, row 42", column, *named], prepare, begins=True)
+    wrong = bad_file(at(41, column, value), ", row 42", column, *named)
+    return replace(wrong, begins=True)
 
 
 def criteo(lines: Sequence[str], *named: str, begins: bool = True) -> Mistake:
@@ -213,11 +233,7 @@ DATA: dict[str, Mistake] = {
     "nothing matches": Mistake(train("data.path=none-*.parquet"), ["none-*.parquet"]),
     "no path": Mistake(("train", "data.name=parquet", "--out", "out"), ["data.path", "required"]),
     "a folder": Mistake(train("data.path=folder"), ["folder"], lambda folder: (folder / "folder").mkdir()),
-    "empty": Mistake(
-        train("data.path=empty.parquet"),
-        ["empty.parquet", "no rows"],
-        damaged("empty.parquet", lambda frame: frame.head(0)),
-    ),
+    "empty": bad_file(lambda frame: frame.head(0), "no rows"),
     "no parquet": Mistake(train("data.path=run.yaml"), ["run.yaml", "not a parquet file"]),
     "a .gz of nothing": Mistake(
         train("data.path=nothing.gz", config="criteo.yaml"),
@@ -229,21 +245,9 @@ DATA: dict[str, Mistake] = {
     "no such column": Mistake(train("data.dense=[prices]"), ["train.parquet", "'prices'", "did you mean price?"]),
     "a column twice": Mistake(train("data.categorical=[item,item]"), ["item", "twice"]),
     "no sizes": Mistake(train("data.rows=null"), ["'item'", "data.hash_size"]),
-    "text as ids": Mistake(
-        train("data.path=bad.parquet"),
-        ["bad.parquet", "'item'", "data.hash_size"],
-        damaged("bad.parquet", lambda frame: frame.with_columns(pl.col("item").cast(pl.String))),
-    ),
-    "text as numbers": Mistake(
-        train("data.path=bad.parquet"),
-        ["bad.parquet", "'price'", "number"],
-        damaged("bad.parquet", lambda frame: frame.with_columns(pl.col("price").cast(pl.String))),
-    ),
-    "test without a column": Mistake(
-        train("data.test_path=bad.parquet"),
-        ["bad.parquet", "'shop'"],
-        damaged("bad.parquet", lambda frame: frame.drop("shop")),
-    ),
+    "text as ids": bad_file(lambda f: f.with_columns(pl.col("item").cast(pl.String)), "'item'", "data.hash_size"),
+    "text as numbers": bad_file(lambda f: f.with_columns(pl.col("price").cast(pl.String)), "'price'", "number"),
+    "test without a column": bad_file(lambda frame: frame.drop("shop"), "'shop'", key="test_path"),
     "label 2": bad_row("label", 2, "2"),
     "no label": bad_row("label", None),
     "id out of rows": bad_row("item", ROWS, str(ROWS), "hash the column with data.hash_size={item: 100000}, or raise"),
@@ -256,10 +260,8 @@ DATA: dict[str, Mistake] = {
         lambda folder: (folder / "rows/day=1").mkdir(parents=True),
     ),
     "infinite": bad_row("price", float("inf"), "inf"),
-    "id in a list": Mistake(
-        train("data.path=bad.parquet"),
-        ["bad.parquet, row 1", "recent", "1000"],
-        damaged("bad.parquet", lambda frame: frame.with_columns(pl.concat_list("recent", pl.lit(1000)))),
+    "id in a list": replace(
+        bad_file(lambda f: f.with_columns(pl.concat_list("recent", pl.lit(1000))), ", row 1", "recent", "1000"),
         begins=True,
     ),
     "too few columns": criteo([*GOOD[:7], GOOD[7].rsplit("\t", 3)[0], *GOOD[8:]], "row 8"),

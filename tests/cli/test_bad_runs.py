@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,6 +49,8 @@ def test_a_checkpoint_cut_in_half(trained: CommandLine, command: Sequence[str], 
         ("embedding.optimizer=adam", "embedding.optimizer"),
         ("data.rows=99", "99"),
         ("data.path=test.parquet", "60 rows"),
+        ("data.categorical=[shop,item,recent]", "shop, item, recent"),
+        ("data.dense=[]", "none"),
     ],
 )
 def test_a_checkpoint_of_another_model(trained: CommandLine, change: str, named: str) -> None:
@@ -60,7 +61,15 @@ def test_a_checkpoint_of_another_model(trained: CommandLine, change: str, named:
 
 def digest(folder: Path) -> dict[str, bytes]:
     """Every file of a run, but for the configuration and the history, which a resumed run writes anew."""
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.suffix in (".safetensors", ".json")}
+    return {
+        str(path): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.suffix in (".safetensors", ".json", ".parquet")
+    }
+
+
+def no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_place_for_checkpoints_that_cannot_be_written_is_found_before_training(shadowsync: CommandLine) -> None:
@@ -70,10 +79,7 @@ def test_a_place_for_checkpoints_that_cannot_be_written_is_found_before_training
 
 
 def test_a_full_disk_is_a_failure_of_the_run(shadowsync: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: LocalFiles, path: str, chunks: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-    monkeypatch.setattr(LocalFiles, "write", full)
+    monkeypatch.setattr(LocalFiles, "write", no_space)
     assert_sentence(shadowsync(*train()), 1, ["out/checkpoints", "No space left on device", "train.checkpoint_dir"])
     out = shadowsync.folder / "out"
     assert not (out / "result.json").exists()
@@ -85,7 +91,7 @@ def test_results_that_cannot_be_written(shadowsync: CommandLine, monkeypatch: py
 
     def full(self: Path, target: Path) -> Path:
         if target.name == "result.json":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+            no_space()
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", full)
@@ -106,26 +112,13 @@ def test_a_place_where_nothing_can_be_written(trained: CommandLine, command: Seq
     assert everything_in(trained.folder) == before
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("predict", "out", "--data", "*.parquet", "--out", "train.parquet"),
-        (
-            "data",
-            "parquet",
-            "data.path=train.parquet",
-            "data.categorical=[item]",
-            "data.rows=50",
-            "--out",
-            "train.parquet",
-        ),
-    ],
-    ids=lambda command: command[0],
-)
-def test_the_rows_that_are_read_are_not_written_over(trained: CommandLine, command: Sequence[str]) -> None:
+def test_the_rows_that_are_read_are_not_written_over(trained: CommandLine) -> None:
     before = digest(trained.folder)
-    assert_sentence(trained(*command), 2, ["--out train.parquet", "rows that are read"])
-    assert digest(trained.folder) == before
+    rows = ("data.path=train.parquet", "data.categorical=[item]", "data.rows=50")
+    for command in (("predict", "out", "--data", "*.parquet"), ("data", "parquet", *rows)):
+        said = trained(*command, "--out", "train.parquet")
+        assert_sentence(said, 2, ["--out train.parquet", "rows that are read"])
+        assert digest(trained.folder) == before
 
 
 @pytest.mark.parametrize(("command", "ending"), WRITING)
@@ -142,20 +135,17 @@ def test_a_folder_or_a_device_is_not_replaced(trained: CommandLine, command: Seq
 
 @pytest.mark.parametrize("out", ["p.parquet", "p.csv"])
 def test_predictions_on_a_full_disk(trained: CommandLine, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("pyarrow.parquet.ParquetWriter.write_table", full)
-    monkeypatch.setattr("polars.DataFrame.write_csv", full)
+    monkeypatch.setattr("pyarrow.parquet.ParquetWriter.write_table", no_space)
+    monkeypatch.setattr("polars.DataFrame.write_csv", no_space)
     before = everything_in(trained.folder)
     said = trained("predict", "out", "--data", "test.parquet", "--out", out)
     assert_sentence(said, 1, [out, "No space left"])
     assert everything_in(trained.folder) == before
 
 
-@pytest.mark.parametrize("override", ["model=3", "data=[1]", "sync=easgd"])
-def test_a_resumed_section_that_is_none(trained: CommandLine, override: str) -> None:
-    assert_sentence(trained("train", "--resume", "out", override), 2, [override.partition("=")[0]])
+def test_a_resumed_section_that_is_none(trained: CommandLine) -> None:
+    for section, value in (("model", "3"), ("data", "[1]"), ("sync", "easgd")):
+        assert_sentence(trained("train", "--resume", "out", f"{section}={value}"), 2, [section])
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
@@ -187,21 +177,17 @@ class OwnModel(nn.Module):
         return self.tower(torch.cat([dense, *embeddings.values()], dim=1)).squeeze(1)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_a_module_of_ones_own_is_not_known_to_the_command_line(shadowsync: CommandLine) -> None:
+    config = load(Path("run.yaml"), []).model_dump(exclude_unset=True)
+    config["model"] = {"embedding_dim": 4}
+    Job(config, model=OwnModel(), out="out").run()
+    for command in (
         ("evaluate", "out"),
         ("predict", "out", "--data", "test.parquet", "--out", "p.parquet"),
         ("export", "out", "--out", "m.pt2"),
         ("train", "--resume", "out", "data.epochs=2"),
-    ],
-    ids=lambda command: command[0],
-)
-def test_a_module_of_ones_own_is_not_known_to_the_command_line(shadowsync: CommandLine, command: Sequence[str]) -> None:
-    config = load(Path("run.yaml"), []).model_dump(exclude_unset=True)
-    config["model"] = {"embedding_dim": 4}
-    Job(config, model=OwnModel(), out="out").run()
-    assert_sentence(shadowsync(*command), 2, ["module of your own", "out", "model=module"])
+    ):
+        assert_sentence(shadowsync(*command), 2, ["module of your own", "out", "model=module"])
 
 
 def test_an_interruption_before_training_starts(shadowsync: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

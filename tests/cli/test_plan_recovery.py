@@ -97,9 +97,7 @@ def test_rounds_and_embedding_servers_count(trained: CommandLine) -> None:
     """Of 16 saves by priority 8 came to a round, and of 4 dead roles 2 were embedding servers."""
     measured = MEASURED | {"seconds": SECONDS, "saves": 16, "rounds": 2, "server_failures": 2}
     seconds = set_measured(trained.folder / "out", measured)
-    figures = plan_recovery(
-        Path("out"),
-    ).figures
+    figures = plan_recovery(Path("out")).figures
     assert (figures["save_s"].value, figures["load_s"].value, figures["restart_s"].value) == (5, 6, 10)
     assert figures["fail_s"].value == time_between_failures(Priors(), 2, seconds)
     assert figures["save_s"].source == "measured: 2 rounds of saves"
@@ -159,9 +157,3 @@ def test_numbers_that_cannot_be(shadowsync: CommandLine, arguments: tuple[str, .
 def test_never_to_fail_is_a_number(shadowsync: CommandLine) -> None:
     said = shadowsync("plan", "recovery", "--save-s", "1", "--servers", "2", "--fail-s", "inf")
     assert (said.status, rows_of(said.out)["time between saves"]) == (0, ["never", "never"])
-
-
-def test_what_can_be_planned_is_listed(shadowsync: CommandLine) -> None:
-    said = shadowsync("plan", "--help")
-    assert said.status == 0
-    assert "recovery" in said.out

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -98,12 +97,10 @@ def test_a_stored_cluster_is_not_joined(trained: CommandLine) -> None:
     ("key", "value"),
     [
         ("train", None),
-        ("train", 3),
         ("train", [1]),
         ("train.checkpoint_dir", 5),
         ("train.checkpoint_dir", ["a"]),
         ("data", None),
-        ("data", 3),
         ("model", [1]),
         ("embedding", "x"),
         ("cluster", None),
@@ -111,14 +108,10 @@ def test_a_stored_cluster_is_not_joined(trained: CommandLine) -> None:
         ("compression", [1]),
     ],
 )
-@pytest.mark.parametrize("command", [("train", "--resume", "out", "data.epochs=2"), ("evaluate", "out")], ids=" ".join)
-def test_wrong_types_in_a_stored_configuration(
-    trained: CommandLine, command: Sequence[str], key: str, value: object
-) -> None:
+def test_wrong_types_in_a_stored_configuration(trained: CommandLine, key: str, value: object) -> None:
     forge(trained.folder / "out", key, value)
-    said = trained(*command)
-    assert "Traceback" not in said.err
-    assert_sentence(said, 2, [key.partition(".")[0]])
+    for command in (("train", "--resume", "out", "data.epochs=2"), ("evaluate", "out")):
+        assert_sentence(trained(*command), 2, [key.partition(".")[0]])
 
 
 def test_a_train_section_of_nothing_in_config_yaml_alone_names_no_place(trained: CommandLine) -> None:
@@ -216,31 +209,23 @@ def test_a_folder_in_which_somebody_trains_is_left_alone(trained: CommandLine) -
             shutil.rmtree(out)
             out.mkdir()
         (out / ".in-use").write_bytes(left)
-        assert (
-            trained(*command).status == 0
-        )  # the lock is gone with its holder, the file that it left is not in the way
+        assert trained(*command).status == 0, "the lock is gone with its holder, and its file is not in the way"
         assert not list(out.glob(".in-use"))
-
-
-def test_two_runs_do_not_share_a_place_for_checkpoints(shadowsync: CommandLine) -> None:
-    with only_writer(shadowsync.folder / "shared"):
-        said = shadowsync(*train("train.checkpoint_dir=shared"))
-    assert_sentence(said, 2, ["shared is in use", f"process {os.getpid()}"])
 
 
 def test_a_job_may_keep_its_checkpoints_in_its_own_folder(shadowsync: CommandLine) -> None:
     assert shadowsync(*train(f"train.checkpoint_dir={shadowsync.folder / 'out'}")).status == 0
 
 
-def test_a_place_that_is_in_use_leaves_no_folder_behind(shadowsync: CommandLine) -> None:
-    place = shadowsync.folder / "shared"
-    with only_writer(place):
-        assert_sentence(shadowsync(*train(f"train.checkpoint_dir=local://{place}")), 2, ["shared is in use"])
+@pytest.mark.parametrize("place", ["shared", "local://{}/shared"])
+def test_two_runs_do_not_share_a_place_for_checkpoints(shadowsync: CommandLine, place: str) -> None:
+    named, setting = ["shared is in use", f"process {os.getpid()}"], place.format(shadowsync.folder)
+    with only_writer(shadowsync.folder / "shared"):
+        assert_sentence(shadowsync(*train(f"train.checkpoint_dir={setting}")), 2, named)
     assert not (shadowsync.folder / "out").exists()
-    assert shadowsync(*train(f"train.checkpoint_dir=local://{place}")).status == 0
-    with only_writer(place):
-        resume = ("train", "--resume", "out", f"train.checkpoint_dir=local://{place}")
-        assert_sentence(shadowsync(*resume), 2, ["shared is in use"])
+    assert shadowsync(*train(f"train.checkpoint_dir={setting}")).status == 0
+    with only_writer(shadowsync.folder / "shared"):
+        assert_sentence(shadowsync("train", "--resume", "out", f"train.checkpoint_dir={setting}"), 2, named)
 
 
 def test_nothing_is_written_through_a_link_in_the_place_of_a_lock(trained: CommandLine) -> None:

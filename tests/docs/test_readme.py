@@ -159,7 +159,8 @@ def test_the_new_method_trains_and_resumes(new_method: Callable[..., SyncMethod]
     sync = {"method": "fedadam", "schedule": "every_k", "k": 5, "eta": 0.003}
     model = {"bottom": [16], "top": [16]}
     train = {"trainers": 2, "batch_size": 100}
-    config: dict[str, Any] = {"data": data, "sync": sync, "model": model, "train": train}
+    report = {"html": False, "tensorboard": False}
+    config: dict[str, Any] = {"data": data, "sync": sync, "model": model, "train": train, "report": report}
     first = Job(config, out="first").run()
     assert first.sync.method == "fedadam"
     assert first.sync.count >= 6

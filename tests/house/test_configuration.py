@@ -118,22 +118,6 @@ def test_no_duration_is_longer_than_the_timers_take() -> None:
             parse({section: {key: 1e10 if key.endswith("_s") else 1e13}})
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "wrong", "says"),
-    [
-        ("train", "optimizer", "adgrad", "did you mean adagrad?; allowed: adagrad, adam, sgd"),
-        ("embedding", "optimizer", "rowise_adagrad", "did you mean rowwise_adagrad?; allowed: adam, row"),
-        ("recovery", "mode", "partly", "did you mean partial?; allowed: auto, full, none, partial"),
-        ("recovery", "priority", "xyz", "it is not known; allowed: all, mfu, scar, ssu"),
-    ],
-)
-def test_the_name_of_no_member_is_an_error_that_lists_them(section: str, key: str, wrong: str, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse({section: {key: wrong}})
-    assert str(caught.value).startswith(f"{section}.{key}={wrong}: it is not known")
-    assert says in str(caught.value)
-
-
 def test_the_reference_is_what_the_schema_says() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))["reference"]()
     kept = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from shadowsync.aggregation.aggregator import Switch
 from shadowsync.config import Config
 from shadowsync.metrics.history import Frame, RoleEvent
 from shadowsync.metrics.quality import evaluate_scores
+from shadowsync.report.page import render_page
 from shadowsync.report.result import (
     AggregationSection,
     DataSection,
@@ -194,3 +196,23 @@ def make_events(seconds: float = 32.0, trainers: int = 3) -> list[RoleEvent]:
     told += [(0.72, "dense-0", "unreachable", "no sign of life for 5 s"), (0.80, "dense-0", "reachable", "")]
     told += [(1.0, role, "left", "") for role in [*roles, "dense-0"]]
     return [RoleEvent(share * seconds, role, event, detail) for share, role, event, detail in told]  # type: ignore[arg-type]
+
+
+@cache
+def page_of(name: str) -> str:
+    """The page of such a run; drawn once, for drawing is what takes the time."""
+    match name:
+        case "full":
+            return render_page(make_result(test=make_test(best_auc=0.95)), make_frames())
+        case "cluster":
+            emulated = ThroughputSection(32.0, eps=9e4, elp=512, eps_per_trainer=(3e4,) * 3, emulated_step_ms=20.0)
+            return render_page(make_result(3, throughput=emulated), make_frames(32, 3), make_events())
+        case "recovery":
+            recovery = make_recovery_result(emulated_job_s=72_000.0)
+            events = [*make_events(), *make_decisions()]
+            return render_page(make_result(3, recovery=recovery), make_failing_frames(), events)
+        case "gradients":
+            return render_page(make_gradient_result(), make_gradient_frames(), make_switch_events())
+        case "bare":
+            return render_page(make_result(1, test=None, train=None, sync=None, wire=None, machine=None), [])
+    raise ValueError(name)

@@ -2,22 +2,18 @@
 
 import shutil
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_runs import (
-    make_decisions,
     make_events,
-    make_failing_frames,
     make_frames,
     make_gradient_frames,
     make_gradient_result,
-    make_recovery_result,
     make_result,
     make_switch_events,
-    make_test,
+    page_of,
 )
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
@@ -25,7 +21,6 @@ from selenium.webdriver.chrome.service import Service
 from shadowsync.metrics.history import RoleEvent
 from shadowsync.report.compare import PastRun, render_comparison
 from shadowsync.report.page import render_page
-from shadowsync.report.result import ThroughputSection
 
 CHROMIUM = shutil.which("chromium")
 CHROMEDRIVER = shutil.which("chromedriver")
@@ -59,6 +54,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
     driver.quit()
 
 
+def crowded_page() -> str:
+    return render_page(make_gradient_result(200), make_gradient_frames(60, 200), make_switch_events())
+
+
 def unruly_page() -> str:
     long = "unbroken" * 60
     config = {"data": {"path": long, "name": long}, "model": {"name": "<script>throw 1</script>"}}
@@ -72,31 +71,20 @@ def comparison_page() -> str:
     return render_comparison([*runs, PastRun("with-a-rather-long-name-of-its-own", make_result(2), make_frames(1))])
 
 
-EMULATED = ThroughputSection(seconds=32.0, eps=9e4, elp=512, eps_per_trainer=(3e4,) * 3, emulated_step_ms=20.0)
-PAGES = {
-    "full": lambda: render_page(make_result(test=make_test(best_auc=0.95)), make_frames()),
-    "cluster": lambda: render_page(make_result(3, throughput=EMULATED), make_frames(32, 3), make_events()),
-    "recovery": lambda: render_page(
-        make_result(3, recovery=make_recovery_result(emulated_job_s=72_000.0)),
-        make_failing_frames(),
-        [*make_events(), *make_decisions()],
-    ),
-    "gradients": lambda: render_page(make_gradient_result(), make_gradient_frames(), make_switch_events()),
-    "crowded": lambda: render_page(make_gradient_result(200), make_gradient_frames(60, 200), make_switch_events()),
-    "bare": lambda: render_page(make_result(1, test=None, train=None, sync=None, wire=None, machine=None), []),
-    "unruly": unruly_page,
-    "comparison": comparison_page,
-}
-page_of = cache(lambda name: PAGES[name]())
+OF_A_RUN = ("full", "cluster", "recovery", "gradients", "bare")
+OTHERS = {"crowded": crowded_page, "unruly": unruly_page, "comparison": comparison_page}
 SECTIONS = ("headlines", "quality", "speed", "numbers", "terms", "setup")
 
 
-@pytest.fixture(params=PAGES)
-def page(request: pytest.FixtureRequest, browser: webdriver.Chrome, tmp_path: Path) -> webdriver.Chrome:
+@pytest.fixture(scope="module", params=[*OF_A_RUN, *OTHERS])
+def page(
+    request: pytest.FixtureRequest, browser: webdriver.Chrome, tmp_path_factory: pytest.TempPathFactory
+) -> webdriver.Chrome:
     """The browser with one of the pages open, its logs of earlier pages read."""
     browser.get_log("browser")
     browser.get_log("performance")
-    open_page(browser, tmp_path, page_of(request.param))
+    html = OTHERS[request.param]() if request.param in OTHERS else page_of(request.param)
+    open_page(browser, tmp_path_factory.mktemp("page"), html)
     return browser
 
 

@@ -16,6 +16,7 @@ from fake_runs import (
     make_recovery_result,
     make_result,
     make_switch_events,
+    page_of,
 )
 
 from shadowsync.metrics.history import Frame, RoleEvent
@@ -54,9 +55,8 @@ def titles(result: Result, frames: list[Frame]) -> list[str]:
 
 def test_nothing_is_said_of_gradients_where_replicas_were_merged() -> None:
     assert aggregation_section(make_result(), make_frames()) is None
-    page = render_page(make_result(), make_frames())
-    assert 'id="aggregation"' not in page
-    assert "Sync gap" in page
+    assert 'id="aggregation"' not in page_of("full")
+    assert "Sync gap" in page_of("full")
 
 
 def test_a_run_under_auto_has_everything() -> None:
@@ -90,7 +90,8 @@ def test_a_method_that_never_changes_has_no_mode_over_time() -> None:
 def test_a_result_of_before_there_were_details_is_shown() -> None:
     bare = make_result(1, sync=None, aggregation=AggregationSection(10, 1, 0.5, 3))
     assert titles(bare, make_frames(4, 1)) == ["Staleness", "Dropped gradients", "Step time of the workers"]
-    assert "No gradient was applied." in render_page(bare, make_frames(4, 1))
+    first = there(aggregation_section(bare, make_frames(4, 1))).cards[0]
+    assert (first.svg, first.missing) == (None, "No gradient was applied.")
 
 
 @pytest.mark.parametrize(("workers", "band"), [(8, False), (9, True), (200, True)])
@@ -121,7 +122,7 @@ def test_the_histogram_has_a_bar_for_each_step_or_a_few_together(
 
 
 def test_the_page_speaks_of_gradients_and_not_of_replicas() -> None:
-    page = render_page(make_gradient_result(), make_gradient_frames(), make_switch_events())
+    page = page_of("gradients")
     for text in ("the gradients aggregated by auto", "below &lt;even&gt;=10 %", "Staleness over time"):
         assert text in page
     assert "Sync gap" not in page
@@ -163,10 +164,13 @@ def recovery(frames: list[Frame] | None = None, events: list[RoleEvent] | None =
 def test_recovery_is_there_where_there_is_something_to_tell(mode: str, failures: int, told: bool) -> None:
     plain = RecoverySection(failures=failures, pls=0.0, saves=1, seconds=NOTHING, interval_s=None, mode=mode)
     assert (recovery_section(make_result(recovery=plain), make_frames(), []) is not None) == told
-    html = render_page(make_result(recovery=plain), make_frames())
-    assert ('id="recovery"' in html) == told
-    assert ("Portion of lost samples: those" in html) == told
     assert recovery_section(make_result(), make_frames(), make_decisions()) is None
+
+
+@pytest.mark.parametrize(("page", "told"), [("full", False), ("recovery", True)])
+def test_a_page_speaks_of_recovery_where_there_is_some(page: str, told: bool) -> None:
+    for text in ('id="recovery"', "Portion of lost samples: those"):
+        assert (text in page_of(page)) == told
 
 
 def test_its_numbers_say_what_was_chosen_and_what_it_came_to() -> None:
@@ -221,13 +225,10 @@ def test_decisions_are_listed_and_escaped_and_the_oldest_of_many_left_out() -> N
     assert [time for time, _ in recovery().told] == ["0:00", "0:20"]
     many = recovery([], [msgspec.structs.replace(make_decisions()[0], seconds=float(k)) for k in range(25)])
     assert (len(many.told), many.left_out, many.told[-1][0]) == (20, 5, "0:24")
-    html = render_page(make_result(recovery=make_recovery_result()), make_failing_frames(), make_decisions())
-    assert "a save &lt;every&gt; 4 s" in html
+    assert "a save &lt;every&gt; 4 s" in page_of("recovery")
 
 
 def test_emulated_times_are_labelled_wherever_they_are_told() -> None:
-    emulated = make_recovery_result(emulated_job_s=72_000.0)
-    html = render_page(make_result(3, recovery=emulated), make_failing_frames(), make_decisions())
     for text in (
         "this run stands for a job of 20 h (recovery.emulate_job_s)",
         "Recovery (emulated): what failures cost",
@@ -239,7 +240,7 @@ def test_emulated_times_are_labelled_wherever_they_are_told() -> None:
         "in emulated times",
         "<td>emulated: partial recovery: 0.60 % of the time",
     ):
-        assert text in html
+        assert text in page_of("recovery")
     real = render_page(make_result(3, recovery=make_recovery_result()), make_failing_frames(), make_decisions())
     assert "emulated" not in re.sub(r"<details id=\"configuration\">.*?</details>", "", real, flags=re.S).lower()
 

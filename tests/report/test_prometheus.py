@@ -1,8 +1,8 @@
 """What Prometheus scrapes while a run lasts."""
 
+import importlib
 import io
 import socket
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -15,7 +15,7 @@ from fake_runs import make_frames, make_result
 from rich.console import Console
 
 from shadowsync.config import ReportConfig
-from shadowsync.errors import ConfigError
+from shadowsync.errors import ConfigError, MissingExtra
 from shadowsync.metrics.history import Frame
 from shadowsync.report.reporter import Reporter
 
@@ -178,11 +178,8 @@ def test_a_port_that_is_taken_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_package_the_line_that_installs_it_is_named() -> None:
-    program = (
-        "import sys; sys.modules['prometheus_client'] = None\n"
-        "from shadowsync.errors import MissingExtra\n"
-        "try:\n import shadowsync.report.prometheus\nexcept MissingExtra as error:\n print(error)"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
-    assert ended.stdout.strip() == "prometheus-client is not installed: pip install 'shadowsync[ray]'"
+def test_without_the_package_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "shadowsync.report.prometheus")
+    with pytest.raises(MissingExtra, match=r"^prometheus-client is not installed: pip install 'shadowsync\[ray\]'$"):
+        importlib.import_module("shadowsync.report.prometheus")

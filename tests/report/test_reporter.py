@@ -44,29 +44,22 @@ def test_outputs_can_be_left_out(tmp_path: Path) -> None:
     assert files(tmp_path) == ["metrics.jsonl", "result.json"]
 
 
-def test_events_of_roles_are_written_and_drawn(tmp_path: Path) -> None:
-    events = make_events()
-    with Reporter(tmp_path, screen(), ReportConfig(tensorboard=False), earlier_events=events[:5]) as reporter:
-        for event in events[5:]:
-            reporter.note(event)
-        reporter.finish(make_result())
-        reporter.note(events[0])
-    assert read_events(tmp_path) == events
-    assert (tmp_path / "report.html").read_text() == render_page(make_result(), [], events)
-
-
 def test_a_resumed_run_tells_one_story(tmp_path: Path) -> None:
-    frames = make_frames(6)
+    frames, events = make_frames(6), make_events()
     with Reporter(tmp_path, screen(), ReportConfig(html=False)) as reporter:
         for frame in frames[:5]:
             reporter.show(frame)
     at = frames[2].samples
     earlier = frames_until(read_frames(tmp_path), at)
-    with Reporter(tmp_path, screen(), ReportConfig(), earlier, resumed_at=at) as reporter:
+    with Reporter(tmp_path, screen(), ReportConfig(), earlier, at, events[:5]) as reporter:
+        for event in events[5:]:
+            reporter.note(event)
         reporter.show(frames[5])
         reporter.finish(make_result())
+        reporter.note(events[0])
     assert read_frames(tmp_path) == [*frames[:3], frames[5]]
-    assert (tmp_path / "report.html").read_text() == render_page(make_result(), [*frames[:3], frames[5]])
+    assert read_events(tmp_path) == events
+    assert (tmp_path / "report.html").read_text() == render_page(make_result(), [*frames[:3], frames[5]], events)
 
 
 def test_a_failed_run_keeps_its_frames_and_has_no_result(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from fake_runs import make_events, make_frames
 
 from shadowsync.errors import DataError, SaveError
 from shadowsync.metrics.history import RoleEvent
-from shadowsync.report.files import frames_until, read_events, read_frames, write_events, write_frames
+from shadowsync.report.files import read_events, read_frames, write_events, write_frames
 
 
 def write(folder: Path, count: int = 5) -> Path:
@@ -30,15 +30,6 @@ def test_frames_are_read_at_once_and_a_new_run_does_not_keep_those_of_an_old_one
             assert read_frames(tmp_path) == frames[: i + 1]
     write_frames(tmp_path).close()
     assert read_frames(tmp_path) == []
-
-
-def test_a_resumed_run_drops_what_was_trained_after_its_checkpoint(tmp_path: Path) -> None:
-    write(tmp_path, 5)
-    frames = make_frames(5)
-    earlier = frames_until(read_frames(tmp_path), samples=frames[2].samples)
-    with closing(write_frames(tmp_path, earlier)) as history:
-        history.append(frames[4])
-    assert read_frames(tmp_path) == [*frames[:3], frames[4]]
 
 
 def test_a_last_line_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:

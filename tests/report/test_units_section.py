@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from fake_runs import make_frames, make_result
+from fake_runs import make_frames, make_result, page_of
 from rich.console import Console
 
 from shadowsync.config import ReportConfig
@@ -83,7 +83,7 @@ def test_an_honest_start_is_no_trouble_however_rare_positives_are(peak: Peak | N
 
 
 def test_a_run_without_relus_has_no_card() -> None:
-    assert "Dead unit" not in render_page(make_result(), make_frames())
+    assert "Dead unit" not in page_of("full")
 
 
 def test_of_many_layers_the_deadest_are_drawn_in_their_order() -> None:

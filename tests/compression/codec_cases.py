@@ -1,5 +1,6 @@
 """Codecs with options worth testing, and tensors to try them on."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ CODECS = {
     for name, member in MEMBERS.items()
     for options in OPTIONS.get(name, [{}])
 }
+EACH = pytest.mark.parametrize("codec", [pytest.param(codec, id=name) for name, codec in CODECS.items()])
 
 
 def numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:

@@ -87,7 +87,7 @@ def test_a_steady_world_gets_the_weakest_codec_that_fits_in_one_change_and_keeps
     assert all(now >= STAY_S for now, *_ in found)
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(seen=st.lists(loose, max_size=200), gaps=st.lists(st.floats(0, 7), min_size=200, max_size=200))
 def test_whatever_is_seen_a_codec_stays_as_long_as_it_should(seen, gaps):
     chooser, now, last = a_chooser(), 0.0, 0.0
@@ -102,7 +102,7 @@ def test_whatever_is_seen_a_codec_stays_as_long_as_it_should(seen, gaps):
             last = now
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(seen=st.lists(loose, max_size=300))
 def test_nothing_becomes_stronger_while_nobody_waits(seen):
     chooser = a_chooser()
@@ -150,7 +150,7 @@ def test_between_the_bounds_everybody_stays_where_he_is(load):
     assert changes(bf16, [world] * 200, 20) == []
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(delay=st.floats(0.9, 20))
 def test_where_delay_takes_the_time_nothing_is_lost_for_nothing(delay):
     """A stronger codec is tried, brings nothing, and is left alone for a while."""

@@ -5,7 +5,7 @@ import tracemalloc
 import msgspec
 import pytest
 import torch
-from codec_cases import CODECS, numbers
+from codec_cases import EACH, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -17,7 +17,6 @@ from shadowsync.errors import DataError
 from shadowsync.rpc.service import Payload
 
 EXPECTED = (RuntimeError, TypeError, ValueError, IndexError)
-EACH = pytest.mark.parametrize("codec", [pytest.param(codec, id=name) for name, codec in CODECS.items()])
 DTYPES = [torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.int64]
 SHAPES = [(), (0,), (5,), (300,), (20, 30)]
 frames = st.lists(

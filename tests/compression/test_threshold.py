@@ -71,15 +71,6 @@ def test_what_rounding_leaves_is_sent_later(values, shape):
     torch.testing.assert_close(sent + books.left(shape), given_, rtol=1e-5, atol=1e-4)
 
 
-def test_two_tensors_of_one_shape_do_not_get_each_others_residuals():
-    codec, tensors = Threshold(keep=0.05), [numbers((500,)), -3 * numbers((500,), 1)]
-    streams = [Books(codec), Books(codec)]
-    for _ in range(5):
-        for books, tensor in zip(streams, tensors, strict=True):
-            owed = tensor + (0.0 if books.state is None else books.residual)
-            assert torch.equal(books.send(tensor) + books.residual, owed)
-
-
 @pytest.mark.parametrize("shape", [(), (255,), (1000,), (30, 40), (0,)])
 @pytest.mark.parametrize("keep", [1.0, 0.9999999])
 def test_keeping_everything_is_plain_bit_for_bit(shape, keep):

@@ -31,6 +31,7 @@ def web_server(*, ranges: bool = True) -> Iterator[Web]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # which holds what follows the header back for 40 ms
 
         def do_HEAD(self) -> None:
             self.answer()

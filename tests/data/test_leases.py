@@ -149,15 +149,6 @@ def test_any_interleaving_trains_every_row_of_every_epoch_once(slices, epochs, b
     world.check()
 
 
-def test_nothing_to_lease_is_not_the_end_while_others_hold_rows():
-    book = LeaseBook([4])
-    lease = book.lease(0)
-    assert book.lease(1) is None
-    assert not book.finished
-    book.done(lease, 0, 4)
-    assert book.finished
-
-
 def test_the_next_epoch_follows_at_once():
     book = LeaseBook([4, 4], epochs=2)
     assert [book.lease(trainer).epoch for trainer in range(4)] == [0, 0, 1, 1]

@@ -65,23 +65,19 @@ def test_a_panic_of_the_parser_is_an_error_with_its_place(tmp_path: Path, monkey
         read(source, 3)
 
 
-@pytest.mark.parametrize(("owner", "called"), [(pl.LazyFrame, "collect_schema"), (pl.LazyFrame, "collect")])
-def test_a_panic_at_opening_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, called: str
-) -> None:
-    def panic(*_: object, **__: object) -> None:
-        raise PanicException("called `Result::unwrap()` on an `Err` value")
+def panic(*_: object, **__: object) -> None:
+    raise PanicException("called `Result::unwrap()` on an `Err` value")
 
+
+@pytest.mark.parametrize("called", ["collect_schema", "collect"])
+def test_a_panic_at_opening_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: str) -> None:
     path = written(tmp_path / "rows.parquet", frame())
-    monkeypatch.setattr(owner, called, panic)
+    monkeypatch.setattr(pl.LazyFrame, called, panic)
     with pytest.raises(DataError, match=r"rows\.parquet: .*damaged, or was changed while it was being read"):
         opened(path)
 
 
 def test_a_panic_over_text_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def panic(*_: object, **__: object) -> None:
-        raise PanicException("index out of bounds")
-
     monkeypatch.setattr(criteo.pl, "read_csv", panic)
     assert criteo.parse((criteo_row(1) + "\n").encode(), 1) is None
 

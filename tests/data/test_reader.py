@@ -100,11 +100,6 @@ def test_every_good_row_is_trained_once_per_epoch(rows, bad, trainers, workers, 
     assert [(e.trained, e.skipped) for e in reader.epochs()] == [(len(source.good()), rows - len(source.good()))] * 2
 
 
-def test_a_thousand_trainers_on_ten_rows_end(make_reader):
-    reader = make_reader(CountedRows(10), ReaderOptions(1, 8, 1))
-    assert sorted(run_trainers(reader, 1000)) == list(range(10))
-
-
 def test_idle_trainers_take_over_what_others_have_not_begun(make_reader):
     reader = make_reader(CountedRows(32), ReaderOptions(4, 32, 1))
     first, second = reader.feed(0), reader.feed(1)
@@ -211,11 +206,6 @@ def test_one_trainer_goes_on_in_the_order_it_would_have_had(make_reader):
         return seen + drain(make_reader(CountedRows(24), ReaderOptions(4, 8, 2, seed=1, prefetch=0), reader.state()))
 
     assert order(0) == order(3) == order(6) == order(9)
-
-
-def test_a_state_of_other_data_is_refused(make_reader):
-    with pytest.raises(CheckpointError, match="50 rows, this data has 51"):
-        Reader(CountedRows(51), OPTIONS, make_reader(CountedRows(50), OPTIONS).state())
 
 
 def test_closing_lets_go_of_those_who_wait_for_a_slice_that_nobody_will_parse():

@@ -92,7 +92,7 @@ MEMBERS: dict[str, Callable[[Path], Source]] = {
     "criteo, remote": remote(criteo),
     "criteo .gz, remote": remote(criteo_gz),
     "parquet, remote": remote(parquet),
-    "synthetic": lambda _: Synthetic(rows=60, test_rows=10, table_rows=50),
+    "synthetic": lambda _: Synthetic(rows=60, test_rows=10, features=4, table_rows=50),
     "synthetic, over blocks": lambda _: Synthetic(rows=9000, test_rows=10, features=2, table_rows=50),
     "synthetic, multi-hot": lambda _: Synthetic(
         rows=5000, test_rows=10, features=3, table_rows=(5, 9, 50), multi_hot=2

@@ -63,7 +63,7 @@ def test_mean_number_of_ids(multi_hot):
 @pytest.mark.parametrize("base_rate", [0.03, 0.25, 0.6])
 @pytest.mark.parametrize("multi_hot", [1, 3])
 def test_mean_label(base_rate, multi_hot):
-    labels = everything(open_train(rows=100_000, base_rate=base_rate, multi_hot=multi_hot)).labels
+    labels = everything(open_train(rows=50_000, base_rate=base_rate, multi_hot=multi_hot)).labels
     assert labels.mean().item() == pytest.approx(base_rate, abs=0.01)
 
 

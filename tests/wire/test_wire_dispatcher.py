@@ -122,7 +122,7 @@ def test_a_client_that_called_is_known_by_its_session_only() -> None:
     dispatcher = Dispatcher(120.0)
     session = greet(dispatcher, b"r").session
     dispatcher.take(b"r", call(session, 1), 0)
-    for guess in (0, session + 1):
+    for guess in (0, session + 1):  # the thief is not even told
         assert dispatcher.take(b"thief", [encode(Hello(NAMES[0], guess))], 0) == Taken()
     assert dispatcher.take(b"r", call(session, 2), 0).tasks
 
@@ -152,11 +152,16 @@ def test_a_client_is_freed_when_its_last_job_has_ended(ends: str) -> None:
     assert dispatcher.finish(tasks[0], reply(1), keep=True)[1] is True
 
 
-def test_a_farewell_frees_at_once_where_nothing_runs() -> None:
+def test_a_farewell_frees_at_once_where_nothing_runs_and_what_was_caught_before_is_worth_nothing() -> None:
     dispatcher = Dispatcher(120.0)
     session = greet(dispatcher, b"r").session
+    task = task_of(dispatcher.take(b"r", call(session, 1), 0))
+    dispatcher.finish(task, reply(1), keep=True)
     assert dispatcher.take(b"r", [encode(Bye(session))], 0).gone == NAMES[0]
     assert dispatcher.clients == []
+    for _ in range(3):
+        assert greet(dispatcher, b"thief").session != session
+        assert said(dispatcher.take(b"thief", call(session, 1), 0)) == Unknown(session)
 
 
 def test_calls_that_travel_together_run_in_order_and_repeat_together() -> None:

@@ -24,11 +24,9 @@ from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.messages import (
     FROM_SERVER,
     Answers,
-    Bye,
     Call,
     Calls,
     Hello,
-    Unknown,
     Welcome,
     encode,
     header_of,
@@ -167,42 +165,6 @@ def wrong_client(keys: JobKeys) -> JobKeys:
     """Somebody who knows the server's public key, and no client key."""
     other = JobKeys.make()
     return JobKeys(keys.server_public, other.server_secret, other.client_public, other.client_secret)
-
-
-def test_a_session_caught_from_a_forgotten_client_is_worth_nothing(
-    raw: Callable[..., Raw], serve: Callable[..., WireServer]
-) -> None:
-    bank = Bank()
-    server = serve(bank)
-    victim = raw(server.address)
-    victim.greet("a" * 32)
-    hello, message = encode(Hello("a" * 32, 0)), victim.deposit(1)
-    victim.socket.send_multipart(message)
-    until(lambda: bank.total == 1, "the deposit")
-    victim.socket.send(encode(Bye(victim.session)))
-    until(lambda: bank.gone == ["a" * 32], "the farewell")
-    thief = raw(server.address)
-    for _ in range(3):
-        thief.socket.send(hello)
-        thief.socket.send_multipart(message)
-        assert isinstance(header_of([thief.socket.recv()], FROM_SERVER), Welcome)
-        assert isinstance(header_of([thief.socket.recv()], FROM_SERVER), Unknown)
-    assert bank.total == 1
-
-
-def test_nobody_takes_over_a_client_that_has_called(raw: Callable[..., Raw], serve: Callable[..., WireServer]) -> None:
-    bank = Bank()
-    server = serve(bank)
-    victim, thief = raw(server.address), raw(server.address)
-    victim.greet("a" * 32)
-    victim.socket.send_multipart(victim.deposit(1))
-    until(lambda: bank.total == 1, "the deposit")
-    for session in (0, 5):
-        thief.socket.send(encode(Hello("a" * 32, session)))
-    thief.greet("b" * 32)
-    victim.socket.send_multipart(victim.deposit(2))
-    until(lambda: bank.total == 2, "the next deposit")
-    assert sorted(server.dispatcher.clients) == ["a" * 32, "b" * 32]
 
 
 def heard(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from wire_cases import PATIENCE_S, Balance, Bank, Link, Setup, deposit, until
+from wire_cases import PATIENCE_S, Balance, Bank, Connect, Link, Serve, Setup, deposit, until
 
 from shadowsync.rpc import client
 from shadowsync.rpc.client import WireClient, WireConnection
@@ -14,8 +14,6 @@ from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import CallTimeout, PeerLost
 from shadowsync.rpc.server import WireServer
 
-Serve = Callable[..., WireServer]
-Connect = Callable[..., WireConnection]
 MakeLink = Callable[[WireServer], Link]
 Linked = Callable[..., Setup]
 FORGETFUL = {"tick_s": 0.01, "forget_client_after_s": 0.2}

@@ -2,28 +2,23 @@
 
 import logging
 import threading
-from collections.abc import Callable
 
 import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_cases import PATIENCE_S, Bank, Panic, deposit
+from wire_cases import PATIENCE_S, Bank, Connect, Panic, Serve, deposit
 
 from shadowsync import errors
 from shadowsync.errors import MissingExtra, NonFiniteLoss, RunError, SaveError, ShadowSyncError
-from shadowsync.rpc.client import WireConnection
 from shadowsync.rpc.connection import DirectConnection, JobKeys
 from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
 from shadowsync.rpc.messages import MAX_TENSORS, META_BYTES, pack
-from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.service import EMPTY, Payload
 from shadowsync.rpc.sockets import Loop
 from shadowsync.rpc.tensors import DTYPES, Misfit, Spec, bytes_of, spec_of, tensor_of
 
-Serve = Callable[..., WireServer]
-Connect = Callable[..., WireConnection]
 KINDS = [PeerLost, CallTimeout, NonFiniteLoss, SaveError, errors.DataError, errors.ConfigError, ShadowSyncError]
 
 

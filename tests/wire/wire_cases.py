@@ -15,6 +15,8 @@ from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.service import Meta, Method, Payload
 
 PATIENCE_S = 120.0
+Serve: TypeAlias = Callable[..., WireServer]
+Connect: TypeAlias = Callable[..., WireConnection]
 T = TypeVar("T")
 Pair: TypeAlias = tuple[asyncio.StreamWriter, asyncio.StreamWriter]
 

@@ -88,12 +88,6 @@ def test_the_module_is_the_command(shadowsync: CommandLine) -> None:
     assert (said.returncode, said.stderr.startswith("shadowsync: no.yaml")) == (2, True)
 
 
-def test_resume_into_a_new_folder(trained: CommandLine) -> None:
-    assert trained("train", "--resume", "out", "--out", "new", "data.epochs=2").status == 0
-    samples = [json.loads(Path(name, "result.json").read_text())["data"]["trained_samples"] for name in ("out", "new")]
-    assert samples == [60, 120]
-
-
 def test_what_a_trained_model_is_good_for(trained: CommandLine) -> None:
     result = json.loads(Path("out/result.json").read_text())
     said = trained("evaluate", "out")

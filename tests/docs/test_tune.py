@@ -14,7 +14,7 @@ pytest.importorskip("ray.tune", reason="examples/tune.py needs Ray: pip install 
 
 TUNE = Path(__file__).parents[2] / "examples" / "tune.py"
 SMALL = ("data.name=synthetic", "data.test_rows=500", "data.features=3", "data.table_rows=100", "data.dense=4")
-MODEL = ("model.bottom=[8]", "model.top=[8]", "train.batch_size=50", "report.tensorboard=false")
+MODEL = ("model.bottom=[8]", "model.top=[8]", "train.batch_size=50", "report.tensorboard=false", "report.html=false")
 TO_THE_END = ("report.every_s=1000",)
 """Trials report once, so that none can be stopped early: how far both have come at a moment is the machine's affair."""
 

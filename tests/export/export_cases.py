@@ -76,14 +76,11 @@ class Case:
 
 CASES = {
     "dlrm": Case(Dlrm((16,), (16,))),
-    "dlrm, weights": Case(Dlrm((16,), (16,)), weighted=True),
     "deepfm, sums": Case(DeepFm(), SUMS),
     "dcn, mixed widths, weights": Case(Dcn(), MIXED, weighted=True),
     "no dense columns": Case(Dlrm((16,), (16,)), SUMS, dense=0),
     "own module": Case(Own()),
-    "chunks across tables": Case(Own(), chunk_bytes=30 * ROW_BYTES),
     "chunks, weights, mixed": Case(Own(), MIXED, weighted=True, chunk_bytes=20 * ROW_BYTES),
-    "din": Case(Din(attention=(8,), deep=(8,)), HISTORY),
     "din, chunks, weights": Case(Din(attention=(8,), deep=(8,)), HISTORY, weighted=True, chunk_bytes=30 * ROW_BYTES),
     "dien, shorter than histories": Case(Dien(steps=2, deep=(8,)), HISTORY),
 }

@@ -218,13 +218,6 @@ def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_in_the_way_is_a_save_error(tmp_path: Path) -> None:
-    (tmp_path / "model.pt2").mkdir()
-    with pytest.raises(SaveError, match="could not be written"):
-        export(SIMPLE, tmp_path / "model.pt2")
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
-
-
 class NoFeatures(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from job_helpers import (
     train_counted,
     write_rows,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from shadowsync import Job, TrainerLost
 from shadowsync.errors import DataError, NonFiniteLoss, RunError
@@ -192,21 +192,6 @@ def test_skipped_rows_are_counted_and_the_others_trained_once(tmp_path: Path) ->
     result, counts = train_counted(config, tmp_path / "out")
     assert counts == dict.fromkeys(set(range(60)) - set(bad), 1)
     assert (result.data.trained_samples, result.data.skipped_rows) == (56, 4)
-
-
-def test_a_model_that_returns_two_logits_is_an_error_in_one_sentence(tmp_path: Path) -> None:
-    class TwoLogits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tower = nn.Linear(2, 2)
-
-        def forward(self, dense: Tensor, embeddings: Any) -> Tensor:
-            return self.tower(dense)
-
-    data = write_rows(tmp_path / "rows.parquet", 8)
-    error = error_of(lambda: Job(beside_own_model(settings(data)), model=TwoLogits(), out=tmp_path / "out").run())
-    assert "[2, 2]" in str(error)
-    assert error.exit_status == 2
 
 
 def test_the_job_leaves_torchs_threads_as_they_were(tmp_path: Path) -> None:

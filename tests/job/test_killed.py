@@ -137,7 +137,7 @@ def test_kill_at_any_moment_leaves_a_run_that_goes_on(run: list[str], tmp_path: 
     moments: list[Callable[[], bool]] = [
         lambda: newest() > 0,
         lambda: bool(staged() - left),
-        lambda: newest() >= start + 2000,
+        lambda: newest() >= start + 1000,
     ]
     for moment in moments:
         with process(arguments) as started:

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_helpers import Ledger, Witness, beside_own_model, checkpoints, fails, settings, write_rows
+from job_helpers import Ledger, Witness, beside_own_model, checkpoints, settings, write_rows
 
 from shadowsync import Job, Result
-from shadowsync.errors import ConfigError
 
 ROWS = 800
 HOURS = 3600.0
@@ -91,12 +90,6 @@ def test_a_trainer_may_fail_by_script(tmp_path: Path) -> None:
     result = run(tmp_path, {"inject": "at:0.3,unit=epoch,kind=trainer,index=1"})
     assert result.recovery.failures == 1
     assert result.recovery.pls == 0
-
-
-def test_roles_that_only_a_cluster_has_cannot_fail_here(tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.parquet", 40)
-    config = beside_own_model(settings(data, None, recovery={"inject": "at:0.3,unit=epoch,kind=dense"}))
-    fails(lambda: Job(config, model=Witness(Ledger()), out=tmp_path / "out"), ConfigError, "no dense 0 that could fail")
 
 
 def test_a_failure_may_come_at_the_very_start(tmp_path: Path) -> None:

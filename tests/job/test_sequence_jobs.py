@@ -178,17 +178,6 @@ class Attending(nn.Module):
         return self.out(torch.cat([dense, embeddings["c0"], target, interest], dim=1)).squeeze(1)
 
 
-class Ignorant(nn.Module):
-    """A user's own module that takes every feature for one vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(2 + 4 + 4 + 4, 1)
-
-    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        return self.out(torch.cat([dense, *embeddings.values()], dim=1)).squeeze(1)
-
-
 TABLES = (Table("c0", ROWS, 4, ("c0",)), Table("c1", ROWS, 4, ("c1", "many"), ("sum", "none")))
 
 
@@ -198,12 +187,6 @@ def test_a_module_of_ones_own_may_use_sequences(tmp_path: Path, data: tuple[Path
     trained = Trained(tmp_path / "out", model=Attending())
     assert trained.evaluate().auc == result.test.auc > 0.7
     trained.export(tmp_path / "model.pt2")
-
-
-def test_a_module_that_takes_a_sequence_for_a_vector_is_told(tmp_path: Path, data: tuple[Path, Path]) -> None:
-    job = Job(beside_own_model(settings(*data)), model=Ignorant(), tables=TABLES, out=tmp_path / "out")
-    error = fails(job.run, ConfigError)
-    assert str(error).startswith("feature many has pooling=none, ")
 
 
 def test_a_job_may_wait_instead_of_computing(tmp_path: Path, data: tuple[Path, Path]) -> None:

@@ -14,9 +14,8 @@ from test_resume import SignalAt
 
 from shadowsync import Job
 from shadowsync.compression.threshold import Threshold
-from shadowsync.errors import ConfigError, NonFiniteTensor
+from shadowsync.errors import ConfigError
 from shadowsync.report.files import read_frames
-from shadowsync.training.replica import WorkerModule
 
 EVERYTHING = {"name": "threshold", "keep": 1.0}
 WIDE_DLRM = {"name": "dlrm", "bottom": [64], "top": [64, 32]}
@@ -131,23 +130,6 @@ def test_a_job_goes_on_without_what_belongs_to_nobody_any_more(
     assert result.data.trained_samples == 288
     workers = {".".join(name.split(".")[1:3]) for name in residuals(tmp_path / "new")}
     assert sorted(workers) == goes_on
-
-
-def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = WorkerModule.flat_gradient
-
-    def spoilt(module: WorkerModule) -> torch.Tensor:
-        flat = original(module)
-        module._replica.slots[0].view(flat)[1, 0] = float("nan")
-        return flat
-
-    monkeypatch.setattr(WorkerModule, "flat_gradient", spoilt)
-    data = write_rows(tmp_path / "rows.parquet", 96)
-    error = fails(Job(sparse(data, train={"batch_size": 8}), out=tmp_path / "out").run, NonFiniteTensor)
-    said = str(error)
-    assert said.startswith("the dense gradient of worker 0 of trainer 0 cannot be sent: 1 of ")
-    assert "elements of bottom.0.weight are NaN or infinite" in said
-    assert "\n" not in said
 
 
 def test_elastic_differences_cross_through_a_threshold(tmp_path: Path) -> None:

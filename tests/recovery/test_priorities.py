@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shadowsync.embedding.watching import RowWatch
+from shadowsync.memory.pages import zeros
 from shadowsync.recovery.priority import RowPriority, largest
 from shadowsync.recovery.priority_ssu import PERIOD
 from shadowsync.registry import members
@@ -106,6 +107,33 @@ def test_a_save_that_failed_brings_its_rows_up_again(name: str) -> None:
     assert torch.equal(tracker.pick(COUNT, weights), first)
     tracker.saved(first, weights[first])
     assert not set(first.tolist()) & set(tracker.pick(COUNT, weights).tolist())
+
+
+@pytest.mark.parametrize("name", ["all", "mfu", "ssu"])
+def test_rows_are_picked_while_other_processes_see_some(name: str) -> None:
+    """Whoever writes holds no lock that this process has; numpy counts what is not 0, looks again, and refuses."""
+    rows, given = 400_000, list[Tensor]()
+
+    def allocate(count: int, dtype: torch.dtype) -> Tensor:
+        given.append(zeros(count, dtype))
+        return given[-1]
+
+    weights = torch.zeros(rows, 1)
+    tracker, done = MEMBERS[name](weights, 0.9, 0, allocate), threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            given[0].random_(0, 2)  # without the interpreter's lock
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        for _ in range(30):
+            picked = tracker.pick(rows - 1, weights)
+            tracker.saved(picked, weights[picked])
+    finally:
+        done.set()
+        writing.join()
 
 
 @EACH

@@ -57,6 +57,11 @@ def checked(rows: Tensor, count: int) -> NDArray[np.int64]:
     return found
 
 
+def not_zero(values: NDArray[Any]) -> NDArray[np.int64]:
+    """Positions of what is not 0, each as of some moment: other processes may write meanwhile, which numpy refuses."""
+    return np.concatenate([np.zeros(0, np.int64), *(at + np.flatnonzero(part != 0) for at, part in _chunks(values))])
+
+
 def largest(values: NDArray[Any], count: int, first: int = 0) -> NDArray[np.int64]:
     """Positions of the `count` largest values above 0, ascending; of fewer if fewer are above 0.
 
@@ -71,7 +76,7 @@ def largest(values: NDArray[Any], count: int, first: int = 0) -> NDArray[np.int6
     if min(count, positive) <= 0:
         return np.zeros(0, np.int64)
     if positive <= count:
-        return np.flatnonzero(bits)[:count]
+        return not_zero(bits)[:count]
     high, more = _half(bits, count, None)
     low, _ = _half(bits, count - more, high)
     threshold = max(1, high << _HALF | low)
@@ -96,6 +101,6 @@ def _half(bits: NDArray[np.int32], count: int, high: int | None) -> tuple[int, i
     return place, int(at_least[place] - found[place])
 
 
-def _chunks(bits: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int32]]]:
+def _chunks(bits: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
     for start in range(0, len(bits), CHUNK):
         yield start, bits[start : start + CHUNK]

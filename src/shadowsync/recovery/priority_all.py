@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
-from shadowsync.recovery.priority import RowPriority, checked
+from shadowsync.recovery.priority import RowPriority, checked, not_zero
 
 
 class EveryRow(RowPriority):
@@ -46,7 +46,7 @@ class EveryRow(RowPriority):
         self._marks[checked(rows, len(self._marks))] = 1
 
     def begin(self) -> None:
-        rows = np.flatnonzero(self._marks)
+        rows = not_zero(self._marks)
         self._marks[rows] = 0
         self._taken = np.union1d(self._taken, rows) if len(self._taken) else rows
         self._writing = True

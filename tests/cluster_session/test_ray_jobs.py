@@ -5,6 +5,8 @@ import os
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import cloudpickle
 import killed_jobs
@@ -14,7 +16,10 @@ from job_helpers import write_rows
 from killed_jobs import EPOCHS, ROWS, STEP_MS, places_of, run_and_kill
 
 from shadowsync.errors import RunError
+from shadowsync.rpc.errors import PeerLost
+from shadowsync.runtime import ray_runtime
 from shadowsync.runtime.ray_runtime import RayRuntime
+from shadowsync.runtime.runtime import LaunchRequest
 
 pytest.importorskip("ray", reason="install the extra to test it: pip install 'shadowsync[ray]'")
 
@@ -122,3 +127,44 @@ def test_processes_that_are_killed_are_replaced_and_every_row_is_trained(tmp_pat
     assert result.test is not None
     assert result.test.auc is not None
     assert result.test.auc > 0.7
+
+
+class FakeRay:
+    """As much of Ray as reservations need: two groups may not have one name."""
+
+    def __init__(self) -> None:
+        self.names = set[str]()
+        self.exceptions = SimpleNamespace(RayError=RuntimeError)
+        self.util = SimpleNamespace(placement_group=self._reserve)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def nodes(self) -> list[Any]:
+        return []
+
+    def _reserve(self, bundles: Any, strategy: str, name: str) -> object:
+        if name in self.names:
+            raise RuntimeError(f"Failed to create placement group because name '{name}' already exists.")
+        self.names.add(name)
+        return object()
+
+
+def test_roles_that_move_at_once_each_get_a_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a lost machine would end the job."""
+    ray = FakeRay()
+    monkeypatch.setattr(ray_runtime, "_ray", lambda: ray)
+    monkeypatch.setattr(RayRuntime, "_host", lambda *_: None)
+    runtime = RayRuntime(None)
+    for rank in range(3):
+        runtime.start(LaunchRequest(f"trainer-{rank}", "machine", 1.0))
+
+
+def test_what_ray_refuses_is_the_loss_of_a_role_and_not_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay()
+    monkeypatch.setattr(ray_runtime, "_ray", lambda: ray)
+    monkeypatch.setattr(RayRuntime, "_host", lambda *_: None)
+    monkeypatch.setattr(ray.util, "placement_group", lambda *_, **__: 1 / 0)
+    ray.exceptions.RayError = ZeroDivisionError
+    with pytest.raises(PeerLost, match="nothing can be reserved for trainer-0: division by zero"):
+        RayRuntime(None).start(LaunchRequest("trainer-0", "machine", 1.0))

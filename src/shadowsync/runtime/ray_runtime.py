@@ -302,7 +302,8 @@ class RayRuntime(Runtime):
         bundles = [needed for request in requests if (needed := self._needed(request))]
         if not bundles:
             return None
-        return _ray().util.placement_group(bundles, strategy="PACK", name=self.job)
+        name = f"{self.job}-{secrets.token_hex(4)}"  # of two groups of one name Ray refuses the second
+        return _ray().util.placement_group(bundles, strategy="PACK", name=name)
 
     def _needed(self, request: LaunchRequest) -> dict[str, float]:
         needed = {"CPU": request.cpus} if request.cpus else {}
@@ -318,7 +319,10 @@ class RayRuntime(Runtime):
             host = self._host(str(request.machine))
             group = None
             if (request.role, request.machine) not in self._reserved:
-                group = self._placement_group([request])
+                try:
+                    group = self._placement_group([request])
+                except _ray().exceptions.RayError as error:
+                    raise PeerLost(f"nothing can be reserved for {request.role}: {_in_one_line(error)}") from error
             self._started += 1
             self._roles.append(RayRole(request, host, self._started, group))
             return self._roles[-1]

@@ -102,16 +102,18 @@ MEMBERS: dict[str, Callable[[Path], Source]] = {
 }
 
 
-@pytest.fixture(params=MEMBERS)
-def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
-    monkeypatch.setattr(completejourney, "read_package", market_samples.tables)
-    yield MEMBERS[request.param](tmp_path)
+@pytest.fixture(scope="module", params=MEMBERS)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
+    folder = tmp_path_factory.mktemp("source")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completejourney, "read_package", market_samples.tables)
+        yield MEMBERS[request.param](folder)
     memory = fsspec.filesystem("memory")
-    if memory.exists(f"/{tmp_path.name}"):
-        memory.rm(f"/{tmp_path.name}", recursive=True)
+    if memory.exists(f"/{folder.name}"):
+        memory.rm(f"/{folder.name}", recursive=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def opened(source: Source) -> OpenSource:
     found = source.open("train", "error")
     assert found is not None
@@ -156,11 +158,12 @@ def test_rows_do_not_depend_on_the_cut(opened, rows):
     assert same(whole(opened, rows), whole(opened))
 
 
-def test_slices_may_be_read_from_several_threads_in_any_order(opened):
+def test_slices_may_be_read_from_several_threads_in_any_order(source, opened):
+    fresh = source.open("train", "error")
     parts = list(opened.slices(5 + opened.rows // 40))
     shuffled = random.Random(0).sample(parts, len(parts))
     with ThreadPoolExecutor(4) as pool:
-        read = dict(zip([part.index for part in shuffled], pool.map(opened.read, shuffled), strict=True))
+        read = dict(zip([part.index for part in shuffled], pool.map(fresh.read, shuffled), strict=True))
     assert same(Batch.join([read[part.index] for part in parts]), whole(opened))
 
 

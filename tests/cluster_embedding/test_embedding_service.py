@@ -7,7 +7,7 @@ from dataclasses import replace as with_fields
 
 import pytest
 import torch
-from embedding_cases import ADAGRAD, ADAM, ROWS, SOURCE, TABLES, dense_gradient, random_ids, train, whole
+from embedding_cases import ADAGRAD, ADAM, HISTORIES, ROWS, SOURCE, TABLES, dense_gradient, random_ids, train, whole
 from msgspec.structs import replace
 from remote_cases import CUT, ONE, direct, far
 
@@ -364,6 +364,9 @@ def test_a_client_learns_what_a_server_holds(connect):
     for way, shards in zip(job.connections, CUT, strict=True):
         names = ask(way, SaveMethods.tensor_names)
         assert names == {shard.table.name: ("weight", "momentum") for shard in shards}
+    pooled_in_many_ways = [Shard(table, 2, 7) for table in HISTORIES]
+    (way,) = far(connect, [pooled_in_many_ways]).connections
+    assert ask(way, SaveMethods.shards) == tuple(pooled_in_many_ways)
 
 
 class Slow(DirectConnection):

@@ -27,7 +27,7 @@ from shadowsync.rpc.served import ask
 
 SAMPLES = 24
 THIRD = Threshold(keep=0.3, feedback=False)
-MODES = {mode: UniqueRows(mode, every=2) for mode in ("never", "always", "auto")}
+MODES = {mode: UniqueRows(mode, every=2) for mode in ("never", "always")}
 PUSHES = [Plain(), Bf16(), Int8(), Int4(rounding="stochastic"), Threshold(values="int8", feedback=False)]
 PULLS = [
     THIRD,
@@ -74,7 +74,7 @@ def test_so_it_is_whatever_the_pull_keeps(pull, kind):
     assert_same(far(direct, CUT, ADAGRAD, codec=pull, push=Int8()), *here, unique=MODES["never"], kind=kind)
 
 
-@pytest.mark.parametrize("unique", [MODES["never"], MODES["always"]], ids=["pooled", "rows"])
+@pytest.mark.parametrize("unique", MODES.values(), ids=MODES)
 def test_held_gradients_have_their_masks_too(connect, unique):
     here, there = near(CUT, SGD, codec=THIRD, unique=unique), far(connect, CUT, SGD, codec=THIRD)
     assert_same(there, *here, unique=unique, hold=True)
@@ -130,8 +130,7 @@ def test_every_feature_has_a_threshold_of_its_own_where_groups_are_asked_for():
     assert shares["group"] == pytest.approx([0.25, 0.25], abs=0.01)
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("push", [Plain(), Int8()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize(("mode", "push"), [("never", Plain()), ("always", Int8())], ids=["pooled", "rows"])
 def test_a_mask_that_the_server_keeps_no_more_comes_again(connect, mode, push):
     here, held_here, counted_here = near(CUT, SGD, codec=THIRD, push=push, unique=MODES[mode])
     there = far(connect, CUT, SGD, codec=THIRD, push=push, limits=KeptLimits(count=2))
@@ -167,10 +166,12 @@ class Chosen:
         self.codec = codec
 
 
-@pytest.mark.parametrize("unique", [MODES["never"], MODES["always"]], ids=["pooled", "rows"])
-@pytest.mark.parametrize("push", ["plain", "int4", "threshold"])
+@pytest.mark.parametrize(
+    ("mode", "push"), [("never", "plain"), ("always", "int4"), ("never", "threshold"), ("always", "threshold")]
+)
 @pytest.mark.parametrize(("pull", "later"), [("threshold", "plain"), ("bf16", "threshold")])
-def test_what_auto_sends_pulls_in_when_the_push_goes_is_nothing_to_it(connect, pull, later, push, unique):
+def test_what_auto_sends_pulls_in_when_the_push_goes_is_nothing_to_it(connect, pull, later, push, mode):
+    unique = MODES[mode]
     here, held_here, counted_here = near(CUT, ADAM, codec=AUTO.level(pull), push=AUTO.level(push), unique=unique)
     there, pulls, pushes = far(connect, CUT, ADAM, codec=AUTO), Chosen(pull), Chosen(push)
     there.lines = (

@@ -7,15 +7,16 @@ import pytest
 import torch
 from embedding_cases import (
     ADAM,
+    BY_NAME,
     CLOSE,
+    EACH,
     HISTORIES,
     HISTORY_SOURCE,
     KINDS,
-    OPTIMIZERS,
     ROWS,
     SGD,
-    STORAGES,
     TABLES,
+    assert_close_rows,
     client,
     dense_gradient,
     random_ids,
@@ -34,7 +35,6 @@ from shadowsync.embedding.messages import Coded, unpack_rows
 from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.requests import Lookup, RowLookup
 from shadowsync.embedding.routing import UniqueRows
-from shadowsync.embedding.saves import SaveMethods
 from shadowsync.embedding.server import RowStep
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Shard, Table
@@ -74,15 +74,8 @@ def test_sequences_behind_a_connection_are_those_in_process(connect, codec):
     assert [service.kept for service in there.services] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("table", HISTORIES, ids=lambda table: table.name)
-def test_a_shard_crosses_with_the_pooling_of_each_feature(connect, table):
-    (way,) = far(connect, [[Shard(table, 2, 7)]]).connections
-    assert ask(way, SaveMethods.shards) == (Shard(table, 2, 7),)
-
-
 @pytest.mark.parametrize("unique", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("codec", [None, Bf16()], ids=["plain", "bf16"])
+@pytest.mark.parametrize(("kind", "codec"), [("single", None), ("multi", Bf16()), ("weighted", None)], ids=KINDS)
 def test_behind_a_connection_all_is_as_in_process(connect, unique, kind, codec):
     here, held_here, counted_here = near(CUT, ADAM, codec=codec, unique=unique)
     there = far(connect, CUT, ADAM, codec=codec)
@@ -92,20 +85,19 @@ def test_behind_a_connection_all_is_as_in_process(connect, unique, kind, codec):
     assert [service.kept for service in there.services] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+@EACH
+@BY_NAME
 @pytest.mark.parametrize("mode", ["never", "always"])
-def test_every_storage_and_optimizer_may_be_served(connect, storage, optimizer, mode):
+def test_every_storage_and_optimizer_may_be_served(storage, optimizer, mode):
     here, held_here, _ = near(ONE, optimizer)
-    there = far(connect, CUT, optimizer, storage)
+    there = far(direct, CUT, optimizer, storage)
     torch.testing.assert_close(train(there.client(MODES[mode]), 3, "multi"), train(here, 3, "multi"), **CLOSE)
-    for table in TABLES:
-        torch.testing.assert_close(rows_of(there.servers, table.name), rows_of(held_here, table.name), **CLOSE)
+    assert_close_rows(there.servers, held_here)
 
 
-@pytest.mark.parametrize("unique", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("codec", [None, Bf16()], ids=["plain", "bf16"])
-def test_gradients_are_held_and_committed_as_in_process(connect, unique, codec):
+@pytest.mark.parametrize(("mode", "codec"), [("never", None), ("always", Bf16()), ("auto", Bf16())], ids=MODES)
+def test_gradients_are_held_and_committed_as_in_process(connect, mode, codec):
+    unique = MODES[mode]
     here, held_here, counted_here = near(CUT, ADAM, codec=codec, unique=unique)
     there = far(connect, CUT, ADAM, codec=codec)
     for job in (here, there.client(unique)):
@@ -138,8 +130,7 @@ def test_a_look_up_that_is_kept_no_more_comes_again_and_is_applied_once(connect,
         job.push(ahead, gradient, 0.1).result()
     for ids in batches:
         here.push(here.pull(ids), dense_gradient(6, here.width, 1), 0.1).result()
-    for table in TABLES:
-        torch.testing.assert_close(rows_of(there.servers, table.name), rows_of(held_here, table.name), **CLOSE)
+    assert_close_rows(there.servers, held_here)
     if mode == "never":
         more = there.counter.totals().bytes["push"] - counted_here.totals().bytes["push"]
         assert 0 < more < counted_here.totals().bytes["pull"]
@@ -181,8 +172,7 @@ def test_workers_that_share_a_connection_do_not_get_each_others_look_ups(connect
     for step in (1, 0):
         jobs[step].push(pulled[step], dense_gradient(6, here.width, step), 0.1).result()
         here.push(here.pull(random_ids(ROWS, 6, step)), dense_gradient(6, here.width, step), 0.1)
-    for table in TABLES:
-        torch.testing.assert_close(rows_of(there.servers, table.name), rows_of(held_here, table.name), **CLOSE)
+    assert_close_rows(there.servers, held_here)
 
 
 def test_pushes_of_many_threads_are_all_applied(connect):
@@ -202,8 +192,7 @@ def test_pushes_of_many_threads_are_all_applied(connect):
     for stream in range(3):
         for step in range(5):
             here.push(here.pull(own_rows(stream, step)), dense_gradient(6, here.width, step), 0.1)
-    for table in TABLES:
-        torch.testing.assert_close(rows_of(there.servers, table.name), rows_of(held_here, table.name), **CLOSE)
+    assert_close_rows(there.servers, held_here)
 
 
 def own_rows(stream, step):
@@ -213,8 +202,8 @@ def own_rows(stream, step):
 
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("bad", [-1, 40, 2**32 + 1, 2**63 - 1, -(2**63)])
-def test_an_id_that_is_no_row_is_refused_before_it_is_narrowed(connect, bad, mode):
-    there = far(connect)
+def test_an_id_that_is_no_row_is_refused_before_it_is_narrowed(bad, mode):
+    there = far(direct)
     ids = random_ids(ROWS, 6, 0, "single")
     ids.values[6] = bad
     with pytest.raises(DataError, match=rf"^feature user: id {bad} is not a row of table user, which has rows 0 to 39"):
@@ -244,8 +233,7 @@ def test_a_server_that_is_replaced_is_reached_again_and_brought_the_ids(wire, mo
     there.connections[0].redirect(wire.serve(Served(new.services[0])).address)
     job.push(pulled, dense_gradient(6, job.width, 0), 0.1).result()
     here.push(here.pull(ids), dense_gradient(6, here.width, 0), 0.1)
-    for table in TABLES:
-        torch.testing.assert_close(rows_of(new.servers, table.name), rows_of(held_here, table.name), **CLOSE)
+    assert_close_rows(new.servers, held_here)
     torch.testing.assert_close(job.pull(ids).pooled, here.pull(ids).pooled, **CLOSE)
 
 

@@ -120,9 +120,8 @@ def nothing_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_messages")
-@pytest.mark.parametrize("optimizer", [ADAGRAD, ADAM], ids=lambda optimizer: optimizer.name)
 @pytest.mark.parametrize("priority", PRIORITIES)
-@pytest.mark.parametrize("end_of_round", [False, True])
+@pytest.mark.parametrize(("end_of_round", "optimizer"), [(False, ADAGRAD), (True, ADAM)], ids=["within", "end"])
 def test_over_a_wire_the_same_rows_are_picked_copied_and_reported(
     connect: Connect, priority: str, optimizer: Any, end_of_round: bool
 ) -> None:

@@ -36,6 +36,8 @@ STORAGES = [
 # an eps large enough to be seen
 OPTIMIZERS = [RowOptimizer(name, 0.01, 0.9, 0.999) for name in ("rowwise_adagrad", "adam", "sgd")]
 ADAGRAD, ADAM, SGD = OPTIMIZERS
+EACH = pytest.mark.parametrize("storage", STORAGES)
+BY_NAME = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
@@ -209,3 +211,11 @@ def rows_of(servers: Sequence[EmbeddingServer], name: str, tensor: str = "weight
     """A table's rows from wherever they are held."""
     found = [rows for server in servers for rows in server.state() if rows.table.name == name]
     return torch.cat([rows.tensors[tensor] for rows in sorted(found, key=lambda rows: rows.start)])
+
+
+def assert_close_rows(
+    found: Sequence[EmbeddingServer], expected: Sequence[EmbeddingServer], tables: Sequence[Table] = TABLES
+) -> None:
+    """Two groups of servers hold the same weights within rounding, however they are placed."""
+    for each in tables:
+        torch.testing.assert_close(rows_of(found, each.name), rows_of(expected, each.name), **CLOSE)

@@ -8,14 +8,15 @@ import torch
 from embedding_cases import (
     ADAGRAD,
     ADAM,
+    BY_NAME,
     CLOSE,
+    EACH,
     KINDS,
-    OPTIMIZERS,
     ROWS,
     SGD,
     SOURCE,
-    STORAGES,
     TABLES,
+    assert_close_rows,
     client,
     dense_gradient,
     jagged,
@@ -40,20 +41,16 @@ from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.rpc.pending import Promise
 
-EACH = pytest.mark.parametrize("storage", STORAGES)
-BY_NAME = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
-
 
 @EACH
 @BY_NAME
 @settings(deadline=None, max_examples=10, derandomize=True)
-@given(servers=placements(), kind=st.sampled_from(KINDS))
-def test_any_placement_gives_the_same_outputs_and_rows(storage, optimizer, servers, kind):
+@given(servers=placements(), kind=st.sampled_from(KINDS), unique=st.sampled_from([NEVER, UniqueRows("always")]))
+def test_any_placement_and_place_of_pooling_gives_the_same_outputs_and_rows(storage, optimizer, servers, kind, unique):
     one, held_by_one, _ = client(TABLES, SOURCE, [whole(TABLES)], storage, optimizer)
-    many, held_by_many, _ = client(TABLES, SOURCE, servers, storage, optimizer)
+    many, held_by_many, _ = client(TABLES, SOURCE, servers, storage, optimizer, unique=unique)
     torch.testing.assert_close(train(many, 3, kind), train(one, 3, kind), **CLOSE)
-    for found in TABLES:
-        torch.testing.assert_close(rows_of(held_by_many, found.name), rows_of(held_by_one, found.name), **CLOSE)
+    assert_close_rows(held_by_many, held_by_one)
 
 
 @EACH
@@ -108,23 +105,6 @@ def test_output_is_in_the_order_of_the_tables_and_means_divide_by_the_number_of_
             torch.testing.assert_close(pooled[:, job.columns[feature]], bag, **CLOSE)
 
 
-@EACH
-def test_mean_equals_embedding_bag_mean_with_its_gradient(storage):
-    tags = table("tags", 9, 4, pooling="mean")
-    job, servers, _ = client([tags], ["tags"], [whole([tags])], storage, SGD)
-    bag = torch.nn.EmbeddingBag.from_pretrained(rows_of(servers, "tags").clone(), False, mode="mean")
-    for step in range(3):
-        ids, gradient = random_ids([9], 12, step), dense_gradient(12, 4, step)
-        expected = bag(ids.values, ids.bag_offsets()[:-1])
-        pulled = job.pull(ids)
-        torch.testing.assert_close(pulled.pooled, expected.detach(), **CLOSE)
-        bag.weight.grad = None
-        expected.backward(gradient)
-        bag.weight.data -= 0.1 * bag.weight.grad
-        job.push(pulled, gradient, 0.1)
-    torch.testing.assert_close(rows_of(servers, "tags"), bag.weight.data, **CLOSE)
-
-
 def test_mean_weights_divide_explicit_weights_too():
     ids = jagged([[[1, 2], []], [[3, 4], [5]]], 2, torch.tensor([2.0, 4.0, 6.0, 8.0, 10.0]))
     weighted = mean_weighted(ids, torch.tensor([True, False]))
@@ -163,8 +143,7 @@ def test_pushes_may_come_later_and_in_another_order():
         pulled = [each.pull(random_ids(ROWS, 6, step)) for step in (0, 1)]
         for step in order:
             each.push(pulled[step], dense_gradient(6, each.width, step), 0.1)
-    for found in TABLES:
-        torch.testing.assert_close(rows_of(servers, found.name), rows_of(servers_again, found.name), **CLOSE)
+    assert_close_rows(servers, servers_again)
 
 
 @pytest.mark.parametrize("unique", [NEVER, UniqueRows("always")], ids=lambda unique: unique.mode)

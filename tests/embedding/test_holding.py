@@ -4,13 +4,14 @@ import pytest
 import torch
 from embedding_cases import (
     ADAGRAD,
+    BY_NAME,
     CLOSE,
+    EACH,
     KINDS,
     OPTIMIZERS,
     ROWS,
     SGD,
     SOURCE,
-    STORAGES,
     TABLES,
     client,
     dense_gradient,
@@ -49,10 +50,9 @@ def weights_of(servers):
     return {table.name: rows_of(servers, table.name).clone() for table in TABLES}
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+@EACH
+@pytest.mark.parametrize(("kind", "optimizer"), list(zip(KINDS, OPTIMIZERS, strict=True)), ids=KINDS)
 @pytest.mark.parametrize("unique", UNIQUE, ids=lambda unique: unique.mode)
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_one_batch_is_a_push(storage, optimizer, unique, kind):
     job, held, _ = client(TABLES, SOURCE, ONE, storage, optimizer, unique=unique)
     pushed, pushing, _ = client(TABLES, SOURCE, ONE, storage, optimizer)
@@ -73,7 +73,7 @@ def joined(numbers, samples=6):
     return Jagged(torch.cat(parts, 1).flatten(), None, None, len(ROWS), samples * len(numbers))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+@BY_NAME
 @pytest.mark.parametrize("unique", UNIQUE, ids=lambda unique: unique.mode)
 def test_divided_by_the_buffer_it_is_one_step_of_the_large_batch(optimizer, unique):
     job, held, _ = client(TABLES, SOURCE, ONE, optimizer=optimizer, unique=unique)
@@ -86,7 +86,7 @@ def test_divided_by_the_buffer_it_is_one_step_of_the_large_batch(optimizer, uniq
     torch.testing.assert_close(weights_of(held), weights_of(stepped), **CLOSE)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(placed=placements(), factors=st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=1, max_size=5), data=st.data())
 def test_each_row_is_averaged_over_the_batches_that_contain_it(placed, factors, data):
     unique = data.draw(st.sampled_from(UNIQUE))

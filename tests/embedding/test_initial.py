@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from embedding_cases import SGD, STORAGES, table
+from embedding_cases import EACH, SGD, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +52,7 @@ def test_seeds_tables_and_blocks_differ():
     assert len({tuple(first.tolist()) for first in firsts}) == len(firsts)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@EACH
 def test_storages_start_from_these_rows(storage):
     found = table("t", 50, 8)
     made = storage([Shard(table("other", 3, 16), 0, 3), Shard(found, 20, 50)], [0, 1], SGD, 7)

@@ -5,7 +5,7 @@ from itertools import count
 from typing import ClassVar
 
 import pytest
-from embedding_cases import ADAGRAD, STORAGES, random_ids, table
+from embedding_cases import ADAGRAD, EACH, random_ids, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,9 +120,6 @@ def test_row_wise_servers_hold_the_same_share_of_every_table():
 
 
 # --- costs are measured, on surrogates, with the clock handed in -----------------------------------------------------
-
-
-EACH = pytest.mark.parametrize("storage", STORAGES)
 
 
 class Recording(TorchStorage):

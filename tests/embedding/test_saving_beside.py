@@ -7,17 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedding_cases import (
-    ADAGRAD,
-    ADAM,
-    KINDS,
-    OPTIMIZERS,
-    SOURCE,
-    STORAGES,
-    TABLES,
-    random_ids,
-    train,
-)
+from embedding_cases import ADAGRAD, ADAM, BY_NAME, EACH, KINDS, SOURCE, TABLES, random_ids, train
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
@@ -31,7 +21,6 @@ from shadowsync.embedding.table import Rows, RowSet, Shard, Table, shares_of
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import CheckpointError, DataError
 
-EACH = pytest.mark.parametrize("storage", STORAGES)
 CUTS = [Shard(TABLES[0], 0, 17), Shard(TABLES[0], 17, 40), *(Shard(table, 0, table.rows) for table in TABLES[1:])]
 BIG = 20
 
@@ -102,9 +91,8 @@ def copied(server: EmbeddingServer) -> list[Rows]:
 
 
 @EACH
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("unique", ["never", "always"])
-@pytest.mark.parametrize("queued", [1, 40, 1 << 20])
+@pytest.mark.parametrize(("queued", "kind"), list(zip([1, 40, 1 << 20], KINDS, strict=True)))
 def test_watches_hear_of_every_row_that_changed(
     storage: Any, kind: str, unique: Any, queued: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +196,7 @@ def test_only_the_save_that_began_last_is_told() -> None:
     assert not other.watches.is_under_way(second)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+@BY_NAME
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
 def test_copies_are_the_rows_in_any_chunks(optimizer: Any, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "CHUNK_BYTES", chunk_bytes)

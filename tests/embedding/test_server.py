@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from embedding_cases import ADAGRAD, ADAM, OPTIMIZERS, SGD, STORAGES, dense_gradient, jagged, random_ids, table, whole
+from embedding_cases import ADAGRAD, ADAM, BY_NAME, EACH, SGD, dense_gradient, jagged, random_ids, table, whole
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.memory import ShardMemory
@@ -15,7 +15,6 @@ from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import CheckpointError, DataError
 
-EACH = pytest.mark.parametrize("storage", STORAGES)
 TABLES = [table("a", 9, 4), table("b", 20, 6)]
 GOOD = jagged([[[0, 8], []], [[19], [3]]], 2)
 
@@ -145,7 +144,7 @@ def test_slots_are_looked_up_in_the_order_asked_for():
     assert torch.equal(both[:, 6:], made.pull(Lookup((0,), ids.select([1])))[0])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+@BY_NAME
 @pytest.mark.parametrize("edges", [[0, 20], [0, 1, 20], [0, 7, 13, 20]])
 def test_state_loads_into_any_cut_and_training_goes_on_alike(optimizer, edges):
     source = trained(optimizer)
@@ -218,7 +217,7 @@ def single(rows, numbers):
     return RowSet(rows.table, rows.start, stop, torch.tensor(numbers, dtype=torch.int64), tensors)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+@BY_NAME
 @pytest.mark.parametrize("numbers", [[], [0], [3, 4, 19], list(range(20))], ids=str)
 def test_single_rows_are_laid_over_what_is_there(optimizer, numbers):
     saved = copied(trained(optimizer).state())[1]

@@ -8,10 +8,10 @@ import torch
 from embedding_cases import (
     ADAGRAD,
     ADAM,
+    BY_NAME,
     CLOSE,
-    OPTIMIZERS,
+    EACH,
     SGD,
-    STORAGES,
     dense_gradient,
     jagged,
     needs_fbgemm,
@@ -29,9 +29,6 @@ from shadowsync.embedding.storage import RowOptimizer, storage_class
 from shadowsync.embedding.table import RowNumbers, Shard
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import ConfigError, MissingExtra
-
-BY_NAME = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
-EACH = pytest.mark.parametrize("storage", STORAGES)
 
 
 def weights_of(made, tables):
@@ -170,22 +167,6 @@ def _sgd_step(state, row, gradient, optimizer):
 _STEPS = {"rowwise_adagrad": _adagrad_step, "adam": _adam_step, "sgd": _sgd_step}
 
 
-@needs_fbgemm
-@BY_NAME
-@settings(deadline=None, max_examples=25, derandomize=True)
-@given(request=requests())
-def test_fbgemm_equals_torch(optimizer, request):
-    tables, features, asked, samples, kind = request
-    both = [storage(whole(tables), features, optimizer, 0) for storage in (TorchStorage, FbgemmStorage)]
-    for step in range(3):
-        ids = random_ids([tables[features[feature]].rows for feature in asked], samples, step, kind)
-        pooled = [made.pull(ids, asked) for made in both]
-        torch.testing.assert_close(*pooled, **CLOSE)
-        for made in both:
-            made.push(ids, asked, dense_gradient(*pooled[0].shape, step), 0.1)
-    torch.testing.assert_close(both[0].state(), both[1].state(), **CLOSE)
-
-
 @EACH
 @pytest.mark.parametrize(
     ("optimizer", "torch_optimizer"),
@@ -219,17 +200,6 @@ def test_the_learning_rate_comes_with_the_push(storage, optimizer):
     assert torch.equal(weight, before)
     made.push(ids, [0], torch.ones(1, 4), 0.5)
     assert torch.equal((weight != before).any(1).nonzero(), torch.tensor([[3]]))
-
-
-@EACH
-@BY_NAME
-def test_all_ids_equal_are_one_step_of_one_row(storage, optimizer):
-    shards = [Shard(table("t", 6), 0, 6)]
-    many, one = (storage(shards, [0], optimizer, 0) for _ in range(2))
-    gradient = dense_gradient(1, 4, 0)
-    many.push(jagged([[[2], [2], [2, 2]]], 3), [0], gradient.expand(3, 4) / 4, 0.1)
-    one.push(jagged([[[2]]], 1), [0], gradient, 0.1)
-    torch.testing.assert_close(many.state(), one.state(), **CLOSE)
 
 
 @EACH

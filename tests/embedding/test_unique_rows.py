@@ -8,8 +8,8 @@ import torch
 from embedding_cases import (
     ADAM,
     CLOSE,
+    EACH,
     KINDS,
-    OPTIMIZERS,
     ROWS,
     SOURCE,
     STORAGES,
@@ -17,7 +17,6 @@ from embedding_cases import (
     client,
     dense_gradient,
     jagged,
-    placements,
     random_ids,
     rows_of,
     table,
@@ -37,21 +36,7 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import DataError
 
-EACH = pytest.mark.parametrize("storage", STORAGES)
-BY_NAME = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
 ALWAYS, AUTO = UniqueRows("always"), UniqueRows("auto", every=2)
-
-
-@EACH
-@BY_NAME
-@settings(deadline=None, max_examples=12, derandomize=True)
-@given(servers=placements(), kind=st.sampled_from(KINDS))
-def test_rows_pooled_here_are_those_pooled_there(storage, optimizer, servers, kind):
-    there, held_there, _ = client(TABLES, SOURCE, [whole(TABLES)], storage, optimizer)
-    here, held_here, _ = client(TABLES, SOURCE, servers, storage, optimizer, unique=ALWAYS)
-    torch.testing.assert_close(train(here, 3, kind), train(there, 3, kind), **CLOSE)
-    for found in TABLES:
-        torch.testing.assert_close(rows_of(held_here, found.name), rows_of(held_there, found.name), **CLOSE)
 
 
 class Chosen(UniqueChoice):

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -97,36 +96,45 @@ def test_more_than_there_is_cannot_be_taken(memory: SharedMemory) -> None:
 GATE = """
         from shadowsync.memory.shared import FileGate, SharedMemory
         gate = FileGate(SharedMemory.open(sys.argv[1]))
-        with gate if sys.argv[2] == "push" else gate.alone():
-            print("inside", flush=True)
+        for _ in range(2):
+            with gate if sys.argv[2] == "push" else gate.alone():
+                print("inside", flush=True)
+                sys.stdin.readline()
             sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("ended", ["leaves", "is killed"])
 @pytest.mark.parametrize(("first", "then"), [("push", "alone"), ("alone", "push"), ("alone", "alone")])
 def test_one_is_alone_among_processes_also_when_somebody_inside_is_killed(
-    memory: SharedMemory, first: str, then: str, ended: str
+    memory: SharedMemory, first: str, then: str
 ) -> None:
-    gate, came_in = FileGate(memory), threading.Event()
+    """The other process leaves once, goes in again, and is killed inside."""
+    gate = FileGate(memory)
+    other = in_another_process(GATE, memory.path, first)
+    told, says = other.stdin, other.stdout
+    assert told is not None
+    assert says is not None
 
-    def go_in() -> None:
+    def leaves() -> None:
+        told.write("\n")
+        told.flush()
+
+    def go_in(came_in: threading.Event) -> None:
         with gate if then == "push" else gate.alone():
             came_in.set()
 
-    other = in_another_process(GATE, memory.path, first)
-    assert other.stdout is not None
-    assert other.stdout.readline() == "inside\n"
-    thread = threading.Thread(target=go_in)
-    thread.start()
-    assert not came_in.wait(0.05)
-    if ended == "leaves":
-        other.communicate("\n")
-    else:
-        other.send_signal(signal.SIGKILL)
-        other.communicate()
-    assert came_in.wait(DEADLINE_S)
-    thread.join()
+    for ends in (leaves, other.kill):
+        assert says.readline() == "inside\n"
+        came_in = threading.Event()
+        thread = threading.Thread(target=go_in, args=(came_in,))
+        thread.start()
+        assert not came_in.wait(0.05)
+        ends()
+        assert came_in.wait(DEADLINE_S)
+        thread.join()
+        if ends is leaves:
+            leaves()
+    other.communicate()
 
 
 def test_pushes_of_processes_and_threads_go_together(memory: SharedMemory) -> None:

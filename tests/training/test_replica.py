@@ -80,7 +80,7 @@ class PlainLoop:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("optimizer", [Sgd(), Adagrad(), Adam()], ids=lambda optimizer: optimizer.name)
-@pytest.mark.parametrize("clip_norm", [None, 0.05], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("clip_norm", [None, 0.05, 1e6], ids=["unclipped", "clipped", "left alone"])
 def test_one_worker_equals_a_plain_loop(spec: ModelSpec, optimizer: DenseOptimizer, clip_norm: float | None) -> None:
     """Bit by bit where the loop has the same layers and fused optimizer, within rounding where it has torch's own."""
     torch.manual_seed(2)
@@ -93,7 +93,9 @@ def test_one_worker_equals_a_plain_loop(spec: ModelSpec, optimizer: DenseOptimiz
     for seed in range(5):
         batch = make_batch(seed=seed)
         loss, _, by_vectors = worker.loss_and_gradients(*batch)
+        gradient = worker.flat_gradient()
         worker.step(0.05)
+        assert torch.equal(worker.flat_gradient(), gradient), "what is clipped is a copy"
         exact_loss, exact_gradient = exact.step(*batch)
         close_loss, close_gradient = close.step(*batch)
         assert torch.equal(loss, exact_loss)
@@ -119,16 +121,6 @@ def test_bf16_is_close_to_fp32(spec: ModelSpec) -> None:
     torch.testing.assert_close(half_logits, logits, rtol=0.05, atol=0.05)
     assert nn.functional.cosine_similarity(half_by_pooled.flatten(), by_pooled.flatten(), dim=0) > 0.995
     assert nn.functional.cosine_similarity(half.flat_gradient(), full.flat_gradient(), dim=0) > 0.995
-
-
-def test_bf16_learns() -> None:
-    worker = make_replica().worker_module(BF16)
-    batch = make_batch(64)
-    losses = []
-    for _ in range(30):
-        losses.append(worker.loss_and_gradients(*batch)[0].item())
-        worker.step(0.05)
-    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_a_step_of_one_worker_is_seen_by_all() -> None:
@@ -246,22 +238,6 @@ def test_buffers_are_shared_by_the_workers_of_a_replica() -> None:
     torch.testing.assert_close(alone, together[:1])
 
 
-@pytest.mark.parametrize("maximum", [0.01, 1e6], ids=["clips", "leaves alone"])
-def test_clipping_equals_torch(maximum: float) -> None:
-    replica = make_replica(optimizer=Sgd())
-    worker = replica.worker_module(clip_norm=maximum)
-    worker.loss_and_gradients(*make_batch())
-    before, gradient = replica.flat.clone(), worker.flat_gradient()
-    parameters = [nn.Parameter(torch.zeros(slot.shape)) for slot in replica.slots]
-    for parameter, found in zip(parameters, worker.gradients, strict=True):
-        parameter.grad = found.clone()
-    nn.utils.clip_grad_norm_(parameters, maximum)
-    worker.step(1.0)
-    for slot, parameter in zip(replica.slots, parameters, strict=True):
-        torch.testing.assert_close(slot.view(before - replica.flat), parameter.grad, rtol=1e-4, atol=1e-6)
-    assert torch.equal(worker.flat_gradient(), gradient)
-
-
 def test_clipping_does_not_scale_a_gradient_twice_that_two_parameters_share() -> None:
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -348,17 +324,18 @@ def test_answers_that_are_no_logits_are_refused(answer: Callable[[Tensor], objec
         make_replica(Answering(answer)).worker_module().loss_and_gradients(*make_batch())
 
 
-@pytest.mark.parametrize("module", [3, nn.Linear])
-def test_what_is_no_module_is_refused(module: nn.Module) -> None:
-    with pytest.raises(ConfigError, match=r"must be an instance of torch\.nn\.Module, not (3|Linear)"):
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (3, r"must be an instance of torch\.nn\.Module, not 3"),
+        (nn.Linear, r"must be an instance of torch\.nn\.Module, not Linear"),
+        (nn.Sequential(nn.Linear(2, 2).double()), r"parameter 0.weight of the model is torch.float64"),
+        (nn.LazyLinear(3), r"parameter weight of the model has no shape yet"),
+    ],
+)
+def test_what_is_no_module_of_known_float32_parameters_is_refused(module: nn.Module, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         make_replica(module)
-
-
-def test_parameters_of_another_type_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"parameter 0.weight of the model is torch.float64"):
-        make_replica(nn.Sequential(nn.Linear(2, 2).double()))
-    with pytest.raises(ConfigError, match=r"parameter weight of the model has no shape yet"):
-        make_replica(nn.LazyLinear(3))
 
 
 def test_a_module_that_cannot_be_copied_is_refused() -> None:

@@ -52,9 +52,8 @@ def test_logloss_ne_and_calibration_are_the_formulas_of_the_literature(pairs: li
         assert found.calibration is None
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_exact_auc_and_logloss_agree_with_torchmetrics(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def test_exact_auc_and_logloss_agree_with_torchmetrics() -> None:
+    generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5_000, generator=generator).bfloat16().float() * 2 - 1  # bf16, so that there are ties
     labels = (torch.rand(5_000, generator=generator) < logits.sigmoid()).float()
     found = evaluate_scores(logits, labels)

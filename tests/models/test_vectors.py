@@ -159,12 +159,6 @@ def test_an_unknown_feature_is_a_key_error() -> None:
         Pooled(torch.zeros(2, 6), DIMS)["d"]
 
 
-def test_concatenate_takes_the_flat_tensor_without_a_copy() -> None:
-    flat = torch.randn(2, 6)
-
-    assert concatenate(Pooled(flat, DIMS), ("a", "b", "c")) is flat
-
-
 @pytest.mark.parametrize("features", [("c", "a"), ("a", "b"), ("b", "c", "a")])
 def test_other_orders_and_parts_are_put_together(features: tuple[str, ...]) -> None:
     pooled = Pooled(torch.randn(2, 6), DIMS)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.errors import ConfigError
-from shadowsync.recovery.failures import AT_ONCE, At, Failure, FailureScript, FailureTimes, Gamma, parse_schedules
-from shadowsync.registry import members
+from shadowsync.recovery.failures import AT_ONCE, At, Failure, FailureScript, Gamma, parse_schedules
 
 ROLES = {"embedding": 8, "trainer": 3, "dense": 1, "reader": 2}
 QUICK = settings(max_examples=40, deadline=None)
@@ -30,10 +29,6 @@ def test_a_schedule_says_all_it_has_to() -> None:
     assert schedules == (gamma, At(at=(0.45, 0.9), unit="epoch"))
     assert parse_schedules(" at : 1 + 2 , index = 0 + 3 ") == (At(at=(1.0, 2.0), index=(0, 3)),)
     assert parse_schedules("at:at=1") == (At(at=(1.0,)),)
-
-
-def test_every_kind_of_times_is_in_the_language() -> None:
-    assert members("shadowsync.recovery", FailureTimes) == {"at": At, "gamma": Gamma}
 
 
 def test_fixed_times_are_what_was_written_in_order() -> None:
@@ -81,11 +76,6 @@ def test_a_share_fails_at_once(number: int, share: float, seed: int) -> None:
     assert list(failure.indices) == sorted(failure.indices)
     assert 0 <= failure.indices[0] <= failure.indices[-1] < number
     assert len(failure.indices) == max(1, int(share * number + 0.5))
-
-
-def test_half_of_eight_is_four_and_an_eighth_one() -> None:
-    sizes = {share: len(first(f"at:1,share={share}", 1)[0].indices) for share in (0.01, 0.125, 0.5, 1)}
-    assert sizes == {0.01: 1, 0.125: 1, 0.5: 4, 1: 8}
 
 
 def test_a_script_hands_each_failure_out_once_when_its_time_has_come() -> None:

@@ -85,7 +85,6 @@ def simulated(goal: Goal, servers: int, lost: int, failures: int) -> Job:
         (Goal("full", interval_s=HOUR), 4, 2, 5000),
         (Goal("auto"), 8, 1, 30_000),
         (Goal("auto", target_pls=0.2), 32, 4, 30_000),
-        (Goal("partial"), 4, 1, 30_000),
     ],
     ids=str,
 )

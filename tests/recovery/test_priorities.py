@@ -40,10 +40,6 @@ def held_bytes(tracker: RowWatch) -> int:
     return sum(held.nbytes for held in vars(tracker).values() if isinstance(held, Tensor | np.ndarray))
 
 
-def test_the_seam_has_these_members() -> None:
-    assert list(MEMBERS) == ["all", "mfu", "scar", "ssu"]
-
-
 @EACH
 @given(
     pushes=st.lists(st.lists(st.integers(0, ROWS - 1), max_size=30), max_size=6),
@@ -341,15 +337,6 @@ def test_the_largest_are_those_of_a_sort(values: list[int], count: int, first: i
     equal = [position for position in found[0].tolist() if array[position] == last]
     offered = [(p - first) % len(values) for p in np.flatnonzero(array == last)]
     assert sorted((p - first) % len(values) for p in equal) == sorted(offered)[: len(equal)]
-
-
-def test_all_holds_a_rows_number_once_however_many_saves_fail() -> None:
-    tracker, weights = made("all")
-    for n in range(100):
-        push(tracker, weights, [n % 3, 7])
-        assert tracker.pick(1, weights).tolist() == sorted({7, *(earlier % 3 for earlier in range(n + 1))})
-    tracker.saved(torch.tensor([7]), None)
-    assert tracker.pick(1, weights).tolist() == []
 
 
 @given(st.lists(st.one_of(st.lists(st.integers(0, 9), min_size=1), st.just("pick"), st.just("saved")), max_size=25))

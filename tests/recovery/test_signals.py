@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shadowsync.recovery.signals import STOPPING, StopRequest, stop_on_signals
+from shadowsync.recovery.signals import STOPPING, stop_on_signals
 
 
 def raise_signal(number: int) -> None:
@@ -68,9 +68,3 @@ def test_outside_the_main_thread_nothing_is_changed() -> None:
     thread.start()
     thread.join()
     assert seen == [False, True]
-
-
-def test_requests_are_independent() -> None:
-    first, second = StopRequest(), StopRequest()
-    first.receive(signal.SIGINT)
-    assert (first.requested, second.requested) == (True, False)

@@ -1,8 +1,8 @@
 """Roles as processes of this machine: forked in no time, served, replaced, and gone with whoever started them."""
 
-import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -110,23 +110,18 @@ def test_a_thread_that_dies_ends_its_role_with_what_it_died_of(runtime: Processe
     assert gone(process) == "its thread shadow died of ConfigError: embedding-0 cannot be built from sand"
 
 
-def test_what_cannot_be_sent_is_the_users_to_mend(runtime: Processes) -> None:
-    process = forked(runtime, "trainer-0")
-    with pytest.raises(ConfigError, match="what trainer-0 is made from cannot be sent to another process"):
-        process.build(greeter, threading.Lock())
-    process.build(greeter, "stone").result(PATIENCE_S)
-    process.kill()
-
-
 class Stubborn:
     def __reduce__(self) -> str:
         raise RuntimeError("only deep copies of leaves")
 
 
-def test_whatever_an_object_raises_that_cannot_be_sent_is_a_sentence(runtime: Processes) -> None:
-    process = forked(runtime, "trainer-1")
+def test_what_cannot_be_sent_is_the_users_to_mend(runtime: Processes) -> None:
+    process = forked(runtime, "trainer-0")
+    with pytest.raises(ConfigError, match="what trainer-0 is made from cannot be sent to another process"):
+        process.build(greeter, threading.Lock())
     with pytest.raises(ConfigError, match="cannot be sent to another process: only deep copies of leaves"):
         process.build(greeter, Stubborn())
+    process.build(greeter, "stone").result(PATIENCE_S)
     process.kill()
 
 
@@ -169,8 +164,7 @@ def test_who_is_stopped_while_it_is_told_something_can_still_be_ended(runtime: P
         built[0].result(PATIENCE_S)
 
 
-def test_when_the_process_dies_that_the_others_are_forked_from_another_takes_its_place() -> None:
-    runtime = Processes()
+def test_when_the_process_dies_that_the_others_are_forked_from_another_takes_its_place(runtime: Processes) -> None:
     before = forked(runtime, "reader-0")
     before.endpoint(PATIENCE_S)
     runtime._host._server._process.kill()
@@ -178,21 +172,24 @@ def test_when_the_process_dies_that_the_others_are_forked_from_another_takes_its
     after = forked(runtime, "reader-1")
     for process in (before, after):
         process.build(greeter, "stone").result(PATIENCE_S)
-    before.kill()
+        process.kill()
     assert gone(before) == "it was given up"
-    runtime.close()
-    assert after.ended() is not None
 
 
-def test_a_module_of_the_working_directory_is_not_taken_for_pythons_own(
+def test_a_module_of_the_working_directory_is_not_taken_for_pythons_own_and_after_the_end_nothing_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "json.py").write_text("raise RuntimeError('mine')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [tmp_path / "added by a script", *sys.path])
     runtime = Processes()
-    forked(runtime, "reader-0").build(greeter, "stone").result(PATIENCE_S)
-    runtime.close()
+    process = forked(runtime, "reader-0")
+    process.build(greeter, "stone").result(PATIENCE_S)
+    for _ in range(2):
+        runtime.close()
+    assert process.ended() is not None
+    with pytest.raises(PeerLost, match="the job has ended"):
+        runtime.start(LaunchRequest("trainer-0"))
 
 
 def test_children_begin_with_what_takes_long_to_load(runtime: Processes, connector: WireClient) -> None:
@@ -218,59 +215,33 @@ def test_what_is_preloaded_starts_no_thread_that_a_fork_would_lose() -> None:
     assert done.stdout.strip() == "set() False"
 
 
-def test_processes_end_with_the_driver_however_it_ends(tmp_path: Path) -> None:
-    program = f"""if True:
-        import os, sys, time
-        sys.path.append({str(Path(__file__).parent)!r})
-        from role_parts import greeter
-        from shadowsync.runtime.processes import Processes
-        from shadowsync.runtime.runtime import LaunchRequest
-        runtime = Processes()
-        roles = [runtime.start(LaunchRequest(f"trainer-{{rank}}")) for rank in range(2)]
-        print(*[role.endpoint(100).pid for role in roles], runtime._host._server._process.pid, flush=True)
-        time.sleep(1000)
-    """
-    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None
-    with driver.stdout:
-        pids = [int(pid) for pid in driver.stdout.readline().split()]
-    watched = [os.pidfd_open(pid) for pid in pids]
-    driver.kill()
-    driver.wait()
-    select = importlib.import_module("select")
-    for descriptor in watched:
-        assert select.select([descriptor], [], [], PATIENCE_S)[0], "a process outlives its driver"
-        os.close(descriptor)
-
-
-def test_a_model_of_ones_own_script_is_known_in_other_processes(tmp_path: Path) -> None:
+def test_processes_know_what_stands_in_the_drivers_script_and_end_with_it_however_it_ends(tmp_path: Path) -> None:
     """What stands in `__main__`, unguarded, is neither looked for nor run again."""
-    program = """if True:
+    script = tmp_path / "own.py"
+    script.write_text("""if True:
+        import time
         from shadowsync.runtime.processes import Processes
         from shadowsync.runtime.runtime import LaunchRequest
-        from shadowsync.rpc.service import Method, Payload
         class Own:
             methods = {}
             def client_gone(self, client): pass
             def close(self): pass
         runtime = Processes()
-        role = runtime.start(LaunchRequest("trainer-0"))
-        role.build(lambda spec, home: spec(), Own).result(100)
-        runtime.close()
-        print("once")
-    """
-    script = tmp_path / "own.py"
-    script.write_text(program)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("once\n", "")
-
-
-def test_nothing_starts_once_a_job_has_ended() -> None:
-    runtime = Processes()
-    runtime.close()
-    runtime.close()
-    with pytest.raises(PeerLost, match="the job has ended"):
-        runtime.start(LaunchRequest("trainer-0"))
+        roles = [runtime.start(LaunchRequest(f"trainer-{rank}")) for rank in range(2)]
+        roles[0].build(lambda spec, home: spec(), Own).result(100)
+        print(*[role.endpoint(100).pid for role in roles], runtime._host._server._process.pid, flush=True)
+        time.sleep(1000)
+    """)
+    pipe = subprocess.PIPE
+    driver = subprocess.Popen([sys.executable, str(script)], stdout=pipe, stderr=pipe, text=True)
+    assert driver.stdout is not None
+    watched = [os.pidfd_open(int(pid)) for pid in driver.stdout.readline().split()]
+    assert len(watched) == 3
+    driver.kill()
+    assert driver.communicate() == ("", "")
+    for descriptor in watched:
+        assert select.select([descriptor], [], [], PATIENCE_S)[0], "a process outlives its driver"
+        os.close(descriptor)
 
 
 def test_a_resource_that_only_ray_has_is_refused(runtime: Processes) -> None:

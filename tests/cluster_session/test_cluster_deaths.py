@@ -12,7 +12,7 @@ from cluster_jobs import DEADLINE_S, Cluster, Killing, Tower, cluster_settings, 
 from job_helpers import METHODS, Ledger, Witness, beside_own_model, checkpoints, error_of, name_of, write_rows
 from wired_roles import Wired
 
-from shadowsync import Job, Result
+from shadowsync import Job, Result, TrainerLost
 from shadowsync.cluster.images import Images
 from shadowsync.cluster.manager import ClusterManager
 from shadowsync.cluster.roles import EmbeddingRole, TrainerRole
@@ -83,55 +83,48 @@ def killing_before(
     return struck
 
 
-KINDS = ["trainer-1", "reader-0", "dense-1", "embedding-1"]
-
-
-@pytest.mark.parametrize("role", KINDS)
+@pytest.mark.parametrize("role", ["trainer-1", "reader-0", "dense-1", "embedding-1"])
 def test_whoever_dies_is_replaced(tmp_path: Path, cluster: Cluster, role: str) -> None:
-    out = tmp_path / "out"
-    until = "dead" if role.startswith("embedding") else "restored"
-    result = survive(job_settings(tmp_path), out, Killing(cluster, [role], until=until))
+    """A server of rows begins with the initial ones: nothing was saved, and what was trained so far is lost to them."""
+    out, script = tmp_path / "out", Killing(cluster, [role], until="restored")
+    result = survive(job_settings(tmp_path, recovery={"mode": "partial"}), out, script)
     events = events_of(out)
-    assert events[role][:3] == ["alive", "dead", "restarted"]
-    assert "restored" in events[role]
+    assert events[role] == ["alive", "dead", "restarted", "restored"]
+    assert all(events[other] == ["alive"] for other in events if other not in (role, "driver"))
     assert result.recovery.failures == 1
     places = json.loads((out / "roles.json").read_text())
     assert {name for name, place in places.items() if place["incarnation"]} == {role}
-    if not role.startswith("embedding"):
-        assert all(events[other] == ["alive"] for other in events if other not in (role, "driver"))
+    assert (result.recovery.pls > 0.01) == (role == "embedding-1")
+    assert result.recovery.seconds.wait > 0 or role != "embedding-1"
+
+
+DIFFERENCES = {"dense": {"name": "threshold", "keep": 0.1, "values": "int8"}}
+UNDER_METHODS = [
+    *(("trainer-0", METHODS[number], {}) for number in (1, 4, 5, 8)),
+    *(("trainer-0", METHODS[number], DIFFERENCES) for number in (6, 7)),
+    ("embedding-0", METHODS[7], {}),
+]
 
 
 @pytest.mark.parametrize(
-    ("role", "sync"),
-    [("trainer-0", sync) for sync in METHODS[1:]] + [("embedding-0", sync) for sync in METHODS[3::4]],
-    ids=lambda value: value if isinstance(value, str) else name_of(value),
+    ("role", "sync", "compression"),
+    UNDER_METHODS,
+    ids=[f"{role}-{name_of(sync)}{'-differences' * bool(sent)}" for role, sync, sent in UNDER_METHODS],
 )
-def test_under_every_method(tmp_path: Path, cluster: Cluster, sync: dict[str, Any], role: str) -> None:
-    out, config = tmp_path / "out", job_settings(tmp_path, cluster={"dense_servers": 1})
+def test_under_every_method(
+    tmp_path: Path, cluster: Cluster, role: str, sync: dict[str, Any], compression: dict[str, Any]
+) -> None:
+    out, config = tmp_path / "out", job_settings(tmp_path, cluster={"dense_servers": 1}, compression=compression)
     config["sync"] = sync
-    survive(config, out, Killing(cluster, [role]))
+    result = survive(config, out, Killing(cluster, [role]))
     assert "dead" in events_of(out)[role]
-
-
-@pytest.mark.parametrize("sync", [METHODS[6], METHODS[7]], ids=name_of)
-def test_where_averages_cross_as_differences(tmp_path: Path, cluster: Cluster, sync: dict[str, Any]) -> None:
-    codec = {"name": "threshold", "keep": 0.1, "values": "int8"}
-    out, config = tmp_path / "out", job_settings(tmp_path, cluster={"dense_servers": 1}, compression={"dense": codec})
-    config["sync"] = sync
-    result = survive(config, out, Killing(cluster, ["trainer-0"]))
-    assert "dead" in events_of(out)["trainer-0"]
-    assert result.wire is not None
-    assert result.wire.kept_share["dense"] > 0
+    assert not compression or result.wire.kept_share["dense"] > 0
 
 
 @pytest.mark.parametrize(
     "roles",
     [
-        ("trainer-0", "trainer-2"),
-        ("trainer-1", "dense-0"),
         ("embedding-0", "embedding-1"),
-        ("dense-0", "embedding-1"),
-        ("trainer-0", "trainer-1", "trainer-2"),
         ("trainer-0", "trainer-1", "trainer-2", "dense-0"),
         ("trainer-0", "reader-0", "dense-1", "embedding-0"),
     ],
@@ -167,19 +160,13 @@ def test_a_new_trainer_waits_for_a_server_of_rows_that_is_not_there_yet(
     script = Killing(cluster, ["embedding-0", "trainer-1"], until="restored")
     result = survive(job_settings(tmp_path, recovery={"mode": "partial"}), out, script)
     assert result.recovery.failures == 2
-    silences = ("unreachable", "reachable")  # on a busy machine
-    told = [event for event in events_of(out)["trainer-1"] if event not in silences]
-    assert told == ["alive", "dead", "restarted", "restored"]
+    assert events_of(out)["trainer-1"] == ["alive", "dead", "restarted", "restored"]
 
 
 def test_a_server_of_rows_goes_back_to_the_newest_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
     """What was trained since is trained again, and nothing else."""
     out = tmp_path / "out"
-    config = job_settings(
-        tmp_path,
-        train={"save_every_s": 0.02, "keep": 1000},
-        recovery={"mode": "full"},
-    )
+    config = job_settings(tmp_path, train={"save_every_s": 0.02, "keep": 1000}, recovery={"mode": "full"})
     ledger = Ledger()
     script = Killing(cluster, ["embedding-0"], when=lambda: len(checkpoints(out)) >= 2)
     result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
@@ -223,9 +210,8 @@ def test_only_the_replacement_of_a_server_of_rows_goes_back(tmp_path: Path, clus
     assert 0 < result.recovery.pls < 0.5
     assert result.recovery.seconds.lost == 0
     events = events_of(out)
-    silences = ("unreachable", "reachable")  # on a busy machine
-    assert [e for e in events["embedding-0"] if e not in silences] == ["alive", "dead", "restarted", "restored"]
-    assert [e for e in events["trainer-0"] if e not in silences] == ["alive"]
+    assert events["embedding-0"] == ["alive", "dead", "restarted", "restored"]
+    assert events["trainer-0"] == ["alive"]
     assert result.test is not None
     assert result.test.auc is not None
     assert result.test.auc > 0.7
@@ -233,7 +219,7 @@ def test_only_the_replacement_of_a_server_of_rows_goes_back(tmp_path: Path, clus
 
 @pytest.mark.parametrize(
     ("method", "machine_too", "again"),
-    [("easgd", False, False), ("bmuf", False, False), ("easgd", True, False), ("bmuf", True, True)],
+    [("easgd", False, False), ("easgd", True, False), ("bmuf", True, True)],
 )
 def test_rows_outlive_their_server_but_not_their_machine(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, method: str, machine_too: bool, again: bool
@@ -276,14 +262,6 @@ def test_rows_outlive_their_server_but_not_their_machine(
     assert result.recovery.failures >= len(script.roles) + again  # who waits for a server may be given up, too
     assert result.recovery.mode == "partial"
     assert any(role.startswith("trainer") for role in script.roles) == machine_too
-
-
-def test_a_server_of_rows_may_die_before_anything_was_saved(tmp_path: Path, cluster: Cluster) -> None:
-    """Its replacement begins with the initial rows, and what was trained so far is lost to them."""
-    script = Killing(cluster, ["embedding-1"], iteration=8, until="restored")
-    result = survive(job_settings(tmp_path, recovery={"mode": "partial"}), tmp_path / "out", script)
-    assert result.recovery.pls > 0.01
-    assert result.recovery.seconds.wait > 0
 
 
 def test_failures_by_script_are_real_deaths(tmp_path: Path, cluster: Cluster) -> None:
@@ -338,14 +316,24 @@ def test_whoever_dies_before_the_job_has_begun_is_replaced(
     assert result.recovery.failures == 1
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The settings of a job that has ended, and its folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = job_settings(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        Cluster(patch)
+        Job(beside_own_model(config), model=Witness(Ledger()), out=folder / "out").run()
+    return config, folder / "out"
+
+
 @pytest.mark.parametrize("role", ["embedding-0", "dense-1", "trainer-1"])
 def test_whoever_dies_while_a_run_is_resumed_is_replaced(
-    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, finished: tuple[dict[str, Any], Path], role: str
 ) -> None:
-    out, config = tmp_path / "out", job_settings(tmp_path)
-    Job(beside_own_model(config), model=Witness(Ledger()), out=out).run()
+    config, out = finished[0], shutil.copytree(finished[1], tmp_path / "out")
     killing_before(monkeypatch, cluster, Images, "load_rows", role)
-    config["data"] = config["data"] | {"epochs": EPOCHS + 1}
+    config = config | {"data": config["data"] | {"epochs": EPOCHS + 1}}
     ledger = Ledger()
     result = Job(beside_own_model(config), model=Witness(ledger), out=out, resume=out).run()
     assert result.data.trained_samples == ROWS * (EPOCHS + 1)
@@ -426,41 +414,38 @@ def test_a_dead_trainers_rows_are_trained_by_the_others_where_nobody_can_take_it
     assert events_of(out)["trainer-2"] == ["alive", "dead"]
 
 
-@pytest.mark.parametrize("saved", [False, True])
-def test_without_trainers_and_room_the_job_ends_with_a_sentence(tmp_path: Path, cluster: Cluster, saved: bool) -> None:
+def test_without_trainers_and_room_the_job_ends_with_a_sentence(tmp_path: Path, cluster: Cluster) -> None:
     cluster.make = Shrinking
     out = tmp_path / "out"
-    train = {"trainers": 2, **({"save_every_s": 0.02} if saved else {})}
+    train = {"trainers": 2, "save_every_s": 0.02}
     config = job_settings(tmp_path, train=train, cluster={"lost_after_s": PATIENCE_S})
-    roles = ["trainer-0", "trainer-1"]
-    script = Alone(cluster, roles, when=lambda: not saved or len(checkpoints(out)) >= 1)
+    script = Alone(cluster, ["trainer-0", "trainer-1"], when=lambda: len(checkpoints(out)) >= 1)
     error = error_of(Job(beside_own_model(config), model=Tower(), out=out, failures=script).run)
     assert script.done
     assert isinstance(error, RunError), error
     assert "trainer" in str(error)
     assert "\n" not in str(error)
     assert f"of {ROWS * EPOCHS} samples" in str(error)
-    assert ("a checkpoint is written" in str(error)) == bool(checkpoints(out)) == saved
+    assert "a checkpoint is written" in str(error)
     assert not (out / "result.json").exists()
-    if saved:
-        cluster.make = lambda: Wired(JobKeys.make())
-        result = Job(beside_own_model(config), model=Tower(), out=out, resume=out).run()
-        assert result.data.trained_samples == ROWS * EPOCHS
+    cluster.make = lambda: Wired(JobKeys.make())
+    result = Job(beside_own_model(config), model=Tower(), out=out, resume=out).run()
+    assert result.data.trained_samples == ROWS * EPOCHS
 
 
 def test_fewer_trainers_than_are_wanted_end_the_job(tmp_path: Path, cluster: Cluster) -> None:
     cluster.make = Shrinking
     out = tmp_path / "out"
-    train = {"trainers": 2, "emulate_step_ms": 100.0}
+    train = {"trainers": 2, "emulate_step_ms": 200.0}
     config = job_settings(tmp_path, train=train, cluster={"lost_after_s": PATIENCE_S, "min_trainers": 2})
-    error = error_of(Job(beside_own_model(config), model=Tower(), out=out, failures=Alone(cluster, ["trainer-1"])).run)
+    script = Alone(cluster, ["trainer-1"], iteration=1)
+    error = error_of(Job(beside_own_model(config), model=Tower(), out=out, failures=script).run)
     assert isinstance(error, RunError)
     assert "fewer than cluster.min_trainers=2 trainers are left" in str(error)
     assert len(checkpoints(out)) == 1
     cluster.make = lambda: Wired(JobKeys.make())
-    resumed = Job(
-        beside_own_model(job_settings(tmp_path, train={"trainers": 2})), model=Tower(), out=out, resume=out
-    ).run()
+    config = job_settings(tmp_path, train={"trainers": 2})
+    resumed = Job(beside_own_model(config), model=Tower(), out=out, resume=out).run()
     assert resumed.data.trained_samples == ROWS * EPOCHS
 
 
@@ -468,9 +453,8 @@ def test_a_server_of_rows_without_room_ends_the_job_with_a_sentence(tmp_path: Pa
     cluster.make = Shrinking
     out = tmp_path / "out"
     config = job_settings(tmp_path, cluster={"lost_after_s": PATIENCE_S}, train={"emulate_step_ms": 100.0})
-    error = error_of(
-        Job(beside_own_model(config), model=Tower(), out=out, failures=Alone(cluster, ["embedding-1"])).run
-    )
+    script = Alone(cluster, ["embedding-1"], iteration=2)
+    error = error_of(Job(beside_own_model(config), model=Tower(), out=out, failures=script).run)
     assert isinstance(error, RunError), error
     assert "embedding-1 needs a machine" in str(error)
     assert "none of the 0 has room" in str(error)
@@ -497,8 +481,6 @@ def test_trainers_may_join_while_the_job_runs(tmp_path: Path, cluster: Cluster) 
 
 def test_a_scripted_death_and_a_real_one(tmp_path: Path, cluster: Cluster) -> None:
     """The one by script stays dead, the other is replaced."""
-    from shadowsync import TrainerLost  # noqa: PLC0415 used here only
-
     out = tmp_path / "out"
     killing = Killing(cluster, ["trainer-0"], until="restored")
 

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from cluster_simulator import Cluster
@@ -26,24 +27,36 @@ METHODS: list[Callable[[], Aggregation]] = [
     lambda: Gba(tolerance=0, divide_by="kept"),
     lambda: Auto(share=0.02, even=0.01, steady_commits=1, steady_s=0.0),
 ]
-Faults = list[tuple[str, int, int]]
 NEVER_WAIT = ("async", "bsp", "gba")
 QUICK = settings(max_examples=60, deadline=None)
 SIZES = st.integers(2, 6)
 DELAYS = st.lists(st.integers(1, 12), min_size=1, max_size=40)
-FAULTS = st.lists(
-    st.tuples(st.sampled_from(["die", "join", "lose"]), st.integers(0, 8), st.integers(0, 40)), max_size=12
-)
+FAULTS = st.tuples(st.sampled_from(["die", "join", "lose"]), st.integers(0, 8), st.integers(0, 40))
 
 
-def troubled(aggregation: Aggregation, size: int, workers: int, delays: list[int], faults: Faults) -> Cluster:
-    """60 batches, each of which takes a time of its own, among workers that come and go."""
-    cluster = Cluster(
-        aggregation, size, 60, lambda worker, number, now: delays[number % len(delays)], step=3, workers=workers
-    )
-    for kind, worker, at in faults:
-        getattr(cluster, kind)(worker, at + 0.5)
-    return cluster
+@dataclass
+class Trouble:
+    """60 batches in steps of `size`, each of which takes a time of its own, among workers that come and go."""
+
+    size: int
+    workers: int
+    delays: list[int]
+    faults: list[tuple[str, int, int]]
+
+    def cluster(self, aggregation: Aggregation) -> Cluster:
+        def step_time(worker: int, number: int, now: float) -> float:
+            return self.delays[number % len(self.delays)]
+
+        cluster = Cluster(aggregation, self.size, 60, step_time, step=3, workers=self.workers)
+        for kind, worker, at in self.faults:
+            getattr(cluster, kind)(worker, at + 0.5)
+        return cluster
+
+    def run(self, aggregation: Aggregation) -> Cluster:
+        return self.cluster(aggregation).run()
+
+
+TROUBLES = st.builds(Trouble, SIZES, st.integers(1, 9), DELAYS, st.lists(FAULTS, max_size=12))
 
 
 def check(cluster: Cluster, first_step: int = 3) -> None:
@@ -69,32 +82,18 @@ def test_the_members_are_those_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("make", METHODS)
-@given(size=SIZES, workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
+@given(trouble=TROUBLES, flushes=st.lists(st.integers(0, 60)))
 @QUICK
-def test_contract(make: Callable[[], Aggregation], size: int, workers: int, delays: list[int], faults: Faults) -> None:
-    cluster = troubled(make(), size, workers, delays, faults)
+def test_contract(make: Callable[[], Aggregation], trouble: Trouble, flushes: list[int]) -> None:
+    """Also with flushes in the middle."""
+    cluster = trouble.cluster(make())
     cluster.watch = holds_little
+    for at in flushes:
+        cluster.flush(at)
     check(cluster.run())
     assert cluster.aggregator.flush(cluster.now) == []
     if cluster.aggregation.name in NEVER_WAIT:
         assert cluster.refusals == 0
-
-
-@pytest.mark.parametrize("make", METHODS)
-@given(size=SIZES, workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS, flushes=st.lists(st.integers(0, 60)))
-@QUICK
-def test_a_flush_in_the_middle_loses_nothing(
-    make: Callable[[], Aggregation],
-    size: int,
-    workers: int,
-    delays: list[int],
-    faults: Faults,
-    flushes: list[int],
-) -> None:
-    cluster = troubled(make(), size, workers, delays, faults)
-    for at in flushes:
-        cluster.flush(at)
-    check(cluster.run())
 
 
 @pytest.mark.parametrize("make", METHODS)
@@ -157,22 +156,16 @@ def test_a_live_job_goes_on_under_any_other_method(
     assert not after.held
 
 
-@given(size=SIZES, workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
+@given(TROUBLES)
 @QUICK
-def test_sync_is_large_batch_training(size: int, workers: int, delays: list[int], faults: Faults) -> None:
-    cluster = troubled(Sync(), size, workers, delays, faults).run()
+def test_sync_is_large_batch_training_in_the_order_of_dispatch(trouble: Trouble) -> None:
+    """A batch that waits is not passed by one that was dispatched after it; so nobody waits longer than others."""
+    cluster = trouble.run(Sync())
     for commit in cluster.commits:
         assert {cluster.began_at_step[number] for number in commit.weights} == {commit.step}
         assert set(commit.weights.values()) == {1.0}
         assert commit.divisor == len(commit.weights)
-    assert all(len(commit.weights) == size for commit in cluster.commits[:-1]), "only the last batch may be smaller"
-
-
-@given(size=SIZES, workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
-@QUICK
-def test_sync_trains_in_the_order_of_dispatch(size: int, workers: int, delays: list[int], faults: Faults) -> None:
-    """A batch that waits is not passed by one that was dispatched after it; so nobody waits longer than others."""
-    cluster = troubled(Sync(), size, workers, delays, faults).run()
+    assert all(len(commit.weights) == trouble.size for commit in cluster.commits[:-1]), "only the last may be smaller"
     steps = [cluster.began_at_step[number] for number in sorted(cluster.began_at_step)]
     assert steps == sorted(steps)
 
@@ -194,33 +187,27 @@ def test_gba_without_delay_is_sync(size: int, delays: list[int]) -> None:
     assert all(run == runs[0] for run in runs)
 
 
-@given(size=SIZES, workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
+@given(TROUBLES)
 @QUICK
-def test_async_steps_with_every_gradient(size: int, workers: int, delays: list[int], faults: Faults) -> None:
-    cluster = troubled(Async(), size, workers, delays, faults).run()
+def test_async_steps_with_every_gradient(trouble: Trouble) -> None:
+    cluster = trouble.run(Async())
     assert [dict(commit.weights) for commit in cluster.commits] == [{number: 1.0} for number in cluster.received]
     assert {commit.divisor for commit in cluster.commits} <= {1.0}
 
 
-@given(SIZES, st.integers(1, 9), st.integers(0, 3), st.sampled_from(["buffer", "kept"]), DELAYS, FAULTS)
+@given(TROUBLES, st.integers(0, 3), st.sampled_from(["buffer", "kept"]))
 @QUICK
-def test_gba_drops_what_is_too_old_and_nothing_else(
-    size: int,
-    workers: int,
-    tolerance: int,
-    divide_by: str,
-    delays: list[int],
-    faults: Faults,
-) -> None:
-    method = build(Gba, {"tolerance": tolerance, "divide_by": divide_by}, "aggregation")
-    cluster = troubled(method, size, workers, delays, faults).run()
+def test_gba_drops_what_is_too_old_and_nothing_else(trouble: Trouble, tolerance: int, divide_by: str) -> None:
+    cluster = trouble.run(build(Gba, {"tolerance": tolerance, "divide_by": divide_by}, "aggregation"))
     for commit in cluster.commits:
         for number, weight in commit.weights.items():
             assert weight == (commit.step - cluster.dispatched[number].token <= tolerance)
     for commit in cluster.commits[:-1]:
-        assert len(commit.weights) == size
-        assert commit.divisor == (size if divide_by == "buffer" else max(1, commit.kept))
-    assert all(commit.divisor == max(1, commit.kept) for commit in cluster.commits if len(commit.weights) < size)
+        assert len(commit.weights) == trouble.size
+        assert commit.divisor == (trouble.size if divide_by == "buffer" else max(1, commit.kept))
+    assert all(
+        commit.divisor == max(1, commit.kept) for commit in cluster.commits if len(commit.weights) < trouble.size
+    )
 
 
 def test_gba_by_hand() -> None:
@@ -242,9 +229,9 @@ def test_a_step_of_which_everything_is_too_old_counts_but_divides_by_something()
     assert aggregator.step == 6
 
 
-@given(bound=st.integers(0, 4), workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
+@given(TROUBLES, st.integers(0, 4))
 @QUICK
-def test_hop_bs_keeps_the_bound(bound: int, workers: int, delays: list[int], faults: Faults) -> None:
+def test_hop_bs_keeps_the_bound(trouble: Trouble, bound: int) -> None:
     """Whoever begins a batch has finished at most `bound` more than the slowest of the living."""
 
     def watch(cluster: Cluster, batch: Begun) -> None:
@@ -253,7 +240,8 @@ def test_hop_bs_keeps_the_bound(bound: int, workers: int, delays: list[int], fau
         joined = {batch.worker for batch in cluster.dispatched.values()} & cluster.alive
         assert finished[batch.worker] - min(finished[worker] for worker in joined) <= bound
 
-    cluster = troubled(HopBs(bound=bound), 4, workers, delays, [fault for fault in faults if fault[0] != "join"])
+    trouble.faults = [fault for fault in trouble.faults if fault[0] != "join"]
+    cluster = trouble.cluster(HopBs(bound=bound))
     cluster.watch = watch
     check(cluster.run())
 
@@ -293,24 +281,18 @@ def test_hop_bs_waits_for_nobody_who_has_nothing_to_compute_after_a_flush() -> N
     assert aggregator.begin(Begun(3, 0, "busy"), 3.0)
 
 
-@given(size=SIZES, backups=st.integers(0, 5), workers=st.integers(1, 9), delays=DELAYS, faults=FAULTS)
+@given(TROUBLES, st.integers(0, 5))
 @QUICK
-def test_hop_bw_drops_exactly_what_is_late(
-    size: int,
-    backups: int,
-    workers: int,
-    delays: list[int],
-    faults: Faults,
-) -> None:
+def test_hop_bw_drops_exactly_what_is_late(trouble: Trouble, backups: int) -> None:
     """Late is what arrives after the commit of the round in which it began."""
-    method = HopBw(backups=min(backups, size - 1))
-    cluster = troubled(method, size, workers, delays, faults).run()
+    method = HopBw(backups=min(backups, trouble.size - 1))
+    cluster = trouble.run(method)
     for commit in cluster.commits:
         for number, weight in commit.weights.items():
             assert weight == (cluster.began_at_step[number] == commit.step)
-    assert all(commit.kept == commit.divisor == size - method.backups for commit in cluster.commits[:-1])
+    assert all(commit.kept == commit.divisor == trouble.size - method.backups for commit in cluster.commits[:-1])
     begun = Counter(cluster.began_at_step[number] for number in cluster.received)
-    assert max(begun.values(), default=0) <= size, "a round admits the global batch"
+    assert max(begun.values(), default=0) <= trouble.size, "a round admits the global batch"
 
 
 def test_hop_bw_needs_a_batch_to_wait_for() -> None:
@@ -349,11 +331,6 @@ def test_asking_twice_is_beginning_once() -> None:
         assert list(aggregator.in_flight) == [0]
 
 
-def test_a_step_takes_at_least_one_batch() -> None:
-    with pytest.raises(ValueError, match="size=0"):
-        Bsp().start(0)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
@@ -371,13 +348,12 @@ def test_options_are_checked(name: str, options: dict[str, object], said: str) -
         build(MEMBERS[name], options, "aggregation")
 
 
-def one_slow(worker: int, number: int, now: float) -> float:
-    """Eight workers of which one is five times slower."""
-    return 5.0 if worker == 0 else 1.0
-
-
 def test_a_straggler_holds_up_rounds_and_nobody_else() -> None:
-    """Eight workers, M = 8: async runs at 7 + 1/5 batches a second, sync at 8 every five seconds."""
+    """Eight workers, M = 8, one five times slower: async runs at 7 + 1/5 batches a second, sync at 8 in five."""
+
+    def one_slow(worker: int, number: int, now: float) -> float:
+        return 5.0 if worker == 0 else 1.0
+
     taken_s = {
         name: Cluster(make(), 8, 2000, one_slow, workers=8).run().commit_times[-1] for name, make in MEMBERS.items()
     }

@@ -1,4 +1,4 @@
-"""Connections to a service, in process and over the real wire."""
+"""Connections to a service over the real wire."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shadowsync.rpc.client import WireClient
-from shadowsync.rpc.connection import Connection, DirectConnection, JobKeys
+from shadowsync.rpc.connection import Connection, JobKeys
 from shadowsync.rpc.server import ServerOptions, WireServer
 from shadowsync.rpc.service import Service
 
@@ -31,12 +31,3 @@ def wire() -> Iterator[Connect]:
 
     with ExitStack() as stack:
         yield connect
-
-
-@pytest.fixture(params=["direct", "wire"])
-def connect(request: pytest.FixtureRequest) -> Connect:
-    """Makes so many connections to a service."""
-    if request.param == "wire":
-        wire: Connect = request.getfixturevalue("wire")
-        return wire
-    return lambda service, clients: [DirectConnection(service) for _ in range(clients)]

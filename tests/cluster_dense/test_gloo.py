@@ -14,10 +14,11 @@ from torch import Tensor
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
+from shadowsync.errors import RunError
 from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
-from shadowsync.sync.all_reduce import LocalAverages, RemoteAveraging, Seat
+from shadowsync.sync.all_reduce import LocalAverages, MakeRing, RemoteAveraging, Seat
 from shadowsync.sync.averaging import AveragingService, RingBroken
 from shadowsync.sync.gloo import GlooRing
 
@@ -131,11 +132,12 @@ class Both:
     def __init__(self, n: int, codec: Plain | Bf16) -> None:
         self.counters = WireCounter(), WireCounter()
         self.near = LocalAverages(range(n), Channel("dense", codec, self.counters[0]), nullcontext).of
-        service = AveragingService(range(n))
-        self.far = [
-            RemoteAveraging(rank, DirectConnection(Served(service)), GlooRing, codec, self.counters[1], check_s=0.05)
-            for rank in range(n)
-        ]
+        self.codec, self.service = codec, AveragingService(range(n))
+        self.far = [self.end(rank) for rank in range(n)]
+
+    def end(self, rank: int, make_ring: MakeRing = GlooRing) -> RemoteAveraging:
+        connection = DirectConnection(Served(self.service))
+        return RemoteAveraging(rank, connection, make_ring, self.codec, self.counters[1], check_s=0.02)
 
 
 @pytest.mark.parametrize("codec", [Plain(), Bf16()], ids=lambda codec: codec.name)
@@ -165,4 +167,43 @@ def test_it_averages_as_in_one_process_while_members_come_and_go(
         assert [both.far[rank].missed for rank in members] == [both.near[rank].missed for rank in members]
     assert both.counters[1].totals() == both.counters[0].totals()
     for end in both.far:
+        end.leave()
+
+
+def test_a_frozen_member_holds_nobody_up(threads: ThreadPoolExecutor) -> None:
+    """In its second average it sends nothing, and its connections stay open until all is over."""
+    silent, over = threading.Event(), threading.Event()
+
+    class Freezes(GlooRing):
+        calls = 0
+
+        def mean(self, vector: Tensor) -> Future[Tensor]:
+            self.calls += 1
+            if self.calls == 1:
+                return super().mean(vector)
+            silent.set()
+            return Future()
+
+        def close(self) -> None:
+            over.wait(PATIENCE_S)
+            super().close()
+
+    both = Both(3, Plain())
+    ends = [*both.far[:2], both.end(2, Freezes)]
+    vectors = [torch.full((101,), float(rank)) for rank in range(3)]
+
+    def start() -> list[Future[Tensor]]:
+        return [threads.submit(end.mean, vector) for end, vector in zip(ends, vectors, strict=True)]
+
+    assert [float(mean[0]) for mean in results(start())] == [1, 1, 1]
+    means = start()
+    assert silent.wait(PATIENCE_S)
+    both.service.dead(2)
+    first, second = results(means[:2])
+    assert torch.equal(first, torch.full((101,), 0.5))
+    assert torch.equal(first, second)
+    over.set()
+    with pytest.raises(RunError, match="trainer 2 was given up"):
+        means[2].result(PATIENCE_S)
+    for end in ends[:2]:
         end.leave()

@@ -30,9 +30,12 @@ def scripted(stragglers: Stragglers, noise: float = 0.0, seed: int = 0) -> StepT
     return seconds
 
 
+def busy(aggregation: Aggregation, step_time: StepTime, until_s: float) -> Cluster:
+    return Cluster(aggregation, WORKERS, 10**6, step_time, until_s, workers=WORKERS)
+
+
 def run(aggregation: Aggregation, step_time: StepTime, until_s: float) -> Cluster:
-    cluster = Cluster(aggregation, WORKERS, 10**6, step_time, until_s, workers=WORKERS)
-    return cluster.run()
+    return busy(aggregation, step_time, until_s).run()
 
 
 def modes(cluster: Cluster) -> list[str]:
@@ -60,20 +63,20 @@ def test_it_goes_to_gba_under_a_straggler_and_back() -> None:
 
 def test_it_is_nearly_as_fast_as_the_better_of_both() -> None:
     """Counted in batches trained while the cluster is even, busy for a while, and even again."""
-    script = parse_stragglers("share=0.25,slow=3-10,for_s=300,from_s=1000,until_s=3000,seed=4")
-    auto, sync, gba = (trained(run(m, scripted(script), 4000)) for m in (Auto(), Sync(), Gba()))
+    script = parse_stragglers("share=0.25,slow=3-10,for_s=300,from_s=500,until_s=1500,seed=4")
+    auto, sync, gba = (trained(run(m, scripted(script), 2000)) for m in (Auto(), Sync(), Gba()))
     assert gba > 1.4 * sync
     assert auto > 0.95 * gba
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("slow", "expected"), [(1.0, []), (1.5, ["gba"])])
 def test_it_does_not_flap_under_noise(seed: int, slow: float, expected: list[str]) -> None:
     """Even workers and uneven ones, whose step times vary by a tenth."""
     assert modes(run(Auto(), scripted(parse_stragglers(f"index=0,slow={slow}"), noise=0.1, seed=seed), 400)) == expected
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_between_the_bounds_it_stays_what_it_is(seed: int) -> None:
     """Rounds lose about 15 %, either from the start on, or after a straggler has made it switch."""
     between = parse_stragglers("index=0,slow=1.2;index=1,slow=5,from_s=200,until_s=300")
@@ -85,7 +88,7 @@ def test_between_the_bounds_it_stays_what_it_is(seed: int) -> None:
 def test_noise_alone_can_call_for_gba() -> None:
     """With step times that vary by a third, rounds of eight lose a third, though all workers are alike."""
     step_time = scripted(parse_stragglers("index=0,slow=1"), noise=0.3)
-    auto, sync, gba = (run(method, step_time, 600) for method in (Auto(), Sync(), Gba()))
+    auto, sync, gba = (run(method, step_time, 400) for method in (Auto(), Sync(), Gba()))
     assert trained(sync) < 0.75 * trained(gba)
     assert trained(auto) > 0.95 * trained(gba)
     assert modes(auto) == ["gba"]
@@ -103,26 +106,21 @@ def test_a_batch_is_under_way_for_long_before_its_round_is_left(takes_s: float, 
     def pauses(worker: int, number: int, now: float) -> float:
         return takes_s if number == 400 else 1.0
 
-    cluster = Cluster(Auto(), WORKERS, 10**6, pauses, 60, workers=WORKERS)
+    cluster = busy(Auto(), pauses, 60)
     cluster.look(0.25, 60)
     assert modes(cluster.run())[:1] == expected
 
 
-@pytest.mark.parametrize(("commits", "seconds", "lasting"), [(1, 0.0, 10), (9, 0.0, 90), (1, 5.0, 51)])
-def test_the_way_back_takes_ten_times_as_many_commits_and_seconds(commits: int, seconds: float, lasting: int) -> None:
-    """A second a commit."""
-    cluster = run(Auto(steady_commits=commits, steady_s=seconds), scripted(EVEN_BUSY_EVEN), 900)
+@pytest.mark.parametrize(("commits", "seconds", "later", "lasting"), [(9, 0.0, 8, 90), (1, 60.0, 12, 601)])
+def test_it_takes_as_many_commits_and_seconds_as_it_is_told_and_back_ten_times(
+    commits: int, seconds: float, later: int, lasting: int
+) -> None:
+    """A second a commit, and five seconds beside a straggler."""
+    at_once = run(Auto(steady_commits=1, steady_s=0.0), scripted(EVEN_BUSY_EVEN), 900)
+    cluster = run(Auto(steady_commits=commits, steady_s=seconds), scripted(EVEN_BUSY_EVEN), 1300)
+    assert cluster.aggregator.switches[0].step == at_once.aggregator.switches[0].step + later
+    assert "for 10 commits" in at_once.aggregator.switches[1].why
     assert f"for {lasting} commits" in cluster.aggregator.switches[1].why
-
-
-def test_it_takes_as_many_commits_and_seconds_as_it_is_told() -> None:
-    script = scripted(parse_stragglers("index=0,slow=5"))
-    steps = [
-        run(Auto(steady_commits=commits, steady_s=seconds), script, 400).aggregator.switches[0].step
-        for commits, seconds in ((1, 0.0), (9, 0.0), (1, 60.0))
-    ]
-    assert steps[1] == steps[0] + 8
-    assert steps[2] == steps[0] + 12, "five seconds a commit"
 
 
 def test_gradients_in_flight_enter_the_first_round() -> None:
@@ -140,7 +138,7 @@ def test_a_worker_that_hangs_is_seen_before_it_is_done() -> None:
     def hangs(worker: int, number: int, now: float) -> float:
         return 1e4 if worker == 1 and now > 300 else EVEN_BUSY_EVEN.factor(worker, now)
 
-    cluster = Cluster(Auto(), WORKERS, 10**6, hangs, 800, workers=WORKERS)
+    cluster = busy(Auto(), hangs, 800)
     cluster.die(1, 750)
     assert modes(cluster.run()) == ["gba", "sync"]
     assert cluster.commit_times[cluster.aggregator.switches[1].step - 1] > 750, "not while one hangs"
@@ -150,7 +148,7 @@ def test_a_worker_that_hangs_in_a_round_is_not_waited_for() -> None:
     def hangs(worker: int, number: int, now: float) -> float:
         return 1e4 if worker == 1 and now > 100 else 1.0
 
-    cluster = Cluster(Auto(), WORKERS, 10**6, hangs, 200, workers=WORKERS)
+    cluster = busy(Auto(), hangs, 200)
     cluster.look(0.25, 200)
     cluster.die(1, 300)
     cluster.run()
@@ -201,7 +199,7 @@ def test_step_times_of_carried_batches_count_from_the_switch() -> None:
 
 
 def test_a_straggler_that_dies_is_forgotten() -> None:
-    cluster = Cluster(Auto(), WORKERS, 10**6, scripted(parse_stragglers("index=0,slow=8")), 400, workers=WORKERS)
+    cluster = busy(Auto(), scripted(parse_stragglers("index=0,slow=8")), 400)
     cluster.die(0, 200)
     assert modes(cluster.run()) == ["gba", "sync"]
     assert cluster.commit_times[cluster.aggregator.switches[1].step - 1] < 240

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -201,20 +201,15 @@ def test_servers_are_told_below_which_number_nothing_will_come() -> None:
     assert [step.below for step in bench.steps.dense] == [slow, waiting]
 
 
-def test_rounds_wait_for_their_step_to_be_carried_out() -> None:
+def test_rounds_wait_for_their_step_to_be_carried_out_wherever_that_is() -> None:
     """A batch of the next round must not be computed with parameters that are about to change."""
-    bench = Bench(Sync(), size=1)
-    first = bench.begin(A)
-    bench.steps.gate.clear()
-    with ThreadPoolExecutor(2) as pool:
-        arriving = pool.submit(bench.arrive, first)
-        assert bench.steps.entered.wait(120)
-        beginning = pool.submit(bench.begin, B)
-        assert not beginning.done()
-        bench.steps.gate.set()
-        arriving.result(120)
-        beginning.result(120)
-    assert bench.steps.dense[0].step == 0
+    jobs = list[Callable[[], None]]()
+    bench = Bench(Sync(), size=1, run=jobs.append)
+    bench.arrive(bench.begin(A))
+    after = bench.coordinator.ask(B, bench.dispatch(1))
+    assert (bench.steps.dense, after.done()) == ([], False)
+    jobs.pop()()
+    assert after.result() == 1
 
 
 def test_who_does_not_wait_for_rounds_goes_on_while_a_step_is_made() -> None:
@@ -248,37 +243,39 @@ def test_gradients_do_not_pile_up_before_steps_that_take_long(method: Aggregatio
 
 def test_rounds_take_batches_in_the_order_in_which_they_were_handed_out() -> None:
     bench = Bench(Sync(), size=1)
-    first = bench.dispatch(0)
-    second = bench.dispatch(1)
-    with ThreadPoolExecutor(1) as pool:
-        later = pool.submit(bench.coordinator.ask(B, second).result)
-        assert bench.coordinator.ask(A, first).result() is not None
-        assert not later.done()
-        bench.arrive(first)
-        assert later.result(120) is not None
+    first, second = bench.dispatch(0), bench.dispatch(1)
+    later = bench.coordinator.ask(B, second)
+    assert bench.coordinator.ask(A, first).result() is not None
+    assert not later.done()
+    bench.arrive(first)
+    assert later.result() is not None
 
 
-def waiting_in(bench: Bench, pool: ThreadPoolExecutor) -> "Future[int | None]":
-    """A worker that waits for the round of another one."""
+@pytest.mark.parametrize(
+    ("end", "version"),
+    [(lambda c: c.left(A), 0), (lambda c: c.idle(A), 0), (lambda c: c.stop(), None)],
+    ids=["left", "idle", "stopped"],
+)
+def test_nobody_waits_for_a_worker_that_left_or_once_the_job_stops(
+    end: Callable[[StepCoordinator], None], version: int | None
+) -> None:
+    bench = Bench(Sync(), size=1)
     bench.begin(A)
-    return pool.submit(bench.coordinator.ask(B, bench.dispatch(1)).result)
+    later = bench.coordinator.ask(B, bench.dispatch(1))
+    assert not later.done()
+    end(bench.coordinator)
+    assert later.result() == version
 
 
-@pytest.mark.parametrize("leave", [lambda c: c.left(A), lambda c: c.idle(A)], ids=["left", "idle"])
-def test_nobody_waits_for_a_worker_that_left(leave: Callable[[StepCoordinator], None]) -> None:
+@pytest.mark.parametrize("go", [lambda c: c.left(A), lambda c: c.abandoned(0)], ids=["left", "abandoned"])
+def test_whoever_is_gone_waits_for_nothing_itself_and_nobody_for_it(go: Callable[[StepCoordinator], None]) -> None:
     bench = Bench(Sync(), size=1)
-    with ThreadPoolExecutor(1) as pool:
-        later = waiting_in(bench, pool)
-        leave(bench.coordinator)
-        assert later.result(120) is not None
-
-
-def test_nobody_waits_once_the_job_stops() -> None:
-    bench = Bench(Sync(), size=1)
-    with ThreadPoolExecutor(1) as pool:
-        later = waiting_in(bench, pool)
-        bench.coordinator.stop()
-        assert later.result(120) is None
+    bench.begin(A)
+    ahead, after = bench.coordinator.ask(A, bench.dispatch(0)), bench.coordinator.ask(B, bench.dispatch(1))
+    assert not ahead.done()
+    go(bench.coordinator)
+    assert ahead.result() is None
+    assert after.result() == 0
 
 
 def test_a_job_that_stops_makes_no_short_step() -> None:
@@ -315,10 +312,10 @@ def test_a_pause_is_nobodys_step_time() -> None:
 def test_nobody_waits_for_batches_that_a_dead_trainer_never_began() -> None:
     bench = Bench(Sync(), size=1)
     bench.dispatch(0)
-    with ThreadPoolExecutor(1) as pool:
-        later = pool.submit(bench.coordinator.ask(B, bench.dispatch(1)).result)
-        bench.coordinator.abandoned(0)
-        assert later.result(120) is not None
+    later = bench.coordinator.ask(B, bench.dispatch(1))
+    assert not later.done()
+    bench.coordinator.abandoned(0)
+    assert later.result() is not None
 
 
 def test_a_batch_that_was_given_up_is_not_begun_and_does_not_count() -> None:
@@ -372,26 +369,15 @@ def test_what_a_dead_trainer_was_at_never_comes_and_what_it_leaves_behind_is_a_s
     assert bench.steps.done == [arrived]
 
 
-def test_a_round_does_not_wait_for_what_a_dead_trainer_asked_for() -> None:
-    bench = Bench(Sync(), size=1)
-    first = bench.begin(B)
-    waiting = bench.coordinator.ask(A, bench.dispatch(0))
-    after = bench.coordinator.ask(B, bench.dispatch(1))
-    bench.coordinator.abandoned(0)
-    assert waiting.result(120) is None
-    bench.arrive(first)
-    assert after.result(120) == 1
-
-
 def test_whoever_asks_again_is_answered_as_before_or_in_place_of_the_first_time() -> None:
     bench = Bench(Sync(), size=1)
     first, second = bench.begin(A), bench.dispatch(1)
-    assert bench.coordinator.ask(A, first).result(120) == 0
+    assert bench.coordinator.ask(A, first).result() == 0
     once, again = bench.coordinator.ask(B, second), bench.coordinator.ask(B, second)
-    assert once.result(120) is None
+    assert once.result() is None
     assert not again.done()
     bench.arrive(first)
-    assert again.result(120) == 1
+    assert again.result() == 1
 
 
 def test_it_is_settled_when_every_step_is_carried_out_and_counted() -> None:
@@ -407,16 +393,6 @@ def test_it_is_settled_when_every_step_is_carried_out_and_counted() -> None:
         assert bench.coordinator.settle(20)
         assert bench.steps.done == [number]
         arriving.result(120)
-
-
-def test_steps_may_be_carried_out_elsewhere() -> None:
-    later = list[Callable[[], None]]()
-    bench = Bench(Sync(), size=1, run=later.append)
-    bench.arrive(bench.begin(A))
-    after = bench.coordinator.ask(B, bench.dispatch(1))
-    assert (bench.steps.dense, after.done()) == ([], False)
-    later.pop()()
-    assert after.result(120) == 1
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -484,16 +460,3 @@ def test_after_going_back_steps_go_on_from_the_counts_of_the_checkpoint() -> Non
     for number in [bench.begin(A), bench.begin(B)]:
         bench.arrive(number)
     assert bench.steps.dense[0].step == 7
-
-
-def test_whoever_leaves_waits_for_nothing_itself_and_nobody_for_it() -> None:
-    bench = Bench(Sync(), size=1)
-    bench.begin(A)
-    ahead, after = (
-        bench.coordinator.ask(A, bench.dispatch(0)),
-        bench.coordinator.ask(B, bench.dispatch(1)),
-    )
-    assert not ahead.done()
-    bench.coordinator.left(A)
-    assert ahead.result(120) is None
-    assert after.result(120) == 0

@@ -50,11 +50,6 @@ def test_another_method_than_at_the_checkpoint_is_a_switch(there: str, here: str
     assert [(switch.step, switch.mode) for switch in found.switches] == [(5, here)] * switches
 
 
-def test_a_state_is_read_as_it_was_written() -> None:
-    state = AggregationState(global_steps=9, staleness=((0, 4),), mode="sync", switches=(A, B))
-    assert msgspec.convert(msgspec.to_builtins(state), AggregationState) == state
-
-
 def test_a_state_of_before_there_were_modes_is_read() -> None:
     written = {"global_steps": 9, "received": 4, "dropped": 0, "staleness": [[0, 4]]}
     assert msgspec.convert(written, AggregationState) == AggregationState(
@@ -74,9 +69,6 @@ def test_the_recent_time_follows_and_the_mean_is_exact() -> None:
     paces = paced(1.0, 1.0, 6.0)
     assert paces.recent_s()[WORKER] == pytest.approx(2.0)
     assert paces.mean_s()[WORKER] == pytest.approx(8.0 / 3)
-
-
-def test_a_lasting_change_is_soon_the_recent_time() -> None:
     assert paced(*[1.0] * 5, *[4.0] * 20).recent_s()[WORKER] == pytest.approx(4.0, rel=0.02)
 
 
@@ -89,9 +81,7 @@ def test_a_copy_does_not_follow() -> None:
 
 def test_of_very_many_workers_those_heard_of_least_recently_are_forgotten() -> None:
     paces = Paces()
-    for number in range(5000):
-        paces.add((0, 0) if number % 2 else (number, 0), 1.0)
-    for number in range(5000, 10_000):
+    for number in range(10_000):
         paces.add((number, 0), 1.0)
         paces.add((0, 0), 1.0)
     assert len(paces.mean_s()) == 4096

@@ -25,9 +25,9 @@ def test_a_script_says_all_it_has_to() -> None:
 
 def test_a_share_of_the_workers_is_slow_at_any_time_from_the_start_on() -> None:
     script = parse_stragglers(TEXT)
-    for seconds in (0.0, 45.0, 4000.0):
-        slow = sum(script.factor(worker, seconds) > 1 for worker in range(4000))
-        assert slow / 4000 == pytest.approx(0.25, abs=0.03)
+    for seconds in (0.0, 45.0, 1000.0):
+        slow = sum(script.factor(worker, seconds) > 1 for worker in range(2000))
+        assert slow / 2000 == pytest.approx(0.25, abs=0.03)
 
 
 def test_slow_spells_last_as_long_as_they_should_and_have_one_factor_each() -> None:
@@ -95,10 +95,7 @@ def test_of_several_the_slowest_counts() -> None:
         ("index=0,slow=1e6", "train.slow: slow=1e+06 is more than 100 times, which looks like a job"),
         ("share=0.1,slow=3-101", "slow=101 is more than 100 times"),
         ("share=0.1,for_s=0", "train.slow.for_s=0: input should be greater than or equal to 0.1"),
-        (
-            "until_s=3,share=0.1,from_s=4",
-            "train.slow: from_s=4 has to be before until_s=3",
-        ),
+        ("until_s=3,share=0.1,from_s=4", "train.slow: from_s=4 has to be before until_s=3"),
         ("share=0.1,seed=-1", "train.slow.seed=-1"),
     ],
 )

@@ -1,7 +1,6 @@
 """Every replica method: the seam's contract, then the algebra that tells the methods apart."""
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from helpers import WholeCopy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sync_threads import run_all
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
@@ -51,13 +51,7 @@ class Cluster:
 
     def sync_all(self, ranks: Sequence[int] | None = None) -> None:
         """One synchronisation of every trainer, or of these, each in its thread."""
-        present = range(len(self.groups)) if ranks is None else ranks
-        threads = [threading.Thread(target=self.sync_one, args=(rank,)) for rank in present]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-            assert not thread.is_alive(), "a synchronisation hangs"
+        run_all(self.sync_one, range(len(self.groups)) if ranks is None else ranks)
 
     def sync_one(self, rank: int) -> None:
         self.states[rank] = self.method.sync(self.weights[rank], self.groups[rank], self.states[rank])
@@ -137,10 +131,17 @@ def test_what_workers_do_while_a_replica_on_another_device_is_averaged_is_kept(
     torch.testing.assert_close(cluster.weights[0], before + 1.0)
 
 
-@given(n=st.integers(1, 6), alpha=st.floats(0.05, 1.0), order=st.lists(st.integers(0, 5), max_size=12))
+@given(
+    n=st.integers(1, 6),
+    servers=st.integers(1, SIZE + 2),
+    alpha=st.floats(0.05, 1.0),
+    order=st.lists(st.integers(0, 5), max_size=12),
+    codec=st.sampled_from([Plain(), Bf16()]),
+)
 @settings(deadline=None, max_examples=40, derandomize=True)
-def test_symmetric_easgd_conserves_the_sum(n: int, alpha: float, order: list[int]) -> None:
-    cluster = Cluster(n, Easgd(alpha=alpha))
+def test_symmetric_easgd_conserves_the_sum(n: int, servers: int, alpha: float, order: list[int], codec: Codec) -> None:
+    """`w_PS + Σ w_i`, also with more servers than parameters and through a lossy codec."""
+    cluster = Cluster(n, Easgd(alpha=alpha), servers, codec)
     total = cluster.servers.read() + torch.stack(cluster.weights).sum(0)
     for rank in order:
         cluster.sync_one(rank % n)
@@ -148,29 +149,17 @@ def test_symmetric_easgd_conserves_the_sum(n: int, alpha: float, order: list[int
     torch.testing.assert_close(now, total, atol=1e-5, rtol=1e-5)
 
 
-def test_symmetric_easgd_conserves_the_sum_through_a_lossy_codec(lossy_codec: Codec) -> None:
-    cluster = Cluster(3, Easgd(alpha=0.4), codec=lossy_codec)
-    total = cluster.servers.read() + torch.stack(cluster.weights).sum(0)
-    for rank in (0, 1, 2, 0, 1, 2):
-        cluster.sync_one(rank)
-    now = cluster.servers.read() + torch.stack(cluster.weights).sum(0)
-    torch.testing.assert_close(now, total, atol=1e-5, rtol=1e-5)
-
-
-@pytest.fixture(name="lossy_codec")
-def make_lossy_codec() -> Codec:
-    return Bf16()
-
-
 def test_elastic_and_sequential_by_hand() -> None:
+    """And what crosses: a parameter there, and one back."""
     for form, expected in (("elastic", 10 - 0.25 * 8), ("sequential", 0.75 * 10 + 0.25 * (0.75 * 2 + 0.25 * 10))):
-        line = Channel("dense", Plain(), WireCounter())
+        line = Channel("dense", Plain(), counter := WireCounter())
         servers = WholeCopy(torch.tensor([2.0]), 1, line)
         weights = torch.tensor([10.0])
         method = Easgd(alpha=0.25, form=form)  # type: ignore[arg-type]
         method.sync(weights, Group(LocalAverages([0], line, Gate().waiting).of[0], servers.of(0)), {})
         assert weights.item() == pytest.approx(expected)
         assert servers.read().item() == pytest.approx(2 + 0.25 * 8)
+        assert counter.totals().bytes["dense"] == counter.totals().raw_bytes["dense"] == 2 * 4
 
 
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
@@ -251,15 +240,6 @@ def test_dense_servers_split_makes_no_difference() -> None:
     for servers in (2, 3, SIZE, SIZE + 4):
         for one, many in zip(run(1), run(servers), strict=True):
             assert torch.equal(one, many)
-
-
-def test_traffic_is_counted() -> None:
-    counter = WireCounter()
-    line = Channel("dense", Plain(), counter)
-    servers = WholeCopy(torch.zeros(SIZE), 2, line)
-    Easgd(alpha=0.5).sync(torch.ones(SIZE), Group(LocalAverages([0], line, Gate().waiting).of[0], servers.of(0)), {})
-    totals = counter.totals()
-    assert totals.bytes["dense"] == totals.raw_bytes["dense"] == 2 * SIZE * 4
 
 
 @pytest.mark.parametrize(

@@ -8,25 +8,18 @@ import pytest
 from helpers import pause
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sync_threads import TIMEOUT_S, join_all, run_all, start
 
 from shadowsync.sync.rendezvous import Left, Rendezvous
 from shadowsync.training.gate import Gate
-
-TIMEOUT_S = 20
 
 
 def total(values: Mapping[int, int]) -> int:
     return sum(values.values())
 
 
-def join_all(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive(), "a thread hangs"
-
-
 @given(rounds=st.lists(st.integers(0, 12), min_size=1, max_size=6))
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=20, derandomize=True)
 def test_members_with_uneven_rounds_never_hang(rounds: list[int]) -> None:
     meeting: Rendezvous[int, int] = Rendezvous(range(len(rounds)), total)
     results: list[list[int]] = [[] for _ in rounds]
@@ -35,10 +28,7 @@ def test_members_with_uneven_rounds_never_hang(rounds: list[int]) -> None:
         results[index].extend(meeting.arrive(index, 1) for _ in range(rounds[index]))
         meeting.leave(index)
 
-    threads = [threading.Thread(target=member, args=(i,), daemon=True) for i in range(len(rounds))]
-    for thread in threads:
-        thread.start()
-    join_all(threads)
+    run_all(member, range(len(rounds)))
     for index, count in enumerate(rounds):
         others = [sum(other > turn for other in rounds) for turn in range(count)]
         assert results[index] == others
@@ -56,10 +46,7 @@ def test_an_error_in_combine_reaches_every_member() -> None:
             meeting.arrive(index, 1)
         raised.append("no")
 
-    threads = [threading.Thread(target=member, args=(i,), daemon=True) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    join_all(threads)
+    run_all(member, range(2))
     assert raised == ["no", "no"]
 
 
@@ -74,24 +61,20 @@ def test_who_leaves_while_waiting_is_released_and_its_value_withdrawn() -> None:
 
     meeting: Rendezvous[int, int] = Rendezvous([0, 1, 2], total, waiting)
 
-    def waits() -> None:
+    def waits(index: int) -> None:
         with pytest.raises(Left):
             meeting.arrive(0, 5)
         with pytest.raises(Left):
             meeting.arrive(0, 6)
 
-    thread = threading.Thread(target=waits, daemon=True)
-    thread.start()
+    thread = start(waits, [0])
     assert arrived.wait(TIMEOUT_S)
     meeting.leave(0)
-    join_all([thread])
+    join_all(thread)
     with pause(gate):  # the one that was released depends on nobody any more
         pass
     results: list[int] = []
-    last = threading.Thread(target=lambda: results.append(meeting.arrive(1, 10)), daemon=True)
-    last.start()
-    results.append(meeting.arrive(2, 20))
-    join_all([last])
+    run_all(lambda index: results.append(meeting.arrive(index, 10 * index)), [1, 2])
     assert results == [30, 30]
 
 
@@ -122,10 +105,9 @@ def test_a_pause_never_deadlocks_with_a_barrier(steps: list[int], rests: bool) -
         meeting.leave(index)
         gate.leave()
 
-    threads = [threading.Thread(target=member, args=(i,), daemon=True) for i in range(len(steps))]
-    for thread in threads:
+    for _ in steps:
         gate.join()
-        thread.start()
+    threads = start(member, range(len(steps)))
     alive = True
     while alive:
         with pause(gate):
@@ -154,10 +136,9 @@ def test_a_pause_waits_for_one_meeting_and_not_for_many() -> None:
         meeting.leave(index)
         gate.leave()
 
-    threads = [threading.Thread(target=shadow, args=(i,), daemon=True) for i in range(8)]
-    for thread in threads:
+    for _ in range(8):
         gate.join()
-        thread.start()
+    threads = start(shadow, range(8))
     meetings = []
     for _ in range(20):
         before = met[0]
@@ -185,24 +166,24 @@ class Meeting:
         self.under_way -= 1
         return total(values)
 
-    def arrives(self, member: int, results: dict[int, int]) -> threading.Thread:
-        def arrive() -> None:
+    def arrive(self, results: dict[int, int], *members: int) -> list[threading.Thread]:
+        """Threads that put into `results` what their members meet for."""
+
+        def arrives(member: int) -> None:
             results[member] = self.rendezvous.arrive(member, member)
 
-        thread = threading.Thread(target=arrive, daemon=True)
-        thread.start()
-        return thread
+        return start(arrives, members)
 
 
 def test_members_come_and_go_while_a_meeting_is_under_way() -> None:
     """Who leaves has its value used, and who comes meanwhile meets after it; two meetings never overlap."""
     meeting, results = Meeting(2, Gate()), dict[int, int]()
-    threads = [meeting.arrives(member, results) for member in (0, 1)]
+    threads = meeting.arrive(results, 0, 1)
     assert meeting.begun.acquire(timeout=TIMEOUT_S)
     meeting.rendezvous.join(5)
     for member in (0, 1):
         meeting.rendezvous.leave(member)
-    threads.append(meeting.arrives(5, results))
+    threads += meeting.arrive(results, 5)
     assert not meeting.begun.acquire(timeout=0.02), "all that are present have come, but there is a meeting"
     meeting.may_end.release()
     assert meeting.begun.acquire(timeout=TIMEOUT_S)
@@ -219,10 +200,10 @@ def test_who_waits_for_a_meeting_stands_still_and_who_holds_it_does_not() -> Non
     meeting = Meeting(2, gate)
     for _ in range(3):
         gate.join()
-    threads = [meeting.arrives(member, results) for member in (0, 1)]
+    threads = meeting.arrive(results, 0, 1)
     assert meeting.begun.acquire(timeout=TIMEOUT_S)
     meeting.rendezvous.join(2)
-    threads.append(meeting.arrives(2, results))
+    threads += meeting.arrive(results, 2)
     while gate._still < 2:
         assert not gate.hold(0.01), "the one that combines is not still"
     assert gate._waiting == 0
@@ -243,17 +224,15 @@ def test_nothing_moves_during_a_pause() -> None:
             gate.step()
         gate.leave()
 
-    def rests() -> None:
+    def rests(index: int) -> None:
         while not stop.is_set():
             gate.rest(10.0, stop.is_set)
-            counts[2] += 1
+            counts[index] += 1
         gate.leave()
 
-    threads = [threading.Thread(target=works, args=(i,), daemon=True) for i in range(2)]
-    threads.append(threading.Thread(target=rests, daemon=True))
-    for thread in threads:
+    for _ in counts:
         gate.join()
-        thread.start()
+    threads = start(works, [0, 1]) + start(rests, [2])
     for _ in range(50):
         with pause(gate):
             before = list(counts)

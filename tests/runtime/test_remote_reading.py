@@ -207,6 +207,50 @@ def test_claims_go_as_far_ahead_as_lasts_and_never_into_what_somebody_idle_took_
     assert leases.claim(other, taken, taken + 4)[1] is not None
 
 
+def test_refused_claims_do_not_let_the_next_one_go_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who walks through what was taken over would else claim all of the next lease, and nobody could help with it."""
+    leases = LeaseService(LeaseBook([80, 400]), 4)
+    asked: list[tuple[int, int]] = []
+    claim = LeaseService.claim
+    monkeypatch.setattr(leases, "claim", lambda *given: [asked.append(given[1:3]), claim(leases, *given)][1])
+    client = LeaseClient(DirectConnection(Served(leases)), ahead=True)
+    first, second = (client.lease(0, True)[1] for _ in range(2))
+    assert first is not None
+    assert second is not None
+    client.opened(first, 80)
+    client.opened(second, 400)
+    leases.abandon(0)  # the lease is another's now
+    assert all(client.claim(first, start, start + 4)[1] is None for start in range(0, 80, 4))
+    assert {stop - start for start, stop in asked} == {4}
+
+
+def test_what_is_trained_never_falls_while_it_is_told() -> None:
+    leases, held = LeaseService(LeaseBook([80]), 4), list[tuple[Promise[Payload], Pending[Payload]]]()
+
+    class Slow(DirectConnection):
+        def call(self, method: str, *given: Any, **more: Any) -> Pending[Payload]:
+            found = super().call(method, *given, **more)
+            if method != "tell":
+                return found
+            held.append((Promise(), found))
+            return held[-1][0]
+
+    client = LeaseClient(Slow(Served(leases)), ahead=True)
+    _, lease = client.lease(0, True)
+    assert lease is not None
+    client.opened(lease, 80)
+    for start in range(0, 12, 4):
+        client.claim(lease, start, start + 4)
+        client.done(lease, start, start + 4)
+    assert client.trained == 12
+    client.tell()
+    assert client.trained == 12
+    assert leases.trained == 12
+    ((answer, found),) = held
+    answer.keep(found.result())
+    assert client.trained == 12
+
+
 def test_an_error_of_the_data_reaches_the_trainer_in_its_own_words(connect: Connect) -> None:
     feed = feed_over(connect, leases_of(Bags(8)), Broken(8), 0)
     with pytest.raises(DataError, match=r"^row 7 of bags.tsv has 3 columns$"):

@@ -1,6 +1,7 @@
 """What the driver serves, at two endpoints: the leases with the records, and the averaging."""
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shadowsync.aggregation.coordinator import StepCoordinator
@@ -85,12 +86,12 @@ class DriverService:
         part = self._reader.slices[number]
         return f"the {part.rows} rows from {self._source.place(part, 0)} on"
 
-    def ban(self, rank: int, log: DoneLog | None = None) -> None:
+    def ban(self, rank: int, take_log: Callable[[], DoneLog | None] = lambda: None) -> None:
         """Gives up a trainer: its connections are not listened to any more, and what it had leased and has not done,
         by its log too, goes to the others."""
         with self._lock:
             self._banned |= self._clients.pop(rank, set())
-        if log is not None:
+        if (log := take_log()) is not None:
             self._reader.leases.redo(log)
         self.abandon(rank)
 
@@ -161,12 +162,12 @@ class Endpoints:
         self._driver_switch.part = self.driver
         self._averaging_switch.part = Served(self.averaging)
 
-    def give_up(self, rank: int, log: DoneLog | None = None) -> None:
+    def give_up(self, rank: int, take_log: Callable[[], DoneLog | None] = lambda: None) -> None:
         """Gives up a trainer: its rows go to the others, but for those that its log says are done, nobody waits for
         it, and it is not listened to any more."""
         if self.driver is not None and self.averaging is not None:
-            self.driver.ban(rank, log)
             self.averaging.dead(rank)
+            self.driver.ban(rank, take_log)
 
     def expect(self, rank: int) -> None:
         """A trainer is about to start, in place of one that was given up or as one more."""

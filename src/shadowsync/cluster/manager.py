@@ -29,7 +29,7 @@ from shadowsync.embedding.memory import parts_of
 from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
-from shadowsync.errors import RunError
+from shadowsync.errors import ConfigError, RunError
 from shadowsync.memory.shared import bytes_of
 from shadowsync.recovery.settings import row_tracking
 from shadowsync.rpc.connection import Direct
@@ -412,11 +412,13 @@ class ClusterManager:
             return None
         self._drop_log(trainer.role)
         size, what = bytes_of(DoneLog.PARTS), f"what {trainer.role} has done"
-        held = self._logs[trainer.role] = self._runtime.create_memory(trainer.endpoint.machine, size, what)
-        return held.path
+        with suppress(PeerLost, ConfigError):  # it trains without one, too
+            held = self._logs[trainer.role] = self._runtime.create_memory(trainer.endpoint.machine, size, what)
+            return held.path
+        return None
 
     def take_log(self, trainer: Member) -> DoneLog | None:
-        """What a trainer that is gone has done; None if that is not known, since its machine is gone, too."""
+        """What a trainer that is gone has done; None if that is not known, since its machine cannot be asked."""
         found = None
         held = self._logs.get(trainer.role)
         with suppress(PeerLost):

@@ -6,6 +6,7 @@ A new kind of role is a class here and its line in `ROLES`.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shadowsync.cluster.context import Addresses, TrainerSpec
@@ -223,7 +224,7 @@ class TrainerRole(Role):
 
     def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
         for member in members:
-            manager.endpoints.give_up(member.index, manager.take_log(member))
+            manager.endpoints.give_up(member.index, partial(manager.take_log, member))
             manager.statuses.forget(member)
         if needed and manager.dense.is_with_trainers and not manager.statuses.at_work():
             return "no trainer is left whose weights the others could go on from"

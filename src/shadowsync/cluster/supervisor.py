@@ -164,11 +164,12 @@ class Supervisor:
             member.state = "dead"
             if self._closed.is_set():
                 return
-            self._dead.append(member)
         self.events.add(member.role, "dead", reason)
-        if end:
+        if end:  # first: what it has done is read as soon as it counts among the dead
             member.process.kill()
             member.connection.redirect(None)
+        with self._lock:
+            self._dead.append(member)
         self.wake()
 
     def places(self) -> dict[str, RolePlace]:

@@ -558,7 +558,7 @@ class LeaseClient:
         self._closed = threading.Event()
         self._ahead, self._most_ahead = 1, MOST_AHEAD if ahead else 1
         self._claimed: tuple[Lease, int, Claim] | None = None
-        self._claimed_at = -math.inf
+        self._claimed_at, self._whole = -math.inf, False
         self._status = LeaseStatus(0, False, 0)
 
     @property
@@ -577,9 +577,13 @@ class LeaseClient:
         if found is None:
             self._look_ahead()
             end = start + self._ahead * (stop - start)
-            claimed = self._send(lambda done: later(self._connection, LeaseService.claim, lease, start, end, done))
-            _, claim = self._heard(claimed.result())
+            claimed, news = self._send(
+                lambda done: later(self._connection, LeaseService.claim, lease, start, end, done)
+            )
+            _, claim = answer = claimed.result()
+            self._hear(answer, news)
             self._claimed = None if claim is None else (lease, start, claim)
+            self._whole = claim is not None and claim.stop == end
             found = self._from_claimed(lease, start, stop)
         return self._status, found
 
@@ -594,11 +598,12 @@ class LeaseClient:
         return Claim(number, min(stop, end))
 
     def _look_ahead(self) -> None:
-        """As far as the last claims would have lasted `AHEAD_S`, by doubling and halving."""
+        """By doubling after a claim that was granted whole and lasted less than `AHEAD_S`, and halving after a longer
+        one."""
         now = time.monotonic()
         if now - self._claimed_at > AHEAD_S:
             self._ahead = max(1, self._ahead // 2)
-        else:
+        elif self._whole:
             self._ahead = min(self._most_ahead, 2 * self._ahead)
         self._claimed_at = now
 
@@ -617,8 +622,7 @@ class LeaseClient:
     def tell(self, after_s: float = 0.0) -> None:
         """Tells what was done and not told for so long, without waiting for it."""
         if self._done and time.monotonic() >= self._untold_since + after_s:
-            told = self._send(lambda done: later(self._connection, LeaseService.tell, done))
-            told.then(lambda error: None if error else self._note(told.result()))
+            self._send(lambda done: later(self._connection, LeaseService.tell, done))
 
     def settle(self, timeout_s: float) -> bool:
         """Waits until everything that was done is known; false if it is not after that time."""
@@ -639,22 +643,30 @@ class LeaseClient:
         """Lets go of whoever waits."""
         self._closed.set()
 
-    def _send(self, call: Callable[[tuple[Rows, ...]], Pending[T]]) -> Pending[T]:
+    def _send(self, call: Callable[[tuple[Rows, ...]], Pending[T]]) -> tuple[Pending[T], list[int]]:
+        """The call, and how many rows of each batch it tells of, to be given to `_hear` with the answer."""
         with self._lock:  # so that `settle` sees each piece of news either here or under way
-            done, self._done, self._untold = tuple(self._done), [], 0
+            done, self._done = tuple(self._done), []
             told = call(done)
             while self._told and self._told[0].done():
                 self._told.popleft()
             if done:
                 self._told.append(told)
-        return told
+
+        news = [rows.stop - rows.start for rows in done]
+        told.then(lambda error: None if error else self._hear(told.result(), news))
+        return told, news
 
     def _heard(self, answer: tuple[LeaseStatus, T]) -> tuple[LeaseStatus, T]:
-        self._note(answer[0])
+        self._hear(answer, [])
         return answer
 
-    def _note(self, status: LeaseStatus) -> None:
+    def _hear(self, answer: Any, news: list[int]) -> None:
+        """Notes an answer, which may come here twice, to the news that its call took along."""
+        status: LeaseStatus = answer if isinstance(answer, LeaseStatus) else answer[0]
         with self._lock:  # replies may overtake each other
+            self._untold -= sum(news)
+            news.clear()
             self._status = max(self._status, status)
             self._known = max(self._known, status.trained)
 

@@ -278,8 +278,10 @@ class Host:
         return made.path
 
     def read_memory(self, path: str) -> bytes:
-        """What stands in it now."""
-        return self._memory[path].read()
+        """What stands in it now; raises `PeerLost` if it was let go of."""
+        if (held := self._memory.get(path)) is None:
+            raise PeerLost("that memory is there no more")
+        return held.read()
 
     def release_memory(self, path: str) -> None:
         """Nobody here holds it any more, but who has opened it."""

@@ -36,6 +36,7 @@ KNOWN_RAY = "ray[default]>=2.56,<2.61"
 ANSWER_S = 5.0
 START_S = 120.0
 PING_S = 10.0
+READ_S = 2.0
 FILLED_PER_S = 100 << 20
 """Bytes of new memory that a machine gives in a second, at least."""
 AGAIN_S = 0.5
@@ -138,11 +139,12 @@ class RayHost:
         self._thread = threading.Thread(target=self._watch, name="watches a host", daemon=True)
         self._thread.start()
 
-    def ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+    def ask(self, method: str, *arguments: Any, timeout_s: float | None = None, vital: bool = True) -> Any:
         """Calls the actor and waits.
 
         Raises:
-            PeerLost: it is gone, or counts as gone from now on, since there is no answer in time.
+            PeerLost: it is gone, or, where the answer is `vital`, counts as gone from now on, since there is none in
+                time.
             ShadowSyncError: what it found wrong.
         """
         if self.lost is not None:
@@ -151,8 +153,10 @@ class RayHost:
         try:
             answer = ray.get(getattr(self.actor, method).remote(*arguments), timeout=timeout_s)
         except ray.exceptions.RayError as error:
-            self.give_up(f"a machine of the cluster does not answer: {_in_one_line(error)}")
-            raise PeerLost(str(self.lost)) from error
+            reason = f"a machine of the cluster does not answer: {_in_one_line(error)}"
+            if vital:
+                self.give_up(reason)
+            raise PeerLost(reason) from error
         self.answered = True
         if isinstance(answer, Fault):
             raise answer.error()
@@ -357,7 +361,7 @@ class RayRuntime(Runtime):
                 host.actor.release_memory.remote(path)
 
         def read() -> bytes:
-            found: bytes = host.ask("read_memory", path, timeout_s=PING_S)
+            found: bytes = host.ask("read_memory", path, timeout_s=READ_S, vital=False)
             return found
 
         return HeldMemory(machine, path, close, lambda: host.lost is None, read)

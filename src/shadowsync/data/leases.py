@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -218,19 +218,19 @@ class LeaseBook:
         if held is None:
             return False
         part = held[1]
-        if not any(first <= start <= stop <= last for first, last in part.spans):
+        if not _covered(part.spans, start, stop):
             raise DataError(f"rows {start} … {stop} are not among those to train: {part.spans}")
         self.epochs[part.epoch].trained += stop - start
         self.trained += stop - start
         self._keep(lease, _without(part.spans, start, stop))
         return True
 
-    def redo(self, log: Sequence[tuple[int, int, int]]) -> None:
+    def redo(self, log: Iterable[tuple[int, int, int]]) -> None:
         """Takes note of rows `start … stop − 1` of leases by number that were done; those that it knows are no harm."""
         for number, start, stop in log:
-            lease, part = self._held.get(number, (None, None))
-            if lease is not None and part is not None and any(a <= start < stop <= b for a, b in part.spans):
-                self.done(lease, start, stop)
+            held = self._held.get(number)
+            if held is not None and _covered(held[1].spans, start, stop):
+                self.done(held[0], start, stop)
 
     def abandon(self, trainer: int) -> None:
         """Puts back what the trainer holds and has not done."""
@@ -315,6 +315,11 @@ class LeaseBook:
         self.trained = sum(saved.trained)
         self._returned = deque(sorted((_Part(*part) for part in saved.parts), key=lambda part: part.epoch))
         self._held = {}
+
+
+def _covered(spans: Sequence[Span], start: int, stop: int) -> bool:
+    """The rows `start … stop − 1` lie in one of the spans."""
+    return any(first <= start <= stop <= last for first, last in spans)
 
 
 def _without(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
@@ -455,7 +460,7 @@ class LeaseService:
     def redo(self, log: DoneLog) -> None:
         """What a trainer has done that is gone; to be followed by `abandon`."""
         with self._changed:
-            self._book.redo(list(log))
+            self._book.redo(log)
             ring = self._after_done()
         ring()
 
@@ -551,8 +556,7 @@ class LeaseClient:
     def __init__(self, connection: Connection, log: DoneLog | None = None, ahead: bool = False) -> None:
         self._connection, self._log = connection, log
         self._lock = threading.Lock()
-        self._known = self._untold = 0
-        self._untold_since = 0.0
+        self._untold, self._untold_since = 0, 0.0
         self._done: list[Rows] = []
         self._told: deque[Pending[Any]] = deque()
         self._closed = threading.Event()
@@ -563,7 +567,7 @@ class LeaseClient:
 
     @property
     def trained(self) -> int:
-        return self._known + self._untold
+        return self._status.trained + self._untold
 
     def lease(self, trainer: int, idle: bool) -> tuple[LeaseStatus, Lease | None]:
         return self._heard(ask(self._connection, LeaseService.lease, trainer, idle))
@@ -667,8 +671,7 @@ class LeaseClient:
         with self._lock:  # replies may overtake each other
             self._untold -= sum(news)
             news.clear()
-            self._status = max(self._status, status)
-            self._known = max(self._known, status.trained)
+            self._status = max(self._status, status)  # nothing in it ever falls
 
 
 Leases = LeaseService | LeaseClient

@@ -332,11 +332,9 @@ class Processes(Runtime):
         return self._folder
 
     def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
-        path = self._host.create_memory(size, what)
-        host = self._host
-        return HeldMemory(
-            machine, path, partial(host.release_memory, path), lambda: True, partial(host.read_memory, path)
-        )
+        host, path = self._host, self._host.create_memory(size, what)
+        close, read = partial(host.release_memory, path), partial(host.read_memory, path)
+        return HeldMemory(machine, path, close, lambda: True, read)
 
     def close(self) -> None:
         self._host.close()

@@ -37,7 +37,7 @@ import torch
 from shadowsync.checkpoint.files import write_file
 from shadowsync.checkpoint.loading import written_rows
 from shadowsync.checkpoint.saver import NICENESS
-from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
+from shadowsync.checkpoint.snapshot import Snapshot
 from shadowsync.checkpoint.store import PIECE_BYTES, CheckpointStore
 from shadowsync.choices import choose_all
 from shadowsync.cluster.context import Material, Own
@@ -109,9 +109,11 @@ def session(values: dict[str, Any]) -> Iterator[Session]:
         yield made
 
 
-def snapshot(made: Session, rows: Sequence[Rows | RowSet], delta: DeltaOf | None = None) -> Snapshot:
+def snapshot(
+    made: Session, rows: Sequence[Rows | RowSet], parent: str | None = None, complete: bool = True
+) -> Snapshot:
     """The rows alone: the dense part is a few MB."""
-    return Snapshot({}, made.reader.trained, tuple(rows), {}, {}, {}, {}, delta)
+    return Snapshot({}, made.reader.trained, tuple(rows), {}, {}, {}, {}, parent, complete)
 
 
 def byte_count(rows: Sequence[Rows | RowSet]) -> int:
@@ -214,8 +216,7 @@ class Saver:
             whole = parent is None or self.saves % WHOLE_EVERY == 0
             rows = self._made.rows_beside() if whole else self._made.changed_rows(self.saves % 8 == 0)
             exact = self._made.choices.recovery.priority == "all"
-            delta = None if whole or parent is None else DeltaOf(parent, exact)
-            parent = name = self._store.save(snapshot(self._made, rows, delta))
+            parent = name = self._store.save(snapshot(self._made, rows, None if whole else parent, whole or exact))
             with written_rows(partial(self._store.opened, name)) as written:
                 self._made.rows_saved(rows, written)
             self.saves += 1

@@ -16,7 +16,7 @@ from shadowsync.checkpoint.format import plain_name
 from shadowsync.checkpoint.job_state import JobState, column_difference, job_state, layout, restored_dense
 from shadowsync.checkpoint.loading import LoadedCheckpoint, written_rows
 from shadowsync.checkpoint.saver import AsyncSaver
-from shadowsync.checkpoint.snapshot import DeltaOf, GivenUp, Snapshot
+from shadowsync.checkpoint.snapshot import GivenUp, Snapshot
 from shadowsync.checkpoint.store import CheckpointStore, ParentLost
 from shadowsync.cluster.context import ServerLoss
 from shadowsync.cluster.session import Session
@@ -380,12 +380,12 @@ class RecoveryController:
 
         def saved(name: str) -> None:
             self._parent = name
-            (self._chain.whole if snapshot.delta is None else self._chain.delta)(rows_bytes(snapshot.tables))
+            (self._chain.whole if snapshot.parent is None else self._chain.delta)(rows_bytes(snapshot.tables))
             self._of_one_moment = snapshot.samples == self._exact_samples
             cost_s = stood_s + self._tell_servers(name, snapshot)
             cost_s += (time.thread_time() - began_s) / (os.cpu_count() or 1)
             with self._lock:
-                self._ended.append(_Saved(due, snapshot.samples, snapshot.delta is None, cost_s))
+                self._ended.append(_Saved(due, snapshot.samples, snapshot.parent is None, cost_s))
             if self._parent is not None and self._chain.is_long:
                 self._rewrite(name)
 
@@ -406,12 +406,13 @@ class RecoveryController:
         if self._parent is not None:
             rows = self._session.changed_rows(due is Due.ROUND)
             if self._chain.takes(rows_bytes(rows)):
-                return replace(frame, tables=rows, delta=DeltaOf(self._parent, self.settings.priority == EVERYTHING))
+                complete = self.settings.priority == EVERYTHING
+                return replace(frame, tables=rows, parent=self._parent, complete=complete)
         return replace(frame, tables=self._session.rows_beside())
 
     def _tell_servers(self, name: str, snapshot: Snapshot) -> float:
         """Tells servers what is saved, for its cost as `Session.rows_saved`; what is not told comes up once more."""
-        if snapshot.delta is None and snapshot.samples == self._exact_samples:
+        if snapshot.parent is None and snapshot.samples == self._exact_samples:
             return 0.0  # of one moment, so nobody copied them for a save
         whole = [Shard(table, 0, table.rows) for table in self._session.tables]
         try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shadowsync.checkpoint.files import Chunk, Files, LocalFiles, RemoteFiles
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
+from shadowsync.checkpoint.snapshot import Snapshot
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.table import Rows, RowSet, Table
 
@@ -241,9 +241,9 @@ class Model:
         users = self.state[USERS.name]
         sets = [set_of(users, chosen, *edges) for edges in itertools.pairwise(EDGES)]
         items = run_of(ITEMS, self.state[ITEMS.name], 0, ITEMS.rows)
-        return self.snapshot((*sets, items), DeltaOf(parent, self.changed <= set(chosen)))
+        return self.snapshot((*sets, items), parent, self.changed <= set(chosen))
 
-    def snapshot(self, tables: tuple[Rows | RowSet, ...], delta: DeltaOf | None = None) -> Snapshot:
+    def snapshot(self, tables: tuple[Rows | RowSet, ...], parent: str | None = None, complete: bool = True) -> Snapshot:
         return Snapshot(
             config={"a": 1},
             samples=self.samples,
@@ -252,7 +252,8 @@ class Model:
             position={"at": self.samples},
             random={"torch": torch.arange(5, dtype=torch.uint8)},
             extra={},
-            delta=delta,
+            parent=parent,
+            complete=complete,
         )
 
     def copy(self) -> State:

@@ -139,7 +139,7 @@ def test_a_newer_format_is_an_error_and_not_skipped(root: Path) -> None:
 
 
 def test_a_manifest_too_large_is_not_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowsync.checkpoint.catalog.MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr("shadowsync.checkpoint.loading.MAX_MANIFEST_BYTES", 100)
     with pytest.raises(DamagedCheckpoint, match="more than any manifest"):
         small_store(root).load(NEWEST)
 

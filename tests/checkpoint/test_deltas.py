@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 
 from shadowsync.checkpoint.files import LocalFiles, open_files
 from shadowsync.checkpoint.format import MANIFEST
-from shadowsync.checkpoint.snapshot import DeltaOf
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.errors import CheckpointError, SaveError
@@ -237,13 +236,13 @@ def test_a_delta_on_what_is_gone_is_refused(tmp_path: Path) -> None:
 
 UNFIT = {
     "single rows in a whole one": (lambda m: m.snapshot(m.delta(BASE).tables), "where every row is wanted"),
-    "a run left out": (lambda m: m.snapshot(m.delta(BASE).tables[1:], DeltaOf(BASE, True)), "row 0 of table user"),
+    "a run left out": (lambda m: m.snapshot(m.delta(BASE).tables[1:], BASE), "row 0 of table user"),
     "half and half": (
-        lambda m: m.snapshot((m.delta(BASE).tables[0], *m.whole().tables[1:]), DeltaOf(BASE, True)),
+        lambda m: m.snapshot((m.delta(BASE).tables[0], *m.whole().tables[1:]), BASE),
         "single rows of table user where",
     ),
     "other tensors": (
-        lambda m: m.snapshot(tuple(_without_momentum(rows) for rows in m.delta(BASE).tables), DeltaOf(BASE, True)),
+        lambda m: m.snapshot(tuple(_without_momentum(rows) for rows in m.delta(BASE).tables), BASE),
         "has other tensors in table user than the delta",
     ),
 }
@@ -273,7 +272,7 @@ def test_numbers_that_are_no_rows_are_not_saved(tmp_path: Path, numbers: list[in
     assert isinstance(first, RowSet)
     wrong = RowSet(USERS, 0, 9, torch.tensor(numbers), first.tensors)
     with pytest.raises(ValueError, match="row numbers of table user must be"):
-        store.save(model.snapshot((wrong, *others), DeltaOf("samples-000000000000", True)))
+        store.save(model.snapshot((wrong, *others), "samples-000000000000"))
 
 
 def test_a_delta_cannot_be_older_than_its_parent(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from checkpoint_helpers import (
 from shadowsync.checkpoint.files import LocalFiles
 from shadowsync.checkpoint.format import MANIFEST
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
+from shadowsync.checkpoint.snapshot import Snapshot
 from shadowsync.checkpoint.store import CheckpointStore, ParentLost
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.errors import CheckpointError, SaveError
@@ -50,9 +50,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["shadowsync.checkpoint.loading"], "CHUNK_BYTES", 3000)
 
 
-def snapshot(samples: int, tables: tuple[Rows, ...], delta: DeltaOf | None = None) -> Snapshot:
+def snapshot(samples: int, tables: tuple[Rows, ...]) -> Snapshot:
     dense = {"center": torch.zeros(1)}
-    return Snapshot({}, samples, tables, dense, {}, {"torch": torch.zeros(1, dtype=torch.uint8)}, {}, delta)
+    return Snapshot({}, samples, tables, dense, {}, {"torch": torch.zeros(1, dtype=torch.uint8)}, {})
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.checkpoint.catalog import Parents
 from shadowsync.checkpoint.format import new_name, order, whole_name
+from shadowsync.checkpoint.store import Parents
 
 PARENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.booleans()), min_size=1, max_size=12)
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shadowsync.checkpoint.loading import Written, written_rows
-from shadowsync.checkpoint.snapshot import DeltaOf, GivenUp, Snapshot
+from shadowsync.checkpoint.snapshot import GivenUp, Snapshot
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.errors import CheckpointError
@@ -26,7 +26,7 @@ class Source:
         self.asked: list[str] = []
         self._rows, self._at, self._fails = rows, at, fails
 
-    def read(self, first: int, last: int, name: str) -> Iterator[Tensor]:
+    def __call__(self, first: int, last: int, name: str) -> Iterator[Tensor]:
         self.asked.append(name)
         tensor = self._rows.tensors[name]
         if len(tensor) != len(self._rows.tensors["weight"]):
@@ -65,7 +65,7 @@ def two(root: str) -> tuple[CheckpointStore, list[str], RowSet, dict[str, Tensor
     names = [store.save(replace(snapshot, tables=tuple(tables)))]
     changed = delta()
     rows = (streamed(changed, Source(changed)), *others)
-    names.append(store.save(replace(snapshot, samples=20, tables=rows, delta=DeltaOf(names[0], True))))
+    names.append(store.save(replace(snapshot, samples=20, tables=rows, parent=names[0])))
     whole = {name: torch.cat([part.tensors[name] for part in users]) for name in ("weight", "momentum")}
     return store, names, changed, whole
 
@@ -88,7 +88,7 @@ def test_what_belongs_to_the_table_as_a_whole_is_read_last_and_all_is_aligned(tm
     odd = replace(odd, tensors={"step": torch.tensor([9]), **{n: odd.tensors[n] for n in ("weight", "momentum")}})
     source = Source(odd)
     tables = (streamed(odd, source), *others)
-    name = store.save(replace(snapshot, samples=20, tables=tables, delta=DeltaOf(parent, True)))
+    name = store.save(replace(snapshot, samples=20, tables=tables, parent=parent))
     assert source.asked == ["weight", "momentum", "step"]
     with safe_open(tmp_path / name / "rows-00000.safetensors", "pt") as opened:
         found = {key: opened.get_tensor(f"user[0:{USERS.rows}].{key}") for key in (*odd.tensors, "numbers")}
@@ -138,16 +138,16 @@ class Impatient(Source):
         super().__init__(rows)
         self._store = store
 
-    def read(self, first: int, last: int, name: str) -> Iterator[Tensor]:
+    def __call__(self, first: int, last: int, name: str) -> Iterator[Tensor]:
         with self._store.given_up():
-            yield from super().read(first, last, name)
+            yield from super().__call__(first, last, name)
 
 
 def test_what_is_being_written_ends_when_somebody_cannot_wait(root: str) -> None:
     store, names, changed, _ = two(root)
     again = (streamed(changed, Impatient(changed, store)), *parts()[2])
     with pytest.raises(GivenUp):
-        store.save(replace(make_snapshot(30), tables=again, delta=DeltaOf(names[1], True)))
+        store.save(replace(make_snapshot(30), tables=again, parent=names[1]))
     assert store.names() == names
     with store.given_up(), pytest.raises(GivenUp):
         store.compact(names[1])

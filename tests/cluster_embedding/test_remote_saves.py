@@ -76,7 +76,7 @@ def in_memory(rows: Rows | RowSet) -> Rows | RowSet:
     count, tensors = len(rows.tensors["weight"]), {}
     for first, last in ((0, count // 2), (count // 2, count)):
         for name in rows.tensors:
-            tensors.setdefault(name, []).extend(rows.source.read(first, last, name))
+            tensors.setdefault(name, []).extend(rows.source(first, last, name))
     return replace(
         rows, tensors={name: parts[-1] if name == "step" else torch.cat(parts) for name, parts in tensors.items()}
     )
@@ -165,7 +165,7 @@ def test_everything_crosses_in_chunks_when_it_is_read(connect: Connect) -> None:
     trained(server)
     for rows in found:
         assert rows.source is not None
-        parts = list(rows.source.read(0, len(rows.tensors["weight"]), "weight"))
+        parts = list(rows.source(0, len(rows.tensors["weight"]), "weight"))
         assert max(part.numel() for part in parts) <= 8 * 9
     assert_copies(found, server)
     assert spoken_of(found) == {s.table.name: list(range(s.start, s.stop)) for s in SHARDS}
@@ -271,7 +271,7 @@ def test_small_shards_are_copied_when_a_save_begins_and_anew_if_read_again(optim
         for rows, tensors in zip(found, wanted, strict=True):
             assert rows.source is not None
             for name in rows.tensors:
-                read = torch.cat(list(rows.source.read(0, len(rows.tensors["weight"]), name)))
+                read = torch.cat(list(rows.source(0, len(rows.tensors["weight"]), name)))
                 assert torch.equal(read, tensors[name]), name
 
 

@@ -27,7 +27,6 @@ from saving_sessions import (
 from wired_roles import Wired
 
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.checkpoint.snapshot import DeltaOf
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.cluster.session import Session
 from shadowsync.embedding import memory
@@ -116,7 +115,7 @@ def test_by_priority_shares_cross_and_small_tables_at_the_end_of_a_round(tmp_pat
         big = [size for (table, _), size in sizes.items() if table == "many"]
         assert 0 < sum(big) == sum(sizes.values())
         assert all(size <= 8 for size in big)
-        name = save(session, store, rows, DeltaOf(name, False))
+        name = save(session, store, rows, name, False)
         first = {(r.table.name, n) for r in rows if isinstance(r, RowSet) for n in r.numbers.tolist()}
         again = session.changed_rows(end_of_round=True)
         assert {r.table.name for r in again if isinstance(r, Rows)} == {"c0", "c1"}
@@ -143,7 +142,7 @@ def test_a_server_that_dies_is_reported_and_nothing_counts_as_saved(
             lambda: session.changed_rows(end_of_round=True),
             session.rows_beside,
             lambda: session.rows_saved(rows, never_asked),
-            lambda: store.save(snapshot(session, rows, DeltaOf(name, True))),
+            lambda: store.save(snapshot(session, rows, name)),
         ):
             with pytest.raises(PeerLost):
                 call()

@@ -81,4 +81,4 @@ def test_forms_are_told_without_memory(numbers: Tensor | None) -> None:
         "step": ("meta", torch.int64, (1,)),
     }
     assert rows.source is not None
-    assert torch.cat(list(rows.source.read(0, 2, "weight"))).tolist() == [[1.0, 1.0]] * 2
+    assert torch.cat(list(rows.source(0, 2, "weight"))).tolist() == [[1.0, 1.0]] * 2

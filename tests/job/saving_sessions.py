@@ -11,7 +11,7 @@ from job_helpers import Ledger, Witness, beside_own_model, settings, write_rows
 from torch import Tensor
 
 from shadowsync.checkpoint.loading import LoadedCheckpoint, written_rows
-from shadowsync.checkpoint.snapshot import DeltaOf, Snapshot
+from shadowsync.checkpoint.snapshot import Snapshot
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import choose_all
 from shadowsync.cluster.context import Material, Own
@@ -69,14 +69,22 @@ def local(folder: Path, **given: Any) -> Iterator[Session]:
         yield session
 
 
-def snapshot(session: Session, tables: Sequence[Rows | RowSet], delta: DeltaOf | None = None) -> Snapshot:
+def snapshot(
+    session: Session, tables: Sequence[Rows | RowSet], parent: str | None = None, complete: bool = True
+) -> Snapshot:
     """The rows, and nothing else that matters."""
-    return Snapshot({}, session.reader.trained, tuple(tables), {}, {}, {}, {}, delta)
+    return Snapshot({}, session.reader.trained, tuple(tables), {}, {}, {}, {}, parent, complete)
 
 
-def save(session: Session, store: CheckpointStore, rows: Sequence[Rows | RowSet], delta: DeltaOf | None = None) -> str:
+def save(
+    session: Session,
+    store: CheckpointStore,
+    rows: Sequence[Rows | RowSet],
+    parent: str | None = None,
+    complete: bool = True,
+) -> str:
     """Writes rows and tells the servers."""
-    name = store.save(snapshot(session, rows, delta))
+    name = store.save(snapshot(session, rows, parent, complete))
     tell(session, store, name, rows)
     return name
 
@@ -107,7 +115,7 @@ def never_asked(table: Table, rows: Tensor | range) -> Tensor:
 def in_memory(rows: Rows | RowSet) -> dict[str, Tensor]:
     """Copies all that a source gives."""
     count = len(rows.tensors["weight"])
-    return {name: torch.cat(list(rows.source.read(0, count, name))) for name in rows.tensors}
+    return {name: torch.cat(list(rows.source(0, count, name))) for name in rows.tensors}
 
 
 def save_whole(session: Session, store: CheckpointStore) -> str:
@@ -118,7 +126,7 @@ def save_delta(session: Session, store: CheckpointStore, parent: str, end_of_rou
     """As a job does in the thread that saves."""
     rows = session.changed_rows(end_of_round)
     complete = session.choices.recovery.priority == "all"
-    return save(session, store, rows, DeltaOf(parent, complete))
+    return save(session, store, rows, parent, complete)
 
 
 def save_while_training(session: Session, store: CheckpointStore) -> tuple[str, int]:

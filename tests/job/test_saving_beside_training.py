@@ -24,7 +24,6 @@ from saving_sessions import (
     tell,
 )
 
-from shadowsync.checkpoint.snapshot import DeltaOf
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.cluster.session import Session
 from shadowsync.embedding.server import EmbeddingServer
@@ -152,9 +151,9 @@ def test_rows_are_copied_when_they_are_read_and_their_state_with_them(tmp_path: 
         rows = max(session.rows_beside(), key=lambda part: len(part.tensors["weight"]))
         assert all(tensor.is_meta for tensor in rows.tensors.values())
         then = by_table(session.rows())[rows.table.name]
-        early = {"weight": torch.cat(list(rows.source.read(2, 12, "weight")))}
+        early = {"weight": torch.cat(list(rows.source(2, 12, "weight")))}
         trained(session)
-        early |= {name: torch.cat(list(rows.source.read(2, 12, name))) for name in rows.tensors if name != "weight"}
+        early |= {name: torch.cat(list(rows.source(2, 12, name))) for name in rows.tensors if name != "weight"}
         first = slice(rows.start + 2, rows.start + 12)
         for name, tensor in then.items():
             assert torch.equal(early[name], tensor if name == "step" else tensor[first]), name
@@ -225,7 +224,7 @@ def test_servers_are_lost_while_workers_train_and_rows_are_saved(tmp_path: Path)
             losses += 1
             rows = session.changed_rows(end_of_round=True)
             lose(session, [1], store.open(name))
-            name = save(session, store, rows, DeltaOf(name, True))
+            name = save(session, store, rows, name)
         session.finish()
         name = save_delta(session, store, name)
         assert losses > 0

@@ -385,26 +385,3 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Writable view of the bytes of a contiguous CPU tensor."""
     return tensor.flatten().view(torch.uint8).numpy().data
-
-
-class BlockSums:
-    """CRC-32 of each block of `block_bytes` of a stream, the last one shorter.
-
-    A checksum per block lets a reader check exactly what it reads, be it one row, in the same pass.
-    """
-
-    def __init__(self, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self.sums: list[int] = []
-        self.total_bytes = 0
-
-    def add(self, chunk: Chunk) -> None:
-        view = memoryview(chunk)
-        while view:
-            used = self.total_bytes % self.block_bytes
-            part = view[: self.block_bytes - used]
-            if used == 0:
-                self.sums.append(0)
-            self.sums[-1] = crc32(part, self.sums[-1])
-            self.total_bytes += len(part)
-            view = view[len(part) :]

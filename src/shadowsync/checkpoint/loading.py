@@ -1,24 +1,40 @@
 """Reads a checkpoint with all that it builds on: any range of rows, each row from the newest piece that holds it.
 
-Each byte is checked in the pass that reads it.
+Manifests and sizes are compared before a row is read, and each byte is checked in the pass that reads it.
 """
 
 import contextlib
+import json
 import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 from isal.isal_zlib import crc32
 from torch import Tensor
 
 from shadowsync.checkpoint.files import Files
-from shadowsync.checkpoint.format import DTYPES, FileEntry, Piece, TensorEntry, TensorGroup, bytes_of, damaged
+from shadowsync.checkpoint.format import (
+    DTYPES,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    Piece,
+    TensorEntry,
+    bytes_of,
+    damaged,
+    decode,
+    order,
+    whole_name,
+)
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.errors import CheckpointError
 
@@ -27,93 +43,40 @@ KEPT_BLOCKS = 4
 CHUNK_BYTES = 32 << 20
 
 
-class BlockReader:
-    """Reads byte ranges of a checkpoint's files, block by block, each block compared with its checksum.
-
-    A block in the midst of which a range ended is kept for the next range, and so is a file's last block, in which
-    small tensors lie together. Any thread may read. What is gone, too short or not what was written is a
-    `DamagedCheckpoint`; if the file system fails, that is another `CheckpointError`.
-    """
-
-    def __init__(self, files: Files, folder: str, entries: Sequence[FileEntry], block_bytes: int) -> None:
-        self._files = files
-        self._folder = folder
-        self._block_bytes = block_bytes
-        self._entries = {entry.name: entry for entry in entries}
-        self._kept: dict[tuple[str, int], bytes] = {}
-        self._lock = threading.Lock()
-
-    def place(self, name: str) -> str:
-        return self._files.place(f"{self._folder}/{name}")
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fills `target` from byte `offset` of a file."""
-        entry, done = self._entries[name], 0
-        while done < len(target):
-            index, skip = divmod(offset + done, self._block_bytes)
-            with self._lock:
-                content = self._kept.pop((name, index), None)
-            content = content or self._block(entry, index)
-            part = memoryview(content)[skip : skip + len(target) - done]
-            target[done : done + len(part)] = part
-            done += len(part)
-            if skip + len(part) < len(content) or index == len(entry.crc32) - 1:
-                with self._lock:
-                    self._kept[name, index] = content
-                    if len(self._kept) > KEPT_BLOCKS:
-                        del self._kept[next(iter(self._kept))]
-
-    def read_tensor(self, file: str, entry: TensorEntry) -> Tensor:
-        tensor = torch.empty(math.prod(entry.shape), dtype=DTYPES[entry.dtype])
-        self.read_into(file, entry.offset, bytes_of(tensor))
-        return tensor.view(entry.shape)
-
-    def read_group(self, group: TensorGroup) -> dict[str, Tensor]:
-        return {tensor.name: self.read_tensor(group.file, tensor) for tensor in group.tensors}
-
-    def check_sizes(self) -> None:
-        for entry in self._entries.values():
-            size = self._files.guarded(f"{self._folder}/{entry.name}", self._files.size)
-            if size is None:
-                raise damaged(self.place(entry.name), "is missing")
-            if size != entry.bytes:
-                raise damaged(self.place(entry.name), f"has {size} bytes where the manifest says {entry.bytes}")
-
-    def check_content(self) -> None:
-        """Reads every file once and compares it with its checksums, in bounded memory."""
-        for entry in self._entries.values():
-            for index in range(len(entry.crc32)):
-                self._block(entry, index)
-
-    def _block(self, entry: FileEntry, index: int) -> bytes:
-        start = index * self._block_bytes
-        stop = min(start + self._block_bytes, entry.bytes)
-        path = f"{self._folder}/{entry.name}"
-        content = self._files.guarded(path, lambda path: self._files.read(path, start, stop))
-        if len(content) != stop - start:
-            raise damaged(self.place(entry.name), f"ends before byte {stop} of {entry.bytes}")
-        if crc32(content) != entry.crc32[index]:
-            raise damaged(self.place(entry.name), f"is not what was written (bytes {start} to {stop})")
-        return content
-
-
 class Layer:
-    """The pieces of one checkpoint that are needed to load another; errors as of its reader.
+    """The pieces of one checkpoint that are needed to load another, and the files that hold them, of the right sizes.
+
+    Files are read block by block, each block compared with its checksum. A block in the midst of which a range ended
+    is kept for the next range, and so is a file's last block, in which small tensors lie together. Any thread may read.
+    What is gone, too short or not what was written is a `DamagedCheckpoint`; if the file system fails, that is another
+    `CheckpointError`.
 
     Attributes:
-        exact: as in its manifest.
+        exact: as in the manifest.
         pieces: by table, in the order of their rows; tables without any are absent.
     """
 
     def __init__(
-        self, name: str, samples: int, exact: bool, pieces: Mapping[str, Sequence[Piece]], reader: BlockReader
+        self,
+        files: Files,
+        name: str,
+        manifest: Manifest,
+        pieces: Mapping[str, Sequence[Piece]],
+        needed: Collection[str],
     ) -> None:
-        self.name = name
-        self.samples = samples
-        self.exact = exact
-        self.pieces = pieces
-        self._reader = reader
+        """`needed` are the files that may be read."""
+        self.name, self.samples, self.exact, self.pieces = name, manifest.samples, manifest.exact, pieces
+        self._files, self._block_bytes = files, manifest.block_bytes
+        self._entries = {entry.name: entry for entry in manifest.files if entry.name in needed}
+        self._kept: dict[tuple[str, int], bytes] = {}
+        self._lock = threading.Lock()
         self._last = threading.local()  # several servers may read at once, each from a piece of its own
+        for entry in self._entries.values():
+            size = files.guarded(f"{name}/{entry.name}", files.size)
+            if size is None:
+                raise self._damaged(entry.name, "is missing")
+            if size != entry.bytes:
+                raise self._damaged(entry.name, f"has {size} bytes where the manifest says {entry.bytes}")
 
     @property
     def byte_count(self) -> int:
@@ -160,11 +123,13 @@ class Layer:
 
     def wide(self, piece: Piece, name: str) -> Tensor:
         """The tensor `name` of the table as a whole, as it stood with the piece's rows."""
-        return self._reader.read_tensor(piece.file, next(tensor for tensor in piece.wide if tensor.name == name))
+        return self.read_tensor(piece.file, next(tensor for tensor in piece.wide if tensor.name == name))
 
     def verify(self) -> None:
-        """Reads everything that is needed of it once and compares it with its checksums."""
-        self._reader.check_content()
+        """Reads everything that is needed of it once, in bounded memory, and compares it with its checksums."""
+        for entry in self._entries.values():
+            for index in range(len(entry.crc32)):
+                self._block(entry, index)
         for piece in (one for pieces in self.pieces.values() for one in pieces if one.scattered is not None):
             self._numbers(piece)
 
@@ -172,7 +137,7 @@ class Layer:
         """Fills `target` with the tensor's rows after the first `skip`."""
         if len(target):
             row_bytes = tensor.byte_count // piece.rows
-            self._reader.read_into(piece.file, tensor.offset + skip * row_bytes, bytes_of(target))
+            self._read_into(piece.file, tensor.offset + skip * row_bytes, bytes_of(target))
 
     def _numbers(self, piece: Piece) -> Tensor:
         """All row numbers of a piece; those of the last one asked for in this thread are kept."""
@@ -180,12 +145,47 @@ class Layer:
         if last is not None and last[0] is piece:
             return last[1]
         assert piece.scattered is not None
-        numbers = self._reader.read_tensor(piece.file, piece.scattered.numbers)
+        numbers = self.read_tensor(piece.file, piece.scattered.numbers)
         inside = not len(numbers) or (piece.start <= int(numbers[0]) and int(numbers[-1]) < piece.stop)
         if not inside or not bool((numbers[1:] > numbers[:-1]).all()):
-            raise damaged(self._reader.place(piece.file), f"has impossible row numbers for table {piece.table}")
+            raise self._damaged(piece.file, f"has impossible row numbers for table {piece.table}")
         self._last.read = (piece, numbers)
         return numbers
+
+    def read_tensor(self, file: str, entry: TensorEntry) -> Tensor:
+        tensor = torch.empty(math.prod(entry.shape), dtype=DTYPES[entry.dtype])
+        self._read_into(file, entry.offset, bytes_of(tensor))
+        return tensor.view(entry.shape)
+
+    def _read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fills `target` from byte `offset` of a file."""
+        entry, done = self._entries[name], 0
+        while done < len(target):
+            index, skip = divmod(offset + done, self._block_bytes)
+            with self._lock:
+                content = self._kept.pop((name, index), None)
+            content = content or self._block(entry, index)
+            part = memoryview(content)[skip : skip + len(target) - done]
+            target[done : done + len(part)] = part
+            done += len(part)
+            if skip + len(part) < len(content) or index == len(entry.crc32) - 1:
+                with self._lock:
+                    self._kept[name, index] = content
+                    if len(self._kept) > KEPT_BLOCKS:
+                        del self._kept[next(iter(self._kept))]
+
+    def _block(self, entry: FileEntry, index: int) -> bytes:
+        start = index * self._block_bytes
+        stop = min(start + self._block_bytes, entry.bytes)
+        content = self._files.guarded(f"{self.name}/{entry.name}", lambda path: self._files.read(path, start, stop))
+        if len(content) != stop - start:
+            raise self._damaged(entry.name, f"ends before byte {stop} of {entry.bytes}")
+        if crc32(content) != entry.crc32[index]:
+            raise self._damaged(entry.name, f"is not what was written (bytes {start} to {stop})")
+        return content
+
+    def _damaged(self, file: str, defect: str) -> DamagedCheckpoint:
+        return damaged(self._files.place(f"{self.name}/{file}"), defect)
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,6 +336,129 @@ def _wide(touched: _Touched, names: Collection[str] | None) -> dict[str, Tensor]
 
 def _empty(tensor: TensorEntry, rows: int) -> Tensor:
     return torch.empty((rows, *tensor.shape[1:]), dtype=DTYPES[tensor.dtype])
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+def is_complete(files: Files, name: str) -> bool:
+    """Whether the folder `name` is a checkpoint, and not the remains of a save."""
+    return files.guarded(f"{name}/{MANIFEST}", files.size) is not None
+
+
+def standing(files: Files, name: str, prefer_whole: bool = True) -> str:
+    """Who holds the state called `name`: where it is there both as saved and rewritten as a whole, the latter."""
+    names = (whole_name(name), name) if prefer_whole else (name, whole_name(name))
+    return next((one for one in names if is_complete(files, one)), name)
+
+
+def read_manifest(files: Files, name: str) -> Manifest:
+    """The manifest of a checkpoint; raises as `open_checkpoint`."""
+    path = f"{name}/{MANIFEST}"
+    size = files.guarded(path, files.size)
+    if size is None:
+        raise damaged(files.place(path), "is missing")
+    if size > MAX_MANIFEST_BYTES:
+        raise damaged(files.place(path), f"has {size} bytes, more than any manifest")
+    content = files.guarded(path, lambda where: files.read(where, 0, size))
+    return decode(content, files.place(path))
+
+
+def open_checkpoint(
+    files: Files, name: str, shards: Sequence[Shard] | None, prefer_whole: bool = True
+) -> LoadedCheckpoint:
+    """Reads the manifests of a checkpoint and of what it builds on, compares all sizes, reads the small parts.
+
+    With `shards` only what their rows need, without the dense part. `prefer_whole` as in `standing`.
+
+    Raises:
+        DamagedCheckpoint: it is not as it was written.
+        CheckpointError: it is of a newer format, or the file system fails.
+    """
+
+    def is_wanted(piece: Piece) -> bool:
+        return shards is None or any(
+            piece.table == shard.table.name and piece.start < shard.stop and shard.start < piece.stop
+            for shard in shards
+        )
+
+    chain = list(_manifests(files, name, prefer_whole))
+    newest, place = chain[0][1], files.place(f"{name}/{MANIFEST}")
+    layers, hidden = [], set[str]()
+    for at, manifest in chain:
+        pieces: dict[str, list[Piece]] = {}
+        for piece in sorted(manifest.pieces, key=lambda piece: piece.start):
+            if piece.table not in hidden and is_wanted(piece):
+                pieces.setdefault(piece.table, []).append(piece)
+        if (defect := table_difference(manifest, newest, pieces)) is not None:
+            raise damaged(files.place(f"{at}/{MANIFEST}"), f"has {defect} than what builds on it")
+        hidden |= {piece.table for piece in manifest.pieces if piece.scattered is None}
+        needed = {piece.file for found in pieces.values() for piece in found}
+        layers.append(Layer(files, at, manifest, pieces, needed))
+    small: list[dict[str, Tensor]] = [{}, {}]
+    if shards is None:
+        groups = (newest.dense, newest.random)
+        layer = Layer(files, name, newest, {}, {group.file for group in groups})
+        layer.verify()
+        small = [{one.name: layer.read_tensor(group.file, one) for one in group.tensors} for group in groups]
+    loaded = LoadedCheckpoint(
+        name=name,
+        samples=newest.samples,
+        config=_plain(newest.config, place),
+        position=_plain(newest.position, place),
+        extra=_plain(newest.extra, place),
+        tables=newest.tables,
+        dense=small[0],
+        random=small[1],
+        skipped=(),
+        layers=tuple(reversed(layers)),
+        shards=None if shards is None else tuple(shards),
+    )
+    if loaded.exact:
+        return loaded
+    older = (
+        f"{name} holds some rows as of its {loaded.samples} samples and others as of earlier ones, down to "
+        f"{loaded.oldest}, because only part of them was saved each time: what those learned in between is lost"
+    )
+    return replace(loaded, skipped=(older,))
+
+
+def _manifests(files: Files, name: str, prefer_whole: bool) -> Iterator[tuple[str, Manifest]]:
+    while True:
+        manifest = read_manifest(files, name)
+        yield name, manifest
+        if manifest.parent is None:
+            return
+        parent = standing(files, manifest.parent, prefer_whole)
+        if order(parent) >= order(name):
+            raise damaged(files.place(f"{name}/{MANIFEST}"), f"builds on {parent}, which is newer")
+        name = parent
+
+
+def table_difference(parent: Manifest, child: Manifest, names: Iterable[str]) -> str | None:
+    """What differs in the tables `names`, as `another table X` or `other tensors in table X`; None if nothing does."""
+    sizes = [{table.name: (table.rows, table.dim) for table in manifest.tables} for manifest in (parent, child)]
+    firsts = [{piece.table: piece for piece in reversed(manifest.pieces)} for manifest in (parent, child)]
+    for name in names:
+        if sizes[0].get(name) != sizes[1].get(name):
+            return f"another table {name}"
+        there, here = (first[name].form if name in first else None for first in firsts)
+        if there != here:
+            return f"other tensors in table {name}"
+    return None
+
+
+def _plain(raw: msgspec.Raw, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(bytes(raw))
+    except (ValueError, RecursionError) as error:
+        raise damaged(place, f"holds what is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise damaged(place, f"holds a {type(value).__name__} where an object belongs")
+    return value
+
+
+# --- what was just written -------------------------------------------------------------------------------------------
 
 
 Written = Callable[[Table, Tensor | range], Tensor]

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from isal.isal_zlib import crc32
 from msgspec.structs import replace
 from torch import Tensor
 
 from shadowsync.checkpoint.files import Files
 from shadowsync.checkpoint.format import (
     CODES,
-    BlockSums,
     Chunk,
     FileEntry,
     Manifest,
@@ -39,17 +39,6 @@ class GivenUp(ShadowSyncError):
 
 
 @dataclass(frozen=True)
-class DeltaOf:
-    """What a snapshot without every row builds on: the checkpoint `parent`, whose rows stand where it has none.
-
-    The snapshot is `complete` if it has every row that changed since the parent was taken.
-    """
-
-    parent: str
-    complete: bool
-
-
-@dataclass(frozen=True)
 class Snapshot:
     """A consistent image of a job; its rows are in memory, or read when they are written.
 
@@ -62,7 +51,8 @@ class Snapshot:
             `replica.<i>.weight`, `replica.<i>.<name>` of the optimizer, `replica.<i>.buffer.<name>` of the module;
             `sync.<i>.<name>` of the sync method.
         random: random states by name (uint8 tensors).
-        delta: what this one builds on; None for a whole one.
+        parent: of a delta, the checkpoint whose rows stand where it has none; None for a whole one.
+        complete: it has every row that changed since the parent was taken.
     """
 
     config: Mapping[str, Any]
@@ -72,7 +62,8 @@ class Snapshot:
     position: Mapping[str, Any]
     random: Mapping[str, Tensor]
     extra: Mapping[str, Any]
-    delta: DeltaOf | None = None
+    parent: str | None = None
+    complete: bool = True
 
 
 def write_snapshot(
@@ -92,7 +83,7 @@ def write_snapshot(
     config, position, extra = (raw_json(what, getattr(snapshot, what)) for what in ("config", "position", "extra"))
     write = partial(write_tensors, files, folder, block_bytes=BLOCK_BYTES, given_up=given_up)
     written: list[FileEntry] = []
-    tables = _by_table(snapshot.tables, may_be_sets=snapshot.delta is not None)
+    tables = _by_table(snapshot.tables, may_be_sets=snapshot.parent is not None)
     cuts = [cut for table in tables for cut in _cut_table(table, piece_bytes)]
     pieces: list[Piece] = []
     for group in _fill(cuts, piece_bytes):
@@ -125,7 +116,7 @@ def write_snapshot(
         random=small[1],
         block_bytes=BLOCK_BYTES,
         files=tuple(written),
-        parent=None if snapshot.delta is None else snapshot.delta.parent,
+        parent=snapshot.parent,
     )
 
 
@@ -146,19 +137,28 @@ def write_tensors(
     so before a chunk, it ends with `GivenUp`.
     """
     head, offsets = place(list(tensors.items()), late)
-    sums = BlockSums(block_bytes)
+    sums: list[int] = []  # of the blocks, so that a reader can check exactly what it reads, be it one row
+    total = 0
 
     def stream() -> Iterator[Chunk]:
+        nonlocal total
         parts = (chunks(tensors[key]) if read is None else read[key]() for key in offsets)
         for chunk in itertools.chain([head], *parts):
             if given_up():
                 raise GivenUp(f"{folder} was given up while it was written")
-            sums.add(chunk)
+            view = memoryview(chunk)
+            while view:
+                used = total % block_bytes
+                part = view[: block_bytes - used]
+                if used == 0:
+                    sums.append(0)
+                sums[-1] = crc32(part, sums[-1])
+                total, view = total + len(part), view[len(part) :]
             yield chunk
 
     files.write(f"{folder}/{name}", stream())
     entries = {n: TensorEntry(n, CODES[t.dtype], tuple(t.shape), offsets[n]) for n, t in tensors.items()}
-    return FileEntry(name, sums.total_bytes, tuple(sums.sums)), entries
+    return FileEntry(name, total, tuple(sums)), entries
 
 
 # --- cutting ---------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def _cut_table(runs: Sequence[Rows | RowSet], piece_bytes: int) -> Iterator[_Cut
         for first in range(0, count if numbers is None else max(1, count), step):
             last = min(first + step, count)
             parts = {name: tensor[first:last] for name, tensor in by_row.items()}
-            read = None if rows.source is None else partial(rows.source.read, first, last)
+            read = None if rows.source is None else partial(rows.source, first, last)
             if numbers is None:
                 start, stop, own = rows.start + first, rows.start + last, {}
             else:

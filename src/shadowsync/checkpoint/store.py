@@ -9,22 +9,24 @@ samples-000000002048-whole the same state rewritten without a parent
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import msgspec
 import torch
 from torch import Tensor
 
-from shadowsync.checkpoint.catalog import Catalog, Pins, table_difference
 from shadowsync.checkpoint.files import Files, open_files
 from shadowsync.checkpoint.format import (
     DTYPES,
     MANIFEST,
     NAME,
     STAGED,
+    DamagedCheckpoint,
     Manifest,
     encode,
     new_name,
@@ -32,16 +34,80 @@ from shadowsync.checkpoint.format import (
     plain_name,
     whole_name,
 )
-from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.checkpoint.loading import (
+    LoadedCheckpoint,
+    is_complete,
+    open_checkpoint,
+    read_manifest,
+    standing,
+    table_difference,
+)
 from shadowsync.checkpoint.snapshot import Snapshot, write_snapshot
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.errors import CheckpointError, SaveError
 
 PIECE_BYTES = 512 << 20
+_RELISTINGS = 5
 
 
 class ParentLost(SaveError):
     """What a delta builds on cannot be built on any more; a whole checkpoint can be saved all the same."""
+
+
+@dataclass(frozen=True)
+class Parents:
+    """The complete checkpoints of a folder: by name what each builds on, None for a whole one. Pure bookkeeping."""
+
+    parents: Mapping[str, str | None]
+
+    def resolve(self, name: str) -> str | None:
+        """Who holds the state called `name`: it as a whole if there is that, else itself; None if both are gone."""
+        return next((found for found in (whole_name(name), name) if found in self.parents), None)
+
+    def chain(self, name: str) -> tuple[str, ...] | None:
+        """What must be read to load `name`, from the whole one on; None if something is missing."""
+        found: list[str] = []
+        at: str | None = name
+        while at is not None:
+            if at not in self.parents:
+                return None
+            found.append(at)
+            parent = self.parents[at]
+            at = None if parent is None else self.resolve(parent) or parent
+        return tuple(reversed(found))
+
+    def restorable(self) -> list[str]:
+        """Those that can be loaded, oldest first; of one that was rewritten as a whole only the rewritten one."""
+        names = sorted(self.parents, key=order)
+        return [name for name in names if self.chain(name) is not None and self.resolve(name) == name]
+
+    def kept(self, keep: int, given_up: Collection[str], in_use: Collection[str]) -> set[str]:
+        """The newest that can be loaded of each of `keep` families, those in use, and what all of these need.
+
+        A family is a whole checkpoint with all that builds on it. Two share no file, so that one wrong byte ends one
+        of them at most. The newest of a family needs nearly all the rest of it, so little is on the disk beyond it:
+        at most `keep` times a whole checkpoint with the deltas up to the next one, that next one while it is being
+        written, and what is in use. `given_up` are plain names of checkpoints of a course that was left, not counted;
+        `in_use` are names whose chains somebody reads.
+        """
+        newest: dict[str, tuple[str, ...]] = {}
+        for name in reversed(self.restorable()):
+            chain = self.chain(name) or ()
+            if plain_name(name) not in given_up:
+                newest.setdefault(chain[0], chain)
+        found = {link for chain in list(newest.values())[:keep] for link in chain}
+        return found.union(*map(self.readable, in_use))
+
+    def readable(self, name: str) -> set[str]:
+        """What somebody who opened `name` may read: where a state is there twice, both."""
+        found: set[str] = set()
+        ahead = [name]
+        while ahead:
+            at = ahead.pop()
+            there = {one for one in (plain_name(at), whole_name(at)) if one in self.parents} - found
+            found |= there
+            ahead += [parent for one in there if (parent := self.parents[one]) is not None]
+        return found
 
 
 class CheckpointStore:
@@ -59,13 +125,16 @@ class CheckpointStore:
         self._keep = keep
         self._piece_bytes = piece_bytes
         self._given_up: frozenset[str] = frozenset()  # plain names
-        self._pins = Pins()
+        self._lock = threading.Lock()  # held by whoever removes checkpoints or chooses the name of a new one
+        self._written: set[str] = set()
+        self._read: Counter[str] = Counter()
         self._impatient = 0
         self._impatient_lock = threading.Lock()
-        self._catalog = Catalog(self._files, self._pins)
 
     def names(self) -> list[str]:
-        return self._catalog.names()
+        """The complete ones, oldest first, listed anew at each question."""
+        found = [name for name in self._files.guarded("", self._files.names) if NAME.fullmatch(name)]
+        return sorted((name for name in found if is_complete(self._files, name)), key=order)
 
     def newest(self) -> str | None:
         return next(reversed(self.names()), None)
@@ -92,10 +161,10 @@ class CheckpointStore:
         """
         with (
             self._as_save_error("the new checkpoint could not be written", "earlier ones are as they were"),
-            self._pins.writing(lambda: self._new_name(snapshot.samples)) as name,
+            self._writing(lambda: self._new_name(snapshot.samples)) as name,
         ):
-            parent = None if snapshot.delta is None else self._parent(snapshot.delta.parent, name)
-            exact = snapshot.delta is None or (snapshot.delta.complete and parent is not None and parent.exact)
+            parent = None if snapshot.parent is None else self._parent(snapshot.parent, name)
+            exact = snapshot.complete and (parent is None or parent.exact)
             self._write(name, snapshot, snapshot.samples, exact, parent)
         with self._as_save_error("an old checkpoint could not be removed", f"{name} is complete"):
             self._prune()
@@ -110,10 +179,10 @@ class CheckpointStore:
         """
         with (
             self._as_save_error(f"{name} could not be rewritten as a whole", "it is as it was"),
-            self._pins.reading(name),
+            self._reading(name),
         ):
             whole = whole_name(name)
-            loaded = self.open(whole if NAME.fullmatch(whole) and self._catalog.complete(whole) else name)
+            loaded = self.open(whole if NAME.fullmatch(whole) and is_complete(self._files, whole) else name)
             if len(loaded.layers) == 1:
                 return loaded.name
 
@@ -121,7 +190,7 @@ class CheckpointStore:
                 self._clean()
                 return whole
 
-            with self._pins.writing(choose):
+            with self._writing(choose):
                 self._write(whole, as_whole(loaded), loaded.oldest, loaded.exact)
         with self._as_save_error("an old checkpoint could not be removed", f"{whole} is complete"):
             self._prune()
@@ -141,8 +210,8 @@ class CheckpointStore:
     def load(self, name: str | None = None) -> LoadedCheckpoint:
         """Opens a checkpoint to go on from: newer ones are given up, and go with the next save. Otherwise as `open`."""
         with self.opened(name) as loaded:
-            with self._pins.lock:
-                others = {*self.names(), *self._pins.written}
+            with self._lock:
+                others = {*self.names(), *self._written}
                 newer = {plain_name(other) for other in others if order(other)[:2] > order(loaded.name)[:2]}
                 self._given_up = (self._given_up | newer) - {plain_name(layer.name) for layer in loaded.layers}
             return loaded
@@ -172,13 +241,102 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is none, or it cannot be loaded.
         """
-        if name is None:
-            return self._catalog.newest(shards, self._given_up, load)
-        return self._catalog.named(name, shards)
+        return self._newest(shards, load) if name is None else self._named(name, shards)
+
+    @contextlib.contextmanager
+    def _named(self, name: str, shards: Sequence[Shard] | None) -> Iterator[LoadedCheckpoint]:
+        """Opens the checkpoint `name`, or what it was rewritten as."""
+        with self._reading(name):
+            there = (one for one in (name, whole_name(name)) if NAME.fullmatch(one) and is_complete(self._files, one))
+            if (found := next(there, None)) is None:
+                known = ", ".join(self.names()) or "none"
+                raise CheckpointError(f"{self._files.place(name)} is not a checkpoint; {self._files.root} has {known}")
+            yield open_checkpoint(self._files, found, shards)
+
+    @contextlib.contextmanager
+    def _newest(
+        self, shards: Sequence[Shard] | None, load: Callable[[LoadedCheckpoint], object]
+    ) -> Iterator[LoadedCheckpoint]:
+        """Opens the newest that is whole; lists anew when another process has removed what was listed."""
+
+        def names() -> list[str]:
+            return [name for name in self.names() if plain_name(name) not in self._given_up]
+
+        failed: dict[str, DamagedCheckpoint] = {}
+        for _ in range(_RELISTINGS):
+            listed = names()
+            for name in (one for one in reversed(listed) if one not in failed):
+                with self._reading(name):
+                    loaded = self._loaded(name, shards, load, failed)
+                    if loaded is not None:
+                        yield replace(loaded, skipped=_skipped_ones(loaded, failed) + loaded.skipped)
+                        return
+            if names() == listed:
+                break
+        if not failed:
+            raise CheckpointError(f"{self._files.root} holds no checkpoint: train with this folder first")
+        reasons = next(iter(failed.values()))
+        raise CheckpointError(f"none of the {len(failed)} checkpoints of {self._files.root} can be loaded: {reasons}")
+
+    def _loaded(
+        self,
+        name: str,
+        shards: Sequence[Shard] | None,
+        load: Callable[[LoadedCheckpoint], object],
+        failed: dict[str, DamagedCheckpoint],
+    ) -> LoadedCheckpoint | None:
+        """The checkpoint if every byte is right; where a part of it is there twice, one of both is enough."""
+        error = None
+        for prefer_whole in (True, False):
+            try:
+                loaded = open_checkpoint(self._files, name, shards, prefer_whole)
+                load(loaded)
+            except DamagedCheckpoint as damage:
+                error = damage if error is None else error
+                if not any(other != plain_name(other) for other in self.names()):
+                    break
+            else:
+                return loaded
+        if error is not None and is_complete(self._files, name):
+            failed[name] = error
+        return None
+
+    def _parents(self) -> Parents:
+        """Who builds on whom among those whose manifests are whole."""
+        parents = {}
+        for name in self.names():
+            with contextlib.suppress(DamagedCheckpoint):
+                parents[name] = read_manifest(self._files, name).parent
+        return Parents(parents)
+
+    @contextlib.contextmanager
+    def _writing(self, choose: Callable[[], str]) -> Iterator[str]:
+        """Within the block the name that `choose` gives, asked under the lock, is the caller's."""
+        with self._lock:
+            name = choose()
+            if name in self._written:
+                raise CheckpointError(f"{name} is being written already")
+            self._written.add(name)
+        try:
+            yield name
+        finally:
+            with self._lock:
+                self._written.discard(name)
+
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Within the block this store removes neither the checkpoint nor what it builds on."""
+        with self._lock:
+            self._read[name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._read[name] -= 1
 
     def _new_name(self, samples: int) -> str:
         self._clean()
-        names = {*self.names(), *self._pins.written}
+        names = {*self.names(), *self._written}
         self._given_up &= set(map(plain_name, names))  # a name that is gone may be that of a new one
         left = {name for name in names if plain_name(name) in self._given_up}
         foreign = [name for name in sorted(names - left, key=order) if order(name)[0] > samples]
@@ -210,9 +368,9 @@ class CheckpointStore:
 
     def _parent(self, saved_as: str, name: str) -> Manifest:
         """The manifest of what the delta `name` builds on, or `ParentLost`."""
-        parent = self._catalog.standing(saved_as)
+        parent = standing(self._files, saved_as)
         defect = None
-        if self._catalog.parents().chain(parent) is None:
+        if self._parents().chain(parent) is None:
             defect = "cannot be loaded any more"
         elif plain_name(parent) in self._given_up or order(parent) >= order(name):
             defect = "belongs to a course that was given up"
@@ -220,21 +378,23 @@ class CheckpointStore:
             raise ParentLost(
                 f"{self._files.root}: {saved_as}, on which the new checkpoint builds, {defect}: save a whole one"
             )
-        return self._catalog.manifest(parent)
+        return read_manifest(self._files, parent)
 
     def _prune(self) -> None:
         """What builds on others goes before them, so that what is left can always be loaded."""
-        with self._pins.lock:
-            kept = self._catalog.parents().kept(self._keep, self._given_up, self._pins.read())
+        with self._lock:
+            kept = self._parents().kept(
+                self._keep, self._given_up, [name for name, readers in self._read.items() if readers]
+            )
             for name in reversed(self.names()):
-                if name not in kept and name not in self._pins.written:
+                if name not in kept and name not in self._written:
                     self._files.remove(name, MANIFEST)
 
     def _clean(self) -> None:
         """Removes the remains of saves that were cut off."""
-        busy = {*self._pins.written, *map(self._files.staging, self._pins.written)}
+        busy = {*self._written, *map(self._files.staging, self._written)}
         for name in self._files.names():
-            remains = STAGED.fullmatch(name) or (NAME.fullmatch(name) and not self._catalog.complete(name))
+            remains = STAGED.fullmatch(name) or (NAME.fullmatch(name) and not is_complete(self._files, name))
             if remains and name not in busy:
                 self._files.remove(name, MANIFEST)
 
@@ -250,21 +410,27 @@ class CheckpointStore:
             ) from error
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """The rows of a table from `start` on, as the checkpoint holds them (`RowSource`)."""
-
-    loaded: LoadedCheckpoint
-    table: str
-    start: int
-
-    def read(self, first: int, last: int, name: str) -> Iterator[Tensor]:
-        for start, stop in self.loaded.chunks(self.table, self.start + first, self.start + last):
-            yield self.loaded.rows(self.table, start, stop, {name})[name]
+def _skipped_ones(loaded: LoadedCheckpoint, failed: dict[str, DamagedCheckpoint]) -> tuple[str, ...]:
+    """A sentence for each defect because of which newer checkpoints, from the newest on, could not be loaded."""
+    alike: dict[str, list[str]] = {}
+    for name, error in failed.items():
+        alike.setdefault(str(error), []).append(name)
+    sentences = []
+    for defect, (newest, *others) in alike.items():
+        listed = f"{newest}, like {len(others)} before it," if others else newest
+        samples = order(newest)[0] - loaded.samples
+        lost = f"the {samples} samples trained after {loaded.name} are lost"
+        lost = lost if samples else f"{loaded.name}, of as many samples, takes its place"
+        sentences.append(f"{listed} cannot be loaded, so {lost}: {defect}")
+    return tuple(sentences)
 
 
 def as_whole(loaded: LoadedCheckpoint) -> Snapshot:
     """A checkpoint with all that it builds on, without a parent; its rows are read tensor by tensor, when written."""
+
+    def read(table: str, start: int, first: int, last: int, name: str) -> Iterator[Tensor]:
+        for begin, end in loaded.chunks(table, start + first, start + last):
+            yield loaded.rows(table, begin, end, {name})[name]
 
     def runs(table: Table) -> Iterator[Rows]:
         """The rows cut wherever a piece ends, as each piece has its own tensors of the table as a whole."""
@@ -277,7 +443,7 @@ def as_whole(loaded: LoadedCheckpoint) -> Snapshot:
             }
             wide = {tensor.name for tensor in first.wide}
             in_memory = loaded.rows(table.name, start, stop, wide) if wide else {}
-            yield Rows(table, start, forms | in_memory, _Stored(loaded, table.name, start))
+            yield Rows(table, start, forms | in_memory, partial(read, table.name, start))
 
     return Snapshot(
         config=loaded.config,

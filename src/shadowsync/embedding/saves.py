@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shadowsync.embedding.messages import as_int64, id_type
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Rows, RowSet, Shard, cut_rows
+from shadowsync.embedding.table import Rows, RowSet, RowSource, Shard, cut_rows
 from shadowsync.errors import DataError, ShadowSyncError
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
@@ -240,7 +240,7 @@ Copy = Callable[[int, int], Iterator[Mapping[str, Tensor]]]
 
 
 class LiveRows:
-    """As `RowSource`: each row with its optimizer state as of one moment.
+    """Its `read` is a `RowSource`: each row with its optimizer state as of one moment.
 
     The first tensor of a run that is asked for has its rows copied. What is copied of the others is held until they are
     asked for.
@@ -285,7 +285,7 @@ def live_set(shard: Shard, numbers: Tensor, nothing: Mapping[str, Tensor], copy:
     return RowSet(shard.table, shard.start, shard.stop, numbers, forms, source)
 
 
-def _live(nothing: Mapping[str, Tensor], count: int, copy: Copy) -> tuple[dict[str, Tensor], LiveRows]:
+def _live(nothing: Mapping[str, Tensor], count: int, copy: Copy) -> tuple[dict[str, Tensor], RowSource]:
     wide = {name for name, tensor in nothing.items() if len(tensor)}
     shapes = {name: t.shape if name in wide else (count, *t.shape[1:]) for name, t in nothing.items()}
-    return {name: t.new_empty(shapes[name], device="meta") for name, t in nothing.items()}, LiveRows(copy, wide)
+    return {name: t.new_empty(shapes[name], device="meta") for name, t in nothing.items()}, LiveRows(copy, wide).read

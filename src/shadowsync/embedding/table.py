@@ -4,10 +4,10 @@ job has.
 `K` rows asked for, `D_w` floats in a row of width w.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Annotated, Protocol, get_args
+from typing import Annotated, get_args
 
 import torch
 from pydantic import Field
@@ -73,14 +73,11 @@ class Shard:
         return f"{self.table.name}[{self.start}:{self.stop}]"
 
 
-class RowSource(Protocol):
-    """Gives rows that are not in memory, when somebody wants them."""
+RowSource = Callable[[int, int, str], Iterator[Tensor]]
+"""Gives rows that are not in memory: the tensor `name` of those at positions `first … last − 1`, in parts and in order.
 
-    def read(self, first: int, last: int, name: str) -> Iterator[Tensor]:
-        """The tensor `name` of the rows at positions `first … last − 1` of those held, in parts and in order.
-
-        One of the table as a whole is a single part; whoever wants several tensors asks for those last.
-        """
+One of the table as a whole is a single part; whoever wants several tensors asks for those last.
+"""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 
 from shadowsync.cluster.session import Session, by_name
+from shadowsync.compression.wire import kept_shares
 from shadowsync.metrics.quality import TestMetrics
 from shadowsync.metrics.recorder import average_sync_gap
 from shadowsync.metrics.units import Units
-from shadowsync.metrics.wire import kept_shares
 from shadowsync.recovery_controller import RecoveryController
 from shadowsync.report import result
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import DataError, RunError
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.served import Client, Served

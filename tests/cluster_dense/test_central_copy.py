@@ -13,8 +13,8 @@ from shadowsync.compression.channel import Channel, Message
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
+from shadowsync.compression.wire import WireCounter, kept_shares
 from shadowsync.errors import DataError, RunError
-from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.kept import Generation

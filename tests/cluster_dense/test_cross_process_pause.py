@@ -11,7 +11,7 @@ from rings import PATIENCE_S, Hall, until
 
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
-from shadowsync.metrics.wire import WireCounter
+from shadowsync.compression.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
 from shadowsync.sync.all_reduce import RemoteAveraging

@@ -20,8 +20,8 @@ from shadowsync.compression.int4 import Int4
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
+from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import DataError, NonFiniteTensor, RunError
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
 from shadowsync.rpc.tensors import bundle, unbundle

@@ -14,8 +14,8 @@ from torch import Tensor
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import RunError
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
 from shadowsync.sync.all_reduce import LocalAverages, MakeRing, RemoteAveraging, Seat

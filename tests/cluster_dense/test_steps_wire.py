@@ -37,9 +37,9 @@ from shadowsync.compression.codec import Codec
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
+from shadowsync.compression.wire import WireCounter, kept_shares
 from shadowsync.data.leases import Claim, LeaseBook, LeaseService
 from shadowsync.errors import DataError, RunError
-from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.pending import Done

@@ -9,6 +9,7 @@ from embedding_cases import ADAGRAD, SOURCE, TABLES, client, whole
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.wire import WireCounter
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.routing import NEVER, UniqueRows
@@ -17,7 +18,6 @@ from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Connection, DirectConnection
 from shadowsync.rpc.kept import USUAL, KeptLimits
 from shadowsync.rpc.served import Served

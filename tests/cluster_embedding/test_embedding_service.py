@@ -16,6 +16,7 @@ from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
+from shadowsync.compression.wire import WireCounter
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.messages import Coded, Sent
 from shadowsync.embedding.proxy import ANY, UNCOUNTED, ServerProxy
@@ -26,7 +27,6 @@ from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import DataError
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.pending import Promise
 from shadowsync.rpc.served import Served, ask

@@ -12,6 +12,7 @@ from shadowsync.compression.int4 import Int4
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
+from shadowsync.compression.wire import WireCounter, kept_shares
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.messages import Coded, Sent
 from shadowsync.embedding.proxy import ANY, ServerProxy
@@ -21,7 +22,6 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import DataError
-from shadowsync.metrics.wire import WireCounter, kept_shares
 from shadowsync.rpc.kept import Kept, KeptLimits
 from shadowsync.rpc.served import ask
 

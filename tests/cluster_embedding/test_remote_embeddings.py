@@ -30,6 +30,7 @@ from remote_cases import CUT, ONE, direct, far, near
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.wire import WireCounter
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.messages import Coded, unpack_rows
 from shadowsync.embedding.proxy import ServerProxy
@@ -39,7 +40,6 @@ from shadowsync.embedding.server import RowStep
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import DataError, RunError
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.kept import KeptLimits

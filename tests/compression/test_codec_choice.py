@@ -13,8 +13,8 @@ from shadowsync.compression.auto import Auto
 from shadowsync.compression.choice import CodecChoice, Crossing, Link, MeasuredConnection, Situation, busy_s
 from shadowsync.compression.int8 import Draws, Int8
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import RunError
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.pending import Promise
 from shadowsync.rpc.service import EMPTY, Payload

@@ -15,6 +15,7 @@ from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
+from shadowsync.compression.wire import WireCounter
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.requests import AnyLookup, Lookup, RowLookup
@@ -23,7 +24,6 @@ from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import NonFiniteTensor
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.training.gate import Gate
 from shadowsync.training.pieces import by_parameter

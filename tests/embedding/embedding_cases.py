@@ -13,6 +13,7 @@ from torch import Tensor
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.wire import WireCounter
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.embedding.fbgemm_storage import FbgemmStorage
@@ -22,7 +23,6 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import RowOptimizer, Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.models.vectors import VectorGradients
 from shadowsync.rpc.kept import USUAL, KeptLimits
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from shadowsync.metrics.wire import WireCounter
+from shadowsync.compression.wire import WireCounter
 
 
 def test_counts_by_kind_from_many_threads():

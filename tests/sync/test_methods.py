@@ -17,8 +17,8 @@ from shadowsync.compression.codec import Codec
 from shadowsync.compression.int8 import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
+from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import ConfigError
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.registry import build, members
 from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.bmuf import Bmuf

@@ -14,7 +14,7 @@ from sync_threads import TIMEOUT_S, run_all
 
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
-from shadowsync.metrics.wire import WireCounter
+from shadowsync.compression.wire import WireCounter
 from shadowsync.registry import members
 from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.background import Background

@@ -27,7 +27,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         recorder: of `metrics.recorder.Recorder`.
-        wire: as `metrics.wire.WireTotals.by_name`.
+        wire: as `compression.wire.WireTotals.by_name`.
         tables: names in the job's order, which is the order of a model's columns.
         trainers: how many replicas there are.
         layout: shape of each dense parameter, in their order.

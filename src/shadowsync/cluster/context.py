@@ -14,6 +14,7 @@ from shadowsync.aggregation.stepping import DenseStepper
 from shadowsync.assembly import prefetch
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Choices
+from shadowsync.compression.wire import WireCounter
 from shadowsync.config import Config
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource, Schema
@@ -21,7 +22,6 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard, Table, widths
 from shadowsync.metrics.history import About, Event
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.dense import DenseServer
 from shadowsync.training.gate import Gate

@@ -19,9 +19,9 @@ from shadowsync.cluster.manager import ClusterManager
 from shadowsync.cluster.supervisor import Member, NobodyLeft
 from shadowsync.cluster.trainer_dense import averaged_codec
 from shadowsync.compression.channel import Channel
+from shadowsync.compression.wire import WireCounter
 from shadowsync.data.reader import Reader
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.training.gate import Gate
 

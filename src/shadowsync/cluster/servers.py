@@ -17,7 +17,7 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import DataError
-from shadowsync.memory.shared import Exclusive, SharedMemory
+from shadowsync.memory.shared import FileGate, SharedMemory
 from shadowsync.recovery.settings import row_tracking
 from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.served import Served, served
@@ -97,7 +97,7 @@ def dense_server(spec: DenseSpec) -> DenseServer:
     if spec.memory is None:
         return DenseServer(torch.zeros(spec.length), spec.codec, generation)
     opened = SharedMemory.open(spec.memory)
-    return DenseServer(opened.take(spec.length, torch.float32), spec.codec, generation, Exclusive(opened))
+    return DenseServer(opened.take(spec.length, torch.float32), spec.codec, generation, FileGate(opened).alone)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from shadowsync.cluster.stepped import Stepped
 from shadowsync.cluster.supervisor import Member, NobodyLeft, Supervisor
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.wire import WireCounter, WireTotals
 from shadowsync.config import Config
 from shadowsync.data.reader import Reader, ReaderOptions
 from shadowsync.embedding.client import EmbeddingClient
@@ -36,7 +37,6 @@ from shadowsync.embedding.table import Rows, RowSet, shares_of
 from shadowsync.errors import RunError
 from shadowsync.metrics.history import JobCounts, RoleState
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.metrics.wire import WireCounter, WireTotals
 from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.rpc.served import ask
 from shadowsync.runtime.runtime import LaunchRequest, Runtime, waiting_for

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shadowsync.cluster.supervisor import Member
 from shadowsync.cluster.trainer import TrainerPart, TrainerStatus
+from shadowsync.compression.wire import WireTotals
 from shadowsync.errors import ShadowSyncError
-from shadowsync.metrics.wire import WireTotals
 from shadowsync.rpc.errors import GONE, Fault
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import later

@@ -22,11 +22,11 @@ from shadowsync.cluster.images import Images
 from shadowsync.cluster.manager import ClusterManager
 from shadowsync.cluster.servers import PartImages
 from shadowsync.cluster.supervisor import Member, NobodyLeft
+from shadowsync.compression.wire import WireCounter
 from shadowsync.data.leases import LeaseService
 from shadowsync.data.reader import Reader
 from shadowsync.embedding.server import EmbeddingServer, RowStep
 from shadowsync.embedding.service import EmbeddingService
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.pending import Pending

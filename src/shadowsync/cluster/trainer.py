@@ -21,6 +21,7 @@ from shadowsync.cluster.servers import Imaged
 from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, WorkerContext
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.choice import CodecChoice
+from shadowsync.compression.wire import WireCounter
 from shadowsync.config import Config
 from shadowsync.data.leases import TELL_S, DoneLog, LeaseClient
 from shadowsync.data.reader import Feed, LeasedBatch, Parser
@@ -30,7 +31,6 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import RunError, ShadowSyncError
 from shadowsync.memory.shared import SharedMemory
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.recovery.settings import row_tracking
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import GONE, Fault
@@ -56,7 +56,7 @@ class TrainerStatus:
         ended: all its workers have ended, and the driver knows all that they did.
         lost: it died by script.
         fault: what went wrong, if anything did.
-        wire: what crossed so far, as `metrics.wire.WireTotals.by_name`; in the driver's process that is counted there.
+        wire: what crossed so far, as `WireTotals.by_name`; in the driver's process that is counted there.
         waiting: batches parsed and not begun.
         codecs: by kind of traffic, the codec in use where the trainer chooses it.
         first, decisions: how it came to them, in sentences, from number `first` on.

@@ -14,9 +14,9 @@ from shadowsync.cluster.servers import DenseSpec, dense_server
 from shadowsync.compression.channel import Channel, restore_all
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.wire import WireCounter
 from shadowsync.data.reader import Feed
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.metrics.wire import WireCounter
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.served import direct
 from shadowsync.sync.all_reduce import RemoteAveraging

@@ -13,19 +13,10 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, Decoded, Encoded, PartOf, naming, received
+from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import DataError
 
 _LOG = logging.getLogger(__name__)
-
-
-class Counter(Protocol):
-    """Adds up bytes (`metrics.wire.WireCounter`)."""
-
-    def add(self, kind: str, sent: int, raw: int) -> None:
-        """Counts one message: `sent` bytes of it on the wire, `raw` bytes of it uncompressed."""
-
-    def add_kept(self, kind: str, elements: int, kept: int, refreshes: int, early: int) -> None:
-        """Counts of one message the elements, those that crossed, and the thresholds chosen for it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,7 @@ class Channel:
 
     kind: str
     codec: Codec
-    counter: Counter
+    counter: WireCounter
     chosen: Callable[[], str] | None = field(default=None, repr=False, compare=False)
     _streams: dict[Hashable, "Stream"] = field(default_factory=dict, init=False, repr=False, compare=False)
     _levels: dict[str, "Channel"] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shadowsync.compression.auto import IN_LINE, OVERLAPPED, Auto
-from shadowsync.compression.channel import Channel, Counter, float_bytes
+from shadowsync.compression.channel import Channel, float_bytes
 from shadowsync.compression.codec import Codec
+from shadowsync.compression.wire import WireCounter
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.service import EMPTY, Payload
@@ -318,7 +319,7 @@ class CodecChoice:
         self._steps, self._computed_s, self._waited_s = 0, 0.0, 0.0
         self.decisions: tuple[str, ...] = ()
 
-    def channel(self, kind: str, counter: Counter) -> Channel:
+    def channel(self, kind: str, counter: WireCounter) -> Channel:
         """A channel of that kind; those of one kind change together."""
         codec, chooser = self._codecs[kind], self._choosers.get(kind)
         if chooser is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shadowsync.compression.channel import Channel, Stream
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.wire import WireCounter
 from shadowsync.embedding.messages import (
     Coded,
     Sent,
@@ -34,18 +35,8 @@ from shadowsync.rpc.served import Client, later
 ANY = Client("")
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class _Uncounted:
-    """Bytes that nobody adds up."""
-
-    def add(self, kind: str, sent: int, raw: int) -> None: ...
-
-    def add_kept(self, kind: str, elements: int, kept: int, refreshes: int, early: int) -> None: ...
-
-
-UNCOUNTED = Channel("", Plain(), _Uncounted())
-"""Tensors as they are."""
+UNCOUNTED = Channel("", Plain(), WireCounter())
+"""Tensors as they are, whose bytes nobody looks at."""
 
 
 class ServerProxy:

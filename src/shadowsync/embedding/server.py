@@ -32,7 +32,7 @@ from shadowsync.embedding.watching import RowWatches, Watching
 from shadowsync.errors import CheckpointError, DataError
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.push_gate import PushGate
-from shadowsync.memory.shared import FileGate, Gate, SharedMemory
+from shadowsync.memory.shared import FileGate, SharedMemory
 
 CHUNK_BYTES = 16 << 20
 """Copied in one turn; more makes pushes wait longer, less makes a copy wait for more pushes."""
@@ -179,7 +179,7 @@ class EmbeddingServer:
         self._parts: dict[str, list[int]] = {}  # positions of a table's shards by their rows
         for index in sorted(range(len(self.shards)), key=lambda index: self.shards[index].start):
             self._parts.setdefault(self.shards[index].table.name, []).append(index)
-        self._gate: Gate = PushGate() if memory is None else FileGate(memory)
+        self._gate: PushGate | FileGate = PushGate() if memory is None else FileGate(memory)
         self.watches = RowWatches(self._rows, self.numbers, watching, allocate, memory is not None)
         self._groups = SlotGroups(self.shards, shard_of_slot, self.numbers)
         self._held = HeldGradients(self.numbers)

@@ -14,14 +14,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from shadowsync.errors import ConfigError, RunError
 from shadowsync.memory.pages import memory_bytes
-from shadowsync.memory.push_gate import PushGate
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 """Gives zeros `[count]` of that type; who opens memory that others have filled gets what stands there instead."""
@@ -76,10 +74,7 @@ class SharedMemory:
         Raises:
             RunError: it is gone, or belongs to another user.
         """
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise RunError(f"memory that the roles of this job have in common cannot be opened: {error}") from error
+        handle = _opened(path)
         return cls(handle, os.fstat(handle).st_size)
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -102,6 +97,13 @@ def bytes_of(parts: Sequence[tuple[int, torch.dtype]]) -> int:
 
 def _in_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _opened(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RunError(f"memory that the roles of this job have in common cannot be opened: {error}") from error
 
 
 class FileGate:
@@ -159,34 +161,9 @@ def _turnstile(handle: int, kind: int) -> None:
     fcntl.fcntl(handle, fcntl.F_OFD_SETLKW, _LOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
 
 
-Gate: TypeAlias = PushGate | FileGate
-
-
-class Exclusive:
-    """As `threading.Lock`, between processes and threads; lost with whoever holds it and is killed.
-
-    Args:
-        memory: as of `FileGate`, and not one that is used with that.
-    """
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self._gate = FileGate(memory)
-        self._inside = threading.local()
-
-    def __enter__(self) -> None:
-        self._inside.turn = self._gate.alone()
-        self._inside.turn.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self._inside.turn.__exit__(None, None, None)
-
-
 class _Handle:
     """Closed with the thread that has it."""
 
     def __init__(self, path: str) -> None:
-        try:
-            self.number = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise RunError(f"memory that the roles of this job have in common cannot be opened: {error}") from error
+        self.number = _opened(path)
         weakref.finalize(self, os.close, self.number)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.compression.wire import Crossed, kept_shares
 from shadowsync.metrics.history import Frame, JobCounts
 from shadowsync.metrics.quality import Quality
-from shadowsync.metrics.wire import Crossed, kept_shares
 
 _DRAIN_EVERY_S = 0.1
 _BACKLOG_SAMPLES = 4_000_000

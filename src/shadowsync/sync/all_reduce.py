@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shadowsync.compression.channel import Channel, Counter
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec, Encoded, naming, received
 from shadowsync.compression.plain import Plain
+from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import RunError
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import GONE, CallTimeout
@@ -149,7 +150,7 @@ class Vectors(Strategy):
     Bytes are counted as those of a ring all-reduce: each of n trainers sends 2 (n − 1) / n of what moves.
     """
 
-    def __init__(self, codec: Codec, counter: Counter) -> None:
+    def __init__(self, codec: Codec, counter: WireCounter) -> None:
         self._codec, self._counter = codec, counter
 
     def pack(self, weights: Tensor, live: bool = False) -> Payload:
@@ -196,7 +197,7 @@ class PublicCopy(Strategy):
         known: `[P]` v_i as of the last average; None before the first, which is of whole vectors.
     """
 
-    def __init__(self, codec: Codec, counter: Counter, about: str) -> None:
+    def __init__(self, codec: Codec, counter: WireCounter, about: str) -> None:
         self._codec, self._counter, self._about = codec.of_differences(), counter, about
         self._state: Any = None
         self.average = torch.zeros(0)
@@ -288,7 +289,7 @@ def mean_of(vectors: Sequence[Tensor]) -> Tensor:
     return total.div_(len(vectors))
 
 
-def strategy_of(codec: Codec, counter: Counter, rank: int) -> Strategy:
+def strategy_of(codec: Codec, counter: WireCounter, rank: int) -> Strategy:
     """Vectors cross where they can be added up as they are encoded, else differences."""
     if codec.everything or codec.levels[0].elementwise:
         return Vectors(Plain() if codec.everything else codec, counter)
@@ -303,7 +304,7 @@ class Averaging(ABC):
         missed: as `Group.missed`.
     """
 
-    def __init__(self, rank: int, codec: Codec, counter: Counter) -> None:
+    def __init__(self, rank: int, codec: Codec, counter: WireCounter) -> None:
         self.rank, self.strategy, self.holds = rank, strategy_of(codec, counter, rank), 0
         self.missed = False
 
@@ -393,7 +394,7 @@ class RemoteAveraging(Averaging):
         connection: Connection,
         make_ring: MakeRing,
         codec: Codec,
-        counter: Counter,
+        counter: WireCounter,
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
         check_s: float = CHECK_S,
         give_up_s: float = GIVE_UP_S,

@@ -8,7 +8,6 @@ it.
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ class DenseServer:
         values: the initial copy, `[p]`; kept and changed in place.
         codec: of exchanges.
         generation: whose trainers are heard.
-        lock: for turns, where the values are in memory that other processes have in common.
+        alone: entered for each turn, where the values are in memory that other processes have in common.
     """
 
     def __init__(
@@ -56,10 +55,11 @@ class DenseServer:
         values: Tensor,
         codec: Codec,
         generation: Generation = FIRST,
-        lock: AbstractContextManager[Any] | None = None,
+        alone: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         self._values, self._codec, self._generation = values, codec, generation
-        self._lock = lock or threading.Lock()
+        lock = threading.Lock()
+        self._alone = alone or (lambda: lock)
         self._ends = PerClient[dict[str, Stream | CenterEnd]](dict)  # by codec
 
     def client_gone(self, client: str) -> None:
@@ -79,81 +79,69 @@ class DenseServer:
             sent: the replica's part.
             generation: of the parts that the trainer belongs to.
         """
-        return self._exchange(self._move_by_difference, client, trainer, alpha, codec, sent, generation)
+        return self._exchange(True, client, trainer, alpha, codec, sent, generation)
 
     @served()
     def sequential(
         self, client: Client, trainer: int, alpha: float, codec: str, sent: Message, generation: int = FIRST.number
     ) -> Message | None:
         """`w_PS ← (1−α) w_PS + α w_i`; answers with the new `w_PS`. What is given is as in `elastic`."""
-        return self._exchange(self._move_towards, client, trainer, alpha, codec, sent, generation)
+        return self._exchange(False, client, trainer, alpha, codec, sent, generation)
 
     @served(once=False, timeout_s=READ_S)
     def read(self) -> Tensor:
-        with self._lock:
+        with self._alone():
             return self._values.clone()
 
     @served()
     def write(self, values: Tensor) -> None:
         """Replaces the part, `[p]`; differences begin anew."""
-        with self._lock:
+        with self._alone():
             self._values.copy_(self._fitting(values))
         for ends in self._ends.values():
             for name in [name for name, end in list(ends.items()) if isinstance(end, CenterEnd)]:
                 ends.pop(name, None)
 
-    def _move_by_difference(self, local: Tensor, alpha: float, arriving: "Arriving") -> Tensor:
-        with self._lock:
-            difference = arriving((local - self._values).mul_(alpha))
-            self._values.add_(difference)
-        return difference
-
-    def _move_towards(self, local: Tensor, alpha: float, arriving: "Arriving") -> Tensor:
-        with self._lock:
-            self._values.lerp_(local, alpha)
-            return arriving(self._values.clone())
-
     def _exchange(
-        self, move: "Move", client: str, trainer: int, alpha: float, level: str, sent: Message, generation: int
+        self, elastic: bool, client: str, trainer: int, alpha: float, level: str, sent: Message, generation: int
     ) -> Message | None:
         self._generation.check(generation)
         if not 0 < alpha <= 1:
             raise DataError(f"an exchange came with alpha {alpha}: it lies in (0, 1]")
-        codec = self._codec.level(level)
-        end = self._end(client, trainer, codec)
+        codec, ends = self._codec.level(level), self._ends.of(client)
+        if (end := ends.get(codec.name)) is None:
+            about = f"what the dense server has for trainer {trainer}"
+            made = CenterEnd(codec, len(self._values), about) if codec.sparse else Stream(codec, about)
+            end = ends.setdefault(codec.name, made)  # which is atomic: of several threads that ask first, all get one
         if isinstance(end, CenterEnd):
-            return end.answer(sent, alpha, move)
+            return end.answer(sent, lambda local, encode: self._move(elastic, local, alpha, encode))
         with received("an exchange", codec):
             local = codec.decode(sent.frames, (len(self._values),))
-        answers: list[Message] = []
+        stream = end
 
-        def arriving(tensor: Tensor) -> Tensor:
-            encoded = end.encode(tensor)
-            answers.append(Message(encoded.frames))
-            return codec.decode(encoded.frames, encoded.shape)
+        def encode(tensor: Tensor) -> tuple[Message, Tensor]:
+            encoded = stream.encode(tensor)
+            return Message(encoded.frames), codec.decode(encoded.frames, encoded.shape)
 
-        move(self._fitting(local), alpha, arriving)
-        return answers[0]
+        return self._move(elastic, self._fitting(local), alpha, encode)
+
+    def _move(
+        self, elastic: bool, local: Tensor, alpha: float, encode: Callable[[Tensor], tuple[Message, Tensor]]
+    ) -> Message:
+        """A turn; `encode` gives the answer to the trainer, and the difference by which the central copy moves."""
+        with self._alone():
+            if elastic:
+                answer, difference = encode((local - self._values).mul_(alpha))
+                self._values.add_(difference)
+                return answer
+            self._values.lerp_(local, alpha)
+            return encode(self._values.clone())[0]
 
     def _fitting(self, values: Tensor) -> Tensor:
         if values.dtype != torch.float32 or values.shape != self._values.shape:
             came = f"{values.dtype} {list(values.shape)}"
             raise DataError(f"a dense server of {len(self._values)} float32 parameters got {came}")
         return values
-
-    def _end(self, client: str, trainer: int, codec: Codec) -> "Stream | CenterEnd":
-        ends = self._ends.of(client)
-        if (found := ends.get(codec.name)) is not None:
-            return found
-        about = f"what the dense server has for trainer {trainer}"
-        made = CenterEnd(codec, len(self._values), about) if codec.sparse else Stream(codec, about)
-        return ends.setdefault(codec.name, made)  # which is atomic: of several threads that ask first, all get one
-
-
-Arriving = Callable[[Tensor], Tensor]
-"""What a tensor looks like at the trainer: a lossy codec there and back."""
-Move = Callable[[Tensor, float, Arriving], Tensor]
-"""Moves the central copy by a replica's part with that alpha; gives what arrives at the trainer."""
 
 
 class CenterEnd:
@@ -175,43 +163,43 @@ class CenterEnd:
         self._owed = torch.zeros(length)
         self._turn = threading.Lock()
 
-    def answer(self, sent: Message, alpha: float, move: Move) -> Message | None:
+    def answer(self, sent: Message, move: "Move") -> Message | None:
         """One exchange; None, and nothing was done, if it knows nothing that the message is a difference from.
 
         Raises:
             NonFiniteTensor: it would send NaN or infinities; nothing was done.
             DataError: the frames are none of such a message.
         """
-        answers: list[tuple[Message, Tensor]] = []
-
-        def encode(difference: Tensor) -> Tensor:
-            answers.append(self._encode(self._owed + difference, sent.whole))
-            return difference
-
         with self._turn:
             expected = self._expected.take(self._codec, sent, tuple(self._owed.shape))
             if expected is None:
                 return None
             if sent.whole:
                 expected = self._expected.known = expected - self._owed
+
+            def encode(difference: Tensor) -> tuple[Message, Tensor]:
+                owed = self._owed + difference
+                if sent.whole:
+                    if not self._codec.everything and not bool(torch.isfinite(owed).all()):
+                        with naming(self._about):
+                            raise NotFinite(owed)
+                    message, self._owed = Message((owed,)), torch.zeros_like(owed)
+                else:
+                    encoded = self._stream.encode(owed)
+                    message = Message.of_difference(encoded)
+                    self._owed = owed - self._stream.codec.decode(encoded.frames, encoded.shape)
+                expected.sub_(difference)
+                return message, difference
+
             try:
-                expected.sub_(move(expected, alpha, encode))
+                return move(expected, encode)
             except BaseException:
                 self._expected.forget()
                 raise
-            (answer, self._owed) = answers[0]
-        return answer
 
-    def _encode(self, owed: Tensor, whole: bool) -> tuple[Message, Tensor]:
-        """What crosses of `e_i`, and what is left of it."""
-        if whole:
-            if not self._codec.everything and not bool(torch.isfinite(owed).all()):
-                with naming(self._about):
-                    raise NotFinite(owed)
-            return Message((owed,)), torch.zeros_like(owed)
-        encoded = self._stream.encode(owed)
-        left = owed - self._stream.codec.decode(encoded.frames, encoded.shape)
-        return Message.of_difference(encoded), left
+
+Move = Callable[[Tensor, Callable[[Tensor], tuple[Message, Tensor]]], Message]
+"""`DenseServer._move` by a replica's part."""
 
 
 class CentralCopy:

@@ -248,7 +248,7 @@ class _Run:
             self._print(sentence)  # before trainers are made: so many may take minutes
         position = None if self.saved is None else self.saved.position
         material = Material(self.config, self.choices, job.own, train, test, position)
-        self.saver = AsyncSaver(store.save)
+        self.saver = AsyncSaver()
         self.session = Session(material, partial(_runtime_of, self.config), self._newest)
         stack.callback(self.session.close)
         started = time.monotonic()
@@ -434,7 +434,7 @@ class _Run:
 
     def _show(self, reporter: Reporter, *, ended: bool = False) -> None:
         session, keeping = self.session, self.keeping
-        counts = session.counts(self.saver.saves, self.saver.busy)
+        counts = session.counts(keeping.saves, self.saver.busy)
         if keeping.settings.saves or keeping.account.pls:  # else of no interest: nobody saves, and nothing was lost
             counts = msgspec.structs.replace(
                 counts,

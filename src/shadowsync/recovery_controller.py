@@ -4,9 +4,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -139,15 +140,6 @@ def rows_bytes(tables: Sequence[Rows | RowSet]) -> int:
     return numbers + sum(tensor.nbytes for rows in tables for tensor in rows.tensors.values())
 
 
-class _Saved(NamedTuple):
-    """A save that is on the disk."""
-
-    due: Due
-    samples: int
-    whole: bool
-    cost_s: float
-
-
 class RecoveryController:
     """Has saved what a `CheckpointScheduler` says is due, makes fail what is to fail, and keeps the account.
 
@@ -180,14 +172,14 @@ class RecoveryController:
         schedules = self.settings.schedules
         self._script = FailureScript(schedules, session.can_fail()) if schedules else None
         self._lock = threading.Lock()
-        self._ended: list[_Saved | None] = []
+        self._ended: list[Callable[[], None]] = []  # what to note of saves
         self._said: list[str] = []
         self._chain = Chain(() if resumed is None else [layer.byte_count for layer in resumed.layers])
         self._parent = resumed.name if resumed is not None and own else None
         self._of_one_moment = resumed is None or resumed.exact
         self._taken_samples = -1
         self._exact_samples = samples if self._parent is not None else -1
-        self.rounds = self._repeated = 0
+        self.saves = self.rounds = self._repeated = 0
         self._start_clock()
         session.goes_back = self._goes_back
 
@@ -254,11 +246,8 @@ class RecoveryController:
         """Takes note of saves and failures that are over."""
         with self._lock:
             ended, self._ended = self._ended, []
-        for saved in ended:
-            if saved is None:
-                self._note_failed_save()
-            else:
-                self._note_save(saved)
+        for note in ended:
+            note()
         for loss in self._session.losses():
             self._note_loss(loss)
 
@@ -336,7 +325,7 @@ class RecoveryController:
         submitted = self._submit(Due.NOTHING, "at rest")
         self.saver.settle()
         with self._lock:
-            lost = None in self._ended
+            lost = self._note_failed_save in self._ended
         self.take_stock()
         return submitted and not lost
 
@@ -358,48 +347,39 @@ class RecoveryController:
                         self._taken_samples = frame.samples
                     else:
                         self._exact_samples = frame.samples
-                    self._have_saved(frame, rows, due, time.monotonic() - began)
+                    stood_s = time.monotonic() - began
+                    self.saver.submit(partial(self._write, frame, rows, due, stood_s))
                 if self.settings.job_s is not None:
                     self.saver.settle()  # next to the job that this one stands for, a save takes no time
         except GONE:
             return False
         return True
 
-    def _have_saved(self, frame: Snapshot, rows: str, due: Due, stood_s: float) -> None:
-        """What goes on in the saver's thread costs training the time that it takes the processors."""
-        began_s, snapshot = 0.0, frame
-
-        def write() -> Snapshot:
-            nonlocal began_s, snapshot
-            began_s = time.thread_time()
+    def _write(self, frame: Snapshot, rows: str, due: Due, stood_s: float) -> None:
+        """In the saver's thread, where the time that it takes the processors is what it costs training."""
+        began_s, snapshot = time.thread_time(), frame
+        try:
             if rows == "beside":
                 snapshot = self._with_rows(frame, due)
             elif rows == "at rest":
                 snapshot = replace(frame, tables=self._session.rows_beside())
-            return snapshot
-
-        def saved(name: str) -> None:
-            self._parent = name
-            (self._chain.whole if snapshot.parent is None else self._chain.delta)(rows_bytes(snapshot.tables))
-            self._of_one_moment = snapshot.samples == self._exact_samples
-            cost_s = stood_s + self._tell_servers(name, snapshot)
-            cost_s += (time.thread_time() - began_s) / (os.cpu_count() or 1)
-            with self._lock:
-                self._ended.append(_Saved(due, snapshot.samples, snapshot.parent is None, cost_s))
-            if self._parent is not None and self._chain.is_long:
-                self._rewrite(name)
-
-        def failed(error: BaseException) -> bool:
-            """Takes in that a save came to nothing because somebody died, or because its parent is gone."""
-            if not isinstance(error, (*GONE, GivenUp, ParentLost)):
-                return False
+            name = self._store.save(snapshot)
+        except (*GONE, GivenUp, ParentLost) as error:  # it came to nothing, as somebody died or its parent is gone
             if isinstance(error, ParentLost):
                 self._parent = None
             with self._lock:
-                self._ended.append(None)
-            return True
-
-        self.saver.submit(write, saved, failed)
+                self._ended.append(self._note_failed_save)
+            return
+        self._parent, whole = name, snapshot.parent is None
+        (self._chain.whole if whole else self._chain.delta)(rows_bytes(snapshot.tables))
+        self._of_one_moment = snapshot.samples == self._exact_samples
+        cost_s = stood_s + self._tell_servers(name, snapshot)
+        cost_s += (time.thread_time() - began_s) / (os.cpu_count() or 1)
+        with self._lock:
+            self._ended.append(partial(self._note_save, due, snapshot.samples, whole, cost_s))
+        if self._parent is not None and self._chain.is_long:
+            self._rewrite(name)
+        self.saves += 1
 
     def _with_rows(self, frame: Snapshot, due: Due) -> Snapshot:
         """In the saver's thread: with the rows that changed, on top of the last save, if that is worth it."""
@@ -439,19 +419,17 @@ class RecoveryController:
 
     # --- the account -------------------------------------------------------------------------------------------------
 
-    def _note_save(self, saved: _Saved) -> None:
-        ends_round = saved.whole or saved.due is Due.ROUND
-        if ends_round:
+    def _note_save(self, due: Due, samples: int, whole: bool, cost_s: float) -> None:
+        if whole or due is Due.ROUND:
             self.rounds += 1
             for server in self._servers:
-                self.account.saved(server, saved.samples)
-        cost_s = saved.cost_s
+                self.account.saved(server, samples)
         if self.settings.job_s is not None:  # the one at the end is not there for failures
-            share = 1.0 if saved.whole else self.settings.share
-            cost_s = 0.0 if saved.due is Due.NOTHING else self.settings.priors.save_s * share
+            share = 1.0 if whole else self.settings.share
+            cost_s = 0.0 if due is Due.NOTHING else self.settings.priors.save_s * share
         self._spent_s["save"] += cost_s
         if self.settings.saves:
-            self.scheduler.saved(Due.ROUND if saved.whole else saved.due, cost_s)
+            self.scheduler.saved(Due.ROUND if whole else due, cost_s)
 
     def _note_failed_save(self) -> None:
         self._again_at = self._now() + AGAIN_S  # it is due as before

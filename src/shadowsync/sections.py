@@ -116,7 +116,7 @@ def _recovery(session: Session, keeping: RecoveryController, load_s: float) -> r
     return result.RecoverySection(
         failures=session.failures,
         pls=keeping.account.pls,
-        saves=keeping.saver.saves,
+        saves=keeping.saves,
         seconds=result.RecoverySeconds(**keeping.seconds(load_s)),
         interval_s=keeping.interval_s,
         mode=keeping.mode,

@@ -1,6 +1,8 @@
 """What `RecoveryController` does with rows that are copied while they are written, and with what comes of it."""
 
+import math
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -35,7 +37,7 @@ class Kept:
     def __init__(self, folder: Path, session: Session) -> None:
         self.session = session
         self.store = CheckpointStore(str(folder / "checkpoints"), keep=1000)
-        self.saver = AsyncSaver(self.store.save)
+        self.saver = AsyncSaver()
         self.controller = RecoveryController(session, self.store, self.saver, {})
 
     def save(self) -> str:
@@ -138,6 +140,19 @@ def test_a_server_that_is_lost_in_the_middle_of_a_delta_costs_that_delta(
         job.save()
         assert [layer.name for layer in job.store.open().layers] == [first, job.store.newest()]
         job.assert_holds_all()
+
+
+def test_nothing_is_due_while_a_save_is_under_way(tmp_path: Path) -> None:
+    """A disk slower than the interval costs checkpoints, not training."""
+    with kept(tmp_path, recovery={"mode": "full", "interval_s": 1e-6}) as job:
+        go_on = threading.Event()
+        assert job.controller.due() is Due.ROUND
+        job.saver.submit(lambda: go_on.wait(120))
+        assert job.controller.due() is Due.NOTHING
+        assert math.isinf(job.controller.seconds_left())
+        go_on.set()
+        job.saver.wait()
+        assert job.controller.due() is Due.ROUND
 
 
 def test_a_checkpoint_that_cannot_be_read_back_is_built_upon_by_nobody(

@@ -13,10 +13,9 @@ from shadowsync.compression.channel import pulled_and_pushed_bytes
 from shadowsync.compression.choice import Situation
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.source import OpenSource, Schema
-from shadowsync.embedding.optimizers import rule_class
-from shadowsync.embedding.placement import Servers, measure_costs, place, row_wise
+from shadowsync.embedding.optimizers import RowOptimizer
+from shadowsync.embedding.placement import measure_costs, place, row_wise
 from shadowsync.embedding.routing import NEVER, UniqueRows
-from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import (
     Shard,
     Table,
@@ -32,6 +31,7 @@ from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import memory_bytes
 from shadowsync.memory.shared import can_share
 from shadowsync.models.model import ModelSpec
+from shadowsync.registry import choose, option_names
 from shadowsync.sync.background import Background
 from shadowsync.training.kernels import Computing, choose_computing
 from shadowsync.training.optimizers import Rates
@@ -79,12 +79,12 @@ def place_tables(
     """
     memory = config.cluster.server_memory_gib
     capacity = None if memory is None else int(memory * GIB)
-    bins = Servers(server_count(config), capacity, split_rows=config.embedding.split_rows)
-    rule = rule_class(row_optimizer(config.embedding).name)
+    count, optimizer = server_count(config), row_optimizer(config.embedding)
     if config.embedding.sharding == "row_wise":
-        placed = row_wise(tables, rule, bins)
+        placed = row_wise(tables, optimizer, count, capacity)
     else:
-        placed = place(tables, _costs(config, choices, schema, tables, source), rule, bins)
+        costs = _costs(config, choices, schema, tables, source)
+        placed = place(tables, costs, optimizer, count, capacity, config.embedding.split_rows)
     return tuple(shards for shards in placed if shards)
 
 
@@ -186,7 +186,8 @@ def computing_here(config: Config, module: nn.Module) -> Computing:
 
 def row_optimizer(config: EmbeddingConfig) -> RowOptimizer:
     """The optimizer of the rows."""
-    return RowOptimizer(config.optimizer, config.eps, config.beta1, config.beta2)
+    member = choose("embedding.optimizer", config.optimizer, "shadowsync.embedding", RowOptimizer)
+    return member(**{option: getattr(config, option) for option in option_names(member)})
 
 
 def _table(given: TableConfig) -> Table:

@@ -10,7 +10,7 @@ from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.compression.codec import Codec, in_vain
 from shadowsync.config import ClusterConfig, CodecConfig, Config, SyncConfig, merge, parse
 from shadowsync.data.source import Source
-from shadowsync.embedding.optimizers import RowRule
+from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.storage import Storage, storage_class
 from shadowsync.errors import ConfigError
 from shadowsync.models.model import ModelSpec
@@ -334,9 +334,9 @@ def _choose_codec(kind: str, given: CodecConfig, defaults: Mapping[str, Any]) ->
 
 def _check_used(config: Config) -> None:
     """Raises `ConfigError` for an option that was given and that the chosen optimizer or decay has no use for."""
-    rows, dense = members("shadowsync.embedding", RowRule), members("shadowsync.training", DenseOptimizer)
+    rows, dense = members("shadowsync.embedding", RowOptimizer), members("shadowsync.training", DenseOptimizer)
     for section, given, used in (
-        ("embedding", config.embedding, rows[config.embedding.optimizer].options),
+        ("embedding", config.embedding, option_names(rows[config.embedding.optimizer])),
         ("train", config.train, option_names(dense[config.train.optimizer])),
     ):
         for option in ("eps", "beta1", "beta2"):

@@ -97,7 +97,7 @@ class EmbeddingConfig(Section):
         "one machine, where more only cost messages",
     )
     storage: str = Field("auto", description="auto takes fbgemm where it is installed, else torch")
-    optimizer: Annotated[str, MemberOf("shadowsync.embedding.optimizers:RowRule")] = Field(
+    optimizer: Annotated[str, MemberOf("shadowsync.embedding.optimizers:RowOptimizer")] = Field(
         "rowwise_adagrad", description="applied in the fused backward"
     )
     lr: float = Field(0.15, gt=0, description="learning rate of the rows")

@@ -32,8 +32,8 @@ from safetensors.torch import load, load_file
 from shadowsync.checkpoint.deltas import changed_rows, write_delta
 from shadowsync.checkpoint.files import open_files
 from shadowsync.checkpoint.store import CheckpointStore
+from shadowsync.embedding.optimizers import SGD
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import RowSet, Shard
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import CheckpointError, SaveError
@@ -118,7 +118,7 @@ def test_laid_over_the_former_it_is_the_latter(courses: list[tuple[bool, list[in
         model.train(rows)
         names.append(store.save(model.whole() if whole else model.delta(names[-1])))
     former = names[since % len(names)]
-    optimizer = RowOptimizer("sgd", 0.0, 0.0, 0.0)
+    optimizer = SGD()
     shards = [Shard(USERS, 0, EDGES[1]), Shard(USERS, EDGES[1], 23), Shard(ITEMS, 0, 7)]
     server = EmbeddingServer(shards, TorchStorage, optimizer, 0)
     server.load(store.open(former).rows_of(shards, {"weight"}))

@@ -27,9 +27,10 @@ from shadowsync.checkpoint.format import place
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.snapshot import TABLE_WIDE, Snapshot
 from shadowsync.checkpoint.store import CheckpointStore
-from shadowsync.embedding.optimizers import Extent, rule_class
+from shadowsync.embedding.optimizers import Extent, RowOptimizer
 from shadowsync.embedding.table import Rows, Table
 from shadowsync.errors import CheckpointError, SaveError
+from shadowsync.registry import members
 
 
 def test_what_is_saved_is_loaded(root: str) -> None:
@@ -206,7 +207,7 @@ def test_the_root_can_be_a_relative_path(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam", "sgd"])
 def test_tensors_of_a_whole_shard_are_known_by_name(optimizer: str) -> None:
-    state = rule_class(optimizer).state
+    state = members("shadowsync.embedding", RowOptimizer)[optimizer].state
     assert {name for name, extent in state.items() if extent is Extent.SHARD} == TABLE_WIDE & state.keys()
 
 

@@ -11,11 +11,12 @@ from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.routing import NEVER, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
-from shadowsync.embedding.storage import RowOptimizer, Storage
+from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.rpc.connection import Connection, DirectConnection

@@ -17,10 +17,10 @@ from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.compression.wire import WireCounter
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding import optimizers
 from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.requests import AnyLookup, Lookup, RowLookup
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import NonFiniteTensor
@@ -30,7 +30,7 @@ from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import ParameterSlot
 
 ROUNDS = 12
-SGD = RowOptimizer("sgd", 1e-8, 0.9, 0.999)
+SGD = optimizers.SGD()
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding import optimizers
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.embedding.fbgemm_storage import FbgemmStorage
+from shadowsync.embedding.optimizers import Adam, RowOptimizer, RowwiseAdagrad
 from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.routing import NEVER, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.storage import RowOptimizer, Storage
+from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.models.vectors import VectorGradients
@@ -34,7 +36,7 @@ STORAGES = [
     pytest.param(FbgemmStorage, id="fbgemm", marks=needs_fbgemm),
 ]
 # an eps large enough to be seen
-OPTIMIZERS = [RowOptimizer(name, 0.01, 0.9, 0.999) for name in ("rowwise_adagrad", "adam", "sgd")]
+OPTIMIZERS = [RowwiseAdagrad(0.01), Adam(0.01, 0.9, 0.999), optimizers.SGD()]
 ADAGRAD, ADAM, SGD = OPTIMIZERS
 EACH = pytest.mark.parametrize("storage", STORAGES)
 BY_NAME = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)

@@ -5,13 +5,13 @@ from itertools import count
 from typing import ClassVar
 
 import pytest
-from embedding_cases import ADAGRAD, EACH, random_ids, table
+from embedding_cases import ADAGRAD, ADAM, EACH, SGD, random_ids, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.embedding import placement
-from shadowsync.embedding.optimizers import SGD, Adam, RowwiseAdagrad
-from shadowsync.embedding.placement import SURROGATE_ROWS, Servers, cut, measure_costs, place, row_wise
+from shadowsync.embedding.optimizers import RowwiseAdagrad
+from shadowsync.embedding.placement import SURROGATE_ROWS, cut, measure_costs, place, row_wise
 from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import Shard
 from shadowsync.embedding.torch_storage import TorchStorage
@@ -40,17 +40,17 @@ jobs = st.tuples(
 @given(job=jobs)
 def test_each_row_is_in_one_shard_and_loads_stay_within_the_bound_of_lpt(job):
     rows, costs, count, split_rows = job
-    tables, servers = many(rows), Servers(count, split_rows=split_rows)
+    tables, servers = many(rows), (count, None, split_rows)
     cost = {found.name: costs[index] for index, found in enumerate(tables)}
-    placed = place(tables, cost, RowwiseAdagrad, servers)
-    assert placed == place(tables, dict(reversed(cost.items())), RowwiseAdagrad, servers)
+    placed = place(tables, cost, ADAGRAD, *servers)
+    assert placed == place(tables, dict(reversed(cost.items())), ADAGRAD, *servers)
     assert len(placed) == count
     for found in tables:
         spans = sorted((s.start, s.stop) for shards in placed for s in shards if s.table == found)
         assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
         assert spans[-1][1] == found.rows
         assert split_rows is None or max(stop - start for start, stop in spans) <= split_rows
-    items = [item.cost for item in cut(tables, cost, RowwiseAdagrad, servers)]
+    items = [item.cost for item in cut(tables, cost, ADAGRAD, *servers)]
     loads = [sum(cost[s.table.name] * s.rows / s.table.rows for s in shards) for shards in placed]
     # what no packing can beat, and Graham's 4/3 − 1/(3m) over it is at most mean + (1 − 1/m) of the last item placed
     assert max(loads) <= sum(items) / count + (1 - 1 / count) * max(items) + 1e-9
@@ -59,56 +59,56 @@ def test_each_row_is_in_one_shard_and_loads_stay_within_the_bound_of_lpt(job):
 def test_the_costliest_go_first_to_the_least_loaded():
     tables = many([5] * 5)
     cost = {"t0": 2.0, "t1": 3.0, "t2": 9.0, "t3": 4.0, "t4": 5.0}
-    placed = place(tables, cost, SGD, Servers(2))
+    placed = place(tables, cost, SGD, 2)
     assert [[shard.table.name for shard in shards] for shards in placed] == [["t1", "t2"], ["t0", "t3", "t4"]]
 
 
 def test_split_rows_cuts_into_even_parts():
-    placed = place(many([100]), {"t0": 1.0}, SGD, Servers(2, split_rows=30))
+    placed = place(many([100]), {"t0": 1.0}, SGD, 2, split_rows=30)
     assert sorted(shard.rows for shards in placed for shard in shards) == [25] * 4
     assert [sum(shard.rows for shard in shards) for shards in placed] == [50, 50]
 
 
 def test_only_what_is_larger_than_an_even_share_and_worth_it_is_cut(monkeypatch):
     tables = many([100, 10, 10])
-    assert place(tables, even(tables), SGD, Servers(3))[0] == (Shard(tables[0], 0, 100),)
+    assert place(tables, even(tables), SGD, 3)[0] == (Shard(tables[0], 0, 100),)
     monkeypatch.setattr(placement, "WORTH_CUTTING_BYTES", 0)
-    parts = [item.shard for item in cut(tables, even(tables), SGD, Servers(3))]
+    parts = [item.shard for item in cut(tables, even(tables), SGD, 3)]
     assert [part.rows for part in parts] == [33, 33, 34, 10, 10]
-    assert [item.shard.rows for item in cut(tables, even(tables), SGD, Servers(1))] == [100, 10, 10]
+    assert [item.shard.rows for item in cut(tables, even(tables), SGD, 1)] == [100, 10, 10]
 
 
 def test_no_server_holds_more_than_it_can():
     tables = many([40, 30, 20, 10])
-    placed = place(tables, {"t0": 1.0, "t1": 1.0, "t2": 50.0, "t3": 90.0}, RowwiseAdagrad, Servers(2, 50 * ROW))
+    placed = place(tables, {"t0": 1.0, "t1": 1.0, "t2": 50.0, "t3": 90.0}, ADAGRAD, 2, 50 * ROW)
     assert sorted(sum(shard.rows for shard in shards) for shards in placed) == [50, 50]
 
 
 def test_a_table_larger_than_a_server_is_cut():
-    placed = place(many([100]), {"t0": 1.0}, RowwiseAdagrad, Servers(4, capacity_bytes=25 * ROW))
+    placed = place(many([100]), {"t0": 1.0}, ADAGRAD, 4, capacity_bytes=25 * ROW)
     assert [[shard.rows for shard in shards] for shards in placed] == [[25]] * 4
-    split = cut(many([100]), {"t0": 1.0}, RowwiseAdagrad, Servers(4, 25 * ROW, split_rows=90))
+    split = cut(many([100]), {"t0": 1.0}, ADAGRAD, 4, 25 * ROW, split_rows=90)
     assert max(item.bytes for item in split) <= 25 * ROW
 
 
 def test_what_does_not_fit_is_named():
     tables = many([100, 30])
     with pytest.raises(ConfigError, match=r"need 2,600 bytes .*t0\[0:50\], 1,000\).* do not fit 2 servers of 1,000"):
-        place(tables, even(tables), RowwiseAdagrad, Servers(2, capacity_bytes=1000))
+        place(tables, even(tables), ADAGRAD, 2, capacity_bytes=1000)
 
 
-@pytest.mark.parametrize(("rule", "expected"), [(SGD, 4 * 16), (RowwiseAdagrad, 4 * 17), (Adam, 4 * 48)])
+@pytest.mark.parametrize(("rule", "expected"), [(SGD, 4 * 16), (ADAGRAD, 4 * 17), (ADAM, 4 * 48)])
 def test_a_row_takes_its_weights_and_state(rule, expected):
     assert rule.row_bytes(16) == expected
 
 
 def test_more_servers_than_tables_leave_some_empty():
-    assert [len(shards) for shards in place(many([5]), {"t0": 1.0}, SGD, Servers(3))] == [1, 0, 0]
-    assert place([], {}, SGD, Servers(2)) == ((), ())
+    assert [len(shards) for shards in place(many([5]), {"t0": 1.0}, SGD, 3)] == [1, 0, 0]
+    assert place([], {}, SGD, 2) == ((), ())
 
 
 def test_row_wise_servers_hold_the_same_share_of_every_table():
-    placed = row_wise(many([10, 3]), RowwiseAdagrad, Servers(4))
+    placed = row_wise(many([10, 3]), ADAGRAD, 4)
     assert [[(shard.table.name, shard.start, shard.stop) for shard in shards] for shards in placed] == [
         [("t0", 0, 2)],
         [("t0", 2, 5), ("t1", 0, 1)],
@@ -116,7 +116,7 @@ def test_row_wise_servers_hold_the_same_share_of_every_table():
         [("t0", 7, 10), ("t1", 2, 3)],
     ]
     with pytest.raises(ConfigError, match="each of 4 embedding servers would hold"):
-        row_wise(many([10, 3]), RowwiseAdagrad, Servers(4, capacity_bytes=3 * ROW))
+        row_wise(many([10, 3]), ADAGRAD, 4, capacity_bytes=3 * ROW)
 
 
 # --- costs are measured, on surrogates, with the clock handed in -----------------------------------------------------

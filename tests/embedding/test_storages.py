@@ -25,7 +25,7 @@ from hypothesis import given, settings
 
 from shadowsync.embedding import fbgemm_storage
 from shadowsync.embedding.fbgemm_storage import FbgemmStorage
-from shadowsync.embedding.storage import RowOptimizer, storage_class
+from shadowsync.embedding.storage import storage_class
 from shadowsync.embedding.table import RowNumbers, Shard
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import ConfigError, MissingExtra
@@ -320,9 +320,3 @@ def test_another_version_of_fbgemm_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.import_module("fbgemm_gpu"), "__version__", "1.9.0")
     with pytest.raises(ConfigError, match=r"FBGEMM 1.9.0 is installed and 1.8 is needed"):
         FbgemmStorage([], [], SGD, 0)
-
-
-@EACH
-def test_an_unknown_optimizer_is_named(storage):
-    with pytest.raises(ConfigError, match=r"embedding.optimizer=adan is not known, did you mean adam\?"):
-        storage([], [], RowOptimizer("adan", 1e-8, 0.9, 0.999), 0)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.optimizers import SGD
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Shard, Table, widths
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.export import ExportSpec, export_model
@@ -96,9 +96,7 @@ def make_client(tables: Sequence[Table], rows: Mapping[str, Tensor]) -> Embeddin
     first, *others = tables
     cut = first.rows // 3
     shards = [Shard(first, 0, cut), Shard(first, cut, first.rows), *(Shard(table, 0, table.rows) for table in others)]
-    servers = [
-        EmbeddingServer([shard], TorchStorage, RowOptimizer("sgd", 1e-8, 0.9, 0.999), seed=0) for shard in shards
-    ]
+    servers = [EmbeddingServer([shard], TorchStorage, SGD(), seed=0) for shard in shards]
     for server in servers:
         for held in server.state():
             weight = held.tensors["weight"]

@@ -5,7 +5,7 @@ import dataclasses
 import runpy
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pydantic import BaseModel
@@ -16,6 +16,7 @@ from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, parse
 from shadowsync.data.source import Source
+from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.errors import ConfigError
 from shadowsync.models.model import ModelSpec
 from shadowsync.registry import members, option_names
@@ -37,8 +38,14 @@ MEMBERS = {
     for seam, package in SEAMS.items()
     for name, member in members(package, seam).items()
 }
-DENSE_OPTIONS = {
-    name for member in members("shadowsync.training", DenseOptimizer).values() for name in option_names(member)
+OPTIMIZER_OPTIONS = {
+    (section, option)
+    for section, package, seam in (
+        ("train", "shadowsync.training", DenseOptimizer),
+        ("embedding", "shadowsync.embedding", RowOptimizer),
+    )
+    for member in members(package, cast("type[Any]", seam)).values()
+    for option in option_names(member)
 }
 READ_AS_A_WHOLE = {"compression"}
 """Sections whose keys are gone through in a loop."""
@@ -75,12 +82,12 @@ READ = read_in_source()
 
 
 def test_every_key_is_read() -> None:
-    """As `section.key`, through a parameter called `config` or `given`, or as an option of a dense optimizer."""
+    """As `section.key`, through a parameter called `config` or `given`, or as an option of an optimizer."""
     unread = [
         f"{section}.{key}"
         for section, key in KEYS
         if not READ & {(owner, key) for owner in (section, "config", "given")}
-        and not (section == "train" and key in DENSE_OPTIONS)
+        and (section, key) not in OPTIMIZER_OPTIONS
     ]
     assert unread == []
 

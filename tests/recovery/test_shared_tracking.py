@@ -9,17 +9,16 @@ import torch
 from shadowsync.config import parse
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.memory import parts_of
-from shadowsync.embedding.optimizers import rule_class
+from shadowsync.embedding.optimizers import RowwiseAdagrad
 from shadowsync.embedding.requests import Lookup
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.storage import RowOptimizer
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.memory.shared import SharedMemory, bytes_of, can_share
 from shadowsync.recovery.settings import RowTracking, recovery_settings, row_tracking
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="needs memory files and /proc, as Linux has them")
-ADAGRAD = RowOptimizer("rowwise_adagrad", 0.01, 0.9, 0.999)
+ADAGRAD = RowwiseAdagrad(0.01)
 SHARDS = [Shard(Table("small", 4, 2, ("s",)), 0, 4), Shard(Table("big", 40, 2, ("b",)), 10, 40)]
 ROWS = [3, 5, 8, 13, 21]
 
@@ -38,7 +37,7 @@ def tracking(request: pytest.FixtureRequest) -> RowTracking:
 
 def memory_for(tracking: RowTracking) -> SharedMemory:
     followed = [part for shard in SHARDS for part in tracking.parts(shard)]
-    return SharedMemory.create(bytes_of([*parts_of(SHARDS, rule_class("rowwise_adagrad")), *followed]), "the rows")
+    return SharedMemory.create(bytes_of([*parts_of(SHARDS, ADAGRAD), *followed]), "the rows")
 
 
 @pytest.fixture

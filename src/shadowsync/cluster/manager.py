@@ -26,7 +26,6 @@ from shadowsync.data.leases import DoneLog
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.memory import parts_of
-from shadowsync.embedding.optimizers import rule_class
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import ConfigError, RunError
@@ -109,19 +108,19 @@ class ClusterSpec:
     @cached_property
     def row_bytes(self) -> list[int]:
         """Memory that the rows of each embedding server take."""
-        rule = rule_class(row_optimizer(self.job.config.embedding).name)
-        return [sum(shard.rows * rule.row_bytes(shard.table.dim) for shard in shards) for shards in self.shards]
+        optimizer = row_optimizer(self.job.config.embedding)
+        return [sum(shard.rows * optimizer.row_bytes(shard.table.dim) for shard in shards) for shards in self.shards]
 
     @cached_property
     def shared_bytes(self) -> Mapping[str, int]:
         """By role, the memory of what trainers of its machine reach without it, should that be possible."""
-        rule = rule_class(row_optimizer(self.job.config.embedding).name)
+        optimizer = row_optimizer(self.job.config.embedding)
         found: dict[str, int] = {}
         if shares_rows(self.job.config, self.job.choices):
             tracking = row_tracking(self.job.choices.recovery, self.job.config.train.seed)
             for index, shards in enumerate(self.shards):
                 followed = [] if tracking is None else [part for shard in shards for part in tracking.parts(shard)]
-                found[f"embedding-{index}"] = bytes_of([*parts_of(shards, rule), *followed])
+                found[f"embedding-{index}"] = bytes_of([*parts_of(shards, optimizer), *followed])
         if shares_center(self.job.config, self.job.choices):
             lengths = enumerate(stop - start for start, stop in self.spans)
             found |= {f"dense-{index}": bytes_of([(length, torch.float32)]) for index, length in lengths}

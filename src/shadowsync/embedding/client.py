@@ -84,8 +84,7 @@ class EmbeddingClient:
         self._here = {position for position, server in enumerate(servers) if isinstance(server, EmbeddingServer)}
         self._unique = UniqueChoice(unique, tables, features, held, self._here)
         self._numbers = itertools.count()
-        self.columns = self._router.columns.span
-        self.width = self._router.columns.width
+        self.columns, self.width = self._router.selector.columns, self._router.selector.width
 
     def pull(self, ids: Jagged) -> Pulled:
         """Pooled vectors and sequences for the ids of all features, in the order of the source's schema.

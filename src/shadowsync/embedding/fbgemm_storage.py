@@ -20,8 +20,7 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.memory import ShardMemory
-from shadowsync.embedding.optimizers import SGD, RowwiseAdagrad
-from shadowsync.embedding.storage import RowOptimizer
+from shadowsync.embedding.optimizers import SGD, RowOptimizer, RowwiseAdagrad
 from shadowsync.embedding.table import Shard, Width
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import ConfigError, MissingExtra, UserError
@@ -85,7 +84,7 @@ class FbgemmStorage(TorchStorage):
         self._operators = load_operators()
         super().__init__(shards, features, optimizer, seed, allocate)
         self._features = tuple(features)
-        self._fused = isinstance(self._rule, (RowwiseAdagrad, SGD))
+        self._fused = isinstance(optimizer, (RowwiseAdagrad, SGD))
         self._requests: dict[tuple[int, ...], Request] = {}
         self._blocks = [plan_block(self._memory, width) for width in self._memory.numbers.widths]
 
@@ -158,7 +157,7 @@ class FbgemmStorage(TorchStorage):
             ids.weights,
             False,  # stochastic rounding
         )
-        if isinstance(self._rule, SGD):
+        if not isinstance(self._optimizer, RowwiseAdagrad):
             self._operators.split_embedding_backward_codegen_sgd_cpu(*common, torch.tensor(lr))
             return
         self._operators.split_embedding_backward_codegen_rowwise_adagrad_cpu(
@@ -167,7 +166,7 @@ class FbgemmStorage(TorchStorage):
             request.placements,
             request.rows_offsets,
             torch.tensor(lr),
-            self._rule.settings.eps,
+            self._optimizer.eps,
         )
 
 

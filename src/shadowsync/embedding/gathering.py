@@ -1,11 +1,10 @@
 """Pooling at the trainer, or not at all: every distinct row of a batch crosses once, and so does the sum of its
 gradients, whatever features of the table it occurs in.
 
-Rows have keys here, which run through all tables, and numbers on their servers (`RowNumbers`). A run is a stretch of
-keys that are consecutive numbers of one server; an unsplit table is part of one run, and each part of a split one too,
-so that no vector is pooled in parts.
+Rows of one width have keys here: server after server, and on each in the order of their numbers there (`RowNumbers`).
+So the distinct keys of a batch, ascending, are what the servers are asked for, one after the other.
 
-`B` samples, `G` features of a group whose tables are `D` wide, `L` ids, `K` distinct rows.
+`B` samples, `G` features of a group whose tables are `D` wide, `L` ids, `K` distinct rows, `S` servers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -20,27 +19,19 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.distinct import Distinct, bags_of, by_sample, find_distinct, sum_bags
-from shadowsync.embedding.requests import Bounds, RowLookup, Selection, Selector, check_range, spread
+from shadowsync.embedding.requests import Bounds, RowLookup, Selection, Selector, check_range, mean_factors, spread
 from shadowsync.embedding.table import RowNumbers, Shard, Slot, Table
 from shadowsync.models.vectors import JaggedVectors, VectorGradients
 
 
-class Run(NamedTuple):
-    """Keys of one group, from `first` up to the next run's, that are consecutive numbers of one server from `number`
-    on."""
-
-    server: int
-    first: int
-    number: int
-
-
 class Occurrences(NamedTuple):
-    """The ids of some members in one batch with their keys, int64 `[L]`, and a weight for each or None; pooled ones are
-    in the order of the samples where every bag has one id."""
+    """The ids of some members in one batch with their keys, int64 `[L]`, a weight for each or None, and a factor for
+    the sum of each bag or None; pooled ones are in the order of the samples where every bag has one id."""
 
     ids: Jagged
     keys: Tensor
     weights: Tensor | None
+    factors: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +51,14 @@ class Members:
     apart: bool
 
     def find(self, ids: Jagged) -> Occurrences:
-        """The keys that occur among the ids of all features; raises `DataError` if one is not a row of its table."""
-        chosen = self.selection.ids(ids)
+        """Those among the ids of all features; raises `DataError` if one is not a row of its table."""
+        chosen, mean = self.selection.ids(ids), self.selection.mean
         check_range(chosen, self.bounds)
         keys, weights = chosen.values + spread(self.starts, chosen), chosen.weights
         if not self.apart and chosen.offsets is None:
             keys, weights = by_sample(keys, chosen), None if weights is None else by_sample(weights, chosen)
-        return Occurrences(chosen, keys, weights)
+        factors = None if mean is None or chosen.offsets is None else mean_factors(chosen, mean)
+        return Occurrences(chosen, keys, weights, factors)
 
     def pool(self, rows: Tensor, inverse: Tensor, found: Occurrences) -> Tensor:
         """Pooled vectors, float32 `[B, G * D]`, from the distinct rows `[K, D]` and that of each occurrence `[L]`."""
@@ -77,6 +69,8 @@ class Members:
                 vectors *= found.weights[:, None]
             return vectors.view(ids.samples, len(self.names) * self.dim)
         bags = sum_bags(rows, inverse, ids.offsets, found.weights)
+        if found.factors is not None:  # weights of the ids would slow the sum down, that of the other features too
+            bags *= found.factors[:, None]
         return bags.view(len(self.names), ids.samples, self.dim).transpose(0, 1).flatten(1)
 
     def vectors(self, rows: Tensor, inverse: Tensor, found: Occurrences) -> dict[str, JaggedVectors]:
@@ -97,17 +91,17 @@ class Members:
         if self.apart:
             return torch.cat([gradient.sequences[name] for name in self.names]), None, found.weights
         mine = self.selection.gradient(gradient.pooled).reshape(-1, self.dim)
+        if found.factors is not None:
+            mine = mine * by_sample(found.factors, found.ids)[:, None]
         return mine, None if found.ids.offsets is None else bags_of(found.ids), found.weights
 
 
 class Found(NamedTuple):
-    """The distinct rows of a group in one batch: run r's keys are the `counts[r]` in
-    `distinct.keys[cut[r]:cut[r + 1]]`."""
+    """The distinct rows of a group in one batch: server s's keys are `distinct.keys[cut[s]:cut[s + 1]]`."""
 
     occurrences: list[Occurrences]
     distinct: Distinct
     cut: list[int]
-    counts: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,28 +109,29 @@ class Group:
     """Features whose tables have one width: those that are pooled, and those that are not, if there are any.
 
     Attributes:
-        rows: how many keys there are.
-        runs: all keys, ascending.
-        edges: the first key of each run.
+        edges: the first key of each server, and one beyond the last, int64 `[S + 1]`.
+        pieces: of tables that are cut, whose rows are counted beyond the last key before it is known in which part they
+            are: the first row of each part as it is counted there, and what leads from there to its key, 0 before the
+            first; both int64. None if all tables are whole.
     """
 
     members: tuple[Members, ...]
     dim: int
-    rows: int
-    runs: tuple[Run, ...]
     edges: NDArray[np.int64]
+    pieces: tuple[Tensor, Tensor] | None
 
     @property
     def pooled(self) -> tuple[str, ...]:
-        """The features that are pooled."""
         return () if self.members[0].apart else self.members[0].names
 
     def find(self, ids: Jagged) -> Found:
         """The group's distinct rows among the ids of all features."""
         occurrences = [members.find(ids) for members in self.members]
-        distinct = find_distinct(_joined([found.keys for found in occurrences]).numpy(), self.rows)
-        cut = [*np.searchsorted(distinct.keys, self.edges).tolist(), len(distinct.keys)]
-        return Found(occurrences, distinct, cut, [stop - start for start, stop in pairwise(cut)])
+        keys = _joined([found.keys for found in occurrences])
+        if self.pieces is not None:
+            keys = keys + self.pieces[1][torch.bucketize(keys, self.pieces[0], right=True)]
+        distinct = find_distinct(keys.numpy(), int(self.edges[-1]))
+        return Found(occurrences, distinct, np.searchsorted(distinct.keys, self.edges).tolist())
 
     def sum(self, gradient: VectorGradients, found: Found) -> Tensor:
         """Each distinct row's gradient, float32 `[K, D]`, from that of the client's output."""
@@ -156,46 +151,42 @@ class Group:
         return found.distinct.sum(torch.cat([vectors for vectors, _, _ in brought]), torch.cat(which), weights)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What one server is asked for: `places` are for each of its widths the runs in the order of their numbers, by the
-    positions of their group and there."""
+class Asked(NamedTuple):
+    """What one server is asked for: rows of `shards`; of each width there, ascending, `shifts` lead from keys to
+    numbers."""
 
     server: int
     shards: tuple[int, ...]
-    dims: tuple[int, ...]
-    places: tuple[tuple[tuple[int, int], ...], ...]
+    shifts: Mapping[int, int]
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """A plan for some tables: their groups, and which server is asked for which runs."""
+    """A plan for some tables: their groups, and what each server is asked for."""
 
     groups: tuple[Group, ...]
     asked: tuple[Asked, ...]
 
     def find(self, ids: Jagged, numbers: Iterator[int]) -> "Gathered":
         """The distinct rows among the ids of all features, with numbers for the look-ups; raises as `Members.find`."""
-        found = [group.find(ids) for group in self.groups]
+        found = {group.dim: group.find(ids) for group in self.groups}
         lookups = []
-        for asked in self.asked:
-            rows = [np.empty(0, np.int64)]
-            for group, position in (place for places in asked.places for place in places):
-                run, mine = self.groups[group].runs[position], found[group]
-                keys = mine.distinct.keys[mine.cut[position] : mine.cut[position + 1]]
-                rows.append(keys + (run.number - run.first))
-            lookup = RowLookup(asked.shards, torch.from_numpy(np.concatenate(rows)), next(numbers))
-            lookups.append((asked.server, lookup))
+        for server, shards, shifts in self.asked:
+            rows = [
+                found[dim].distinct.keys[slice(*found[dim].cut[server : server + 2])] + shift
+                for dim, shift in shifts.items()
+                if dim in found
+            ]
+            lookups.append((server, RowLookup(shards, torch.from_numpy(np.concatenate(rows)), next(numbers))))
         return Gathered(self, found, lookups)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """The distinct rows of one batch, asked for and given gradients: found for each group, and looked up at the servers
-    at these positions, for each of `plan.asked`."""
+    """The distinct rows of one batch, by width, and the look-up at each server that is asked for some."""
 
     plan: Gathering
-    found: list[Found]
+    found: Mapping[int, Found]
     lookups: list[tuple[int, RowLookup]]
 
     def put_together(self, answers: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], dict[str, JaggedVectors]]:
@@ -204,15 +195,13 @@ class Gathered:
         Returns:
             for each group that has any, pooled vectors `[B, G * D]`; and all sequences, by feature.
         """
-        pieces: dict[tuple[int, int], Tensor] = {}
-        for asked, answer in zip(self.plan.asked, answers, strict=True):
-            for places, rows in zip(asked.places, answer, strict=True):
-                sizes = [self.found[group].counts[run] for group, run in places]
-                pieces |= zip(places, rows.split_with_sizes(sizes), strict=True)
+        by_width = [
+            dict(zip(asked.shifts, rows, strict=True)) for asked, rows in zip(self.plan.asked, answers, strict=True)
+        ]
         pooled: list[Tensor] = []
         sequences: dict[str, JaggedVectors] = {}
-        for index, (group, found) in enumerate(zip(self.plan.groups, self.found, strict=True)):
-            rows = _joined([pieces[index, run] for run in range(len(group.runs))])
+        for group in self.plan.groups:
+            found, rows = self.found[group.dim], _joined([own[group.dim] for own in by_width if group.dim in own])
             inverses = found.distinct.inverse.split_with_sizes([len(each.keys) for each in found.occurrences])
             for members, inverse, occurrences in zip(group.members, inverses, found.occurrences, strict=True):
                 if members.apart:
@@ -222,16 +211,16 @@ class Gathered:
         return pooled, sequences
 
     def sums(self, gradient: VectorGradients) -> list[tuple[Tensor, ...]]:
-        """For each of `plan.asked` the rows' gradients by width, from that of the client's output."""
-        pieces: list[Sequence[Tensor]] = [
-            group.sum(gradient, found).split_with_sizes(found.counts)
-            for group, found in zip(self.plan.groups, self.found, strict=True)
-        ]
-        return [
-            tuple(
-                _joined([pieces[group][run] for group, run in places]) if places else torch.zeros(0, dim)
-                for places, dim in zip(asked.places, asked.dims, strict=True)
+        """For each of `lookups` the rows' gradients by width, from that of the client's output."""
+        pieces = {
+            group.dim: group.sum(gradient, found).split_with_sizes(
+                [stop - start for start, stop in pairwise(found.cut)]
             )
+            for group in self.plan.groups
+            for found in [self.found[group.dim]]
+        }
+        return [
+            tuple(pieces[dim][asked.server] if dim in pieces else torch.zeros(0, dim) for dim in asked.shifts)
             for asked in self.plan.asked
         ]
 
@@ -241,56 +230,53 @@ def plan_gathering(
 ) -> Gathering:
     """The plan for the tables named in `chosen`, placed on these servers, which hold each row once."""
     numbers = [RowNumbers(shards) for shards in servers]
-    pieces: dict[str, list[tuple[int, int, Shard]]] = {}  # of each table, by row: server, first number there, shard
-    for server, shards in enumerate(servers):
-        for start, shard in zip(numbers[server].starts, shards, strict=True):
-            pieces.setdefault(shard.table.name, []).append((server, start, shard))
-    for found in pieces.values():
-        found.sort(key=lambda piece: piece[2].start)
-    # a mean needs weights, which slow a sum down
-    kinds: dict[tuple[int, bool], list[Table]] = {}
+    by_width: dict[int, list[Table]] = {}
     for table in tables:
         if table.name in chosen:
-            kinds.setdefault((table.dim, "mean" in table.poolings.values()), []).append(table)
-    groups = tuple(_group(members, selector, pieces) for members in kinds.values())
+            by_width.setdefault(table.dim, []).append(table)
+    groups = {dim: _group(found, selector, servers, numbers) for dim, found in by_width.items()}
     asked = []
     for server, shards in enumerate(servers):
         if mine := tuple(index for index, shard in enumerate(shards) if shard.table.name in chosen):
-            dims = tuple(width.dim for width in numbers[server].widths)
-            places = [
-                sorted(
-                    (run.number, (index, position))
-                    for index, group in enumerate(groups)
-                    for position, run in enumerate(group.runs)
-                    if group.dim == dim and run.server == server
-                )
-                for dim in dims
-            ]
-            asked.append(Asked(server, mine, dims, tuple(tuple(place for _, place in own) for own in places)))
-    return Gathering(groups, tuple(asked))
+            shifts = {
+                width.dim: width.start - int(groups[width.dim].edges[server]) if width.dim in groups else 0
+                for width in numbers[server].widths
+            }
+            asked.append(Asked(server, mine, shifts))
+    return Gathering(tuple(groups.values()), tuple(asked))
 
 
-def _group(tables: Sequence[Table], selector: Selector, pieces: Mapping[str, list[tuple[int, int, Shard]]]) -> Group:
-    # tables that lie side by side on a server get adjacent keys, so that there are few runs
-    ordered = sorted(tables, key=lambda table: pieces[table.name][0][:2])
-    starts = accumulate((table.rows for table in ordered), initial=0)
-    start_of = dict(zip([table.name for table in ordered], starts, strict=False))
-    runs: list[Run] = []
-    key = 0
-    for server, number, shard in (piece for table in ordered for piece in pieces[table.name]):
-        if not runs or (runs[-1].server, runs[-1].number - runs[-1].first) != (server, number - key):
-            runs.append(Run(server, key, number))
-        key += shard.rows
+def _group(
+    tables: Sequence[Table], selector: Selector, servers: Sequence[Sequence[Shard]], numbers: Sequence[RowNumbers]
+) -> Group:
+    """Of tables of one width."""
+    dim = tables[0].dim
+    widths = [held.width(dim) for held in numbers]
+    edges = [*accumulate((width.stop - width.start for width in widths), initial=0)]
+    parts: dict[str, list[tuple[int, int]]] = {}  # of each table, by row: the first row of a part and its key
+    for server, shards in enumerate(servers):
+        for shard, number in zip(shards, numbers[server].starts, strict=True):
+            if shard.table.dim == dim:
+                key = edges[server] + number - widths[server].start
+                parts.setdefault(shard.table.name, []).append((shard.start, key))
+    starts: dict[str, int] = {}
+    beyond, firsts, shifts = edges[-1], list[int](), [0]
+    for table in tables:
+        found = sorted(parts[table.name])
+        starts[table.name] = found[0][1] if len(found) == 1 else beyond
+        if len(found) > 1:
+            firsts += [beyond + start for start, _ in found]
+            shifts += [key - beyond - start for start, key in found]
+            beyond += table.rows
     members = []
     for apart in (False, True):
-        chosen = [(table, name) for table in tables for name in table.features if (name in table.sequences) == apart]
-        if chosen:
-            names, dim = tuple(name for _, name in chosen), chosen[0][0].dim
-            first = torch.tensor([start_of[table.name] for table, _ in chosen])
-            bounds = Bounds.of([Slot(Shard(table, 0, table.rows), name) for table, name in chosen])
+        pairs = [(table, name) for table in tables for name in table.features if (name in table.sequences) == apart]
+        if pairs:
+            names, first = tuple(name for _, name in pairs), torch.tensor([starts[table.name] for table, _ in pairs])
+            bounds = Bounds.of([Slot(Shard(table, 0, table.rows), name) for table, name in pairs])
             members.append(Members(names, selector.select(names), dim, first, bounds, apart))
-    edges = np.array([run.first for run in runs])
-    return Group(tuple(members), tables[0].dim, sum(table.rows for table in tables), tuple(runs), edges)
+    pieces = (torch.tensor(firsts), torch.tensor(shifts)) if firsts else None
+    return Group(tuple(members), dim, np.array(edges), pieces)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

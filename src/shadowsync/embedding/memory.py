@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shadowsync.embedding.optimizers import Extent, RowRule
+from shadowsync.embedding.optimizers import Extent, RowOptimizer
 from shadowsync.embedding.table import RowNumbers, Shard, starts_of
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
@@ -58,14 +58,14 @@ def fill(shards: list[tuple[Shard, Tensor]], seed: int) -> None:
             pass
 
 
-def parts_of(shards: Sequence[Shard], rule: type[RowRule]) -> list[tuple[int, torch.dtype]]:
+def parts_of(shards: Sequence[Shard], optimizer: RowOptimizer) -> list[tuple[int, torch.dtype]]:
     """Elements and type of each tensor that is kept of these shards: of the weights, and of the state."""
     sizes = {
         Extent.ROW: (sum(shard.rows for shard in shards), torch.float32),
         Extent.ELEMENT: (sum(shard.rows * shard.table.dim for shard in shards), torch.float32),
         Extent.SHARD: (len(shards), torch.int64),
     }
-    return [sizes[extent] for extent in (Extent.ELEMENT, *rule.state.values())]
+    return [sizes[extent] for extent in (Extent.ELEMENT, *optimizer.state.values())]
 
 
 class ShardMemory:
@@ -73,14 +73,14 @@ class ShardMemory:
     state, in which each shard's weights start at `weight_start`, and what is kept for its rows at `row_start`."""
 
     def __init__(
-        self, shards: Sequence[Shard], rule: type[RowRule], seed: int | None, allocate: Allocate = zeros
+        self, shards: Sequence[Shard], optimizer: RowOptimizer, seed: int | None, allocate: Allocate = zeros
     ) -> None:
         self.shards = tuple(shards)
         self.numbers = RowNumbers(shards)
         self.row_start = self.numbers.starts
         self.weight_start = starts_of({s: self._elements(s) for s in self.numbers.by_width})
-        self._extents = {"weight": Extent.ELEMENT, **rule.state}
-        self.flat = dict(zip(self._extents, (allocate(*part) for part in parts_of(shards, rule)), strict=True))
+        self._extents = {"weight": Extent.ELEMENT, **optimizer.state}
+        self.flat = dict(zip(self._extents, (allocate(*part) for part in parts_of(shards, optimizer)), strict=True))
         if seed is not None:
             fill([(shard, self.view(index, "weight")) for index, shard in enumerate(self.shards)], seed)
 

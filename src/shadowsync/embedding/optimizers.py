@@ -5,14 +5,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-
-from shadowsync.embedding.storage import RowOptimizer
-from shadowsync.registry import choose
 
 
 class Extent(Enum):
@@ -24,23 +22,19 @@ class Extent(Enum):
 
 
 Block = Mapping[str, Tensor]
-"""The live tensors of all tables of one width: `weight` `[R, D]` and those of the rule's state, `[R]` or `[R, D]`."""
+"""The live tensors of all tables of one width: `weight` `[R, D]` and the state, `[R]` or `[R, D]`."""
 
 
-class RowRule(ABC):
-    """An optimizer of rows; holds hyper-parameters only.
+@dataclass(frozen=True)
+class RowOptimizer(ABC):
+    """An optimizer of rows; holds its options only, among `eps` (added to the denominator) and the decays of moments.
 
     Attributes:
         state: the tensors kept beside the weights, and what each of their numbers belongs to.
-        options: the fields of `RowOptimizer` that it uses.
     """
 
     name: ClassVar[str]
     state: ClassVar[Mapping[str, Extent]]
-    options: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, settings: RowOptimizer) -> None:
-        self.settings = settings
 
     @abstractmethod
     def apply(self, block: Block, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
@@ -50,7 +44,7 @@ class RowRule(ABC):
             block: of the rows.
             rows: distinct positions in it, int64 `[K]`.
             gradient: each row's, summed over its occurrences, float32 `[K, D]`.
-            pushes: how many each row's shard has had, this one included, `[K]`; None unless the rule counts them.
+            pushes: how many each row's shard has had, this one included, `[K]`; None unless the state has a step.
             lr: learning rate.
         """
 
@@ -61,62 +55,66 @@ class RowRule(ABC):
         return 4 * (dim + sum(per_extent[extent] for extent in cls.state.values()))
 
 
-class RowwiseAdagrad(RowRule):
+@dataclass(frozen=True)
+class RowwiseAdagrad(RowOptimizer):
     """Adagrad with one sum of squares per row: `s += mean_d(g²); w −= lr · g / (sqrt(s) + eps)`.
 
     As FBGEMM computes it; Duchi et al. 2011 keep a sum for every element.
     """
 
-    name = "rowwise_adagrad"
-    options = ("eps",)
+    name: ClassVar[str] = "rowwise_adagrad"
     state: ClassVar[Mapping[str, Extent]] = {"momentum": Extent.ROW}
+    eps: float
 
     def apply(self, block: Block, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
         squares = block["momentum"]
         sums = squares.index_select(0, rows) + gradient.square().mean(1)
         squares.index_copy_(0, rows, sums)
-        scale = lr / (sums.sqrt() + self.settings.eps)
+        scale = lr / (sums.sqrt() + self.eps)
         block["weight"].index_add_(0, rows, gradient * scale[:, None], alpha=-1)
 
 
-class Adam(RowRule):
+@dataclass(frozen=True)
+class Adam(RowOptimizer):
     """Lazy Adam (Kingma and Ba 2015): rows without a gradient keep weights and moments as they are.
 
     The bias correction uses the number of pushes to the row's table, not to the row; where every row has a gradient in
     every push this is `torch.optim.Adam`, with eps at the same place.
     """
 
-    name = "adam"
-    options = ("eps", "beta1", "beta2")
+    name: ClassVar[str] = "adam"
     state: ClassVar[Mapping[str, Extent]] = {
         "exp_avg": Extent.ELEMENT,
         "exp_avg_sq": Extent.ELEMENT,
         "step": Extent.SHARD,
     }
+    eps: float
+    beta1: float
+    beta2: float
 
     def apply(self, block: Block, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
-        assert pushes is not None, "a rule with a step is given the pushes"
-        beta1, beta2 = self.settings.beta1, self.settings.beta2
-        mean = block["exp_avg"].index_select(0, rows).lerp_(gradient, 1 - beta1)
-        square = block["exp_avg_sq"].index_select(0, rows).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        assert pushes is not None, "an optimizer with a step is given the pushes"
+        mean = block["exp_avg"].index_select(0, rows).lerp_(gradient, 1 - self.beta1)
+        square = (
+            block["exp_avg_sq"]
+            .index_select(0, rows)
+            .mul_(self.beta2)
+            .addcmul_(gradient, gradient, value=1 - self.beta2)
+        )
         block["exp_avg"].index_copy_(0, rows, mean)
         block["exp_avg_sq"].index_copy_(0, rows, square)
         age = pushes.to(torch.float64)[:, None]
-        step_size = (lr / (1 - beta1**age)).float()
-        root = (1 - beta2**age).sqrt().float()
-        block["weight"].index_add_(0, rows, step_size * mean / (square.sqrt_() / root + self.settings.eps), alpha=-1)
+        step_size = (lr / (1 - self.beta1**age)).float()
+        root = (1 - self.beta2**age).sqrt().float()
+        block["weight"].index_add_(0, rows, step_size * mean / (square.sqrt_() / root + self.eps), alpha=-1)
 
 
-class SGD(RowRule):
+@dataclass(frozen=True)
+class SGD(RowOptimizer):
     """`w −= lr · g`."""
 
-    name = "sgd"
+    name: ClassVar[str] = "sgd"
     state: ClassVar[Mapping[str, Extent]] = {}
 
     def apply(self, block: Block, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
         block["weight"].index_add_(0, rows, gradient, alpha=-lr)
-
-
-def rule_class(optimizer: str) -> type[RowRule]:
-    """The rule called `optimizer`; raises `ConfigError` if there is none."""
-    return choose("embedding.optimizer", optimizer, "shadowsync.embedding", RowRule)

@@ -7,38 +7,20 @@ that has room for it (longest processing time first: Graham 1969). Pure and dete
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.optimizers import RowRule
-from shadowsync.embedding.storage import RowOptimizer, Storage
+from shadowsync.embedding.optimizers import RowOptimizer
+from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import ConfigError
 
 WORTH_CUTTING_BYTES = 64 << 20
 SURROGATE_ROWS = 1 << 15
-
-
-@dataclass(frozen=True)
-class Servers:
-    """The bins.
-
-    Attributes:
-        count: number of servers.
-        capacity_bytes: what each can hold; None for no limit.
-        split_rows: tables of more rows are cut into parts of at most this many; None cuts only a table that is larger
-            than a server may be, or than an even share of all memory (and than 64 MiB, below which an uneven share
-            hurts nobody). A costly table is no reason to cut it: every part must pool and send a vector for every
-            sample again, so that two parts cost nearly twice as much as one.
-    """
-
-    count: int
-    capacity_bytes: int | None = None
-    split_rows: int | None = None
 
 
 class Item(NamedTuple):
@@ -51,33 +33,46 @@ class Item(NamedTuple):
 
 
 def place(
-    tables: Sequence[Table], costs: Mapping[str, float], rule: type[RowRule], servers: Servers
+    tables: Sequence[Table],
+    costs: Mapping[str, float],
+    optimizer: RowOptimizer,
+    servers: int,
+    capacity_bytes: int | None = None,
+    split_rows: int | None = None,
 ) -> tuple[tuple[Shard, ...], ...]:
     """The shards of each server, ordered by table and row; every row is in exactly one.
 
-    A table costs what `costs` has under its name, in any unit (see `measure_costs`), and a part of it its share of the
-    rows. The state of `rule` takes memory beside the rows.
+    Args:
+        costs: of each table by its name, in any unit (see `measure_costs`); a part costs its share of the rows.
+        optimizer: of the rows, whose state takes memory beside them.
+        capacity_bytes: what each server can hold; None for no limit.
+        split_rows: tables of more rows are cut into parts of at most this many; None cuts only a table that is larger
+            than a server may be, or than an even share of all memory (and than 64 MiB, below which an uneven share
+            hurts nobody). A costly table is no reason to cut it: every part must pool and send a vector for every
+            sample again, so that two parts cost nearly twice as much as one.
 
     Raises:
         ConfigError: the tables do not fit the servers' memory.
     """
-    items = cut(tables, costs, rule, servers)
+    items = cut(tables, costs, optimizer, servers, capacity_bytes, split_rows)
     by_cost = sorted(items, key=lambda item: (-item.cost, item.position, item.shard.start))
     by_bytes = sorted(items, key=lambda item: (-item.bytes, item.position, item.shard.start))
     # cost first packs best; where that leaves no room for a big table, big tables first packs tightest
-    packed = _pack(by_cost, servers) or _pack(by_bytes, servers)
+    packed = _pack(by_cost, servers, capacity_bytes) or _pack(by_bytes, servers, capacity_bytes)
     if packed is None:
         needed, largest = sum(item.bytes for item in items), max(items, key=lambda item: item.bytes)
         raise ConfigError(
             f"the embedding tables need {needed:,} bytes (the largest piece, {largest.shard.key}, {largest.bytes:,}) "
-            f"and do not fit {servers.count} servers of {servers.capacity_bytes or 0:,} bytes each: raise "
+            f"and do not fit {servers} servers of {capacity_bytes or 0:,} bytes each: raise "
             "embedding.servers, or set embedding.split_rows lower"
         )
     ordered = (sorted(found, key=lambda item: (item.position, item.shard.start)) for found in packed)
     return tuple(tuple(item.shard for item in found) for found in ordered)
 
 
-def row_wise(tables: Sequence[Table], rule: type[RowRule], servers: Servers) -> tuple[tuple[Shard, ...], ...]:
+def row_wise(
+    tables: Sequence[Table], optimizer: RowOptimizer, servers: int, capacity_bytes: int | None = None
+) -> tuple[tuple[Shard, ...], ...]:
     """Every table cut evenly over all servers, as `place` returns it: each server has the same share of the rows.
 
     Every server pools and sends a vector of every table for every sample, so this costs more than `place`; what one
@@ -86,30 +81,37 @@ def row_wise(tables: Sequence[Table], rule: type[RowRule], servers: Servers) -> 
     Raises:
         ConfigError: the tables do not fit the servers' memory.
     """
-    most = sum(-(-table.rows // servers.count) * rule.row_bytes(table.dim) for table in tables)
-    if servers.capacity_bytes is not None and most > servers.capacity_bytes:
+    most = sum(-(-table.rows // servers) * optimizer.row_bytes(table.dim) for table in tables)
+    if capacity_bytes is not None and most > capacity_bytes:
         raise ConfigError(
-            f"each of {servers.count} embedding servers would hold {most / 2**30:.1f} GiB and may hold "
-            f"{servers.capacity_bytes / 2**30:.1f}: raise embedding.servers or cluster.server_memory_gib"
+            f"each of {servers} embedding servers would hold {most / 2**30:.1f} GiB and may hold "
+            f"{capacity_bytes / 2**30:.1f}: raise embedding.servers or cluster.server_memory_gib"
         )
     found: list[tuple[Shard, ...]] = []
-    for number in range(servers.count):
-        spans = ((t, t.rows * number // servers.count, t.rows * (number + 1) // servers.count) for t in tables)
+    for number in range(servers):
+        spans = ((t, t.rows * number // servers, t.rows * (number + 1) // servers) for t in tables)
         found.append(tuple(Shard(table, start, stop) for table, start, stop in spans if start < stop))
     return tuple(found)
 
 
-def cut(tables: Sequence[Table], costs: Mapping[str, float], rule: type[RowRule], servers: Servers) -> list[Item]:
+def cut(
+    tables: Sequence[Table],
+    costs: Mapping[str, float],
+    optimizer: RowOptimizer,
+    servers: int,
+    capacity_bytes: int | None = None,
+    split_rows: int | None = None,
+) -> list[Item]:
     """The tables, or their parts, as items; the parts of one table differ by at most one row."""
-    share = sum(table.rows * rule.row_bytes(table.dim) for table in tables) / servers.count
+    share = sum(table.rows * optimizer.row_bytes(table.dim) for table in tables) / servers
     items = []
     for position, table in enumerate(tables):
-        row_bytes = rule.row_bytes(table.dim)
-        limit = max(share, WORTH_CUTTING_BYTES) if servers.count > 1 else table.rows * row_bytes
-        if servers.split_rows is not None:
-            limit = servers.split_rows * row_bytes
-        if servers.capacity_bytes is not None:
-            limit = min(limit, servers.capacity_bytes)
+        row_bytes = optimizer.row_bytes(table.dim)
+        limit = max(share, WORTH_CUTTING_BYTES) if servers > 1 else table.rows * row_bytes
+        if split_rows is not None:
+            limit = split_rows * row_bytes
+        if capacity_bytes is not None:
+            limit = min(limit, capacity_bytes)
         parts = -(-table.rows // min(table.rows, max(1, int(limit // row_bytes))))
         edges = [table.rows * part // parts for part in range(parts + 1)]
         for start, stop in pairwise(edges):
@@ -118,13 +120,13 @@ def cut(tables: Sequence[Table], costs: Mapping[str, float], rule: type[RowRule]
     return items
 
 
-def _pack(items: Sequence[Item], servers: Servers) -> list[list[Item]] | None:
+def _pack(items: Sequence[Item], servers: int, capacity_bytes: int | None) -> list[list[Item]] | None:
     """Each item to the cheapest server with room; None if an item finds no room."""
-    packed: list[list[Item]] = [[] for _ in range(servers.count)]
-    cost, held = [0.0] * servers.count, [0] * servers.count
-    capacity = float("inf") if servers.capacity_bytes is None else servers.capacity_bytes
+    packed: list[list[Item]] = [[] for _ in range(servers)]
+    cost, held = [0.0] * servers, [0] * servers
+    capacity = float("inf") if capacity_bytes is None else capacity_bytes
     for item in items:
-        room = [server for server in range(servers.count) if held[server] + item.bytes <= capacity]
+        room = [server for server in range(servers) if held[server] + item.bytes <= capacity]
         if not room:
             return None
         server = min(room, key=lambda server: (cost[server], held[server], server))

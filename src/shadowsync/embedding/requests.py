@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.table import RowNumbers, Shard, Slot, Subject, Table
+from shadowsync.embedding.table import RowNumbers, Shard, Slot, Subject, Table, widths
 from shadowsync.errors import DataError
 from shadowsync.rpc.service import Meta
 
@@ -191,30 +191,6 @@ def spread(per_feature: Tensor, ids: Jagged) -> Tensor:
     return per_feature.repeat_interleave(ids.offsets[:: ids.samples].diff(), output_size=len(ids.values))
 
 
-class Columns:
-    """Where each feature's pooled vector stands in the client's output: tables in their order, features in theirs.
-
-    Attributes:
-        span: the columns of each feature that is pooled, by name.
-        width: all columns.
-        unit: the greatest width that divides every table's.
-    """
-
-    def __init__(self, tables: Sequence[Table]) -> None:
-        self.span: dict[str, slice] = {}
-        self.width = 0
-        for table in tables:
-            for feature in (f for f in table.features if f not in table.sequences):
-                self.span[feature] = slice(self.width, self.width + table.dim)
-                self.width += table.dim
-        self.unit = math.gcd(*(table.dim for table in tables)) or 1
-
-    def units(self, feature: str) -> range:
-        """The feature's units in the output; none if it is a sequence."""
-        span = self.span.get(feature, slice(0, 0))
-        return range(span.start // self.unit, span.stop // self.unit)
-
-
 @dataclass(frozen=True, eq=False)
 class Selection:
     """Some features whose pooled vectors come side by side, in an order of their own.
@@ -231,16 +207,13 @@ class Selection:
     unit: int
 
     def ids(self, ids: Jagged) -> Jagged:
-        """The features' ids, from those of all features; with weights where several are pooled by mean."""
-        if self.features is not None:
-            if ids.offsets is not None or ids.weights is not None:
-                ids = ids.select(self.features.tolist())
-            else:
-                values = ids.values.view(ids.feature_count, ids.samples).index_select(0, self.features).flatten()
-                ids = Jagged(values, None, None, len(self.features), ids.samples)
-        if self.mean is not None and ids.offsets is not None:
-            ids = mean_weighted(ids, self.mean)
-        return ids
+        """The features' ids, from those of all features."""
+        if self.features is None:
+            return ids
+        if ids.offsets is not None or ids.weights is not None:
+            return ids.select(self.features.tolist())
+        values = ids.values.view(ids.feature_count, ids.samples).index_select(0, self.features).flatten()
+        return Jagged(values, None, None, len(self.features), ids.samples)
 
     def gradient(self, gradient: Tensor) -> Tensor:
         """The part of the output's gradient `[B, Σ D_f]` that belongs to the features, `[B, U * u]`."""
@@ -251,35 +224,49 @@ class Selection:
 
 
 class Selector:
-    """Makes selections among the features of a source."""
+    """Makes selections among the features of a source, given what the client's output is: tables in their order, and
+    the pooled features of each in theirs.
+
+    Attributes:
+        columns: of each feature that is pooled, by name.
+        width: all columns.
+        means: the features that are pooled by mean.
+    """
 
     def __init__(self, tables: Sequence[Table], features: Sequence[str]) -> None:
-        self.columns = Columns(tables)
+        self.columns: dict[str, slice] = {}
+        self.width = 0
+        for feature, dim in widths(tables).items():
+            self.columns[feature] = slice(self.width, self.width + dim)
+            self.width += dim
         self.means = frozenset(f for table in tables for f, pooling in table.poolings.items() if pooling == "mean")
+        self._unit = math.gcd(*(table.dim for table in tables)) or 1
         self._position = {feature: index for index, feature in enumerate(features)}
 
     def select(self, features: Sequence[str]) -> Selection:
         """These features, in this order."""
         positions = [self._position[feature] for feature in features]
         mean = torch.tensor([feature in self.means for feature in features])
-        units = [unit for feature in features for unit in self.columns.units(feature)]
+        spans = (self.columns.get(feature, slice(0, 0)) for feature in features)  # a sequence has no columns
+        units = [unit for span in spans for unit in range(span.start // self._unit, span.stop // self._unit)]
         return Selection(
             features=None if positions == list(range(len(self._position))) else torch.tensor(positions),
             mean=mean if bool(mean.any()) else None,
-            units=None if units == list(range(self.columns.width // self.columns.unit)) else torch.tensor(units),
-            unit=self.columns.unit,
+            units=None if units == list(range(self.width // self._unit)) else torch.tensor(units),
+            unit=self._unit,
         )
 
 
-def mean_weighted(ids: Jagged, mean: Tensor) -> Jagged:
-    """The ids with weights that turn a sum into a mean: 1 over the number of ids in the bag.
+def mean_factors(ids: Jagged, mean: Tensor) -> Tensor:
+    """What turns the sum of each bag into a mean, float32 `[F * B]`: 1 over the number of its ids, and 1 for features
+    that are not pooled so. With weights that divides by the number of ids, not by the sum of their weights."""
+    per_bag = ids.lengths().clamp(min=1).to(torch.float32).reciprocal()
+    return torch.where(mean.repeat_interleave(ids.samples), per_bag, 1.0)
 
-    With explicit weights this divides the weighted sum by the number of ids, not by the sum of their weights.
-    """
-    lengths = ids.lengths()
-    per_bag = lengths.clamp(min=1).to(torch.float32).reciprocal()
-    per_bag = torch.where(mean.repeat_interleave(ids.samples), per_bag, 1.0)
-    weights = per_bag.repeat_interleave(lengths, output_size=len(ids.values))
+
+def mean_weighted(ids: Jagged, mean: Tensor) -> Jagged:
+    """The ids with weights that turn a sum into a mean."""
+    weights = mean_factors(ids, mean).repeat_interleave(ids.lengths(), output_size=len(ids.values))
     if ids.weights is not None:
         weights = weights * ids.weights
     return Jagged(ids.values, ids.offsets, weights, ids.feature_count, ids.samples)

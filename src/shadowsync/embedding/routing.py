@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.gathering import Gathering, plan_gathering
-from shadowsync.embedding.requests import Columns, Selection, Selector, spread
+from shadowsync.embedding.requests import Selection, Selector, mean_weighted, spread
 from shadowsync.embedding.table import Shard, Table, group_by_table, slots_of
 
 ID_BYTES = 4
@@ -43,8 +43,7 @@ class UniqueRows:
 NEVER = UniqueRows()
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes of one table in one batch, both ways."""
 
     pooled: float
@@ -119,19 +118,6 @@ def choose(traffic: Mapping[str, Traffic], servers: int) -> frozenset[str]:
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
-@dataclass(frozen=True)
-class Parts:
-    """For a route with row parts: the ids `lowest … highest` go to it, less `shift`; each int64 `[F]`.
-
-    The first part takes every id below it too, and the last every id above, so that an id that is in no part reaches a
-    server, which refuses it.
-    """
-
-    lowest: Tensor
-    highest: Tensor
-    shift: Tensor
-
-
 class Section(NamedTuple):
     """A run of columns of one answer that stay side by side in the output, of the `layer`-th parts of their tables; a
     whole table is its own part 0."""
@@ -144,16 +130,24 @@ class Section(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Route:
     """The look-ups that the server at one position pools and answers in one request, with the features in the order of
-    the slots, and the parts unless all tables are whole."""
+    the slots.
+
+    Attributes:
+        parts: lowest and highest id that go there of each feature, and what is taken off them, int64 `[3, F]`; None if
+            all tables are whole. The first part of a table takes every id below it too, and the last every id above, so
+            that an id that is in no part reaches a server, which refuses it.
+    """
 
     server: int
     slots: tuple[int, ...]
     selection: Selection
-    parts: Parts | None
+    parts: Tensor | None
 
     def ids(self, ids: Jagged) -> Jagged:
         """What the route asks its server for, from the ids of all features."""
         ids = self.selection.ids(ids)
+        if self.selection.mean is not None and ids.offsets is not None:
+            ids = mean_weighted(ids, self.selection.mean)
         return ids if self.parts is None else _narrow(ids, self.parts)
 
 
@@ -194,13 +188,12 @@ class Fan:
 
 
 class Router:
-    """Fans for a fixed placement, and the columns of the output."""
+    """Fans for a fixed placement."""
 
     def __init__(self, tables: Sequence[Table], features: Sequence[str], servers: Sequence[Sequence[Shard]]) -> None:
         self._tables = tuple(tables)
         self._servers = tuple(tuple(shards) for shards in servers)
-        self._selector = Selector(tables, features)
-        self.columns: Columns = self._selector.columns
+        self.selector = Selector(tables, features)
         self._slots = [slots_of(shards) for shards in servers]
         parts = group_by_table(shard for shards in servers for shard in shards)
         self._part = {shard: index for shards in parts.values() for index, shard in enumerate(shards)}
@@ -217,17 +210,17 @@ class Router:
 
     def _make_fan(self, apart: bool, unique: Set[str]) -> Fan:
         pooled = {feature for table in self._tables if table.name not in unique for feature in table.features}
-        means = self._selector.means
+        means = self.selector.means
         routes, sections = [], []
         for chosen in [pooled - means, pooled & means] if apart else [pooled]:
             for server, held in enumerate(self._slots):
                 slots = [(number, slot) for number, slot in enumerate(held) if slot.feature in chosen]
                 if slots:
-                    selection = self._selector.select([slot.feature for _, slot in slots])
+                    selection = self.selector.select([slot.feature for _, slot in slots])
                     parts = _parts([slot.shard for _, slot in slots])
                     routes.append(Route(server, tuple(number for number, _ in slots), selection, parts))
                     sections.append(self._sections([(self._part[slot.shard], slot.feature) for _, slot in slots]))
-        gathering = plan_gathering(self._tables, unique, self._selector, self._servers) if unique else None
+        gathering = plan_gathering(self._tables, unique, self.selector, self._servers) if unique else None
         groups = [group.pooled for group in gathering.groups if group.pooled] if gathering else []
         sections += [self._sections([(0, feature) for feature in features]) for features in groups]
         numbered = sorted(enumerate(section for found in sections for section in found), key=lambda pair: pair[1])
@@ -237,35 +230,39 @@ class Router:
             tuple(tuple(section.stop - section.start for section in found) for found in sections),
             tuple(index for index, section in numbered if section.layer == 0),
             tuple((index, slice(section.start, section.stop)) for index, section in numbered if section.layer),
-            sections == [[Section(0, 0, self.columns.width)]],
+            sections == [[Section(0, 0, self.selector.width)]],
         )
 
     def _sections(self, features: Sequence[tuple[int, str]]) -> list[Section]:
         """The runs of columns of one answer, given the layer and the name of each of its features."""
         found: list[Section] = []
         for layer, feature in features:
-            start, stop = self.columns.span[feature].start, self.columns.span[feature].stop
+            start, stop = self.selector.columns[feature].start, self.selector.columns[feature].stop
             if found and (found[-1].layer, found[-1].stop) == (layer, start):
                 start = found.pop().start
             found.append(Section(layer, start, stop))
         return found
 
 
-def _parts(shards: Sequence[Shard]) -> Parts | None:
+def _parts(shards: Sequence[Shard]) -> Tensor | None:
     if all(shard.rows == shard.table.rows for shard in shards):
         return None
-    return Parts(
-        torch.tensor([shard.start if shard.start else INT64_MIN for shard in shards]),
-        torch.tensor([shard.stop - 1 if shard.stop < shard.table.rows else INT64_MAX for shard in shards]),
-        torch.tensor([shard.start for shard in shards]),
+    spans = (
+        (
+            shard.start if shard.start else INT64_MIN,
+            shard.stop - 1 if shard.stop < shard.table.rows else INT64_MAX,
+            shard.start,
+        )
+        for shard in shards
     )
+    return torch.tensor(list(spans)).t().contiguous()
 
 
-def _narrow(ids: Jagged, parts: Parts) -> Jagged:
+def _narrow(ids: Jagged, parts: Tensor) -> Jagged:
     """Only the ids in the parts, counted from the start of their part."""
-    keep = (ids.values >= spread(parts.lowest, ids)) & (ids.values <= spread(parts.highest, ids))
+    lowest, highest, shift = (spread(each, ids) for each in parts)
+    keep = (ids.values >= lowest) & (ids.values <= highest)
     kept_before = torch.zeros(len(keep) + 1, dtype=torch.int64)
     torch.cumsum(keep, 0, out=kept_before[1:])
-    values = (ids.values - spread(parts.shift, ids))[keep]
     weights = None if ids.weights is None else ids.weights[keep]
-    return Jagged(values, kept_before[ids.bag_offsets()], weights, ids.feature_count, ids.samples)
+    return Jagged((ids.values - shift)[keep], kept_before[ids.bag_offsets()], weights, ids.feature_count, ids.samples)

@@ -96,7 +96,7 @@ class SaveMethods:
     def _copy(self, shard: int, rows: Tensor | range) -> Mapping[str, Tensor]:
         """Of no more rows than one message holds: memory is taken for them after that is known."""
         table = self.server.shard(shard).table
-        if len(rows) > (most := max(1, MOST_BYTES // self.server.rule.row_bytes(table.dim))):
+        if len(rows) > (most := max(1, MOST_BYTES // self.server.optimizer.row_bytes(table.dim))):
             raise DataError(f"{len(rows)} rows of table {table.name} are asked for at once; at most {most} are allowed")
         return self.server.copy_rows(shard, rows)
 

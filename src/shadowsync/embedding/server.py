@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shadowsync.embedding.distinct import SlotGroups, find_distinct
 from shadowsync.embedding.memory import fill
-from shadowsync.embedding.optimizers import Extent, RowRule, rule_class
+from shadowsync.embedding.optimizers import Extent, RowOptimizer
 from shadowsync.embedding.requests import (
     AnyLookup,
     Lookup,
@@ -26,7 +26,7 @@ from shadowsync.embedding.requests import (
     check_shape,
     check_single,
 )
-from shadowsync.embedding.storage import RowOptimizer, Storage
+from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import RowNumbers, Rows, RowSet, Shard, slots_of
 from shadowsync.embedding.watching import RowWatches, Watching
 from shadowsync.errors import CheckpointError, DataError
@@ -168,7 +168,7 @@ class EmbeddingServer:
         watching: Watching | None = None,
         memory: SharedMemory | None = None,
     ) -> None:
-        self.shards, self.rule = tuple(shards), rule_class(optimizer.name)
+        self.shards, self.optimizer = tuple(shards), optimizer
         self.slots, self.numbers = slots_of(self.shards), RowNumbers(self.shards)
         shard_of_slot = [index for index, shard in enumerate(self.shards) for _ in shard.table.features]
         allocate = zeros if memory is None else memory.take
@@ -353,13 +353,13 @@ class EmbeddingServer:
         same = self._parts.get(saved.table.name, [])
         if not same:
             return []
-        check_fits(self._rows[same[0]], saved, self.rule)
+        check_fits(self._rows[same[0]], saved, self.optimizer)
         first = bisect_right(same, saved.start, key=lambda shard: self.shards[shard].stop)
         return same[first : bisect_left(same, saved.stop, key=lambda shard: self.shards[shard].start)]
 
     def _put(self, shard: int, saved: Rows | RowSet) -> None:
         """Copies what `saved` has of the shard's rows; tensors of the table as a whole come along with any row."""
-        own, wide = self._rows[shard], _wide_names(self.rule)
+        own, wide = self._rows[shard], _wide_names(self.optimizer)
         start, stop = max(own.start, saved.start), min(own.stop, saved.stop)
         if start >= stop:
             return
@@ -404,7 +404,7 @@ class EmbeddingServer:
             DataError: there is no such shard, or they are not such rows of it.
         """
         check_single(rows, self.shard(shard))
-        own, wide = self._rows[shard], _wide_names(self.rule)
+        own, wide = self._rows[shard], _wide_names(self.optimizer)
         places = _shifted(rows, own.start)
         live = {name: tensor for name, tensor in own.tensors.items() if name not in wide}
         copies = {name: tensor.new_empty((len(rows), *tensor.shape[1:])) for name, tensor in live.items()}
@@ -453,7 +453,7 @@ def _shifted(rows: Tensor | range, start: int) -> Tensor | range:
     return range(rows.start - start, rows.stop - start) if isinstance(rows, range) else rows - start
 
 
-def check_fits(own: Rows, saved: Rows | RowSet, rule: type[RowRule]) -> None:
+def check_fits(own: Rows, saved: Rows | RowSet, optimizer: RowOptimizer) -> None:
     """Raises `CheckpointError` unless `saved` is of the table and the optimizer of the shard's rows."""
     table, there = own.table, saved.table
     if (table.rows, table.dim) != (there.rows, there.dim):
@@ -464,7 +464,7 @@ def check_fits(own: Rows, saved: Rows | RowSet, rule: type[RowRule]) -> None:
     if set(own.tensors) != set(saved.tensors):
         raise CheckpointError(
             f"table {table.name} was saved with {', '.join(sorted(saved.tensors))}, and "
-            f"embedding.optimizer={rule.name} needs {', '.join(sorted(own.tensors))}: "
+            f"embedding.optimizer={optimizer.name} needs {', '.join(sorted(own.tensors))}: "
             "resume with the optimizer it was trained with"
         )
     if not isinstance(saved, RowSet):
@@ -481,7 +481,7 @@ def check_fits(own: Rows, saved: Rows | RowSet, rule: type[RowRule]) -> None:
             f"row numbers of table {called} must be distinct, in ascending order and from {saved.start} to "
             f"{saved.stop - 1}"
         )
-    wide = _wide_names(rule)
+    wide = _wide_names(optimizer)
     for name, target in own.tensors.items():
         form = list(target.shape if name in wide else (len(saved.numbers), *target.shape[1:]))
         if list(saved.tensors[name].shape) != form:
@@ -511,6 +511,6 @@ def _inside(own: Rows, saved: RowSet) -> tuple[slice, Tensor]:
     return slice(first, last), saved.numbers[first:last] - own.start
 
 
-def _wide_names(rule: type[RowRule]) -> Collection[str]:
+def _wide_names(optimizer: RowOptimizer) -> Collection[str]:
     """Names of the tensors of a table as a whole."""
-    return [name for name, extent in rule.state.items() if extent is Extent.SHARD]
+    return [name for name, extent in optimizer.state.items() if extent is Extent.SHARD]

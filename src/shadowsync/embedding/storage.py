@@ -5,12 +5,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import zeros
@@ -18,17 +18,6 @@ from shadowsync.memory.shared import Allocate
 from shadowsync.registry import members, nearest
 
 AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class RowOptimizer:
-    """The optimizer applied in the fused backward of a storage; `eps` is added to the denominator, the betas are the
-    decays of Adam's moments."""
-
-    name: str
-    eps: float
-    beta1: float
-    beta2: float
 
 
 class Storage(ABC):

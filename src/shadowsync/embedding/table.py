@@ -202,8 +202,8 @@ class RowNumbers:
         return self._members[dim]
 
     def width(self, dim: int) -> Width:
-        """The numbers of the rows of that width."""
-        return next(width for width in self.widths if width.dim == dim)
+        """The numbers of the rows of that width; none if there are none."""
+        return next((width for width in self.widths if width.dim == dim), Width(dim, 0, 0))
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Ascending numbers, int64 `[K]`, cut by width and counted from each width's start."""

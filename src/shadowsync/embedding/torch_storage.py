@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.distinct import SlotGroup, SlotGroups, by_sample
 from shadowsync.embedding.memory import ShardMemory
-from shadowsync.embedding.optimizers import rule_class
-from shadowsync.embedding.storage import RowOptimizer, Storage
+from shadowsync.embedding.optimizers import RowOptimizer
+from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import Shard
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
@@ -37,8 +37,8 @@ class TorchStorage(Storage):
         seed: int | None,
         allocate: Allocate = zeros,
     ) -> None:
-        self._rule = rule_class(optimizer.name)(optimizer)
-        self._memory = ShardMemory(shards, type(self._rule), seed, allocate)
+        self._optimizer = optimizer
+        self._memory = ShardMemory(shards, optimizer, seed, allocate)
         self._slots = SlotGroups(self._memory.shards, features, self._memory.numbers)
         self._count_lock = threading.Lock()
 
@@ -99,7 +99,7 @@ class TorchStorage(Storage):
             members = self._memory.numbers.members(dim)
             starts = torch.tensor([self._memory.start_in_block(index) for index in members])
             per_row = pushes[torch.tensor(members)[torch.searchsorted(starts, rows, right=True) - 1]]
-        self._rule.apply(self._memory.blocks[dim], rows, gradient, per_row, lr)
+        self._optimizer.apply(self._memory.blocks[dim], rows, gradient, per_row, lr)
 
     def _count(self, shards: Set[int]) -> Tensor | None:
         """One push more for each of these shards; the counts of all shards, `[S]`."""

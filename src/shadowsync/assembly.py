@@ -148,6 +148,13 @@ def shares_center(config: Config, choices: Choices) -> bool:
     return _shares_memory(config) and merged and not sparse
 
 
+def shares_averages(config: Config, choices: Choices) -> bool:
+    """As `shares_rows`, of the averages of replicas; not where a codec's work on one machine is to be seen."""
+    merged = choices.aggregation is None and choices.method.collective
+    as_they_are = config.cluster.address is not None or choices.codecs["dense"].everything
+    return _shares_memory(config) and merged and as_they_are
+
+
 def _shares_memory(config: Config) -> bool:
     """The job has processes, and machines let theirs have memory in common."""
     return config.cluster.runtime != "inprocess" and can_share()

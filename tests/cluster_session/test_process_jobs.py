@@ -35,6 +35,16 @@ def test_who_is_killed_loses_nothing_that_others_share(tmp_path: Path) -> None:
     assert result.recovery.seconds.load < 0.1, "nothing was loaded"
 
 
+@pytest.mark.parametrize("schedule", ["background", "every_k"])
+def test_averages_survive_the_trainer_that_makes_them_for_the_others(tmp_path: Path, schedule: str) -> None:
+    """Its replica is in memory that the others read."""
+    data = write_rows(tmp_path / "rows.parquet", ROWS)
+    config = killed_settings(data, sync={"method": "ma", "schedule": schedule})
+    result = run_and_kill(config, tmp_path / "out", "trainer-0")
+    assert result.sync.average_gap < 40
+    assert result.wire.bytes["dense"] > 0, "as if each trainer were on a machine of its own"
+
+
 def test_gradient_methods_survive_a_killed_trainer_and_a_killed_dense_server(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.parquet", ROWS)
     config = by_gradients(killed_settings(data, aggregation={"global_batch": 16}), "gba")

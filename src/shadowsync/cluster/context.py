@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from shadowsync.aggregation.coordinator import StepCoordinator
 from shadowsync.aggregation.stepping import DenseStepper
@@ -104,9 +104,9 @@ class JobContext:
         """Pulls under way per worker."""
         return prefetch(self.config, self.choices)
 
-    def replica(self, module: nn.Module) -> Replica:
-        """A replica of its own of a dense part."""
-        return Replica(module, self.choices.optimizer, widths(self.tables), self.config.train.device)
+    def replica(self, module: nn.Module, memory: Tensor | None = None) -> Replica:
+        """A replica of its own of a dense part; `memory` as `Replica` has it."""
+        return Replica(module, self.choices.optimizer, widths(self.tables), self.config.train.device, memory)
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,7 @@ class TrainerSpec:
         generation: of the job's parts.
         others: where it finds them.
         log: path of memory for its `data.leases.DoneLog`, or None.
+        replica: path and `P` of its `sync.machine.ReplicaMemory`, or None.
     """
 
     job: JobContext
@@ -201,6 +202,7 @@ class TrainerSpec:
     generation: int
     others: Addresses | Near
     log: str | None = None
+    replica: tuple[str, int] | None = None
 
 
 class Newest(Protocol):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shadowsync.aggregation.stepping import DenseShare, divide
-from shadowsync.assembly import place_tables, row_optimizer, shares_center, shares_rows
+from shadowsync.assembly import place_tables, row_optimizer, shares_averages, shares_center, shares_rows
 from shadowsync.choices import server_count
 from shadowsync.cluster.context import JobContext, Near, ServerAddress
 from shadowsync.cluster.endpoints import Endpoints
@@ -36,6 +36,7 @@ from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.rpc.served import later
 from shadowsync.runtime.runtime import HeldMemory, LaunchRequest, Runtime
 from shadowsync.sync.dense import split_evenly
+from shadowsync.sync.machine import ReplicaMemory
 from shadowsync.training.replica import Replica
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class ClusterManager:
         self.near: Near | None = None
         self._runtime, self._pool = runtime, pool
         self._logs: dict[str, HeldMemory] = {}
+        self._replicas: dict[str, HeldMemory] = {}
 
     # --- places ------------------------------------------------------------------------------------------------------
 
@@ -391,7 +393,7 @@ class ClusterManager:
 
     def close_memory(self) -> None:
         """Lets go of it."""
-        for held in [*self.memory.values(), *self._logs.values()]:
+        for held in [*self.memory.values(), *self._logs.values(), *self._replicas.values()]:
             held.close()
 
     def give_memory(self, server: Member) -> None:
@@ -409,12 +411,26 @@ class ClusterManager:
         done is decided by others, and where no memory is shared."""
         if self.spec.job.choices.aggregation is not None or not self._runtime.shares_memory:
             return None
-        self._drop_log(trainer.role)
-        size, what = bytes_of(DoneLog.PARTS), f"what {trainer.role} has done"
         with suppress(PeerLost, ConfigError):  # it trains without one, too
-            held = self._logs[trainer.role] = self._runtime.create_memory(trainer.endpoint.machine, size, what)
-            return held.path
+            return self._give(trainer, self._logs, bytes_of(DoneLog.PARTS), f"what {trainer.role} has done")
         return None
+
+    def give_replica(self, trainer: Member) -> tuple[str, int] | None:
+        """New memory for a trainer's replica, which those of its machine average with; its path and length. None where
+        they meet in another way; raises as `Runtime.create_memory`."""
+        path, length = None, len(self.spec.template.flat)
+        if shares_averages(self.spec.job.config, self.spec.job.choices) and self._runtime.shares_memory:
+            size = bytes_of(ReplicaMemory.parts(length))
+            path = self._give(trainer, self._replicas, size, f"the replica of {trainer.role}")
+        if self.endpoints.averaging is not None:
+            self.endpoints.averaging.place(trainer.index, trainer.endpoint.machine, path)
+        return None if path is None else (path, length)
+
+    def _give(self, trainer: Member, among: dict[str, HeldMemory], size: int, what: str) -> str:
+        if (before := among.pop(trainer.role, None)) is not None:
+            before.close()
+        held = among[trainer.role] = self._runtime.create_memory(trainer.endpoint.machine, size, what)
+        return held.path
 
     def take_log(self, trainer: Member) -> DoneLog | None:
         """What a trainer that is gone has done; None if that is not known, since its machine cannot be asked."""
@@ -423,12 +439,10 @@ class ClusterManager:
         with suppress(PeerLost):
             if held is not None and held.is_there():
                 found = DoneLog.of(held.read())
-        self._drop_log(trainer.role)
+        for memory in (self._logs, self._replicas):
+            if (held := memory.pop(trainer.role, None)) is not None:
+                held.close()
         return found
-
-    def _drop_log(self, role: str) -> None:
-        if (held := self._logs.pop(role, None)) is not None:
-            held.close()
 
     def memory_of(self, server: Member) -> str | None:
         """Path of the memory in which what a server holds lies, if it does, and is still there."""

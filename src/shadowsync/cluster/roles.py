@@ -188,8 +188,8 @@ class TrainerRole(Role):
         self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
     ) -> tuple[Builder, TrainerSpec]:
         others = manager.near or self._addresses(manager, member)
-        log = manager.give_log(member)
-        return build_trainer, TrainerSpec(manager.spec.job, member.index, manager.generation, others, log)
+        own = manager.give_log(member), manager.give_replica(member)
+        return build_trainer, TrainerSpec(manager.spec.job, member.index, manager.generation, others, *own)
 
     def _addresses(self, manager: "ClusterManager", member: Member) -> Addresses:
         driver, averaging = manager.endpoints.addresses

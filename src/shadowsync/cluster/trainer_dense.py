@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from shadowsync.aggregation.stepping import DenseShare, divide
 from shadowsync.aggregation.update import DenseClient, GradientUpdate
@@ -21,6 +21,7 @@ from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.served import direct
 from shadowsync.sync.all_reduce import RemoteAveraging
 from shadowsync.sync.dense import CentralCopy, split_evenly
+from shadowsync.sync.machine import Neighbours
 from shadowsync.sync.method import Group, group_of
 from shadowsync.sync.schedule import Synchronisation
 from shadowsync.training.gate import Gate
@@ -56,9 +57,9 @@ class WorkerContext:
     feed: Feed
     stepping: Callable[[Trainer, Driver], TrainerContext]
 
-    def replica(self) -> Replica:
-        """One more with the initial values."""
-        return self.spec.job.replica(self.module)
+    def replica(self, memory: Tensor | None = None) -> Replica:
+        """One more with the initial values; `memory` as `Replica` has it."""
+        return self.spec.job.replica(self.module, memory)
 
     def trainer(self, driver: Driver, workers: Sequence[tuple[Replica, Update]]) -> Trainer:
         """A trainer with these workers: whose parameters each computes with, and what becomes of its gradients."""
@@ -106,9 +107,11 @@ class MergedReplica(TrainerDense):
     """A replica that all workers share, merged by a `SyncMethod`."""
 
     def __init__(self, context: WorkerContext) -> None:
-        job, replica = context.spec.job, context.replica()
+        job, shared = context.spec.job, context.spec.replica
+        neighbours = None if shared is None else Neighbours(*shared)
+        replica = context.replica(None if neighbours is None else neighbours.own.replica)
         train, rows, method = job.config.train, job.config.embedding, job.choices.method
-        group = _group(context, replica)
+        group = _group(context, replica, neighbours)
         state, workers = method.init(replica.flat), train.workers
         self._synchronisation = Synchronisation(method, replica.flat, group, workers, context.gate, state)
         driver = job.choices.schedule.drive(self._synchronisation)
@@ -189,7 +192,7 @@ def averaged_codec(context_codec: Codec, collective: bool, replica: Replica) -> 
     return by_parameter(context_codec, replica.slots, len(replica.flat)) if collective else context_codec
 
 
-def _group(context: WorkerContext, replica: Replica) -> Group:
+def _group(context: WorkerContext, replica: Replica, neighbours: Neighbours | None) -> Group:
     spec, others = context.spec, context.spec.others
     if not isinstance(others, Addresses):
         assert isinstance(others.dense, Merging)
@@ -207,6 +210,8 @@ def _group(context: WorkerContext, replica: Replica) -> Group:
         averaged_codec(choices.codecs["dense"], choices.method.collective, replica),
         context.counter,
         context.gate.resting,
+        neighbours=neighbours,
+        apart=spec.job.config.cluster.address is None,
     )
     spans = split_evenly(len(replica.flat), len(others.dense))
     if others.dense and all(place.memory is not None for place in others.dense):  # in this machine's memory

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from shadowsync.rpc.pending import Pending, ended
 from shadowsync.rpc.served import Client, ask, later
 from shadowsync.rpc.tensors import bundle, unbundle
 from shadowsync.sync.averaging import AveragingService, LastAverage, Phase, Verdict
+from shadowsync.sync.machine import Neighbours, ReplicaMemory
 from shadowsync.sync.rendezvous import Left, Rendezvous
 
 _LOG = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ CHECK_S = 0.25
 """How often a reduction that does not end asks whether somebody has died."""
 GIVE_UP_S = 120.0
 """An average that keeps failing for so long ends the trainer."""
+QUESTION_CPU_S = 2e-4
+"""What a question to the driver costs in other threads than the caller's, both ends together, about."""
+RING_CPU_S_PER_BYTE = 1e-9
+"""What a byte that crosses in a ring costs there, both ends together, about."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,13 @@ class Payload:
 
 
 class Strategy(ABC):
-    """One trainer's end of averages; what it keeps changes only where an average counts."""
+    """One trainer's end of averages; what it keeps changes only where an average counts.
+
+    Attributes:
+        partial: an average may lack a part of what a trainer has.
+    """
+
+    partial: ClassVar[bool] = False
 
     @abstractmethod
     def pack(self, weights: Tensor, live: bool = False) -> Payload:
@@ -135,6 +146,13 @@ class Strategy(ABC):
 
     @abstractmethod
     def settle(self, payload: Payload, average: Tensor, members: int) -> None: ...
+
+    def ahead(self, payload: Payload) -> Tensor:
+        """What of a payload's vector the others do not have after its average, `[P]`."""
+        return torch.zeros_like(payload.vector)
+
+    def follow(self, target: Tensor, alpha: float, weight: float) -> None:  # noqa: B027 (not where vectors cross whole)
+        """What others have of a machine's replicas, of which each counts `weight`, goes as these do by `approach`."""
 
     @abstractmethod
     def missed(self, between: bool, common: bool) -> bool:
@@ -197,6 +215,8 @@ class PublicCopy(Strategy):
         known: `[P]` v_i as of the last average; None before the first, which is of whole vectors.
     """
 
+    partial = True
+
     def __init__(self, codec: Codec, counter: WireCounter, about: str) -> None:
         self._codec, self._counter, self._about = codec.of_differences(), counter, about
         self._state: Any = None
@@ -232,11 +252,10 @@ class PublicCopy(Strategy):
         if message is not None:
             self._state = message.state  # also where vectors crossed: thresholds that let too much pass are to notice
         raw = round(vector.nbytes * 2 * (members - 1) / members)
+        self.known = self._after(payload)
         if payload.whole or message is None:
-            self.known = vector
             self._counter.add("dense", raw, raw)
         else:
-            self.known = self._known + self._decoded(message.frames)
             self._counter.add("dense", message.byte_count * (members - 1), raw)
             if self._codec.sparse:
                 self._counter.add_kept("dense", vector.numel(), message.kept_count, message.refreshes, message.early)
@@ -245,9 +264,15 @@ class PublicCopy(Strategy):
     def missed(self, between: bool, common: bool) -> bool:
         return not common
 
+    def ahead(self, payload: Payload) -> Tensor:
+        return payload.vector - self._after(payload)
+
     def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
         weights.add_((target - self._known).mul_(alpha))
-        self.known = _nearer(self._known, target, alpha)
+        self.follow(target, alpha, 1.0)
+
+    def follow(self, target: Tensor, alpha: float, weight: float) -> None:
+        self.known = _nearer(self._known, target if weight == 1 else weight * target, alpha)
         if target is not self.average:
             self.average = _nearer(self.average, target, alpha)
 
@@ -259,6 +284,12 @@ class PublicCopy(Strategy):
         elif payload.message is None:
             with naming(self._about):
                 payload.message = self._codec.encode(payload.vector - self._known, self._state)
+
+    def _after(self, payload: Payload) -> Tensor:
+        """`[P]` v_i once this payload's average counts."""
+        if payload.whole or payload.message is None:
+            return payload.vector
+        return self._known + self._decoded(payload.message.frames)
 
     def _mean(self, messages: Sequence[Sequence[Tensor]]) -> Tensor:
         total = torch.zeros_like(self.average)
@@ -302,11 +333,12 @@ class Averaging(ABC):
     Attributes:
         holds: number of the last average that it took part in; 0 before the first.
         missed: as `Group.missed`.
+        cpu_s: processor time in seconds that averages have cost so far outside the calling thread, about.
     """
 
     def __init__(self, rank: int, codec: Codec, counter: WireCounter) -> None:
         self.rank, self.strategy, self.holds = rank, strategy_of(codec, counter, rank), 0
-        self.missed = False
+        self.missed, self.cpu_s = False, 0.0
 
     @abstractmethod
     def mean(self, weights: Tensor) -> Tensor: ...
@@ -318,9 +350,17 @@ class Averaging(ABC):
     def leave(self) -> None:
         """This trainer is not waited for any more; a `mean` of another thread ends."""
 
-    def settle(self, payload: Payload, average: Tensor, members: int, number: int, common: bool) -> None:
-        """The average of that number counts; `common` as in `LastAverage.common`."""
-        self.strategy.settle(payload, average, members)
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach`."""
+        self.strategy.approach(weights, target, alpha)
+
+    def settle(self, payload: Payload | None, average: Tensor, members: int, number: int, common: bool) -> None:
+        """The average of that number counts, for which this trainer has sent that to so many (None: nothing).
+
+        `common` as in `LastAverage.common`.
+        """
+        if payload is not None:
+            self.strategy.settle(payload, average, members)
         self.missed = self.strategy.missed(number > self.holds + 1, common)
         self.holds = number
 
@@ -378,6 +418,12 @@ class RemoteAveraging(Averaging):
     that failed is repeated with the same. Bytes are counted once the round counts. The ring is kept from round to round
     as long as its members stay.
 
+    Trainers of one machine that see each other's replicas average them there, as they are then: the first of them adds
+    up the replicas of all, meets the first ones of other machines in the ring, and leaves the average for the others.
+    The driver's word that all have come is also that all replicas may be read, its word that all have ended that the
+    average may be, so that they need no barrier of their own. The codec is for what goes between machines; there a
+    machine stands for a trainer, its replica being their mean, weighted by their number.
+
     Args:
         connection: to the driver's `AveragingService`.
         make_ring: builds a ring, without waiting for the others.
@@ -386,6 +432,8 @@ class RemoteAveraging(Averaging):
         resting: entered while the trainer waits for an average, which depends on other processes. A pause for a
             checkpoint does not wait for it: nothing changes here until it has come.
         check_s, give_up_s: as `CHECK_S` and `GIVE_UP_S`.
+        neighbours: those of this machine, where replicas can be seen.
+        apart: bytes are counted as if each trainer of a machine were on one of its own.
     """
 
     def __init__(
@@ -398,8 +446,13 @@ class RemoteAveraging(Averaging):
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
         check_s: float = CHECK_S,
         give_up_s: float = GIVE_UP_S,
+        neighbours: Neighbours | None = None,
+        apart: bool = False,
     ) -> None:
         super().__init__(rank, codec, counter)
+        self._neighbours, self._apart = neighbours, apart
+        self._near: list[ReplicaMemory] = []  # of the last average, where the machine stood for them
+        self._weight: float | None = None  # of each of those, where this trainer meets other machines for them
         self._connection, self._make_ring, self._resting = connection, make_ring, resting
         self._check_s, self._give_up_s = check_s, give_up_s
         self._turn = 0
@@ -451,7 +504,17 @@ class RemoteAveraging(Averaging):
         except GONE as error:
             _LOG.info("trainer %d could not say that it leaves: %s", self.rank, error)
 
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        if not self._near:
+            super().approach(weights, target, alpha)
+            return
+        weights.lerp_(target + self._near[0].ahead if self.strategy.partial else target, alpha)
+        if self._weight is not None:
+            self.strategy.follow(target, alpha, self._weight)
+
     def _mean(self, weights: Tensor) -> Tensor:
+        if self._neighbours is not None and self._neighbours.own.replica.data_ptr() != weights.data_ptr():
+            self._neighbours.own.replica.copy_(weights)
         payload: Payload | None = None
         average: Tensor | None = None
         members, common = 0, False
@@ -463,17 +526,19 @@ class RemoteAveraging(Averaging):
                 raise RunError(f"trainer {self.rank} was given up by the driver, so it cannot average any more")
             succeeded = False
             if verdict.phase is Phase.GO:
-                payload = payload or self.strategy.pack(weights)
-                members, common = len(verdict.members), verdict.common
+                members, common = len(verdict.members if self._apart else verdict.leaders), verdict.common
                 try:
-                    average = self._reduce(payload, verdict)
+                    if verdict.near and (len(verdict.near) > 1 or verdict.weight != 1):
+                        payload, average = self._with_neighbours(weights, verdict)
+                    else:
+                        self._near, payload = [], payload or self.strategy.pack(weights)
+                        average = self._reduce(payload, verdict)
                     succeeded = True
                 except _BrokenOff:
                     pass
             if not succeeded:
                 self._drop_ring()
             verdict = self._report(verdict.attempt, succeeded)
-        assert payload is not None
         assert average is not None
         self.settle(payload, average, members, verdict.round, common)
         return average
@@ -488,6 +553,7 @@ class RemoteAveraging(Averaging):
 
     def _await(self, ask: Callable[[], Pending[Verdict]]) -> Verdict:
         """Asks again until there is an answer, but not for long any more once the trainer has left."""
+        self.cpu_s += QUESTION_CPU_S
         patience_s = LEAVING_S
         while True:
             asked = ask()
@@ -501,14 +567,38 @@ class RemoteAveraging(Averaging):
             except CallTimeout:
                 continue
 
+    def _with_neighbours(self, weights: Tensor, verdict: Verdict) -> tuple[Payload | None, Tensor]:
+        """What this trainer sends in an attempt, and where the average is once that counts."""
+        assert self._neighbours is not None, "it has shown its own"
+        try:
+            near = self._near = self._neighbours.at(verdict.near)
+        except RunError as error:
+            self._bear(verdict, error)
+            raise _BrokenOff from error
+        self._weight = None
+        if self.rank not in verdict.leaders:
+            return Payload(weights) if self._apart else None, near[0].average
+        weight = verdict.weight
+        mean = mean_of([each.replica for each in near])
+        if len(verdict.leaders) == 1:  # nothing crosses
+            payload, average = Payload(mean), mean
+        else:
+            payload = self.strategy.pack(mean if weight == 1 else mean.mul_(weight), live=True)
+            average = self._reduce(payload, verdict)
+            self._weight = weight
+        near[0].average.copy_(average)
+        if self.strategy.partial:
+            near[0].ahead.copy_(self.strategy.ahead(payload).div_(weight))
+        return payload, average
+
     def _reduce(self, payload: Payload, verdict: Verdict) -> Tensor:
-        if len(verdict.members) == 1:
+        if len(verdict.leaders) == 1:
             payload.message, payload.whole = None, True
             return payload.vector.to(torch.float32)
         if self._ring is None or self._ring[0] != verdict.epoch:
             self._drop_ring()
             board = Board(self._connection, self.rank, verdict.epoch)
-            seat = Seat(verdict.epoch, verdict.members.index(self.rank), len(verdict.members), board)
+            seat = Seat(verdict.epoch, verdict.leaders.index(self.rank), len(verdict.leaders), board)
             self._ring = (verdict.epoch, self._make_ring(seat))
 
         def check() -> Pending[Verdict]:
@@ -525,6 +615,7 @@ class RemoteAveraging(Averaging):
             return future.result()
 
         average = self.strategy.mean(payload, self._ring[1], verdict.complete, come)
+        self.cpu_s += 2 * payload.vector.nbytes * RING_CPU_S_PER_BYTE
         self._failures = 0
         return average
 

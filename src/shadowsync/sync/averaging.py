@@ -6,7 +6,7 @@
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -67,6 +67,9 @@ class Verdict:
         members: ranks in the ring, ascending.
         round: number of this average, with `DONE`; each counts up by one.
         common, complete: what the members have in common, with `GO`, as `LastAverage.common` has it.
+        leaders: with `GO`, the members that reduce among each other: of each machine the first.
+        near: with `GO`, where the replicas of this trainer's machine lie, of members in their order; empty where none
+            lie where others see them.
     """
 
     phase: Phase
@@ -76,6 +79,13 @@ class Verdict:
     round: int = 0
     common: bool = False
     complete: bool = False
+    leaders: tuple[int, ...] = ()
+    near: tuple[str, ...] = ()
+
+    @property
+    def weight(self) -> float:
+        """By which the mean of this trainer's machine counts among those of all."""
+        return len(self.near) * len(self.leaders) / len(self.members)
 
 
 @dataclass
@@ -234,6 +244,7 @@ class AveragingService:
         self._given_up: list[Promise[Verdict]] = []
         self._readers: list[tuple[int, int, str, tuple[str, ...], Promise[tuple[bytes, ...]]]] = []
         self._board_epoch, self._notes = 0, dict[str, bytes]()
+        self._places: dict[int, tuple[str, str]] = {}
 
     @property
     def clients(self) -> frozenset[str]:
@@ -249,6 +260,14 @@ class AveragingService:
     def expect(self, rank: int) -> None:
         with self._changing():
             self._book.join(rank)
+
+    def place(self, rank: int, machine: str, path: str | None) -> None:
+        """Where the next trainer of that rank is, and the memory in which those of its machine see its replica: of all
+        trainers, or of none."""
+        with self._lock:
+            self._places.pop(rank, None)
+            if path is not None:
+                self._places[rank] = machine, path
 
     def client_gone(self, client: str) -> None:
         """As `dead` of the trainer that spoke over that connection, if one did."""
@@ -375,7 +394,19 @@ class AveragingService:
         return self._clients.setdefault(rank, client) == client
 
     def _verdict(self, rank: int, turn: int, client: str) -> Verdict:
-        return self._book.verdict(rank, turn) if self._owns(rank, client) else Verdict(Phase.OUT)
+        if not self._owns(rank, client):
+            return Verdict(Phase.OUT)
+        verdict = self._book.verdict(rank, turn)
+        return self._by_machine(verdict, rank) if verdict.phase is Phase.GO else verdict
+
+    def _by_machine(self, verdict: Verdict, rank: int) -> Verdict:
+        machines: dict[str, list[int]] = {}
+        for member in verdict.members:
+            machine, _ = self._places.get(member, (f"\0{member}", ""))  # who shares nothing is alone
+            machines.setdefault(machine, []).append(member)
+        near = next(members for members in machines.values() if rank in members)
+        paths = tuple(self._places[member][1] for member in near) if rank in self._places else ()
+        return replace(verdict, leaders=tuple(members[0] for members in machines.values()), near=paths)
 
     def _reducing(self, rank: int, epoch: int, client: str) -> bool:
         return self._owns(rank, client) and self._book.reducing(rank, epoch)

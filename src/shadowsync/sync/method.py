@@ -54,7 +54,7 @@ class Group:
             target: `[P]`, made of nothing but averages, so that all trainers know it; it is not changed.
             alpha: in (0, 1].
         """
-        self.averaging.strategy.approach(weights, target, alpha)
+        self.averaging.approach(weights, target, alpha)
 
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
         """`d = α (w_i − w_PS)` `[P]`, already added to `w_PS`; the caller takes it off `w_i`."""
@@ -70,7 +70,7 @@ class Group:
 
     def cpu_s(self) -> float:
         """Processor time in seconds that its traffic has cost so far outside the calling thread, about."""
-        return self.servers.cpu_s
+        return self.servers.cpu_s + self.averaging.cpu_s
 
     def join(self) -> None:
         self.averaging.join()

@@ -53,11 +53,16 @@ class Replica:
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: DenseOptimizer, dims: Mapping[str, int], device: str = "cpu"
+        self,
+        module: nn.Module,
+        optimizer: DenseOptimizer,
+        dims: Mapping[str, int],
+        device: str = "cpu",
+        memory: Tensor | None = None,
     ) -> None:
         """
         The module is called as `module(dense [B, N], {feature: [B, D_f]}) → logits [B]`; under a feature that is not
-        pooled stand `JaggedVectors`.
+        pooled stand `JaggedVectors`. `memory`, float32 `[P]`, is where `flat` is to lie unless that is on a GPU.
 
         Raises:
             ConfigError: a parameter is not float32 or not initialised, the module cannot be copied, or there is no
@@ -74,7 +79,8 @@ class Replica:
         self.module = copied.to(device)
         self.dims = dict(dims)
         self.optimizer = optimizer
-        self.flat = torch.zeros(flat_length(self.slots), device=device)
+        length = flat_length(self.slots)
+        self.flat = torch.zeros(length, device=device) if memory is None or kind != "cpu" else memory.zero_()
         for slot, parameter in zip(self.slots, _trainable(self.module), strict=True):
             slot.view(self.flat).copy_(parameter.detach())
         self.alias(self.module)

@@ -1,0 +1,52 @@
+"""Replicas of one machine's trainers in memory that all of them map, so that they are averaged where they lie.
+
+`P` dense parameters.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from shadowsync.memory.shared import SharedMemory
+
+
+class ReplicaMemory:
+    """What a trainer lets the others of its machine see, float32 `[P]` each.
+
+    Attributes:
+        replica: its own; its workers write to it.
+        average: the last one that it has made for its machine.
+        ahead: by how much the machine's replicas were ahead of what the other machines know of them then.
+    """
+
+    def __init__(self, memory: SharedMemory, length: int) -> None:
+        self.replica, self.average, self.ahead = (memory.take(*part) for part in self.parts(length))
+
+    @staticmethod
+    def parts(length: int) -> tuple[tuple[int, torch.dtype], ...]:
+        """As `memory.shared.bytes_of` has them."""
+        return ((length, torch.float32),) * 3
+
+
+class Neighbours:
+    """A trainer's way to the memory of those on its machine.
+
+    Attributes:
+        own: its own.
+    """
+
+    def __init__(self, path: str, length: int) -> None:
+        self._length = length
+        self._open: dict[str, ReplicaMemory] = {}
+        (self.own,) = self.at([path])
+
+    def at(self, paths: Sequence[str]) -> list[ReplicaMemory]:
+        """The memory of those, in their order; others are forgotten.
+
+        Raises:
+            RunError: one of them is gone.
+        """
+        before, self._open = self._open, {}
+        for path in paths:
+            self._open[path] = before.get(path) or ReplicaMemory(SharedMemory.open(path), self._length)
+        return list(self._open.values())

@@ -9,7 +9,7 @@ import pytest
 
 from shadowsync.rpc.client import WireClient
 from shadowsync.rpc.connection import Connection, JobKeys
-from shadowsync.rpc.server import ServerOptions, WireServer
+from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.service import Service
 
 sys.path.append(str(Path(__file__).parents[1] / "aggregation"))  # `step_models`
@@ -23,7 +23,7 @@ def wire() -> Iterator[Connect]:
     keys = JobKeys.make()
 
     def connect(service: Service, clients: int) -> list[Connection]:
-        server = WireServer(service, keys, ServerOptions(threads=6))
+        server = WireServer(service, keys, threads=6)
         server.start()
         stack.callback(server.close)
         connector = stack.enter_context(closing(WireClient(keys)))

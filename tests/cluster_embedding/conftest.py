@@ -46,10 +46,10 @@ class Wire:
     """Servers and one connector on this machine."""
 
     def __init__(self, keys: JobKeys, stack: ExitStack) -> None:
-        from shadowsync.rpc.client import ClientOptions, WireClient  # noqa: PLC0415 (needs ZeroMQ)
+        from shadowsync.rpc.client import WireClient  # noqa: PLC0415 (needs ZeroMQ)
 
         self._keys, self._stack = keys, stack
-        self._connector = stack.enter_context(closing(WireClient(keys, ClientOptions(timeout_s=120))))
+        self._connector = stack.enter_context(closing(WireClient(keys)))
 
     def serve(self, service):
         from shadowsync.rpc.server import WireServer  # noqa: PLC0415 (needs ZeroMQ)

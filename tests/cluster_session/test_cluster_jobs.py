@@ -414,9 +414,9 @@ def test_rows_that_changed_on_a_readers_machine_are_refused(tmp_path: Path, monk
     data, out = write_rows(tmp_path / "rows.parquet", 20), tmp_path / "out"
     build = roles.build_reader
 
-    def elsewhere(spec: Any, home: Any) -> Any:
+    def elsewhere(*given: Any) -> Any:
         write_rows(data, 19)
-        return build(spec, home)
+        return build(*given)
 
     monkeypatch.setattr(roles, "build_reader", elsewhere)
     error = error_of(lambda: train_counted(cluster_settings(data), out))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from shadowsync.assembly import GIB
 from shadowsync.cluster.manager import role_of
-from shadowsync.cluster.scheduler import RestartPolicy, RoleRequest, Scheduler
+from shadowsync.cluster.scheduler import RestartPolicy, Scheduler
 from shadowsync.config import ClusterConfig
 from shadowsync.runtime.runtime import LaunchRequest, Machine
 
@@ -42,9 +43,9 @@ class Map:
         self, config: ClusterConfig, machines: Sequence[Machine], placed: Sequence[tuple[Need, str]] = ()
     ) -> None:
         self.config = config
-        self.scheduler = Scheduler(machines, [(self.request(wanted), where) for wanted, where in placed])
+        self.scheduler = Scheduler(machines, [replace(self.request(wanted), machine=where) for wanted, where in placed])
 
-    def request(self, wanted: Need) -> RoleRequest:
+    def request(self, wanted: Need) -> LaunchRequest:
         return role_of(wanted[0]).of(self.config, *wanted)
 
     def put(self, wanted: Need) -> LaunchRequest | None:

@@ -40,7 +40,7 @@ class Process(RoleProcess):
             f"tcp://{self.request.role}:{self.pid}", "machine-0", "somewhere", self.pid, f"/logs/{self.pid}"
         )
 
-    def build(self, builder: Builder, spec: Any) -> Future[None]:
+    def build(self, builder: Builder) -> Future[None]:
         return self.built
 
     def ended(self) -> str | None:
@@ -256,13 +256,13 @@ def test_a_part_that_is_never_ready_is_a_lost_peer(job: Fixture, monkeypatch: py
     monkeypatch.setattr(supervisor, "BUILD_S", 0.01)
     member = job.launch("trainer-0")
     with pytest.raises(PeerLost, match=r"trainer-0 did not get ready within 0.01 s"):
-        member.build(_no_part, None)
+        member.build(_no_part)
     process_of(member).built.set_exception(DataError("its rows are others"))
     with pytest.raises(DataError, match="its rows are others"):
-        member.build(_no_part, None)
+        member.build(_no_part)
 
 
-def _no_part(spec: Any, home: Any) -> Any:
+def _no_part(_: Any) -> Any:
     raise AssertionError("nobody builds here")
 
 

@@ -1,16 +1,13 @@
 """Parts of roles for the tests of runtimes."""
 
-from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from shadowsync.errors import ConfigError
-from shadowsync.rpc.service import Meta, Method, Payload
-from shadowsync.runtime.runtime import ProcessContext, RoleService
+from shadowsync.rpc.served import Served, served
+from shadowsync.runtime.runtime import Builder, ProcessContext
 
 CLOSED: list[str] = []
-
-
-class Said(Meta, frozen=True):
-    text: str
 
 
 class Greeter:
@@ -18,29 +15,30 @@ class Greeter:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.methods: Mapping[str, Method] = {"greet": Method(self._greet)}
 
-    def _greet(self, request: Payload) -> Payload:
-        return Payload.of(Said(self.text))
-
-    def client_gone(self, client: str) -> None:
-        """Keeps nothing."""
+    @served()
+    def greet(self) -> str:
+        return self.text
 
     def close(self) -> None:
         CLOSED.append(self.text)
 
 
-def greeter(spec: str, context: ProcessContext) -> RoleService:
-    return Greeter(f"{spec} from {context.role}")
+def greeter(text: Any) -> Builder:
+    return partial(_greeter, text)
 
 
-def refuses(spec: str, context: ProcessContext) -> RoleService:
-    raise ConfigError(f"{context.role} cannot be built from {spec}")
+def _greeter(text: str, context: ProcessContext) -> Served:
+    return Served(Greeter(f"{text} from {context.role}"))
+
+
+def refuses(text: str, context: ProcessContext) -> Served:
+    raise ConfigError(f"{context.role} cannot be built from {text}")
 
 
 class Panic(BaseException):
     """As libraries written in Rust raise it."""
 
 
-def panics(spec: str, context: ProcessContext) -> RoleService:
-    raise Panic(f"{context.role} met {spec}")
+def panics(context: ProcessContext) -> Served:
+    raise Panic(f"{context.role} met sand")

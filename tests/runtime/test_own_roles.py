@@ -1,8 +1,10 @@
 """Roles in the driver's process: their methods are called at once, with the objects as they are."""
 
+from functools import partial
+
 import pytest
 import torch
-from role_parts import CLOSED, Said, greeter, refuses
+from role_parts import CLOSED, Greeter, greeter, refuses
 from torch import Tensor
 
 from shadowsync.errors import ConfigError
@@ -10,7 +12,7 @@ from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import Done, Pending, Promise
 from shadowsync.rpc.served import Client, Served, ask, later, served
 from shadowsync.runtime.inprocess import InProcess
-from shadowsync.runtime.runtime import LaunchRequest, ProcessContext
+from shadowsync.runtime.runtime import LaunchRequest
 
 
 class Bench:
@@ -32,12 +34,8 @@ class Bench:
         return self.waiting
 
 
-def build(bench: Bench, _: ProcessContext) -> Served:
-    return Served(bench)
-
-
 def started(runtime: InProcess, bench: Bench) -> None:
-    runtime.start(LaunchRequest("trainer-0")).build(build, bench).result()
+    runtime.start(LaunchRequest("trainer-0")).build(lambda _: Served(bench)).result()
 
 
 def test_what_is_given_and_returned_is_the_object_itself() -> None:
@@ -78,12 +76,12 @@ def test_a_part_takes_the_place_of_the_one_before_and_who_has_ended_is_a_lost_pe
     with pytest.raises(PeerLost):
         ask(connection, Bench.breaks)
     for spec in ("first", "second"):
-        role.build(greeter, spec).result()
-        assert connection.call("greet").result().read(Said).text == f"{spec} from reader-0"
+        role.build(greeter(spec)).result()
+        assert ask(connection, Greeter.greet) == f"{spec} from reader-0"
     assert CLOSED == ["first from reader-0"]
     with pytest.raises(ConfigError, match="reader-0 cannot be built from sand"):
-        role.build(refuses, "sand").result()
-    role.build(greeter, "third").result()
+        role.build(partial(refuses, "sand")).result()
+    role.build(greeter("third")).result()
     runtime.close()
     assert CLOSED == ["first from reader-0", "second from reader-0", "third from reader-0"]
     assert role.ended() == "it was killed"

@@ -10,16 +10,18 @@ import threading
 import types
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
-from role_parts import Greeter, Said, greeter, panics, refuses
+from role_parts import Greeter, greeter, panics, refuses
 
 from shadowsync.errors import ConfigError, RunError
 from shadowsync.rpc.client import WireClient
 from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.served import Served, ask
 from shadowsync.runtime.processes import ForkedRole, Processes
-from shadowsync.runtime.runtime import LaunchRequest, ProcessContext, RoleService
+from shadowsync.runtime.runtime import LaunchRequest, ProcessContext
 
 PATIENCE_S = 120.0
 
@@ -53,13 +55,13 @@ def gone(process: ForkedRole) -> str:
     raise AssertionError("it has not ended")
 
 
-def dies_in_a_thread(spec: str, context: ProcessContext) -> RoleService:
-    threading.Thread(target=refuses, args=(spec, context), name="shadow").start()
-    return Greeter(spec)
+def dies_in_a_thread(context: ProcessContext) -> Served:
+    threading.Thread(target=refuses, args=("sand", context), name="shadow").start()
+    return Served(None)
 
 
-def says_what_is_loaded(_: None, __: ProcessContext) -> RoleService:
-    return Greeter(json.dumps([name for name in ("torch", "zmq", "ray") if name in sys.modules]))
+def says_what_is_loaded(_: ProcessContext) -> Served:
+    return Served(Greeter(json.dumps([name for name in ("torch", "zmq", "ray") if name in sys.modules])))
 
 
 def test_a_part_is_served_from_another_process_and_another_takes_its_place(
@@ -71,9 +73,8 @@ def test_a_part_is_served_from_another_process_and_another_takes_its_place(
     assert Path(place.log).is_file()
     connection = connector.connect(place.address)
     for spec in ("first", "second"):
-        process.build(greeter, spec).result(PATIENCE_S)
-        said = connection.call("greet", timeout_s=PATIENCE_S).result(PATIENCE_S).read(Said)
-        assert said.text == f"{spec} from reader-0"
+        process.build(greeter(spec)).result(PATIENCE_S)
+        assert ask(connection, Greeter.greet) == f"{spec} from reader-0"
     process.kill()
     assert gone(process) == "it was given up"
 
@@ -81,10 +82,10 @@ def test_a_part_is_served_from_another_process_and_another_takes_its_place(
 def test_what_cannot_be_built_comes_back_as_what_it_was(runtime: Processes) -> None:
     process = forked(runtime, "trainer-3")
     with pytest.raises(ConfigError, match="trainer-3 cannot be built from sand"):
-        process.build(refuses, "sand").result(PATIENCE_S)
+        process.build(partial(refuses, "sand")).result(PATIENCE_S)
     with pytest.raises(RunError, match="build failed with Panic: trainer-3 met sand"):
-        process.build(panics, "sand").result(PATIENCE_S)
-    process.build(greeter, "stone").result(PATIENCE_S)
+        process.build(panics).result(PATIENCE_S)
+    process.build(greeter("stone")).result(PATIENCE_S)
     process.kill()
 
 
@@ -93,12 +94,12 @@ def test_a_process_that_is_killed_is_known_to_be_gone_and_by_what(runtime: Proce
     os.kill(process.endpoint(PATIENCE_S).pid, signal.SIGKILL)
     assert gone(process) == "its process was ended by SIGKILL"
     with pytest.raises(PeerLost, match="dense-0 ended: its process was ended by SIGKILL"):
-        process.build(greeter, "late").result(PATIENCE_S)
+        process.build(greeter("late")).result(PATIENCE_S)
 
 
 def test_a_build_under_way_ends_with_its_process(runtime: Processes) -> None:
     process = forked(runtime, "dense-1")
-    built = process.build(lambda *_: signal.pause(), None)  # type: ignore[arg-type,return-value]
+    built = process.build(lambda _: signal.pause())  # type: ignore[arg-type,return-value]
     os.kill(process.endpoint(PATIENCE_S).pid, signal.SIGKILL)
     with pytest.raises(PeerLost, match="SIGKILL"):
         built.result(PATIENCE_S)
@@ -106,7 +107,7 @@ def test_a_build_under_way_ends_with_its_process(runtime: Processes) -> None:
 
 def test_a_thread_that_dies_ends_its_role_with_what_it_died_of(runtime: Processes) -> None:
     process = forked(runtime, "embedding-0")
-    process.build(dies_in_a_thread, "sand")
+    process.build(dies_in_a_thread)
     assert gone(process) == "its thread shadow died of ConfigError: embedding-0 cannot be built from sand"
 
 
@@ -118,10 +119,10 @@ class Stubborn:
 def test_what_cannot_be_sent_is_the_users_to_mend(runtime: Processes) -> None:
     process = forked(runtime, "trainer-0")
     with pytest.raises(ConfigError, match="what trainer-0 is made from cannot be sent to another process"):
-        process.build(greeter, threading.Lock())
+        process.build(greeter(threading.Lock()))
     with pytest.raises(ConfigError, match="cannot be sent to another process: only deep copies of leaves"):
-        process.build(greeter, Stubborn())
-    process.build(greeter, "stone").result(PATIENCE_S)
+        process.build(greeter(Stubborn()))
+    process.build(greeter("stone")).result(PATIENCE_S)
     process.kill()
 
 
@@ -131,12 +132,12 @@ def test_a_class_whose_module_is_not_found_there_is_the_users_to_mend(runtime: P
     process = forked(runtime, "trainer-2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "lonely_module", lonely)
-        built = process.build(greeter, lonely.Model())
+        built = process.build(greeter(lonely.Model()))
     with pytest.raises(
         ConfigError, match=r"trainer-2 is made from cannot be read .*No module named 'lonely_module'.*put"
     ):
         built.result(PATIENCE_S)
-    process.build(greeter, "stone").result(PATIENCE_S)
+    process.build(greeter("stone")).result(PATIENCE_S)
     process.kill()
 
 
@@ -146,7 +147,7 @@ def test_a_signal_to_the_whole_job_is_the_drivers_to_see_to(runtime: Processes) 
     assert os.getpgid(pid) != os.getpgid(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(pid, number)
-    process.build(greeter, "stone").result(PATIENCE_S)
+    process.build(greeter("stone")).result(PATIENCE_S)
     process.kill()
     assert gone(process) == "it was given up"
 
@@ -155,7 +156,7 @@ def test_who_is_stopped_while_it_is_told_something_can_still_be_ended(runtime: P
     process = forked(runtime, "trainer-6")
     os.kill(process.endpoint(PATIENCE_S).pid, signal.SIGSTOP)
     built: list[Future[None]] = []
-    telling = threading.Thread(target=lambda: built.append(process.build(greeter, "x" * (8 << 20))))
+    telling = threading.Thread(target=lambda: built.append(process.build(greeter("x" * (8 << 20)))))
     telling.start()
     process.kill()
     assert gone(process) == "it was given up"
@@ -171,7 +172,7 @@ def test_when_the_process_dies_that_the_others_are_forked_from_another_takes_its
     runtime._host._server._process.wait()
     after = forked(runtime, "reader-1")
     for process in (before, after):
-        process.build(greeter, "stone").result(PATIENCE_S)
+        process.build(greeter("stone")).result(PATIENCE_S)
         process.kill()
     assert gone(before) == "it was given up"
 
@@ -184,7 +185,7 @@ def test_a_module_of_the_working_directory_is_not_taken_for_pythons_own_and_afte
     monkeypatch.setattr(sys, "path", [tmp_path / "added by a script", *sys.path])
     runtime = Processes()
     process = forked(runtime, "reader-0")
-    process.build(greeter, "stone").result(PATIENCE_S)
+    process.build(greeter("stone")).result(PATIENCE_S)
     for _ in range(2):
         runtime.close()
     assert process.ended() is not None
@@ -194,9 +195,9 @@ def test_a_module_of_the_working_directory_is_not_taken_for_pythons_own_and_afte
 
 def test_children_begin_with_what_takes_long_to_load(runtime: Processes, connector: WireClient) -> None:
     process = forked(runtime, "reader-1")
-    process.build(says_what_is_loaded, None).result(PATIENCE_S)
+    process.build(says_what_is_loaded).result(PATIENCE_S)
     connection = connector.connect(process.endpoint(PATIENCE_S).address)
-    assert json.loads(connection.call("greet").result(PATIENCE_S).read(Said).text) == ["torch", "zmq"]
+    assert json.loads(ask(connection, Greeter.greet)) == ["torch", "zmq"]
     process.kill()
 
 
@@ -228,7 +229,7 @@ def test_processes_know_what_stands_in_the_drivers_script_and_end_with_it_howeve
             def close(self): pass
         runtime = Processes()
         roles = [runtime.start(LaunchRequest(f"trainer-{rank}")) for rank in range(2)]
-        roles[0].build(lambda spec, home: spec(), Own).result(100)
+        roles[0].build(lambda home: Own()).result(100)
         print(*[role.endpoint(100).pid for role in roles], runtime._host._server._process.pid, flush=True)
         time.sleep(1000)
     """)

@@ -3,10 +3,11 @@
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
-from role_parts import CLOSED, Said, greeter, panics, refuses
+from role_parts import CLOSED, Greeter, greeter, panics, refuses
 from wired_roles import Wired
 
 from shadowsync.errors import ConfigError, RunError
@@ -14,7 +15,8 @@ from shadowsync.memory.shared import SharedMemory
 from shadowsync.rpc.client import WireClient
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
-from shadowsync.runtime.processes import packed_build
+from shadowsync.rpc.served import ask
+from shadowsync.runtime.processes import packed_builder
 from shadowsync.runtime.ray_runtime import HostActor
 from shadowsync.runtime.runtime import Endpoint, LaunchRequest
 
@@ -38,8 +40,8 @@ def test_a_part_is_served_and_another_takes_its_place(runtime: Wired, connector:
     process = runtime.start(LaunchRequest("reader-0", "machine-1"))
     connection = connector.connect(process.endpoint(10).address)
     for spec in ("first", "second"):
-        process.build(greeter, spec).result(120)
-        assert connection.call("greet", timeout_s=120).result(120).read(Said).text == f"{spec} from reader-0"
+        process.build(greeter(spec)).result(120)
+        assert ask(connection, Greeter.greet) == f"{spec} from reader-0"
     assert CLOSED == ["first from reader-0"]
     assert process.ended() is None
     process.kill()
@@ -50,15 +52,15 @@ def test_a_part_is_served_and_another_takes_its_place(runtime: Wired, connector:
 def test_a_part_that_cannot_be_built_says_why_and_the_process_goes_on(runtime: Wired, connector: WireClient) -> None:
     process = runtime.start(LaunchRequest("trainer-3"))
     with pytest.raises(ConfigError, match="trainer-3 cannot be built from sand"):
-        process.build(refuses, "sand").result(120)
-    process.build(greeter, "stone").result(120)
+        process.build(partial(refuses, "sand")).result(120)
+    process.build(greeter("stone")).result(120)
     connection = connector.connect(process.endpoint(10).address)
-    assert connection.call("greet", timeout_s=120).result(120).read(Said).text == "stone from trainer-3"
+    assert ask(connection, Greeter.greet) == "stone from trainer-3"
 
 
 def test_a_killed_process_answers_nobody_and_has_no_place(runtime: Wired, connector: WireClient) -> None:
     process = runtime.start(LaunchRequest("dense-0"))
-    process.build(greeter, "one").result(120)
+    process.build(greeter("one")).result(120)
     connection = connector.connect(process.endpoint(10).address)
     process.kill()
     with pytest.raises((CallTimeout, PeerLost)):
@@ -100,13 +102,13 @@ def test_a_host_says_which_of_its_processes_have_ended(actor: HostActor) -> None
 
 def test_what_a_host_cannot_build_comes_back(actor: HostActor) -> None:
     started(actor, 3, "reader-0")
-    fault = actor.build(3, packed_build("reader-0", panics, "sand"))
+    fault = actor.build(3, packed_builder("reader-0", panics))
     assert fault is not None
     assert str(fault.error()) == "build failed with Panic: reader-0 met sand"
-    fault = actor.build(3, packed_build("reader-0", refuses, "sand"))
+    fault = actor.build(3, packed_builder("reader-0", partial(refuses, "sand")))
     assert fault is not None
     assert isinstance(fault.error(), ConfigError)
-    assert actor.build(3, packed_build("reader-0", greeter, "stone")) is None
+    assert actor.build(3, packed_builder("reader-0", greeter("stone"))) is None
 
 
 def test_memory_of_a_host_outlives_its_processes_until_it_is_released(actor: HostActor) -> None:

@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from shadowsync.errors import RunError
 from shadowsync.memory.shared import SharedMemory
@@ -28,7 +27,7 @@ class HostedRole(RoleProcess):
 
     def __init__(self, request: LaunchRequest, keys: JobKeys) -> None:
         self.request = request
-        self._host = RoleHost(request.role, keys, LOOPBACK, request.threads, request.forget_s)
+        self._host = RoleHost(request, keys, LOOPBACK)
         self._ended: str | None = None
 
     def endpoint(self, timeout_s: float) -> Endpoint:
@@ -36,7 +35,7 @@ class HostedRole(RoleProcess):
             raise PeerLost(f"{self.request.role} ended: {self._ended}")
         return Endpoint(self._host.address, self.request.machine or LOOPBACK, "here", os.getpid())
 
-    def build(self, builder: Builder, spec: Any) -> Future[None]:
+    def build(self, builder: Builder) -> Future[None]:
         future: Future[None] = Future()
         if self._ended is not None:
             future.set_exception(PeerLost(f"{self.request.role} ended: {self._ended}"))
@@ -44,7 +43,7 @@ class HostedRole(RoleProcess):
 
         def run() -> None:
             try:
-                self._host.build(builder, spec)
+                self._host.build(builder)
             except BaseException as error:
                 future.set_exception(error)
             else:

@@ -6,9 +6,9 @@ from contextlib import ExitStack, closing
 import pytest
 from wire_cases import Bank, Link, Setup
 
-from shadowsync.rpc.client import ClientOptions, WireClient, WireConnection
+from shadowsync.rpc.client import WireClient, WireConnection
 from shadowsync.rpc.connection import JobKeys
-from shadowsync.rpc.server import ServerOptions, WireServer
+from shadowsync.rpc.server import WireServer
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture
 def serve(keys: JobKeys, stack: ExitStack) -> Callable[..., WireServer]:
     def make(bank: Bank, **options: object) -> WireServer:
-        server = WireServer(bank, keys, ServerOptions(**options))  # type: ignore[arg-type]
+        server = WireServer(bank, keys, **options)  # type: ignore[arg-type]
         server.start()
         stack.callback(server.close)
         stack.callback(bank.open.set)
@@ -37,7 +37,7 @@ def serve(keys: JobKeys, stack: ExitStack) -> Callable[..., WireServer]:
 @pytest.fixture
 def connect(keys: JobKeys, stack: ExitStack) -> Callable[..., WireConnection]:
     def make(address: str, **options: object) -> WireConnection:
-        connector = stack.enter_context(closing(WireClient(keys, ClientOptions(**options))))  # type: ignore[arg-type]
+        connector = stack.enter_context(closing(WireClient(keys, **options)))  # type: ignore[arg-type]
         return connector.connect(address)
 
     return make

@@ -32,7 +32,7 @@ WORK = Payload(tensors=(torch.arange(5),))
 
 
 def call(session: int, number: int, low: int = 1) -> Frames:
-    specs, frames = pack(WORK, 1 << 20)
+    specs, frames = pack(WORK)
     return [encode(Calls(session, low, (Call(number, "work", WORK.meta, specs),))), *frames]
 
 
@@ -168,7 +168,7 @@ def test_calls_that_travel_together_run_in_order_and_repeat_together() -> None:
     dispatcher = Dispatcher(120.0)
     session = greet(dispatcher, b"r").session
     frames = [call(session, number) for number in (1, 2)]
-    specs, _ = pack(WORK, 1 << 20)
+    specs, _ = pack(WORK)
     header = encode(Calls(session, 1, tuple(Call(number, "work", WORK.meta, specs) for number in (1, 2))))
     together = [header, *frames[0][1:], *frames[1][1:]]
     tasks = dispatcher.take(b"r", together, 0).tasks

@@ -18,6 +18,7 @@ import torch
 import zmq
 from wire_cases import PATIENCE_S, Balance, Bank, deposit, until
 
+from shadowsync.rpc import sockets
 from shadowsync.rpc.client import WireClient, WireConnection
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import PeerLost
@@ -68,7 +69,7 @@ class Raw:
     def deposit(self, number: int) -> list[bytes]:
         """An honest message."""
         payload = deposit(f"raw {number}", 1, torch.ones(1000))
-        specs, frames = pack(payload, 1 << 20)
+        specs, frames = pack(payload)
         return [encode(Calls(self.session, 1, (Call(number, "deposit", payload.meta, specs),))), *map(bytes, frames)]
 
 
@@ -225,16 +226,20 @@ def test_what_is_no_protocol_at_all_is_refused(
 
 
 def test_a_frame_that_is_too_long_ends_its_connection_before_it_is_read(
-    raw: Callable[..., Raw], serve: Callable[..., WireServer], connect: Callable[..., WireConnection]
+    raw: Callable[..., Raw],
+    serve: Callable[..., WireServer],
+    connect: Callable[..., WireConnection],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sockets, "FRAME_BYTES", 10_000)
     bank = Bank()
-    server = serve(bank, max_message_bytes=10_000)
+    server = serve(bank)
     thief = raw(server.address)
     thief.greet("b" * 32)
     thief.socket.send(bytes(20_000))
     thief.socket.rcvtimeo = 200
     thief.socket.send(encode(Calls(thief.session, 0)))
-    connection = connect(server.address, max_message_bytes=10_000)
+    connection = connect(server.address)
     connection.call("deposit", deposit("honest", 1, torch.ones(1000))).result(PATIENCE_S)
     assert bank.runs == {"honest": 1}
 
@@ -278,10 +283,10 @@ def test_who_has_not_proved_its_keys_sends_little(serve: Callable[..., WireServe
 CROWDED = """
 import os, resource, sys
 from shadowsync.rpc.connection import JobKeys
-from shadowsync.rpc.server import ServerOptions, WireServer
+from shadowsync.rpc.server import WireServer
 from wire_cases import Bank
 import msgspec
-server = WireServer(Bank(), msgspec.json.decode(sys.stdin.readline(), type=JobKeys), ServerOptions())
+server = WireServer(Bank(), msgspec.json.decode(sys.stdin.readline(), type=JobKeys))
 server.start()
 left = len(os.listdir("/proc/self/fd")) + 10
 resource.setrlimit(resource.RLIMIT_NOFILE, (left, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

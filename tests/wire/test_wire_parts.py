@@ -12,6 +12,7 @@ from wire_cases import PATIENCE_S, Bank, Connect, Panic, Serve, deposit
 
 from shadowsync import errors
 from shadowsync.errors import MissingExtra, NonFiniteLoss, RunError, SaveError, ShadowSyncError
+from shadowsync.rpc import messages
 from shadowsync.rpc.connection import DirectConnection, JobKeys
 from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
 from shadowsync.rpc.messages import MAX_TENSORS, META_BYTES, pack
@@ -88,9 +89,12 @@ def test_a_frame_that_is_not_what_was_announced_is_refused(spec: Spec) -> None:
         (bytes(META_BYTES + 1), [], "typed part has 1048"),
     ],
 )
-def test_what_cannot_cross_is_refused_by_its_sender(meta: bytes, tensors: list[torch.Tensor], words: str) -> None:
+def test_what_cannot_cross_is_refused_by_its_sender(
+    meta: bytes, tensors: list[torch.Tensor], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "MAX_TENSOR_BYTES", 1000)
     with pytest.raises(RunError, match=words):
-        pack(Payload(meta, tuple(tensors)), 1000)
+        pack(Payload(meta, tuple(tensors)))
 
 
 def test_an_address_that_is_taken_is_refused_in_a_sentence(serve: Serve) -> None:

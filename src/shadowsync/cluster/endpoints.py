@@ -12,9 +12,8 @@ from shadowsync.data.source import OpenSource
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.pending import Pending
-from shadowsync.rpc.served import Client, Served, served
-from shadowsync.rpc.service import Handle, Method, Payload
-from shadowsync.runtime.runtime import Switch
+from shadowsync.rpc.served import NOTHING, Client, Served, served
+from shadowsync.rpc.service import Handle, Method, Payload, Service
 from shadowsync.sync.averaging import AveragingService
 
 if TYPE_CHECKING:
@@ -127,14 +126,13 @@ class Endpoints:
         self.records = records
         self.driver: DriverService | None = None
         self.averaging: AveragingService | None = None
-        self._driver_switch, self._averaging_switch = Switch(), Switch()
         self._servers: list[Server] = []
         if keys is None:
             return
-        from shadowsync.rpc.server import ServerOptions, WireServer  # noqa: PLC0415 an extra
+        from shadowsync.rpc.server import WireServer  # noqa: PLC0415 an extra
 
-        for switch, threads in ((self._driver_switch, 4), (self._averaging_switch, 1)):
-            server = WireServer(switch, keys, ServerOptions(host=host, threads=threads, forget_client_after_s=forget_s))
+        for threads in (4, 1):
+            server = WireServer(NOTHING, keys, host, threads=threads, forget_client_after_s=forget_s)
             self._servers.append(server)
             server.start()
 
@@ -159,8 +157,9 @@ class Endpoints:
         self.averaging = AveragingService(ranks, averaging.clients if averaging else ())
         if averaging is not None:
             averaging.close()
-        self._driver_switch.part = self.driver
-        self._averaging_switch.part = Served(self.averaging)
+        services: list[Service] = [self.driver, Served(self.averaging)]
+        for server, service in zip(self._servers, services, strict=False):  # none where all roles are in this process
+            server.service = service
 
     def give_up(self, rank: int, take_log: Callable[[], DoneLog | None] = lambda: None) -> None:
         """Gives up a trainer: its rows go to the others, but for those that its log says are done, nobody waits for

@@ -16,7 +16,7 @@ from shadowsync.choices import server_count
 from shadowsync.cluster.context import JobContext, Near, ServerAddress
 from shadowsync.cluster.endpoints import Endpoints
 from shadowsync.cluster.roles import ROLES, Role
-from shadowsync.cluster.scheduler import RoleRequest, Scheduler
+from shadowsync.cluster.scheduler import Scheduler
 from shadowsync.cluster.servers import build_nothing
 from shadowsync.cluster.statuses import Statuses
 from shadowsync.cluster.supervisor import Member, Supervisor, first_error
@@ -190,11 +190,12 @@ class ClusterManager:
 
     # --- places ------------------------------------------------------------------------------------------------------
 
-    def request(self, role: str) -> RoleRequest:
+    def request(self, role: str) -> LaunchRequest:
         """What a role needs of its machine."""
-        return role_of(role).request(self.spec, role)
+        needs = role_of(role).request(self.spec, role)
+        return replace(needs, threads=self.spec.threads, forget_s=self.spec.forget_s)
 
-    def servers(self) -> list[RoleRequest]:
+    def servers(self) -> list[LaunchRequest]:
         """The servers of rows, the largest first, and of the dense part."""
         rows = [self.request(f"embedding-{index}") for index in range(len(self.spec.shards))]
         dense = [self.request(f"dense-{index}") for index in range(self.spec.dense_servers)]
@@ -209,7 +210,7 @@ class ClusterManager:
         """
         trainers = [self.request(f"trainer-{rank}") for rank in range(self.spec.job.config.train.trainers)]
         if self.spec.direct:
-            self.launch([LaunchRequest(request.role) for request in [*self.servers(), *trainers]])
+            self.launch([*self.servers(), *trainers])
             return
         scheduler = Scheduler(self._runtime.machines())
         requests = [self._placed(scheduler, request) for request in [*self.servers(), *trainers]]
@@ -219,18 +220,17 @@ class ClusterManager:
         self._runtime.reserve(requests, RESERVE_S)
         self.launch(requests)
 
-    def _placed(self, scheduler: Scheduler, request: RoleRequest) -> LaunchRequest:
+    def _placed(self, scheduler: Scheduler, request: LaunchRequest) -> LaunchRequest:
         placed = self.place(scheduler, request)
         if placed is None:
             raise RunError(scheduler.why_not(request))
         return placed
 
-    def place(self, scheduler: Scheduler, request: RoleRequest, anew: bool = False) -> LaunchRequest | None:
+    def place(self, scheduler: Scheduler, request: LaunchRequest, anew: bool = False) -> LaunchRequest | None:
         """A role at its best place, which it takes, or, unless everything begins anew, where the memory is of the one
         before; None if there is none."""
         held = None if anew or request.role not in self.filled else self.memory[request.role]
-        placed = scheduler.put(request if held is None or not held.is_there() else replace(request, at=held.machine))
-        return None if placed is None else replace(placed, threads=self.spec.threads, forget_s=self.spec.forget_s)
+        return scheduler.put(request if held is None or not held.is_there() else replace(request, machine=held.machine))
 
     def launch(self, requests: Sequence[LaunchRequest]) -> None:
         """Starts these processes at once; one that ends while it starts, a few times.
@@ -251,10 +251,10 @@ class ClusterManager:
     def scheduler(self) -> Scheduler:
         """The machines with who is on them now."""
         living = [member for member in list(self.supervisor.members.values()) if member.living]
-        placed = [(self.request(member.role), member.endpoint.machine) for member in living]
+        placed = [replace(self.request(member.role), machine=member.endpoint.machine) for member in living]
         return Scheduler(self._runtime.machines(), placed)
 
-    def vacant_servers(self) -> list[RoleRequest]:
+    def vacant_servers(self) -> list[LaunchRequest]:
         """Servers and readers that nobody is."""
         occupied = self.supervisor.occupied()
         readers = [self.request(f"reader-{index}") for index in range(self.reader_count)]
@@ -339,7 +339,7 @@ class ClusterManager:
 
         def end(member: Member) -> None:
             try:
-                member.build(build_nothing, None)
+                member.build(build_nothing)
             except GONE as error:
                 self.supervisor.give_up(member, str(error))
 
@@ -361,7 +361,7 @@ class ClusterManager:
             held.close()
         servers = [member for kind in ("embedding", "dense") for member in self.supervisor.of_kind(kind)]
         if before:  # whoever still maps what was there lets go of it before as much is taken again
-            self.all_at_once([partial(member.build, build_nothing, None) for member in servers])
+            self.all_at_once([partial(member.build, build_nothing) for member in servers])
         for member in servers:
             self.give_memory(member)
         ranks = [member.index for member in self.trainers()]
@@ -382,7 +382,7 @@ class ClusterManager:
             filled: as in `build_servers`.
             inherits: the memory of an embedding server is that of one that is gone.
         """
-        member.build(*ROLES[member.kind].part(self, member, reader, filled, inherits))
+        member.build(ROLES[member.kind].part(self, member, reader, filled, inherits))
 
     def build_trainers(self, reader: Reader) -> None:
         """Every trainer gets a fresh part and counts as at work."""

@@ -7,26 +7,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from shadowsync.cluster.context import Addresses, TrainerSpec
-from shadowsync.cluster.scheduler import RoleRequest
-from shadowsync.cluster.servers import (
-    DenseSpec,
-    EmbeddingSpec,
-    ReaderSpec,
-    StepperSpec,
-    build_dense,
-    build_embedding,
-    build_reader,
-    build_stepper,
-)
+from shadowsync.cluster.servers import build_dense, build_embedding, build_reader, build_stepper
 from shadowsync.cluster.supervisor import Member, NobodyLeft
 from shadowsync.cluster.trainer import build_trainer
 from shadowsync.config import ClusterConfig
 from shadowsync.data.reader import Reader
 from shadowsync.rpc.errors import GONE
-from shadowsync.runtime.runtime import Builder
+from shadowsync.runtime.runtime import Builder, LaunchRequest
 
 if TYPE_CHECKING:
     from shadowsync.cluster.manager import ClusterManager, ClusterSpec
@@ -39,19 +29,17 @@ class Role(ABC):
 
     kind: ClassVar[str]
 
-    def request(self, spec: "ClusterSpec", role: str) -> RoleRequest:
+    def request(self, spec: "ClusterSpec", role: str) -> LaunchRequest:
         """What the role of that name needs of its machine."""
         return self.of(spec.job.config.cluster, role)
 
-    def of(self, cluster: ClusterConfig, role: str, filled_bytes: int = 0) -> RoleRequest:
+    def of(self, cluster: ClusterConfig, role: str, filled_bytes: int = 0) -> LaunchRequest:
         """As `request`, of a role that will fill so much memory."""
-        return RoleRequest(role, filled_bytes, cluster.server_cpus, cluster.server_resource)
+        return LaunchRequest(role, None, cluster.server_cpus, cluster.server_resource, filled_bytes)
 
     @abstractmethod
-    def part(
-        self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
-    ) -> tuple[Builder, Any]:
-        """What makes a member's part, and from what; arguments as `ClusterManager.build`."""
+    def part(self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool) -> Builder:
+        """Makes a member's part; arguments as `ClusterManager.build`."""
 
     def on_join(self, manager: "ClusterManager", member: Member, reader: Reader, stopping: Callable[[], bool]) -> None:
         """Puts a process that takes the role's place to work, while the others go on.
@@ -88,15 +76,13 @@ class EmbeddingRole(Role):
 
     kind = "embedding"
 
-    def request(self, spec: "ClusterSpec", role: str) -> RoleRequest:
+    def request(self, spec: "ClusterSpec", role: str) -> LaunchRequest:
         return self.of(spec.job.config.cluster, role, spec.row_bytes[int(role.rpartition("-")[2])])
 
-    def part(
-        self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
-    ) -> tuple[Builder, EmbeddingSpec]:
+    def part(self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool) -> Builder:
         job, shards = manager.spec.job.without_model, manager.spec.shards[member.index]
         memory = manager.memory_of(member)
-        return build_embedding, EmbeddingSpec(job, shards, manager.generation, filled, memory, inherits)
+        return partial(build_embedding, job, shards, manager.generation, filled, memory, inherits)
 
     def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
         """Its rows are as they were, if their memory outlived the one before; else those of the newest checkpoint,
@@ -133,15 +119,13 @@ class DenseRole(Role):
 
     kind = "dense"
 
-    def part(
-        self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
-    ) -> tuple[Builder, DenseSpec | StepperSpec]:
+    def part(self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool) -> Builder:
         spec, index = manager.spec, member.index
         if spec.parts:
-            return build_stepper, StepperSpec(spec.job, manager.generation, spec.parts[index], index == 0)
+            return partial(build_stepper, spec.job, manager.generation, spec.parts[index], index == 0)
         start, stop = spec.spans[index]
         codec, memory = spec.job.choices.codecs["dense"], manager.memory_of(member)
-        return build_dense, DenseSpec(codec, stop - start, manager.generation, memory)
+        return partial(build_dense, codec, stop - start, manager.generation, memory)
 
     def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
         outlived = manager.outlived(member)
@@ -161,13 +145,11 @@ class ReaderRole(Role):
 
     kind = "reader"
 
-    def of(self, cluster: ClusterConfig, role: str, filled_bytes: int = 0) -> RoleRequest:
-        return RoleRequest(role, filled_bytes, 0.0, cluster.trainer_resource, seeks="trainer")
+    def of(self, cluster: ClusterConfig, role: str, filled_bytes: int = 0) -> LaunchRequest:
+        return LaunchRequest(role, None, 0.0, cluster.trainer_resource, seeks="trainer")
 
-    def part(
-        self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
-    ) -> tuple[Builder, ReaderSpec]:
-        return build_reader, ReaderSpec(manager.spec.job.without_model, reader.options)
+    def part(self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool) -> Builder:
+        return partial(build_reader, manager.spec.job.without_model, reader.options)
 
     def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
         if manager.serving("reader"):
@@ -180,16 +162,14 @@ class TrainerRole(Role):
 
     kind = "trainer"
 
-    def of(self, cluster: ClusterConfig, role: str, filled_bytes: int = 0) -> RoleRequest:
+    def of(self, cluster: ClusterConfig, role: str, filled_bytes: int = 0) -> LaunchRequest:
         keeps_off = "embedding" if cluster.placement == "apart" else ""
-        return RoleRequest(role, filled_bytes, cluster.trainer_cpus, cluster.trainer_resource, keeps_off)
+        return LaunchRequest(role, None, cluster.trainer_cpus, cluster.trainer_resource, keeps_off=keeps_off)
 
-    def part(
-        self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool
-    ) -> tuple[Builder, TrainerSpec]:
+    def part(self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool) -> Builder:
         others = manager.near or self._addresses(manager, member)
         own = manager.give_log(member), manager.give_replica(member)
-        return build_trainer, TrainerSpec(manager.spec.job, member.index, manager.generation, others, *own)
+        return partial(build_trainer, TrainerSpec(manager.spec.job, member.index, manager.generation, others, *own))
 
     def _addresses(self, manager: "ClusterManager", member: Member) -> Addresses:
         driver, averaging = manager.endpoints.addresses

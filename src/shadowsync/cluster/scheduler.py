@@ -2,40 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shadowsync.assembly import GIB
 from shadowsync.runtime.runtime import LaunchRequest, Machine
 
 MOST_DEATHS = 20
-
-
-@dataclass(frozen=True)
-class RoleRequest:
-    """A role that wants a place.
-
-    Attributes:
-        role: its name, `kind-index`.
-        bytes: of memory that it will fill; where it fills any, that decides about its place.
-        cpus: that it takes.
-        resource: custom resource that its machine must have.
-        keeps_off: kind of the roles that must not be on its machine; empty for none.
-        seeks: kind of the roles that it would be near; likewise.
-        at: the machine that it must have; None for any.
-    """
-
-    role: str
-    bytes: int = 0
-    cpus: float = 0.0
-    resource: str | None = None
-    keeps_off: str = ""
-    seeks: str = ""
-    at: str | None = None
-
-    @property
-    def kind(self) -> str:
-        """`reader`, `trainer`, `embedding` or `dense`."""
-        return self.role.rpartition("-")[0]
 
 
 class Scheduler:
@@ -45,14 +17,14 @@ class Scheduler:
 
     Args:
         machines: those that are there.
-        placed: roles that have a place already, each with its machine.
+        placed: roles that have a place already.
     """
 
-    def __init__(self, machines: Sequence[Machine], placed: Iterable[tuple[RoleRequest, str]] = ()) -> None:
+    def __init__(self, machines: Sequence[Machine], placed: Iterable[LaunchRequest] = ()) -> None:
         self._machines = [machine for machine in machines if machine.cpus > 0]
         self._placed = list(placed)
 
-    def put(self, request: RoleRequest) -> LaunchRequest | None:
+    def put(self, request: LaunchRequest) -> LaunchRequest | None:
         """The best place for a role, which it takes; None if there is none now.
 
         Who fills memory goes where the least share of it is filled, everybody else where fewest of its kind are, and
@@ -62,14 +34,14 @@ class Scheduler:
         if not able:
             return None
         best = min(able, key=lambda machine: self._rank(machine, request))
-        self._placed.append((request, best.id))
-        return LaunchRequest(request.role, best.id, request.cpus, request.resource)
+        self._placed.append(replace(request, machine=best.id))
+        return self._placed[-1]
 
     def machines_of(self, kind: str) -> int:
         """How many machines have a role of that kind."""
-        return len({machine for placed, machine in self._placed if placed.kind == kind})
+        return len({placed.machine for placed in self._placed if placed.kind == kind})
 
-    def why_not(self, request: RoleRequest) -> str:
+    def why_not(self, request: LaunchRequest) -> str:
         """Says what a role that found no place needs."""
         wanted = [
             *([f"{request.cpus:g} free CPU(s)"] if request.cpus else []),
@@ -80,17 +52,17 @@ class Scheduler:
         what = f" with {' and '.join(wanted)}" if wanted else ""
         return f"{request.role} needs a machine{what}, and none of the {len(self._machines)} has room"
 
-    def _can_take(self, machine: Machine, request: RoleRequest) -> bool:
+    def _can_take(self, machine: Machine, request: LaunchRequest) -> bool:
         there = self._on(machine)
         return (
-            request.at in (None, machine.id)
+            request.machine in (None, machine.id)
             and (request.resource is None or request.resource in machine.resources)
             and machine.cpus - sum(other.cpus for other in there) >= request.cpus
             and all(other.kind != request.keeps_off for other in there)
             and request.bytes <= machine.memory_bytes - sum(other.bytes for other in there)
         )
 
-    def _rank(self, machine: Machine, request: RoleRequest) -> tuple[float, ...]:
+    def _rank(self, machine: Machine, request: LaunchRequest) -> tuple[float, ...]:
         there = self._on(machine)
         kinds = Counter(other.kind for other in there)
         same = kinds[request.kind]
@@ -101,8 +73,8 @@ class Scheduler:
             return (-min(1, kinds[request.seeks]), same, len(there))
         return (same, len(there), -machine.cpus)
 
-    def _on(self, machine: Machine) -> list[RoleRequest]:
-        return [placed for placed, where in self._placed if where == machine.id]
+    def _on(self, machine: Machine) -> list[LaunchRequest]:
+        return [placed for placed in self._placed if placed.machine == machine.id]
 
 
 @dataclass

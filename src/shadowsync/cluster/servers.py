@@ -1,8 +1,7 @@
-"""What the servers and readers of a job serve, each built from a specification that travels to its machine."""
+"""What the servers and readers of a job serve, each built on its machine from what travels there."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,111 +29,71 @@ IMAGE_S = 20.0
 """Deadline of a pause and of each message of an image: rather no checkpoint than one for which all wait so long."""
 
 
-class Nothing:
+def build_nothing(_: ProcessContext) -> Served:
     """A part without methods, for a process that is to do nothing until it gets its next one."""
+    return Served(None)
 
 
-def build_nothing(_: None, __: ProcessContext) -> Served:
-    """Ends what was there."""
-    return Served(Nothing())
-
-
-@dataclass(frozen=True)
-class EmbeddingSpec:
+def build_embedding(
+    job: JobContext,
+    shards: Sequence[Shard],
+    generation: int,
+    filled: bool,
+    memory: str | None,
+    inherits: bool,
+    _: ProcessContext,
+) -> Served:
     """An embedding server.
 
-    Attributes:
+    Args:
         filled: its rows have their initial values; else they are zero, and all of them are to be loaded, or as they
             stand in its memory.
         memory: path of the memory that its rows are in, where trainers reach them without it.
         inherits: the rows there are those of a server that is gone.
     """
-
-    job: JobContext
-    shards: tuple[Shard, ...]
-    generation: int
-    filled: bool = True
-    memory: str | None = None
-    inherits: bool = False
-
-
-def build_embedding(spec: EmbeddingSpec, _: ProcessContext) -> Served:
-    """Makes one."""
-    config, choices = spec.job.config, spec.job.choices
-    seed = config.train.seed
+    choices, seed = job.choices, job.config.train.seed
     server = EmbeddingServer(
-        spec.shards,
+        shards,
         choices.storage,
-        row_optimizer(config.embedding),
-        seed if spec.filled else None,
+        row_optimizer(job.config.embedding),
+        seed if filled else None,
         row_tracking(choices.recovery, seed),
-        None if spec.memory is None else SharedMemory.open(spec.memory),
+        None if memory is None else SharedMemory.open(memory),
     )
-    if spec.inherits:
+    if inherits:
         server.inherit()
-    pull, push, generation = choices.codecs["pull"], choices.codecs["push"], Generation(spec.generation)
-    return Served(EmbeddingService(server, pull, push, generation=generation))
+    codecs = choices.codecs
+    return Served(EmbeddingService(server, codecs["pull"], codecs["push"], generation=Generation(generation)))
 
 
-@dataclass(frozen=True)
-class DenseSpec:
-    """A dense server of so many parameters, zero until they are written; `memory` as in `EmbeddingSpec`."""
-
-    codec: Codec
-    length: int
-    generation: int
-    memory: str | None = None
+def build_dense(codec: Codec, length: int, generation: int, memory: str | None, _: ProcessContext) -> Served:
+    """As `dense_server`, served."""
+    return Served(dense_server(codec, length, generation, memory))
 
 
-def build_dense(spec: DenseSpec, _: ProcessContext) -> Served:
-    """Makes one."""
-    return Served(dense_server(spec))
+def dense_server(codec: Codec, length: int, generation: int, memory: str | None) -> DenseServer:
+    """A dense server of so many parameters, zero until they are written; `memory` as in `build_embedding`."""
+    if memory is None:
+        return DenseServer(torch.zeros(length), codec, Generation(generation))
+    opened = SharedMemory.open(memory)
+    return DenseServer(opened.take(length, torch.float32), codec, Generation(generation), FileGate(opened).alone)
 
 
-def dense_server(spec: DenseSpec) -> DenseServer:
-    """A server of such parameters, in this process."""
-    generation = Generation(spec.generation)
-    if spec.memory is None:
-        return DenseServer(torch.zeros(spec.length), spec.codec, generation)
-    opened = SharedMemory.open(spec.memory)
-    return DenseServer(opened.take(spec.length, torch.float32), spec.codec, generation, FileGate(opened).alone)
-
-
-@dataclass(frozen=True)
-class StepperSpec:
-    """A dense server of gradient methods: its parameters, and whether it has the module's buffers."""
-
-    job: JobContext
-    generation: int
-    part: DenseShare
-    first: bool
-
-
-def build_stepper(spec: StepperSpec, _: ProcessContext) -> Served:
-    """Makes one with the initial values."""
-    job = spec.job
+def build_stepper(job: JobContext, generation: int, part: DenseShare, first: bool, _: ProcessContext) -> Served:
+    """A dense server of gradient methods with the initial values of its part; the first has the module's buffers."""
     module = make_module(job.config, job.choices, job.schema, job.tables, job.model)
-    replica = job.replica(spec.part.module(module, buffers=spec.first))
+    replica = job.replica(part.module(module, buffers=first))
     codec = by_parameter(job.choices.codecs["dense"], replica.slots, len(replica.flat))
-    generation, train = Generation(spec.generation), job.config.train
-    return Served(StepperPart(replica, train.clip_norm, codec=codec, generation=generation))
+    clip_norm = job.config.train.clip_norm
+    return Served(StepperPart(replica, clip_norm, codec=codec, generation=Generation(generation)))
 
 
-@dataclass(frozen=True)
-class ReaderSpec:
-    """A reader of the training rows, with the driver's options."""
-
-    job: JobContext
-    options: ReaderOptions
-
-
-def build_reader(spec: ReaderSpec, process: ProcessContext) -> Served:
-    """Makes one.
+def build_reader(job: JobContext, options: ReaderOptions, process: ProcessContext) -> Served:
+    """A reader of the training rows, with the driver's options.
 
     Raises:
         DataError: this machine sees other rows than the driver.
     """
-    job = spec.job
     source = job.choices.source.open("train", job.config.data.on_bad_row)
     if source is None or source.rows != job.rows:
         found = 0 if source is None else source.rows
@@ -142,7 +101,7 @@ def build_reader(spec: ReaderSpec, process: ProcessContext) -> Served:
             f"{process.role} finds {found} training rows on its machine, the driver {job.rows}: data.path must mean "
             "the same on every machine"
         )
-    return Served(Parser(source, spec.options))
+    return Served(Parser(source, options))
 
 
 # --- images of dense parts -------------------------------------------------------------------------------------------

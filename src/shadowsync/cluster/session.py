@@ -23,7 +23,7 @@ from shadowsync.cluster.manager import ClusterManager, ClusterSpec
 from shadowsync.cluster.outages import Outages
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.cluster.roles import ROLES
-from shadowsync.cluster.scheduler import RestartPolicy, RoleRequest
+from shadowsync.cluster.scheduler import RestartPolicy
 from shadowsync.cluster.statuses import Statuses, added
 from shadowsync.cluster.stepped import Stepped
 from shadowsync.cluster.supervisor import Member, NobodyLeft, Supervisor
@@ -448,7 +448,7 @@ class Session:
         if self.given_up is not None:
             self.stop()
 
-    def _fill(self, requests: list[RoleRequest], now: float) -> None:
+    def _fill(self, requests: list[LaunchRequest], now: float) -> None:
         scheduler = self._manager.scheduler()
         vital = ("embedding", "dense") if self._manager.serving("reader") else ("embedding", "dense", "reader")
         for request in requests:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shadowsync.cluster.context import EventLog, RolePlace
 from shadowsync.metrics.history import RoleState
@@ -57,7 +56,7 @@ class Member:
     @property
     def kind(self) -> str:
         """`reader`, `trainer`, `embedding` or `dense`."""
-        return self.role.rpartition("-")[0]
+        return self.request.kind
 
     @property
     def index(self) -> int:
@@ -69,7 +68,7 @@ class Member:
         """It was not given up."""
         return self.state in ("alive", "unreachable")
 
-    def build(self, builder: Builder, spec: Any) -> None:
+    def build(self, builder: Builder) -> None:
         """Has a part made there and waits for it.
 
         Raises:
@@ -77,7 +76,7 @@ class Member:
             ShadowSyncError: what the builder raised.
         """
         try:
-            self.process.build(builder, spec).result(BUILD_S)
+            self.process.build(builder).result(BUILD_S)
         except TimeoutError as error:
             raise PeerLost(f"{self.role} did not get ready within {BUILD_S:g} s") from error
 

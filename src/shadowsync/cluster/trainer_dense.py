@@ -10,7 +10,7 @@ from shadowsync.aggregation.stepping import DenseShare, divide
 from shadowsync.aggregation.update import DenseClient, GradientUpdate
 from shadowsync.checkpoint.job_state import TrainerImage, below, check_image, dense_tensors
 from shadowsync.cluster.context import Addresses, Merging, Stepping, TrainerSpec
-from shadowsync.cluster.servers import DenseSpec, dense_server
+from shadowsync.cluster.servers import dense_server
 from shadowsync.compression.channel import Channel, restore_all
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
@@ -219,7 +219,7 @@ def _group(context: WorkerContext, replica: Replica, neighbours: Neighbours | No
         if spec.job.config.cluster.address is not None:  # what does not cross the network needs no codec
             codec, counter = Plain(), WireCounter()
         connections: Sequence[Connection] = [
-            direct(dense_server(DenseSpec(codec, stop - start, spec.generation, place.memory)))
+            direct(dense_server(codec, stop - start, spec.generation, place.memory))
             for place, (start, stop) in zip(others.dense, spans, strict=True)
         ]
         line = Channel("dense", codec, counter)

@@ -5,7 +5,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,25 +40,6 @@ _BYE_MS = 100
 _RETRY_S = 0.5
 _HELD_META_BYTES = META_BYTES // 16
 """Longest typed part that waits for another call: a header has room for many of these."""
-
-
-@dataclass(frozen=True)
-class ClientOptions:
-    """How a process reaches services.
-
-    Attributes:
-        timeout_s: deadline of calls that name none.
-        ping_every_s: silence after which the peer is asked for a sign of life.
-        link_timeout_s: silence of the network after which a connection counts as broken and a new one is made.
-        max_message_bytes: longest tensor that is sent.
-        tick_s: how often deadlines and silence are looked at.
-    """
-
-    timeout_s: float = 120.0
-    ping_every_s: float = 1.0
-    link_timeout_s: float = 10.0
-    max_message_bytes: int = 1 << 30
-    tick_s: float = 0.05
 
 
 class OpenCall(Promise[Payload]):
@@ -106,10 +86,10 @@ class WireConnection(Connection):
         return self._enter(method, payload, timeout_s, hold=True)
 
     def _enter(self, method: str, payload: Payload, timeout_s: float | None, hold: bool) -> Pending[Payload]:
-        options = self._owner.options
         try:
-            specs, frames = pack(payload, options.max_message_bytes)
-            call = OpenCall(method, payload.meta, specs, frames, options.timeout_s if timeout_s is None else timeout_s)
+            specs, frames = pack(payload)
+            limit_s = self._owner.timeout_s if timeout_s is None else timeout_s
+            call = OpenCall(method, payload.meta, specs, frames, limit_s)
             with self._lock:
                 if self._lost:
                     raise PeerLost(self._lost)
@@ -290,7 +270,7 @@ class WireConnection(Connection):
 
     def tick(self, now_s: float) -> None:
         """Gives up late calls and asks a silent peer for a sign of life."""
-        every_s = self._owner.options.ping_every_s
+        every_s = self._owner.ping_every_s
         with self._lock:
             late = self._take(number for number, call in self._calls.items() if call.since_s + call.limit_s <= now_s)
             self._send_held()
@@ -309,11 +289,19 @@ def _fail(calls: Iterable[OpenCall], error: Callable[[OpenCall], ShadowSyncError
 
 
 class WireClient:
-    """The connections of one process, with one thread that receives for all of them."""
+    """The connections of one process, with one thread that receives for all of them.
 
-    def __init__(self, keys: JobKeys, options: ClientOptions | None = None) -> None:
-        self.options = options or ClientOptions()
-        self.loop = Loop("wire-client", self._tick, self.options.tick_s)
+    Args:
+        timeout_s: deadline of calls that name none.
+        ping_every_s: silence after which the peer is asked for a sign of life.
+        tick_s: how often deadlines and silence are looked at.
+    """
+
+    def __init__(
+        self, keys: JobKeys, timeout_s: float = 120.0, ping_every_s: float = 1.0, tick_s: float = 0.05
+    ) -> None:
+        self.timeout_s, self.ping_every_s = timeout_s, ping_every_s
+        self.loop = Loop("wire-client", self._tick, tick_s)
         self._keys = keys
         self._context: Context = zmq.Context()
         self._lock = threading.Lock()
@@ -343,14 +331,7 @@ class WireClient:
 
     def open(self, address: str, connection: WireConnection) -> ClientSocket:
         """A socket for a connection, called in the loop; raises `RunError` where that is no address."""
-        socket = ClientSocket(
-            self._context,
-            address,
-            self._keys,
-            self.options.max_message_bytes,
-            self.options.link_timeout_s,
-            lambda: self.loop.post(receive),
-        )
+        socket = ClientSocket(self._context, address, self._keys, lambda: self.loop.post(receive))
         receive = partial(connection.receive, socket)
         socket.watch(self.loop, receive, partial(connection.news, socket))
         return socket

@@ -23,6 +23,8 @@ META_BYTES = 1 << 20
 """Longest typed part of a message."""
 HEADER_BYTES = META_BYTES + (1 << 19)
 """Longest header that is looked at: the typed part, and what it says of the tensors."""
+MAX_TENSOR_BYTES = 1 << 30
+"""Longest tensor that is sent."""
 MAX_TENSORS = 1024
 """Most tensors of one message."""
 MAX_FRAMES = 1 << 14
@@ -103,7 +105,7 @@ encode = msgspec.msgpack.Encoder().encode
 H = TypeVar("H")
 
 
-def pack(payload: Payload, max_bytes: int) -> tuple[tuple[Spec, ...], Frames]:
+def pack(payload: Payload) -> tuple[tuple[Spec, ...], Frames]:
     """What a header says of the tensors, and their own memory; none is copied that is contiguous.
 
     Raises:
@@ -115,8 +117,8 @@ def pack(payload: Payload, max_bytes: int) -> tuple[tuple[Spec, ...], Frames]:
     if len(payload.meta) > META_BYTES:
         raise RunError(f"a typed part has {len(payload.meta)} bytes, and at most {META_BYTES} are allowed on the wire")
     memory = [bytes_of(tensor) for tensor in tensors]
-    if (longest := max(map(len, memory), default=0)) > max_bytes:
-        raise RunError(f"a tensor has {longest} bytes, and at most {max_bytes} are allowed on the wire")
+    if (longest := max(map(len, memory), default=0)) > MAX_TENSOR_BYTES:
+        raise RunError(f"a tensor has {longest} bytes, and at most {MAX_TENSOR_BYTES} are allowed on the wire")
     return tuple(map(spec_of, tensors)), [frame for tensor in memory for frame in frames_of(tensor)]
 
 

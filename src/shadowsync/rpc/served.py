@@ -96,6 +96,10 @@ class Served:
             close()
 
 
+NOTHING = Served(None)
+"""Has no methods."""
+
+
 def direct(role: object) -> Direct:
     """A connection to a role in this process."""
     service = Served(role)

@@ -195,58 +195,52 @@ def joined(answers: Sequence[Ready]) -> Frames:
     return [header, *(frame for _, frames in answers for frame in frames)]
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """How a service is served.
+class WireServer:
+    """Serves from `start` to `close`, to clients that have the job's keys.
 
-    Attributes:
+    Args:
         host: address of this machine that the others reach it by; or a folder that only this user may enter, for Unix
             sockets in it, which are not encrypted and serve this machine only.
         port: 0 takes a free one.
         threads: that answer; with more of them methods that wait hold up the others less.
-        max_message_bytes: longest tensor that is sent.
-        link_timeout_s: silence of the network after which a connection counts as broken; its client makes a new one.
         forget_client_after_s: silence after which what is kept for a client is freed.
         tick_s: how often silent clients are looked for.
+
+    Attributes:
+        service: what is served now; another may take its place at any time.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 0
-    threads: int = 4
-    max_message_bytes: int = 1 << 30
-    link_timeout_s: float = 10.0
-    forget_client_after_s: float = 120.0
-    tick_s: float = 0.25
-
-
-class WireServer:
-    """Serves one service from `start` to `close`, to clients that have the job's keys."""
-
-    def __init__(self, service: Service, keys: JobKeys, options: ServerOptions | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        keys: JobKeys,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        threads: int = 4,
+        forget_client_after_s: float = 120.0,
+        tick_s: float = 0.25,
+    ) -> None:
         self.address = ""
-        self._service = service
+        self.service = service
         self._keys = keys
-        self._options = options or ServerOptions()
-        self.dispatcher = Dispatcher(self._options.forget_client_after_s)
+        self._host, self._port, self._thread_count, self._tick_s = host, port, threads, tick_s
+        self.dispatcher = Dispatcher(forget_client_after_s)
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._silent = False
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Opens the address and starts to answer; raises `RunError` where it cannot be had."""
-        options = self._options
-        self._loop = Loop("wire-server", self._tick, options.tick_s)
-        self._socket = ServerSocket(
-            self._keys, options.max_message_bytes, options.link_timeout_s, lambda: self._loop.post(self._receive)
-        )
+        self._loop = Loop("wire-server", self._tick, self._tick_s)
+        self._socket = ServerSocket(self._keys, lambda: self._loop.post(self._receive))
         try:
-            self.address = self._socket.bind(options.host, options.port)
+            self.address = self._socket.bind(self._host, self._port)
         except RunError:
             self._loop.close()
             raise
         self._socket.watch(self._loop, self._receive)
         self._loop.start()
-        for index in range(options.threads):
+        for index in range(self._thread_count):
             self._threads.append(threading.Thread(target=self._work, name=f"wire-worker-{index}", daemon=True))
             self._threads[-1].start()
 
@@ -282,7 +276,7 @@ class WireServer:
     def _take(self, route: bytes, frames: Frames, now_s: float) -> None:
         taken = self.dispatcher.take(route, frames, now_s)
         if taken.tasks:
-            methods = [self._service.methods.get(task.method) for task in taken.tasks]
+            methods = [self.service.methods.get(task.method) for task in taken.tasks]
             if all(method is not None and method.quick for method in methods):
                 self._run(taken.tasks, now_s)
             else:
@@ -299,7 +293,7 @@ class WireServer:
 
     def _free(self, clients: Iterable[str]) -> None:
         for client in clients:
-            self._queue.put(partial(self._service.client_gone, client))
+            self._queue.put(partial(self.service.client_gone, client))
 
     # in the threads that answer
 
@@ -315,7 +309,7 @@ class WireServer:
         ended: list[tuple[Task, Payload | BaseException]] = []
         for task in tasks:
             try:
-                answer = perform(self._service, task.method, task.request)
+                answer = perform(self.service, task.method, task.request)
             except BaseException as error:  # who asked waits for an answer
                 ended.append((task, error))
                 continue
@@ -337,20 +331,20 @@ class WireServer:
         """Of one client."""
         answers, route, is_gone = [], b"", False
         for task, answer in ended:
-            method = self._service.methods.get(task.method)
+            method = self.service.methods.get(task.method)
             answers.append(self._ready(task, answer, since_s))
             route, gone = self.dispatcher.finish(task, answers[-1], keep=method is not None and method.once)
             is_gone = is_gone or gone
         if not self._silent:
             self._socket.send([route, *joined(answers)])
         if is_gone:
-            self._service.client_gone(ended[0][0].record.client)
+            self.service.client_gone(ended[0][0].record.client)
 
     def _ready(self, task: Task, answer: Payload | BaseException, since_s: float) -> Ready:
         try:
             if isinstance(answer, BaseException):
                 raise known_error(task.method, answer)
-            specs, frames = pack(answer, self._options.max_message_bytes)
+            specs, frames = pack(answer)
             return Answer(task.number, answer.meta, specs, time.monotonic() - since_s), frames
         except ShadowSyncError as error:
             return Answer(task.number, fault=Fault.of(error)), []

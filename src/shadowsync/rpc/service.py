@@ -89,6 +89,10 @@ class Service(Protocol):
         """Frees what is kept for that connection: it was closed or has been silent for too long."""
         ...
 
+    def close(self) -> None:
+        """Ends its threads; called before another takes its place, and at the end."""
+        ...
+
 
 def perform(service: Service, name: str, request: Payload) -> Payload | Pending[Payload]:
     """Runs a method.

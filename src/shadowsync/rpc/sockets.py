@@ -36,6 +36,8 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PRO
 _BATCH = 64
 _SEAL = 64
 """Bytes that CURVE adds to a frame, and more."""
+_LINK_TIMEOUT_S = 10.0
+"""Silence of the network after which a connection counts as broken, and its client makes a new one."""
 _REOPEN_S = 1.0
 """Pause of a server that has no file descriptor for another connection: ZeroMQ would try without one."""
 # plain numbers: arithmetic with zmq's enumerations takes as long as the rest of a call
@@ -144,16 +146,14 @@ class SharedSocket:
         wake: has the thread that receives look again.
     """
 
-    def __init__(
-        self, socket: Socket, events: int, max_message_bytes: int, link_timeout_s: float, wake: Action
-    ) -> None:
+    def __init__(self, socket: Socket, events: int, wake: Action) -> None:
         socket.linger = 0
-        socket.maxmsgsize = min(max_message_bytes, FRAME_BYTES) + _SEAL
+        socket.maxmsgsize = FRAME_BYTES + _SEAL
         socket.copy_threshold = _COPIED
         socket.sndhwm = 0  # nothing is ever dropped: whoever asks waits for answers, and asks no more meanwhile
         socket.handshake_ivl = 5_000  # less would turn honest peers away where many of them start on few cores
-        socket.setsockopt(zmq.TCP_MAXRT, int(link_timeout_s * 1000))
-        probe_s = max(1, int(link_timeout_s / 4))
+        socket.setsockopt(zmq.TCP_MAXRT, int(_LINK_TIMEOUT_S * 1000))
+        probe_s = max(1, int(_LINK_TIMEOUT_S / 4))
         socket.tcp_keepalive = 1
         socket.tcp_keepalive_idle = probe_s
         socket.tcp_keepalive_intvl = probe_s
@@ -252,18 +252,18 @@ class Gatekeeper:
 class ServerSocket(SharedSocket):
     """A ROUTER with the job's server key in a context of its own, into which only those with the client key get."""
 
-    def __init__(self, keys: JobKeys, max_message_bytes: int, link_timeout_s: float, wake: Action) -> None:
+    def __init__(self, keys: JobKeys, wake: Action) -> None:
         self._context: Context = zmq.Context()
         self._gatekeeper = Gatekeeper(self._context, keys)
         self._keys = keys
         socket = self._context.socket(zmq.ROUTER)
         socket.rcvhwm = _RECEIVED
-        super().__init__(socket, zmq.EVENT_ACCEPT_FAILED, max_message_bytes, link_timeout_s, wake)
+        super().__init__(socket, zmq.EVENT_ACCEPT_FAILED, wake)
         self._endpoint = ""
         self._reopens_s = math.inf
 
     def bind(self, host: str, port: int) -> str:
-        """Opens the address (see `ServerOptions`) and returns it with the port that it got.
+        """Opens the address (see `WireServer`) and returns it with the port that it got.
 
         Raises:
             RunError: it cannot be had, and everything is closed.
@@ -342,15 +342,7 @@ class ClientSocket(SharedSocket):
     nobody could say which of the messages in it have left.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        address: str,
-        keys: JobKeys,
-        max_message_bytes: int,
-        link_timeout_s: float,
-        wake: Action,
-    ) -> None:
+    def __init__(self, context: Context, address: str, keys: JobKeys, wake: Action) -> None:
         socket = context.socket(zmq.DEALER)
         socket.rcvhwm = 0
         socket.ipv6 = "[" in address
@@ -365,7 +357,7 @@ class ClientSocket(SharedSocket):
             socket.curve_publickey = keys.client_public.encode()
             socket.curve_secretkey = keys.client_secret.encode()
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
-        super().__init__(socket, events, max_message_bytes, link_timeout_s, wake)
+        super().__init__(socket, events, wake)
         self._stood = False
         try:
             socket.connect(address)

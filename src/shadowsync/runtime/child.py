@@ -11,18 +11,18 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import keep_freed_memory
-from shadowsync.rpc.client import ClientOptions, WireClient
+from shadowsync.rpc.client import WireClient
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import Fault
-from shadowsync.rpc.server import ServerOptions, WireServer
+from shadowsync.rpc.served import NOTHING
+from shadowsync.rpc.server import WireServer
 from shadowsync.rpc.service import known_error
 from shadowsync.rpc.sockets import is_folder
 from shadowsync.runtime import control
-from shadowsync.runtime.runtime import CALL_S, LOOPBACK, Builder, Endpoint, LaunchRequest, ProcessContext, Switch
+from shadowsync.runtime.runtime import CALL_S, LOOPBACK, Builder, Endpoint, LaunchRequest, ProcessContext
 
 _LOG = logging.getLogger(__name__)
 DIED = 70
@@ -31,27 +31,8 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @dataclass(frozen=True)
-class Begin:
-    """The first message to a child: its role, the machine it is on, and where it serves (see `ServerOptions.host`)."""
-
-    job: str
-    request: LaunchRequest
-    keys: JobKeys
-    machine: str
-    host: str
-
-
-@dataclass(frozen=True)
-class Build:
-    """Asks for a part."""
-
-    builder: Builder
-    spec: Any
-
-
-@dataclass(frozen=True)
 class Built:
-    """Answers `Build`: the fault is what was wrong, if anything was."""
+    """Answers a `Builder`: the fault is what was wrong, if anything was."""
 
     fault: Fault | None
 
@@ -76,8 +57,7 @@ def live(end: socket.socket) -> None:
 
 
 def _live(end: socket.socket) -> None:
-    begin = control.receive(end)
-    assert isinstance(begin, Begin)
+    job, request, keys, machine, address = control.receive(end)  # as `processes.Host.start` sends it
     turn = threading.Lock()
 
     def died(reason: str) -> None:
@@ -85,19 +65,19 @@ def _live(end: socket.socket) -> None:
             _tell(end, Died(reason))
         os._exit(DIED)
 
-    log = take_up(begin.job, begin.request.role, died)
-    host = RoleHost(begin.request.role, begin.keys, begin.host, begin.request.threads, begin.request.forget_s)
-    control.send(end, Endpoint(host.address, begin.machine, socket.gethostname(), os.getpid(), log))
+    log = take_up(job, request.role, died)
+    host = RoleHost(request, keys, address)
+    control.send(end, Endpoint(host.address, machine, socket.gethostname(), os.getpid(), log))
     while True:
         data = control.receive_bytes(end)
-        built = Built(_fault(host, begin.request.role, data))
+        built = Built(_fault(host, request.role, data))
         with turn:
             control.send(end, built)
 
 
 def _fault(host: "RoleHost", role: str, data: bytes) -> Fault | None:
     try:
-        build = control.unpacked(data)
+        builder = control.unpacked(data)
     except BaseException as error:  # a user's own model may come from a module that is not found here
         return Fault.of(
             ConfigError(
@@ -106,7 +86,7 @@ def _fault(host: "RoleHost", role: str, data: bytes) -> Fault | None:
             )
         )
     try:
-        host.build(build.builder, build.spec)
+        host.build(builder)
     except BaseException as error:  # a panic of a library written in Rust is no Exception
         return Fault.of(known_error("build", error))
     return None
@@ -147,20 +127,15 @@ class RoleHost:
     """One role's process from start to end.
 
     Args:
-        role: its name.
         keys: of the job.
-        host: address of this machine as the others see it, or a folder (see `ServerOptions`).
-        threads: that answer requests.
-        forget_s: silence after which a client is forgotten.
+        host: address of this machine as the others see it, or a folder (see `WireServer`).
     """
 
-    def __init__(self, role: str, keys: JobKeys, host: str, threads: int = 4, forget_s: float = 120.0) -> None:
-        self._switch = Switch()
-        connector = WireClient(keys, ClientOptions(timeout_s=CALL_S))
-        self._context = ProcessContext(role, connector, LOOPBACK if is_folder(host) else host)
+    def __init__(self, request: LaunchRequest, keys: JobKeys, host: str) -> None:
+        connector = WireClient(keys, timeout_s=CALL_S)
+        self._context = ProcessContext(request.role, connector, LOOPBACK if is_folder(host) else host)
         self._lock = threading.Lock()
-        options = ServerOptions(host=host, threads=threads, forget_client_after_s=forget_s)
-        self._server = WireServer(self._switch, keys, options)
+        self._server = WireServer(NOTHING, keys, host, threads=request.threads, forget_client_after_s=request.forget_s)
         self._server.start()
 
     @property
@@ -168,12 +143,12 @@ class RoleHost:
         """On which the part is served."""
         return self._server.address
 
-    def build(self, builder: Builder, spec: Any) -> None:
+    def build(self, builder: Builder) -> None:
         """Ends the part in place and puts a new one there; meanwhile nothing is served."""
         with self._lock:
             if self._end():
                 gc.collect()  # a part may refer to itself, and would keep memory mapped that is to be taken anew
-            self._switch.part = builder(spec, self._context)
+            self._server.service = builder(self._context)
 
     def vanish(self) -> None:
         """As `close`, but what was asked for gets no answer, not even an error, as if the process were killed."""
@@ -189,11 +164,9 @@ class RoleHost:
 
     def _end(self) -> bool:
         """Whether there was a part."""
-        before, self._switch.part = self._switch.part, None
-        if before is None:
-            return False
+        before, self._server.service = self._server.service, NOTHING
         before.close()
-        return True
+        return before is not NOTHING
 
 
 def log_to(job: str, role: str) -> str:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from shadowsync.rpc.connection import Direct
 from shadowsync.rpc.errors import PeerLost
@@ -16,7 +16,6 @@ from shadowsync.runtime.runtime import (
     Machine,
     ProcessContext,
     RoleProcess,
-    RoleService,
     Runtime,
 )
 
@@ -30,18 +29,18 @@ class OwnRole(RoleProcess):
 
     def __init__(self, request: LaunchRequest, runtime: "InProcess") -> None:
         self.request = request
-        self.part: RoleService | None = None
+        self.part: Service | None = None
         self._context = ProcessContext(request.role, runtime, LOOPBACK)
         self._ended: str | None = None
 
     def endpoint(self, timeout_s: float) -> Endpoint:
         return Endpoint(self.request.role, LOOPBACK, "", os.getpid())
 
-    def build(self, builder: Builder, spec: Any) -> Future[None]:
+    def build(self, builder: Builder) -> Future[None]:
         built: Future[None] = Future()
         try:
             self._end()
-            self.part = builder(spec, self._context)
+            self.part = builder(self._context)
         except Exception as error:
             built.set_exception(error)
         else:

@@ -25,7 +25,7 @@ from shadowsync.memory.shared import SharedMemory, can_share
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.runtime import control
-from shadowsync.runtime.child import Begin, Build, Built, Died
+from shadowsync.runtime.child import Built, Died
 from shadowsync.runtime.fork_server import ENDED, FORK
 from shadowsync.runtime.runtime import Builder, Endpoint, HeldMemory, LaunchRequest, Machine, RoleProcess, Runtime
 
@@ -153,11 +153,11 @@ class ForkedRole(RoleProcess):
         except TimeoutError as error:
             raise PeerLost(f"{self.request.role} did not start within {timeout_s:g} s") from error
 
-    def build(self, builder: Builder, spec: Any) -> "Future[None]":
-        return self.build_from(packed_build(self.request.role, builder, spec))
+    def build(self, builder: Builder) -> "Future[None]":
+        return self.build_from(packed_builder(self.request.role, builder))
 
     def build_from(self, data: bytes) -> "Future[None]":
-        """As `build`, of what `packed_build` made."""
+        """As `build`, of what `packed_builder` made."""
         built: Future[None] = Future()
         with self._sending:
             with self._lock:
@@ -185,11 +185,6 @@ class ForkedRole(RoleProcess):
     def join(self) -> None:
         """Waits for the end of a process that was killed."""
         self._thread.join(END_S)
-
-    def begin(self, begin: Begin) -> None:
-        """Tells the process who it is."""
-        with suppress(OSError):
-            control.send(self._end, begin)
 
     def _hear(self) -> None:
         try:
@@ -238,7 +233,7 @@ class Host:
         job: its name.
         keys: of the job.
         machine: what the job calls this machine.
-        address: where roles serve, see `ServerOptions.host`.
+        address: where roles serve, see `WireServer`.
         logs: a folder.
         over: called when a process has ended.
     """
@@ -268,7 +263,8 @@ class Host:
                 end = self._server.fork()
             role = ForkedRole(request, self._server, end, self._over)
             self._roles.append(role)
-        role.begin(Begin(self._job, request, self._keys, self._machine, self._address))
+        with suppress(OSError):  # whoever hears its end tells
+            control.send(end, (self._job, request, self._keys, self._machine, self._address))
         return role
 
     def create_memory(self, size: int, what: str) -> str:
@@ -362,14 +358,14 @@ def remove_sockets(folder: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def packed_build(role: str, builder: Builder, spec: Any) -> bytes:
-    """What a role's process is told to build.
+def packed_builder(role: str, builder: Builder) -> bytes:
+    """As it crosses to a role's process.
 
     Raises:
         ConfigError: it cannot cross: a user's own model or script of failures.
     """
     try:
-        return control.packed(Build(builder, spec))
+        return control.packed(builder)
     except control.Unsendable as error:
         raise ConfigError(f"what {role} is made from cannot be sent to another process: {error}") from error
 

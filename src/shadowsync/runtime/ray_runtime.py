@@ -23,7 +23,7 @@ from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import Fault, PeerLost
 from shadowsync.rpc.service import known_error
 from shadowsync.runtime.child import folder_of_output
-from shadowsync.runtime.processes import ForkedRole, Host, job_name, make_folder, packed_build, remove_sockets
+from shadowsync.runtime.processes import ForkedRole, Host, job_name, make_folder, packed_builder, remove_sockets
 from shadowsync.runtime.runtime import Builder, Endpoint, HeldMemory, LaunchRequest, Machine, RoleProcess, Runtime
 
 _LOG = logging.getLogger(__name__)
@@ -211,12 +211,12 @@ class RayRole(RoleProcess):
         endpoint: Endpoint = self._host.ask("start", self._number, self.request, left_s, timeout_s=left_s + PING_S)
         return endpoint
 
-    def build(self, builder: Builder, spec: Any) -> "Future[None]":
+    def build(self, builder: Builder) -> "Future[None]":
         built: Future[None] = Future()
         if self._host.lost is not None:
             built.set_exception(PeerLost(f"{self.request.role} ended: {self._host.lost}"))
             return built
-        asked = self._host.actor.build.remote(self._number, packed_build(self.request.role, builder, spec)).future()
+        asked = self._host.actor.build.remote(self._number, packed_builder(self.request.role, builder)).future()
         asked.add_done_callback(lambda answered: self._pass_on(answered, built))
         return built
 

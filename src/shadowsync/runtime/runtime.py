@@ -1,13 +1,13 @@
 """The seam of the runtimes: starts the processes of roles, says where they are reached, and reports their deaths."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 from shadowsync.rpc.connection import Connection, Connector, JobKeys
-from shadowsync.rpc.service import Method
+from shadowsync.rpc.service import Service
 
 CALL_S = 3600.0
 """Deadline of a role's calls. Who gives up a peer is the driver, which ends the wait by moving or ending the role."""
@@ -15,37 +15,6 @@ CALL_S = 3600.0
 LONG_S = 60.0
 """A call that takes longer is told of: its peer lives, or the driver would have given it up, but may be stuck."""
 LOOPBACK = "127.0.0.1"
-
-
-class RoleService(Protocol):
-    """What a role's process serves (a `rpc.service.Service`)."""
-
-    @property
-    def methods(self) -> Mapping[str, Method]:
-        """By name."""
-
-    def client_gone(self, client: str) -> None:
-        """Frees what is kept for a connection."""
-
-    def close(self) -> None:
-        """Ends its threads; called before another part takes its place, and at the end."""
-
-
-class Switch:
-    """Serves whichever part is in place (a `Service`)."""
-
-    def __init__(self) -> None:
-        self.part: RoleService | None = None
-
-    @property
-    def methods(self) -> Mapping[str, Method]:
-        """Of the part in place."""
-        return {} if self.part is None else self.part.methods
-
-    def client_gone(self, client: str) -> None:
-        """Passed on to the part."""
-        if self.part is not None:
-            self.part.client_gone(client)
 
 
 def waiting_for(peers: Iterable[tuple[str, Connection]]) -> str:
@@ -74,8 +43,8 @@ class ProcessContext:
     host: str
 
 
-Builder = Callable[[Any, ProcessContext], RoleService]
-"""Makes a part from a specification, in the role's process."""
+Builder = Callable[[ProcessContext], Service]
+"""Makes a part in the role's process; what it is made from travels in it (`functools.partial`)."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +68,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A process to start.
+    """A role that wants a process, and what it needs of its machine.
 
     Attributes:
-        role: name of the role.
-        machine: where; None leaves it to the runtime.
+        role: its name, `kind-index`.
+        machine: where; None for any, until the scheduler has found one.
         cpus: to reserve there.
         resource: custom resource the machine must have.
+        bytes: of memory that it will fill; where it fills any, that decides about its place.
+        keeps_off: kind of the roles that must not be on its machine; empty for none.
+        seeks: kind of the roles that it would be near; likewise.
         threads: that answer requests there.
         forget_s: silence after which its server forgets a client.
     """
@@ -114,8 +86,16 @@ class LaunchRequest:
     machine: str | None = None
     cpus: float = 0.0
     resource: str | None = None
+    bytes: int = 0
+    keeps_off: str = ""
+    seeks: str = ""
     threads: int = 4
     forget_s: float = 120.0
+
+    @property
+    def kind(self) -> str:
+        """`reader`, `trainer`, `embedding` or `dense`."""
+        return self.role.rpartition("-")[0]
 
 
 @dataclass(frozen=True)
@@ -170,7 +150,7 @@ class RoleProcess(ABC):
         """
 
     @abstractmethod
-    def build(self, builder: Builder, spec: Any) -> Future[None]:
+    def build(self, builder: Builder) -> Future[None]:
         """Has a part made there, which takes the place of the one before; errors of the builder are in the future."""
 
     @abstractmethod
@@ -209,7 +189,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def host(self) -> str:
-        """Where the driver serves: address of its machine as the others see it, or a folder (see `ServerOptions`)."""
+        """Where the driver serves: address of its machine as the others see it, or a folder (see `WireServer`)."""
 
     def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
         """New memory on a machine, all zero, which outlives its processes; only where `shares_memory`.
@@ -227,9 +207,9 @@ class Runtime(ABC):
 
     def connector(self) -> Connector:
         """The driver's way to the roles."""
-        from shadowsync.rpc.client import ClientOptions, WireClient  # noqa: PLC0415 needs an extra
+        from shadowsync.rpc.client import WireClient  # noqa: PLC0415 needs an extra
 
-        return WireClient(self.keys, ClientOptions(timeout_s=CALL_S))
+        return WireClient(self.keys, timeout_s=CALL_S)
 
     @abstractmethod
     def close(self) -> None:

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from helpers import PackedConnection
 from rings import PATIENCE_S, Hall, Hasty, Rounded, until
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.served import Client, Served
 from shadowsync.rpc.service import Service
@@ -58,7 +59,7 @@ class Trainers:
     ) -> None:
         self.service, self.hall, self.codec = threads.serve(n), hall, codec or Plain()
         served = Served(self.service)
-        connections = wire(served, n) if wire else [DirectConnection(served) for _ in range(n)]
+        connections = wire(served, n) if wire else [PackedConnection(served) for _ in range(n)]
         self.connections, self.counters = connections, [WireCounter() for _ in range(n)]
         self.ends = [self.end(rank, connections[rank]) for rank in range(n)]
 

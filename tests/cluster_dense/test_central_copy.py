@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import WholeCopy
+from helpers import PackedConnection, WholeCopy
 from rings import Rounded
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.compression.wire import WireCounter, kept_shares
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.pending import Pending, Promise
@@ -29,7 +29,7 @@ Connect = Callable[[Service, int], list[Connection]]
 
 def server(values: Tensor, codec: Codec) -> tuple[DenseServer, Connection]:
     made = DenseServer(values, codec)
-    return made, DirectConnection(Served(made))
+    return made, PackedConnection(Served(made))
 
 
 def copies(
@@ -182,7 +182,7 @@ class Held(Connection):
     """Lets nothing through until so many calls wait on all connections of its kind, then the last one first."""
 
     def __init__(self, service: Service, waiting: list[Callable[[], None]], until: int) -> None:
-        self._inner, self._waiting, self._until = DirectConnection(service), waiting, until
+        self._inner, self._waiting, self._until = PackedConnection(service), waiting, until
 
     def call(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
         answer: Promise[Payload] = Promise()
@@ -213,7 +213,7 @@ class Garbled(DenseServer):
 def test_an_answer_that_is_no_exchange_is_an_error_in_a_sentence(codec: Codec, frames: tuple[Tensor, ...]) -> None:
     garbled = Garbled(torch.ones(5), codec)
     garbled.frames = frames
-    servers = CentralCopy(0, [DirectConnection(Served(garbled))], [(0, 5)], Channel("dense", codec, WireCounter()))
+    servers = CentralCopy(0, [PackedConnection(Served(garbled))], [(0, 5)], Channel("dense", codec, WireCounter()))
     with pytest.raises(DataError, match="the frames of an exchange are none of codec"):
         servers.elastic(torch.zeros(5), 0.5)
 
@@ -234,7 +234,7 @@ def test_all_servers_are_asked_before_any_answer_is_awaited() -> None:
 
 def test_a_server_that_is_lost_is_told_after_the_others_are_done() -> None:
     servers = WholeCopy(
-        torch.zeros(6), 2, Channel("dense", Plain(), WireCounter()), lambda server: DirectConnection(Served(server))
+        torch.zeros(6), 2, Channel("dense", Plain(), WireCounter()), lambda server: PackedConnection(Served(server))
     )
     servers.of(0).connections[0].close()
     with pytest.raises(PeerLost):
@@ -244,7 +244,7 @@ def test_a_server_that_is_lost_is_told_after_the_others_are_done() -> None:
 
 def test_exchanges_cost_other_threads_time_where_they_cross() -> None:
     """Also of the way back; in one process there are no other threads."""
-    near, far, _ = copies(torch.zeros(1000), 2, Plain(), lambda service, _: [DirectConnection(service)])
+    near, far, _ = copies(torch.zeros(1000), 2, Plain(), lambda service, _: [PackedConnection(service)])
     for servers in (near, far):
         servers.elastic(0, torch.ones(1000), 0.5)
     assert near.of(0).cpu_s == 0
@@ -309,7 +309,7 @@ def test_what_does_not_fit_changes_nothing(codec: Codec, misfits: list[Call]) ->
 
 @pytest.mark.parametrize("method", ["elastic", "sequential"])
 def test_an_exchange_of_another_generation_changes_nothing(method: str) -> None:
-    connection = DirectConnection(Served(DenseServer(torch.zeros(3), Plain(), Generation(2))))
+    connection = PackedConnection(Served(DenseServer(torch.zeros(3), Plain(), Generation(2))))
     with pytest.raises(RunError, match="gone back"):
         exchange(method, (torch.ones(3),), generation=1)(connection)
     assert ask(connection, DenseServer.read).tolist() == [0, 0, 0]

@@ -6,13 +6,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import pause
+from helpers import PackedConnection, pause
 from rings import PATIENCE_S, Hall, until
 
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
-from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
 from shadowsync.sync.all_reduce import RemoteAveraging
 from shadowsync.sync.averaging import AveragingService
@@ -31,7 +30,7 @@ class Process:
 
     def __init__(self, rank: int, service: AveragingService, hall: Hall, schedule: Schedule) -> None:
         self.gate, self.weights = Gate(), torch.full((3,), float(rank))
-        connection, counter, resting = DirectConnection(Served(service)), WireCounter(), self.gate.resting
+        connection, counter, resting = PackedConnection(Served(service)), WireCounter(), self.gate.resting
         averaging = RemoteAveraging(rank, connection, hall.ring, Plain(), counter, resting, check_s=0.02)
         servers = CentralCopy(rank, [], [], Channel("dense", Plain(), counter))
         self.group = Group(averaging, servers)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import WholeCopy
+from helpers import PackedConnection, WholeCopy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rings import PATIENCE_S, Hall
@@ -22,7 +22,6 @@ from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import DataError, NonFiniteTensor, RunError
-from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
 from shadowsync.rpc.tensors import bundle, unbundle
 from shadowsync.sync.all_reduce import LocalAverages, MakeRing, PublicCopy, RemoteAveraging, mean_of, strategy_of
@@ -344,7 +343,7 @@ class Far:
         self.present = set(range(n))
 
     def end(self, rank: int) -> RemoteAveraging:
-        connection = DirectConnection(Served(self.service))
+        connection = PackedConnection(Served(self.service))
         return RemoteAveraging(rank, connection, self.make_ring, self.codec, self.counter, check_s=0.02)
 
     def go_and_come(self, ranks: set[int]) -> None:

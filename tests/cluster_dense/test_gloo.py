@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from helpers import PackedConnection
 from rings import PATIENCE_S
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import RunError
-from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
 from shadowsync.sync.all_reduce import LocalAverages, MakeRing, RemoteAveraging, Seat
 from shadowsync.sync.averaging import AveragingService, RingBroken
@@ -136,7 +136,7 @@ class Both:
         self.far = [self.end(rank) for rank in range(n)]
 
     def end(self, rank: int, make_ring: MakeRing = GlooRing) -> RemoteAveraging:
-        connection = DirectConnection(Served(self.service))
+        connection = PackedConnection(Served(self.service))
         return RemoteAveraging(rank, connection, make_ring, self.codec, self.counters[1], check_s=0.02)
 
 

@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers import PackedConnection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rings import PATIENCE_S, Hall, until
@@ -17,7 +18,6 @@ from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import RunError
 from shadowsync.memory.shared import SharedMemory, bytes_of, can_share
-from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.served import Served
 from shadowsync.sync.all_reduce import MakeRing, RemoteAveraging
 from shadowsync.sync.averaging import AveragingService
@@ -52,7 +52,7 @@ class Machines:
         self.service.place(rank, self.machines[rank], self.memory[rank].path)
         neighbours = Neighbours(self.memory[rank].path, SIZE)
         self.weights[rank] = neighbours.own.replica.copy_(before)
-        connection = DirectConnection(Served(self.service))
+        connection = PackedConnection(Served(self.service))
         return RemoteAveraging(
             rank,
             connection,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 import torch
-from helpers import Workers
+from helpers import PackedConnection, Workers
 from rings import Hasty, until
 from step_models import TwoParameters
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from shadowsync.compression.threshold import Threshold
 from shadowsync.compression.wire import WireCounter, kept_shares
 from shadowsync.data.leases import Claim, LeaseBook, LeaseService
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.pending import Done
 from shadowsync.rpc.served import Client, Served, ask, direct
@@ -106,7 +106,7 @@ class Wide(nn.Module):
 
 def test_what_a_client_has_is_forgotten_with_it() -> None:
     service = stepper(Int8())
-    connection = DirectConnection(Served(service))
+    connection = PackedConnection(Served(service))
     for stream in (0, 1, 0):
         assert ask(connection, DenseStepper.newer, Client(""), stream, -1, "", 0) is not None
     assert [len(streams) for streams in service._senders.values()] == [2]
@@ -304,7 +304,7 @@ MALFORMED: dict[str, tuple[Call, str]] = {
 def test_malformed_messages_to_the_dense_server_change_nothing(call: Call, said: str) -> None:
     made = stepper()
     with pytest.raises(DataError, match=said):
-        call(DirectConnection(Served(made)))
+        call(PackedConnection(Served(made)))
     assert (made.newest.number, made.held_bytes) == (0, 0)
     assert torch.equal(made.replica.flat, FLAT)
 
@@ -319,7 +319,7 @@ def test_the_dense_server_refuses_another_generation() -> None:
     ]
     for method, arguments in calls:
         with pytest.raises(RunError, match="gone back"):
-            ask(DirectConnection(Served(made)), method, *arguments)
+            ask(PackedConnection(Served(made)), method, *arguments)
     assert (made.newest.number, made.held_bytes) == (0, 0)
 
 

@@ -6,9 +6,10 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from helpers import PackedConnection
 
 from shadowsync.embedding.service import EmbeddingService
-from shadowsync.rpc.connection import Connection, DirectConnection, JobKeys
+from shadowsync.rpc.connection import Connection, JobKeys
 from shadowsync.rpc.served import Served
 
 sys.path.append(str(Path(__file__).parents[1] / "embedding"))  # `embedding_cases`
@@ -32,7 +33,7 @@ def stack() -> Iterator[ExitStack]:
 def connect(request: pytest.FixtureRequest, stack: ExitStack) -> Connect:
     """Serves what it is given and connects to it; all connections of a test are closed after it."""
     if request.param == "direct":
-        return lambda service: stack.enter_context(closing(DirectConnection(Served(service))))
+        return lambda service: stack.enter_context(closing(PackedConnection(Served(service))))
     wire = request.getfixturevalue("wire")
     return lambda service: wire.connect(wire.serve(Served(service)).address)
 

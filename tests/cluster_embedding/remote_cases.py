@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedding_cases import ADAGRAD, SOURCE, TABLES, client, whole
+from helpers import PackedConnection
 
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec
@@ -19,7 +20,7 @@ from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
-from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.kept import USUAL, KeptLimits
 from shadowsync.rpc.served import Served
 
@@ -67,7 +68,7 @@ def far(
 
 def direct(service: EmbeddingService) -> Connection:
     """A connection whose messages are made, and read in the caller's thread."""
-    return DirectConnection(Served(service))
+    return PackedConnection(Served(service))
 
 
 def near(

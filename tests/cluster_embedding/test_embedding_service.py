@@ -8,6 +8,7 @@ from dataclasses import replace as with_fields
 import pytest
 import torch
 from embedding_cases import ADAGRAD, ADAM, HISTORIES, ROWS, SOURCE, TABLES, dense_gradient, random_ids, train, whole
+from helpers import PackedConnection
 from msgspec.structs import replace
 from remote_cases import CUT, ONE, direct, far
 
@@ -27,7 +28,6 @@ from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import DataError
-from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.pending import Promise
 from shadowsync.rpc.served import Served, ask
 from shadowsync.rpc.service import EMPTY
@@ -369,7 +369,7 @@ def test_a_client_learns_what_a_server_holds(connect):
     assert ask(way, SaveMethods.shards) == tuple(pooled_in_many_ways)
 
 
-class Slow(DirectConnection):
+class Slow(PackedConnection):
     """Answers nothing but what a server holds until it is told to, and tells how much is under way at each call."""
 
     def __init__(self, service):

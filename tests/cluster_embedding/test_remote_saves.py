@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from embedding_cases import ADAGRAD, ADAM, SOURCE, TABLES, train
+from helpers import PackedConnection
 from torch import Tensor
 
 from shadowsync.checkpoint.loading import Written
@@ -27,7 +28,7 @@ from shadowsync.errors import DataError
 from shadowsync.recovery.priority import RowPriority
 from shadowsync.recovery.settings import RowTracking
 from shadowsync.registry import members
-from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.served import Served, ask
 from shadowsync.rpc.service import EMPTY, Payload
@@ -181,7 +182,7 @@ def test_everything_crosses_in_chunks_when_it_is_read(connect: Connect) -> None:
 def test_weights_cross_only_where_they_are_compared() -> None:
     sent: list[tuple[str, int]] = []
 
-    class Counting(DirectConnection):
+    class Counting(PackedConnection):
         def call(self, method: str, payload: Payload = EMPTY, timeout_s: Any = None) -> Any:
             sent.append((method, len(payload.tensors)))
             return super().call(method, payload, timeout_s)
@@ -204,7 +205,7 @@ def test_what_a_save_costs_is_counted_where_its_rows_are(monkeypatch: pytest.Mon
     trained(server)
     asked: list[str] = []
 
-    class Counting(DirectConnection):
+    class Counting(PackedConnection):
         def call(self, method: str, payload: Payload = EMPTY, timeout_s: Any = None) -> Any:
             asked.append(method)
             return super().call(method, payload, timeout_s)
@@ -232,7 +233,7 @@ class Replaced(Connection):
     """A connection that is led to another server before the call of that number."""
 
     def __init__(self, first: EmbeddingServer, then: EmbeddingServer, calls: int) -> None:
-        self._ways = [DirectConnection(served(first))] * calls + [DirectConnection(served(then))]
+        self._ways = [PackedConnection(served(first))] * calls + [PackedConnection(served(then))]
         self._calls = 0
 
     def call(self, method: str, payload: Payload = EMPTY, timeout_s: Any = None) -> Any:
@@ -264,7 +265,7 @@ def test_a_server_that_takes_the_place_does_not_answer_for_the_other(calls: int)
 def test_small_shards_are_copied_when_a_save_begins_and_anew_if_read_again(optimizer: Any) -> None:
     server = made("all", optimizer)
     trained(server)
-    found = list(RemoteSave.begin(DirectConnection(served(server))).everything(SHARDS))
+    found = list(RemoteSave.begin(PackedConnection(served(server))).everything(SHARDS))
     then = [{name: tensor.clone() for name, tensor in own.tensors.items()} for own in server.state()]
     trained(server)
     for wanted in (then, [own.tensors for own in server.state()]):
@@ -292,11 +293,11 @@ def test_what_was_saved_of_a_server_that_is_gone_is_not_told_to_its_successor() 
     first, then = made("mfu"), made("mfu")
     for server in (first, then):
         trained(server)
-    save = RemoteSave.begin(DirectConnection(served(first)))
+    save = RemoteSave.begin(PackedConnection(served(first)))
     rows = next(iter(save.changed(SHARDS, False)))
     then.watches.begin()
     before = then.pick(0, False)
-    replace(save, connection=DirectConnection(served(then))).saved(0, SHARDS[0], rows, never_asked)
+    replace(save, connection=PackedConnection(served(then))).saved(0, SHARDS[0], rows, never_asked)
     after = then.pick(0, False)
     assert before is not None
     assert after is not None
@@ -308,7 +309,7 @@ def under_way() -> Iterator[tuple[EmbeddingServer, Connection, int]]:
     """A server that compares, a connection to it, and the number of a save in which shard 0 was picked."""
     server = made("scar")
     trained(server)
-    with closing(DirectConnection(served(server))) as way:
+    with closing(PackedConnection(served(server))) as way:
         save = RemoteSave.begin(way).number
         ask(way, SaveMethods.pick, save, 0, False, 0)
         yield server, way, save

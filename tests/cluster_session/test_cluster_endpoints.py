@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from helpers import Workers
+from helpers import PackedConnection, Workers
 
 from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.gba import Gba
@@ -14,7 +14,6 @@ from shadowsync.cluster.records import RecordTaker
 from shadowsync.data.leases import Lease, LeaseBook, LeaseService
 from shadowsync.errors import RunError
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.served import ask
 from shadowsync.training.optimizers import Rates
@@ -31,13 +30,13 @@ def front(
     return DriverService(reader, cast("Any", None), RecordTaker(Recorder(1, 100)), banned, conducting)
 
 
-def lease(connection: DirectConnection, rank: int = 0) -> Lease | None:
+def lease(connection: PackedConnection, rank: int = 0) -> Lease | None:
     return ask(connection, LeaseService.lease, rank, False)[1]
 
 
 def test_a_trainer_that_was_given_up_gets_no_rows_and_its_rows_come_back() -> None:
     served = front()
-    old, new = DirectConnection(served), DirectConnection(served)
+    old, new = PackedConnection(served), PackedConnection(served)
     first = lease(old)
     served.ban(0)
     with pytest.raises(RunError, match="given up"):
@@ -62,7 +61,7 @@ def test_late_words_of_a_trainer_that_was_given_up_do_not_touch_its_successor() 
     rule = StepRule(2, 0.1, 0.1, Rates(), rows_by_buffer=False)
     coordinator = StepCoordinator(Gba(), rule, leases, lambda dense, rows: None)
     served = front(leases=leases, conducting=coordinator)
-    old, new = DirectConnection(served), DirectConnection(served)
+    old, new = PackedConnection(served), PackedConnection(served)
     zombie, successor = Workers(old), Workers(new)
     lost = first_batch(leases, lease(old))
     zombie.begin((0, 0), lost)
@@ -88,7 +87,7 @@ def test_rows_that_a_trainer_gives_back_itself_are_in_no_two_gradients(told: boo
     rule = StepRule(2, 0.1, 0.1, Rates(), rows_by_buffer=False)
     coordinator = StepCoordinator(Gba(), rule, leases, lambda dense, rows: steps.append(dense))
     served = front(leases=leases, conducting=coordinator)
-    gone, other = DirectConnection(served), DirectConnection(served)
+    gone, other = PackedConnection(served), PackedConnection(served)
     number, others = (first_batch(leases, lease(trainer, rank)) for rank, trainer in enumerate((gone, other)))
     Workers(gone).begin((0, 0), number)
     Workers(other).begin((1, 0), others)
@@ -116,14 +115,14 @@ def test_rows_that_a_trainer_gives_back_itself_are_in_no_two_gradients(told: boo
 
 def test_whoever_spoke_before_is_not_heard_in_the_next_generation() -> None:
     before = front()
-    zombie = DirectConnection(before)
+    zombie = PackedConnection(before)
     assert ask(zombie, LeaseService.tell, ()).trained == 0
     after = front(before.clients)
-    later = DirectConnection(after)
+    later = PackedConnection(after)
     later.client = zombie.client
     with pytest.raises(RunError, match="given up"):
         lease(later)
-    assert lease(DirectConnection(after)) is not None
+    assert lease(PackedConnection(after)) is not None
 
 
 def test_a_server_refuses_what_another_generation_sends() -> None:

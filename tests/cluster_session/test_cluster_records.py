@@ -7,13 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers import PackedConnection
 from torch import Tensor
 
 from shadowsync.cluster import records
 from shadowsync.cluster.records import RecordSender, RecordTaker
 from shadowsync.errors import DataError
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import Served, served
@@ -70,7 +71,7 @@ def taker_of(recorder: Recorder, generation: int = 1) -> RecordTaker:
 def test_counts_are_the_same_and_quality_is_near() -> None:
     near, far = Recorder(2, WINDOW), Recorder(2, WINDOW)
     taker = taker_of(far)
-    senders = [RecordSender(DirectConnection(Served(taker)), rank, 1) for rank in range(2)]
+    senders = [RecordSender(PackedConnection(Served(taker)), rank, 1) for rank in range(2)]
     for number, (logits, labels) in enumerate(batches()):
         near.record(number % 2, logits, labels)
         senders[number % 2].record(number % 2, logits, labels)
@@ -91,7 +92,7 @@ def test_counts_are_the_same_and_quality_is_near() -> None:
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
 def test_logits_of_any_float_type_and_shape_are_taken(kind: torch.dtype) -> None:
     recorder = Recorder(1, WINDOW)
-    sender = RecordSender(DirectConnection(Served(taker_of(recorder))), 0, 1)
+    sender = RecordSender(PackedConnection(Served(taker_of(recorder))), 0, 1)
     logits, labels = batches(1)[0]
     sender.record(0, logits.to(kind), labels)
     assert sender.flush(5)
@@ -112,7 +113,7 @@ def test_the_time_of_a_batch_is_when_it_was_done_not_when_it_was_told() -> None:
 
 def test_a_driver_that_is_behind_with_answers_still_counts_everything() -> None:
     recorder = Recorder(1, WINDOW)
-    slow = Slow(DirectConnection(Served(taker_of(recorder))))
+    slow = Slow(PackedConnection(Served(taker_of(recorder))))
     sender = RecordSender(slow, 0, 1)
     made = batches(records.UNDER_WAY + 3)
     for logits, labels in made:
@@ -131,7 +132,7 @@ def test_a_driver_that_is_behind_with_answers_still_counts_everything() -> None:
 
 
 def test_flush_waits_for_the_answers() -> None:
-    slow = Slow(DirectConnection(Served(taker_of(Recorder(1, WINDOW)))))
+    slow = Slow(PackedConnection(Served(taker_of(Recorder(1, WINDOW)))))
     sender = RecordSender(slow, 0, 1)
     assert sender.flush(0)  # there is nothing to wait for
     assert not slow.calls
@@ -143,7 +144,7 @@ def test_flush_waits_for_the_answers() -> None:
 
 
 def test_a_lost_driver_ends_the_wait() -> None:
-    slow = Slow(DirectConnection(Served(taker_of(Recorder(1, WINDOW)))))
+    slow = Slow(PackedConnection(Served(taker_of(Recorder(1, WINDOW)))))
     sender = RecordSender(slow, 0, 1)
     sender.record(0, *batches(1)[0])
     assert not sender.flush(0)
@@ -166,7 +167,7 @@ def test_it_sends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
     taker = Telling(recorder)
     taker.generation = 1
-    sender = RecordSender(DirectConnection(Served(taker)), 0, 1)
+    sender = RecordSender(PackedConnection(Served(taker)), 0, 1)
     sender.record(0, *batches(1)[0])
     assert heard.wait(120)
     sender.close()
@@ -232,7 +233,7 @@ def test_other_tensors_than_records_have_are_refused(value: Any) -> None:
     recorder = Recorder(1, WINDOW)
     _, _, sizes, ages, measured = told()
     assert measured is not None
-    called = DirectConnection(Served(taker_of(recorder))).call(
+    called = PackedConnection(Served(taker_of(recorder))).call(
         "records", Payload(msgspec.msgpack.encode(value), (sizes, ages, *measured))
     )
     with pytest.raises(DataError):
@@ -272,7 +273,7 @@ def test_a_trainer_that_joined_later_is_counted_by_its_rank() -> None:
 
 def test_many_threads_may_record() -> None:
     recorder = Recorder(1, WINDOW)
-    sender = RecordSender(DirectConnection(Served(taker_of(recorder))), 0, 1)
+    sender = RecordSender(PackedConnection(Served(taker_of(recorder))), 0, 1)
     made = batches(50, 4)
     done: list[Future[None]] = [Future() for _ in range(4)]
 

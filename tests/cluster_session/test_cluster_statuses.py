@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
+from helpers import PackedConnection
 
 from shadowsync.cluster.statuses import Statuses
 from shadowsync.cluster.supervisor import Member
 from shadowsync.cluster.trainer import TrainerStatus
 from shadowsync.errors import RunError
-from shadowsync.rpc.connection import DirectConnection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.served import Served, served
 from shadowsync.runtime.runtime import LaunchRequest
@@ -40,7 +40,7 @@ class Failing(Teller):
 
 
 def member_of(trainer: Teller) -> Member:
-    connection: Any = DirectConnection(Served(trainer))
+    connection: Any = PackedConnection(Served(trainer))
     elsewhere: Any = None
     return Member(LaunchRequest("trainer-0"), 0, elsewhere, elsewhere, connection)
 

@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers import PackedConnection
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.client import WireClient
-from shadowsync.rpc.connection import Connection, DirectConnection, JobKeys
+from shadowsync.rpc.connection import Connection, JobKeys
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import Client, Served, ask, later, served
 from shadowsync.rpc.server import WireServer
@@ -85,7 +86,7 @@ def shop() -> Shop:
 @pytest.fixture(params=["direct", "wire"])
 def connection(request: pytest.FixtureRequest, shop: Shop) -> Iterator[Connection]:
     if request.param == "direct":
-        yield DirectConnection(Served(shop))
+        yield PackedConnection(Served(shop))
         return
     keys = JobKeys.make()
     server, connector = WireServer(Served(shop), keys), WireClient(keys)
@@ -177,7 +178,7 @@ def test_arguments_of_another_kind_never_reach_the_method(connection: Connection
 
 @given(st.binary(max_size=64))
 def test_any_bytes_are_refused_in_one_sentence_or_are_arguments(data: bytes) -> None:
-    connection = DirectConnection(Served(Shop()))
+    connection = PackedConnection(Served(Shop()))
     called = connection.call("open", Payload(data or b"\xc0", (torch.ones(1),)))
     with contextlib.suppress(DataError):
         called.result(PATIENCE_S)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import PackedConnection
 
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.leases import LOGGED, DoneLog, Lease, LeaseBook, LeaseClient, LeaseService, Rows
@@ -18,7 +19,7 @@ from shadowsync.errors import DataError, RunError
 from shadowsync.memory.shared import SharedMemory, bytes_of
 from shadowsync.rpc import served as rpc_served
 from shadowsync.rpc.client import WireClient
-from shadowsync.rpc.connection import Connection, DirectConnection, JobKeys
+from shadowsync.rpc.connection import Connection, JobKeys
 from shadowsync.rpc.errors import GONE, CallTimeout
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import Served, ask, later
@@ -57,7 +58,7 @@ class Broken(Bags):
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
     with ExitStack() as stack:
         if request.param == "direct":
-            yield lambda service: stack.enter_context(closing(DirectConnection(service)))
+            yield lambda service: stack.enter_context(closing(PackedConnection(service)))
             return
         keys = JobKeys.make()
         connector = stack.enter_context(closing(WireClient(keys)))
@@ -192,7 +193,7 @@ def test_a_log_keeps_the_last_batches_and_none_that_was_half_written() -> None:
 
 def test_claims_go_as_far_ahead_as_lasts_and_never_into_what_somebody_idle_took_over() -> None:
     leases = LeaseService(LeaseBook([400]), 4)
-    client = LeaseClient(DirectConnection(Served(leases)), ahead=True)
+    client = LeaseClient(PackedConnection(Served(leases)), ahead=True)
     _, lease = client.lease(0, True)
     assert lease is not None
     client.opened(lease, 400)
@@ -213,7 +214,7 @@ def test_refused_claims_do_not_let_the_next_one_go_further(monkeypatch: pytest.M
     asked: list[tuple[int, int]] = []
     claim = LeaseService.claim
     monkeypatch.setattr(leases, "claim", lambda *given: [asked.append(given[1:3]), claim(leases, *given)][1])
-    client = LeaseClient(DirectConnection(Served(leases)), ahead=True)
+    client = LeaseClient(PackedConnection(Served(leases)), ahead=True)
     first, second = (client.lease(0, True)[1] for _ in range(2))
     assert first is not None
     assert second is not None
@@ -227,7 +228,7 @@ def test_refused_claims_do_not_let_the_next_one_go_further(monkeypatch: pytest.M
 def test_what_is_trained_never_falls_while_it_is_told() -> None:
     leases, held = LeaseService(LeaseBook([80]), 4), list[tuple[Promise[Payload], Pending[Payload]]]()
 
-    class Slow(DirectConnection):
+    class Slow(PackedConnection):
         def call(self, method: str, *given: Any, **more: Any) -> Pending[Payload]:
             found = super().call(method, *given, **more)
             if method != "tell":
@@ -279,7 +280,7 @@ def test_rows_that_were_not_leased_cannot_be_reported_done(connect: Connect) -> 
 def test_a_reader_whose_file_system_hangs_is_no_peer_that_was_lost() -> None:
     """Else trainer after trainer would be replaced for it."""
 
-    class Hanging(DirectConnection):
+    class Hanging(PackedConnection):
         def call(self, *asked: object, **more: object) -> Pending[Payload]:
             assert asked[-1] == PARSE_S
             answer: Promise[Payload] = Promise()

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import PackedConnection
 from torch import Tensor
 from wire_cases import PATIENCE_S, Balance, Bank, Connect, Deposit, Panic, Serve, deposit, until
 
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.connection import Connection, DirectConnection
+from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import ended
 from shadowsync.rpc.service import Payload
@@ -30,7 +31,7 @@ def bank() -> Bank:
 @pytest.fixture(params=["direct", "wire", "unix"])
 def connection(request: pytest.FixtureRequest, bank: Bank, tmp_path: Path) -> Connection:
     if request.param == "direct":
-        return DirectConnection(bank)
+        return PackedConnection(bank)
     where = {"host": str(tmp_path)} if request.param == "unix" else {}
     server = request.getfixturevalue("serve")(bank, **where)
     connection: Connection = request.getfixturevalue("connect")(server.address)
@@ -220,7 +221,7 @@ def test_panics_and_exits_come_back_and_the_threads_go_on(serve: Serve, connect:
 
 def test_in_process_an_exit_ends_who_called() -> None:
     with pytest.raises(SystemExit):
-        DirectConnection(Bank()).call("exit")
+        PackedConnection(Bank()).call("exit")
 
 
 def test_a_callback_that_panics_does_not_end_the_thread_that_receives(serve: Serve, connect: Connect) -> None:

@@ -6,6 +6,7 @@ import threading
 import msgspec
 import pytest
 import torch
+from helpers import PackedConnection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_cases import PATIENCE_S, Bank, Connect, Panic, Serve, deposit
@@ -13,7 +14,7 @@ from wire_cases import PATIENCE_S, Bank, Connect, Panic, Serve, deposit
 from shadowsync import errors
 from shadowsync.errors import MissingExtra, NonFiniteLoss, RunError, SaveError, ShadowSyncError
 from shadowsync.rpc import messages
-from shadowsync.rpc.connection import DirectConnection, JobKeys
+from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
 from shadowsync.rpc.messages import MAX_TENSORS, META_BYTES, pack
 from shadowsync.rpc.service import EMPTY, Payload
@@ -150,7 +151,7 @@ def test_in_process_no_tensor_is_copied() -> None:
     bank.methods["keep"] = type(bank.methods["echo"])(
         lambda request: (seen.append(request.tensors[0]), bank.echo(request))[1]
     )
-    DirectConnection(bank).call("keep", Payload(tensors=(sent,))).result(PATIENCE_S)
+    PackedConnection(bank).call("keep", Payload(tensors=(sent,))).result(PATIENCE_S)
     assert seen[0] is sent
 
 

@@ -2,18 +2,14 @@
 
 import importlib
 import secrets
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 
-from shadowsync.errors import ShadowSyncError
-from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.pending import Done, Pending, Promise, failed
-from shadowsync.rpc.service import EMPTY, Payload, Service, known_error, perform
+from shadowsync.rpc.pending import Pending
+from shadowsync.rpc.service import EMPTY, Payload, Service
 
 
 class JobKeys(msgspec.Struct, frozen=True):
@@ -82,34 +78,6 @@ class Connector(Protocol):
         """Closes all connections."""
 
 
-class DirectConnection(Connection):
-    """To a service in this process, by payloads: the method runs in the caller's thread, before `call` returns, and no
-    tensor is copied. A deadline means nothing."""
-
-    def __init__(self, service: Service) -> None:
-        self.client = new_client()
-        self._service = service
-        self._closed = threading.Event()
-
-    def call(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
-        try:
-            if self._closed.is_set():
-                raise PeerLost("the connection is closed")
-            found = perform(self._service, method, replace(payload, client=self.client))
-            if isinstance(found, Payload):
-                return Done(found)
-        except ShadowSyncError as error:
-            return failed(error)
-        answer: Promise[Payload] = Promise()
-        found.then(lambda error: answer.fail(known_error(method, error)) if error else answer.keep(found.result()))
-        return answer
-
-    def close(self) -> None:
-        if not self._closed.is_set():
-            self._closed.set()
-            self._service.client_gone(self.client)
-
-
 class Direct(Connection):
     """To a role in this process, whose methods `rpc.served` calls with the objects as they are.
 
@@ -122,8 +90,7 @@ class Direct(Connection):
         self.part = part
 
     def call(self, method: str, payload: Payload = EMPTY, timeout_s: float | None = None) -> Pending[Payload]:
-        """Of methods that are served in messages only."""
-        return DirectConnection(self.part()).call(method, payload, timeout_s)
+        raise TypeError(f"{method} is asked for with the objects as they are (rpc.served)")
 
     def close(self) -> None:
         """Nothing is under way."""

@@ -369,7 +369,7 @@ def _check_emulation(config: Config) -> None:
     """Raises `ConfigError` for emulated machines of which nobody says how fast they are, or that are not there."""
     train = config.train
     if train.stragglers is not None:
-        named = (part.index or () for part in parse_stragglers(train.stragglers, "train.stragglers").parts)
+        named = (part.index or () for part in parse_stragglers(train.stragglers).parts)
         highest = max(itertools.chain(*named), default=0)
         if highest >= (most := (config.cluster.max_trainers or train.trainers) * train.workers):
             raise ConfigError(

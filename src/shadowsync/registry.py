@@ -23,6 +23,8 @@ from pydantic_core import CoreSchema, core_schema
 from shadowsync.errors import ConfigError
 
 T = TypeVar("T")
+Listed = pydantic.BeforeValidator(lambda text: text.split("+") if isinstance(text, str) else text)
+"""`1+2` as its parts, where options are words."""
 _checker = functools.cache(pydantic.TypeAdapter[Any])
 """Building one takes a millisecond or more."""
 
@@ -100,6 +102,28 @@ def build(member: type[T], options: Mapping[str, Any], section: str) -> T:
     except pydantic.ValidationError as error:
         raise ConfigError(explain(error, section)) from error
     return built
+
+
+def build_described(key: str, text: str, words: str, chosen: Mapping[str, type[T]]) -> T:
+    """As `build`, of the one member in `chosen` (`split_options`), with options in words: `option=value,option=value`.
+
+    The words are in `text`, which the user wrote at `key`; a member's `leading` option may stand first without its
+    name.
+    """
+    options: dict[str, str] = {}
+    (member,) = chosen.values()
+    leading = getattr(member, "leading", None)
+    for position, word in enumerate(words.split(",") if words else ()):
+        option, equals, value = (piece.strip() for piece in word.partition("="))
+        if not equals and position == 0 and leading is not None:
+            option, value = leading, option
+        elif not equals or not value:
+            raise ConfigError(f"{key}={text}: {word.strip()!r} is not an option: write option=value, joined by commas")
+        if option in options:
+            raise ConfigError(f"{key}={text}: {option} is given twice")
+        options[option] = value
+    (checked,) = split_options(key, options, chosen)
+    return build(member, checked, key)
 
 
 def split_options(

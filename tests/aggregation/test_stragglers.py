@@ -79,28 +79,31 @@ def test_of_several_the_slowest_counts() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "train.slow=: nothing is given"),
+        ("", "train.stragglers=: nothing is given"),
         ("share=0.1;", "nothing before or after a semicolon"),
         ("share", "'share' is not an option: write option=value, joined by commas"),
-        ("shar=1", "train.slow.shar is not an option of train.slow, did you mean share?; it has share, index, slow"),
-        ("share=2", "train.slow.share=2: input should be less than or equal to 1"),
-        ("share=0", "train.slow.share=0: input should be greater than 0"),
+        (
+            "shar=1",
+            "train.stragglers.shar is not an option of train.stragglers, did you mean share?; it has share, index, slow",
+        ),
+        ("share=2", "train.stragglers.share=2: input should be less than or equal to 1"),
+        ("share=0", "train.stragglers.share=0: input should be greater than 0"),
         ("share=0.1,share=0.2", "share is given twice"),
-        ("slow=3", "train.slow: give share or index, for instance share=0.25,slow=3-10"),
+        ("slow=3", "train.stragglers: give share or index, for instance share=0.25,slow=3-10"),
         ("share=0.1,index=1", "give share or index"),
         ("index=1,for_s=5", "for_s goes with share"),
-        ("index=1+x", "train.slow.index.1=x: input should be a valid integer"),
+        ("index=1+x", "train.stragglers.index.1=x: input should be a valid integer"),
         ("share=0.1,slow=10-3", "slow=10-3: give the smaller factor first"),
-        ("share=0.1,slow=0.5", "train.slow.slow.0=0.5: input should be greater than or equal to 1"),
-        ("index=0,slow=1e6", "train.slow: slow=1e+06 is more than 100 times, which looks like a job"),
+        ("share=0.1,slow=0.5", "train.stragglers.slow.0=0.5: input should be greater than or equal to 1"),
+        ("index=0,slow=1e6", "train.stragglers: slow=1e+06 is more than 100 times, which looks like a job"),
         ("share=0.1,slow=3-101", "slow=101 is more than 100 times"),
-        ("share=0.1,for_s=0", "train.slow.for_s=0: input should be greater than or equal to 0.1"),
-        ("until_s=3,share=0.1,from_s=4", "train.slow: from_s=4 has to be before until_s=3"),
-        ("share=0.1,seed=-1", "train.slow.seed=-1"),
+        ("share=0.1,for_s=0", "train.stragglers.for_s=0: input should be greater than or equal to 0.1"),
+        ("until_s=3,share=0.1,from_s=4", "train.stragglers: from_s=4 has to be before until_s=3"),
+        ("share=0.1,seed=-1", "train.stragglers.seed=-1"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_stragglers(text, "train.slow")
+        parse_stragglers(text)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -19,16 +19,12 @@ from pydantic import BeforeValidator, Field
 
 from shadowsync.config import LONGEST_S
 from shadowsync.errors import ConfigError
-from shadowsync.registry import build, split_options
+from shadowsync.registry import Listed, build_described
 
-KEY = "stragglers"
+KEY = "train.stragglers"
 _CALM_S = 1e12
 MOST_SLOW = 100.0
 """A worker that takes longer looks as if the job hung."""
-
-
-def _listed(separator: str) -> BeforeValidator:
-    return BeforeValidator(lambda given: given.split(separator) if isinstance(given, str) else given)
 
 
 def _range(given: object) -> object:
@@ -60,7 +56,7 @@ class Slowness:
     """
 
     share: Annotated[float, Field(gt=0, le=1)] | None = None
-    index: Annotated[tuple[Annotated[int, Field(ge=0)], ...], _listed("+")] | None = None
+    index: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Listed] | None = None
     slow: Annotated[tuple[Factor, Factor], BeforeValidator(_range)] = (3.0, 10.0)
     for_s: Annotated[float, Field(ge=0.1, le=LONGEST_S, allow_inf_nan=False)] | None = None
     from_s: Seconds = 0.0
@@ -127,31 +123,9 @@ class Stragglers:
         return slowest
 
 
-def parse_stragglers(text: str, key: str = KEY) -> Stragglers:
-    """What a text in the language above describes; `key` is that of the configuration, for messages.
-
-    Raises:
-        ConfigError: it is not in the language; one sentence says what is wrong and what is possible.
-    """
+def parse_stragglers(text: str) -> Stragglers:
+    """What a text in the language above describes; `ConfigError` if it is not in the language."""
     given = [part.strip() for part in text.split(";")]
     if not all(given):
-        raise ConfigError(f"{key}={text}: nothing is given, or nothing before or after a semicolon")
-    parts = []
-    for part in given:
-        options: dict[str, str] = {}
-        for word in part.split(","):
-            option, equals, value = (piece.strip() for piece in word.partition("="))
-            if not equals or not value:
-                raise ConfigError(
-                    f"{key}={part}: {word.strip()!r} is not an option: write option=value, joined by commas"
-                )
-            if option in options:
-                raise ConfigError(f"{key}={part}: {option} is given twice")
-            options[option] = value
-        (checked,) = split_options(key, options, {key: Slowness})
-        section, dot, last = key.rpartition(".")
-        try:
-            parts.append(build(Slowness, checked, last))
-        except ConfigError as error:
-            raise ConfigError(f"{section}{dot}{error}".replace(f"{key}={checked}", f"{key}={part}")) from error
-    return Stragglers(tuple(parts))
+        raise ConfigError(f"{KEY}={text}: nothing is given, or nothing before or after a semicolon")
+    return Stragglers(tuple(build_described(KEY, part, part, {KEY: Slowness}) for part in given))

@@ -195,7 +195,7 @@ class TrainerPart(Imaged):
         )
         if train.stragglers is None:
             return context
-        return replace(context, slowness=parse_stragglers(train.stragglers, "train.stragglers").factor)
+        return replace(context, slowness=parse_stragglers(train.stragglers).factor)
 
     def _before_step(self, rank: int, iteration: int) -> None:
         if self._dying:

@@ -16,20 +16,15 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from shadowsync.errors import ConfigError
-from shadowsync.registry import build, choose, split_options
+from shadowsync.registry import Listed, build_described, choose
 
 AT_ONCE = 100
-SECTION = ("recovery", "inject")
-KEY = ".".join(SECTION)
+KEY = "recovery.inject"
 Kind = Literal["embedding", "trainer", "dense", "reader"]
 Unit = Literal["s", "epoch"]
-
-
-Listed = BeforeValidator(lambda text: text.split("+") if isinstance(text, str) else text)
-"""`1+2` as its parts."""
 
 
 @dataclass(frozen=True)
@@ -190,24 +185,9 @@ def parse_schedules(text: str) -> tuple[FailureTimes, ...]:
     parts = [part.strip() for part in text.split(";")]
     if not all(parts):
         raise ConfigError(f"{KEY}={text}: there is no schedule before or after a semicolon")
-    return tuple(map(_parse_times, parts))
-
-
-def _parse_times(text: str) -> FailureTimes:
-    name, _, given = (piece.strip() for piece in text.partition(":"))
-    member = choose(KEY, name, "shadowsync.recovery", FailureTimes)
-    options: dict[str, str] = {}
-    for position, word in enumerate(given.split(",") if given else ()):
-        option, equals, value = (piece.strip() for piece in word.partition("="))
-        if not equals and position == 0 and member.leading is not None:
-            option, value = member.leading, option
-        elif not equals or not value:
-            raise ConfigError(f"{KEY}={text}: {word!r} is not an option: write option=value, joined by commas")
-        if option in options:
-            raise ConfigError(f"{KEY}={text}: {option} is given twice")
-        options[option] = value
-    (checked,) = split_options(KEY, options, {name: member})
-    try:
-        return build(member, checked, SECTION[1])
-    except ConfigError as error:
-        raise ConfigError(f"{SECTION[0]}.{error}".replace(f"{KEY}={options}", f"{KEY}={text}")) from error
+    found: list[FailureTimes] = []
+    for part in parts:
+        name, _, words = (piece.strip() for piece in part.partition(":"))
+        member = choose(KEY, name, "shadowsync.recovery", FailureTimes)
+        found.append(build_described(KEY, part, words, {name: member}))
+    return tuple(found)

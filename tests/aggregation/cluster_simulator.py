@@ -135,12 +135,12 @@ class Cluster:
             return
         self.alive.discard(worker)
         self._lost([b for b in self.outstanding() if b.worker == worker])
-        self._take(self.aggregator.left(worker, self.now))
+        self.aggregator.left(worker)
 
     def _loses(self, worker: int) -> None:
         for batch in [b for b in self.outstanding() if b.worker == worker]:
             self._lost([batch])
-            self._take(self.aggregator.retired(batch.number, self.now))
+            self.aggregator.retired(batch.number)
             self._next(worker)
 
     def _lost(self, batches: Sequence[Begun]) -> None:
@@ -152,7 +152,7 @@ class Cluster:
 
     def _flush(self) -> None:
         self._changed = True
-        self._take(self.aggregator.flush(self.now))
+        self._take(self.aggregator.flush())
         self.book.realign(self.aggregator.step, len(self.outstanding()))
         assert not self.aggregator.held
 
@@ -173,7 +173,7 @@ class Cluster:
 
     @property
     def dropped(self) -> int:
-        return sum(commit.dropped for commit in self.commits)
+        return sum(not weight for commit in self.commits for weight in commit.weights.values())
 
 
 def worker_of(batch: Begun) -> int:

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shadowsync.aggregation.aggregator import Aggregation, Async
+from shadowsync.aggregation.aggregator import Aggregation, Async, Sync
 from shadowsync.aggregation.auto import Auto
 from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.gba import Gba
 from shadowsync.aggregation.hop_bw import HopBw
 from shadowsync.aggregation.stepping import DenseStep
-from shadowsync.aggregation.synchronous import Sync
 from shadowsync.data.leases import Lease
 from shadowsync.embedding.server import RowStep
 from shadowsync.errors import RunError

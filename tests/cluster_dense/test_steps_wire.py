@@ -17,7 +17,7 @@ from rings import Hasty, until
 from step_models import TwoParameters
 from torch import Tensor, nn
 
-from shadowsync.aggregation.aggregator import Aggregation
+from shadowsync.aggregation.aggregator import Aggregation, Sync
 from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.gba import Gba
 from shadowsync.aggregation.stepping import (
@@ -29,7 +29,6 @@ from shadowsync.aggregation.stepping import (
     Version,
     divide,
 )
-from shadowsync.aggregation.synchronous import Sync
 from shadowsync.aggregation.update import DenseClient, GradientUpdate, ParameterReceiver
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel, Message

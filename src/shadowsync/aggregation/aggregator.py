@@ -6,7 +6,7 @@ from its arrival to the commit that names it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -44,14 +44,6 @@ class Commit:
     weights: Mapping[int, float]
     divisor: float
 
-    @property
-    def kept(self) -> int:
-        return sum(weight > 0 for weight in self.weights.values())
-
-    @property
-    def dropped(self) -> int:
-        return len(self.weights) - self.kept
-
 
 @dataclass(frozen=True)
 class Switch:
@@ -67,8 +59,10 @@ class Switch:
         return f"gradients are aggregated by {self.mode} from global step {self.step:,} on: {self.why}"
 
 
-class Aggregator(ABC):
-    """The state machine of a gradient method. One thread at a time; time is handed in, in seconds, and never falls.
+class Aggregator:
+    """The state machine of a gradient method. This one commits whenever `size` gradients have arrived, each with weight
+    1; others change who may begin (`_admits`), when a step is complete (`_is_full`), and what counts how much
+    (`_weight`, `_divisor`). One thread at a time; time is handed in, in seconds, and never falls.
 
     Every gradient that arrives is named by exactly one commit, so what was received is what was applied, what was
     dropped and what is held. Reports of a batch that is not being computed (retired before, or reported twice) are
@@ -76,59 +70,66 @@ class Aggregator(ABC):
 
     Attributes:
         mode: name of the method at work.
+        size: gradients of a step.
         step: k, the global steps so far; those of a checkpoint included.
-        switches: of methods that delegate, in order.
+        waits: there are rounds: a batch that begins is computed with the parameters of `step`, so that it has to wait
+            until that is made, and no more begin than a step takes; the rest wait, first those dispatched first.
+        switches: from one method to another while the job runs, in order.
+        in_flight: batches that are being computed.
+        held: batches whose gradients have arrived and that no commit has named, in the order of arrival.
     """
 
-    def __init__(self, mode: str, step: int) -> None:
-        self.mode = mode
-        self.step = step
+    def __init__(self, mode: str, size: int, step: int, waits: bool = False) -> None:
+        if size < 1 or step < 0:
+            raise ValueError(f"size={size}, step={step}: a step takes at least one batch, and steps count from 0")
+        self.mode, self.size, self.step, self.waits = mode, size, step, waits
         self.switches: list[Switch] = []
+        self.in_flight: dict[int, Begun] = {}
+        self.held: list[Begun] = []
+        self._waiting: dict[int, Begun] = {}
 
-    @property
-    def waits(self) -> bool:
-        """A batch that begins is computed with the parameters of `step`, so that it has to wait until that is made."""
-        return False
-
-    @property
-    @abstractmethod
-    def in_flight(self) -> Mapping[int, Begun]: ...
-
-    @property
-    @abstractmethod
-    def held(self) -> Sequence[Begun]:
-        """Batches whose gradients have arrived and that no commit has named, in the order of arrival."""
-
-    @abstractmethod
     def begin(self, batch: Begun, now: float) -> bool:
         """Whether the worker may compute the batch now; if so, it counts as being computed.
 
         Otherwise ask again with the same batch after the next commit, departure, retirement or flush: a place may be
         kept for it.
         """
+        if batch.number in self.in_flight:
+            return True
+        if not self._admits(batch):
+            self._waiting[batch.number] = batch
+            return False
+        self._waiting.pop(batch.number, None)
+        self.in_flight[batch.number] = batch
+        return True
 
-    @abstractmethod
     def arrived(self, number: int, now: float) -> Sequence[Commit]:
         """The gradient of a begun batch is held by all servers."""
+        if (batch := self._finished(number)) is None:
+            return []
+        self.held.append(batch)
+        return [self._commit()] if self._is_full() else []
 
-    @abstractmethod
-    def retired(self, number: int, now: float) -> Sequence[Commit]:
+    def retired(self, number: int) -> None:
         """A batch that was begun, or only dispatched, will never arrive."""
+        self._waiting.pop(number, None)
+        self._finished(number)
 
-    @abstractmethod
-    def left(self, worker: Worker, now: float) -> Sequence[Commit]:
+    def left(self, worker: Worker) -> None:
         """A worker has ended, has died or is out of data: its batches are retired and nobody waits for it.
 
         What has arrived of it stays. With its next `begin` it takes part again.
         """
+        for number in [b.number for b in (*self.in_flight.values(), *self._waiting.values()) if b.worker == worker]:
+            self.retired(number)
 
-    @abstractmethod
-    def flush(self, now: float) -> Sequence[Commit]:
+    def flush(self) -> Sequence[Commit]:
         """No more gradients come for now: commits what is held, divided by the number kept. Never waits.
 
         At the end of the data, and when nobody has a batch to compute. A step that fewer than M batches made leaves
         the tokens behind; `TokenBook.realign` brings them up.
         """
+        return [self._commit(flushed=True)] if self.held else []
 
     def look(self, now: float) -> bool:
         """Time has passed, whether anything happened or not; called several times a second. Whether batches may begin
@@ -136,18 +137,45 @@ class Aggregator(ABC):
         """
         return False
 
-    @abstractmethod
-    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
-        """Takes over from another aggregator, which will not be asked any more: batches that were begun, also where
-        `begin` would not let them, and fewer than M that it held, which are the first of the next commit.
-        """
+    def _admits(self, batch: Begun) -> bool:
+        before = sum(number < batch.number for number in self._waiting)
+        return not self.waits or self._taken() + before < self.size
+
+    def _taken(self) -> int:
+        """Places of a round that are not free."""
+        return len(self.in_flight) + len(self.held)
+
+    def _finished(self, number: int) -> Begun | None:
+        return self.in_flight.pop(number, None)
+
+    def _is_full(self) -> bool:
+        return len(self.held) >= self.size
+
+    def _weight(self, batch: Begun) -> float:
+        return 1.0
+
+    def _divisor(self, weights: Collection[float]) -> float:
+        """Of a commit that was not forced by a flush."""
+        return kept(weights)
+
+    def _commit(self, flushed: bool = False) -> Commit:
+        weights = {batch.number: self._weight(batch) for batch in self.held}
+        divide_by = kept if flushed else self._divisor
+        commit = Commit(self.step, weights, divide_by(weights.values()))
+        self.held.clear()
+        self.step += 1
+        return commit
+
+
+def kept(weights: Collection[float]) -> float:
+    """How many weights are not 0; 1 if none is, for the sum of nothing is 0 whatever divides it."""
+    return float(max(1, sum(weight > 0 for weight in weights)))
 
 
 class Aggregation(ABC):
     """A gradient method: options only; what moves is in the aggregator that it starts.
 
-    A switch from one method to another, on a live job or from a checkpoint, starts the other one at the first one's
-    step, and carries over what is in flight and what is held.
+    A job that goes on from a checkpoint under another method starts that at the first one's step.
     """
 
     name: ClassVar[str]
@@ -200,93 +228,6 @@ class TokenBook:
         self._step, self._places = step, outstanding
 
 
-class Buffer(Aggregator):
-    """Commits whenever `size` gradients have arrived, each with weight 1, and makes nobody wait.
-
-    Methods change who may begin (`_admits`), when the buffer is full (`_is_full`), and what counts how much (`_weight`,
-    `_divisor`).
-    """
-
-    def __init__(self, mode: str, size: int, step: int) -> None:
-        super().__init__(mode, step)
-        if size < 1 or step < 0:
-            raise ValueError(f"size={size}, step={step}: a step takes at least one batch, and steps count from 0")
-        self.size = size
-        self._in_flight: dict[int, Begun] = {}
-        self._waiting: dict[int, Begun] = {}
-        self._held: list[Begun] = []
-
-    @property
-    def in_flight(self) -> Mapping[int, Begun]:
-        return self._in_flight
-
-    @property
-    def held(self) -> Sequence[Begun]:
-        return tuple(self._held)
-
-    def begin(self, batch: Begun, now: float) -> bool:
-        if batch.number in self._in_flight:
-            return True
-        if not self._admits(batch):
-            self._waiting[batch.number] = batch
-            return False
-        self._waiting.pop(batch.number, None)
-        self._in_flight[batch.number] = batch
-        return True
-
-    def arrived(self, number: int, now: float) -> Sequence[Commit]:
-        if (batch := self._finished(number)) is None:
-            return []
-        self._held.append(batch)
-        return [self._commit()] if self._is_full() else []
-
-    def retired(self, number: int, now: float) -> Sequence[Commit]:
-        self._waiting.pop(number, None)
-        self._finished(number)
-        return []
-
-    def left(self, worker: Worker, now: float) -> Sequence[Commit]:
-        for number in [b.number for b in (*self._in_flight.values(), *self._waiting.values()) if b.worker == worker]:
-            self.retired(number, now)
-        return []
-
-    def flush(self, now: float) -> Sequence[Commit]:
-        return [self._commit(flushed=True)] if self._held else []
-
-    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
-        self._in_flight.update((batch.number, batch) for batch in batches)
-        self._held.extend(held)
-
-    def _admits(self, batch: Begun) -> bool:
-        return True
-
-    def _finished(self, number: int) -> Begun | None:
-        return self._in_flight.pop(number, None)
-
-    def _is_full(self) -> bool:
-        return len(self._held) >= self.size
-
-    def _weight(self, batch: Begun) -> float:
-        return 1.0
-
-    def _divisor(self, weights: Collection[float]) -> float:
-        """Of a commit that was not forced by a flush."""
-        return kept(weights)
-
-    def _commit(self, flushed: bool = False) -> Commit:
-        weights = {batch.number: self._weight(batch) for batch in self._held}
-        divide_by = kept if flushed else self._divisor
-        commit = Commit(self.step, weights, divide_by(weights.values()))
-        self._held.clear()
-        self.step += 1
-        return commit
-
-
-def kept(weights: Collection[float]) -> float:
-    """How many weights are not 0; 1 if none is, for the sum of nothing is 0 whatever divides it."""
-    return float(max(1, sum(weight > 0 for weight in weights)))
-
-
 @dataclass(frozen=True)
 class Async(Aggregation):
     """Applies each gradient as it arrives, however old: asynchronous SGD with a parameter server (Dean et al. 2012;
@@ -299,7 +240,7 @@ class Async(Aggregation):
     name: ClassVar[str] = "async"
 
     def start(self, size: int, step: int = 0) -> Aggregator:
-        return Buffer(self.name, 1, step)
+        return Aggregator(self.name, 1, step)
 
     def batches_per_step(self, size: int) -> int:
         return 1
@@ -316,4 +257,19 @@ class Bsp(Aggregation):
     name: ClassVar[str] = "bsp"
 
     def start(self, size: int, step: int = 0) -> Aggregator:
-        return Buffer(self.name, size, step)
+        return Aggregator(self.name, size, step)
+
+
+@dataclass(frozen=True)
+class Sync(Aggregation):
+    """A step is the mean of M gradients of the same version of the parameters: large-batch training.
+
+    A round admits M batches, counted, whoever computes them: of fewer workers than M each computes several, of more
+    some wait for the next round. The place of a batch that is lost goes to another one, so the global batch is what it
+    was and no round needs a worker that died.
+    """
+
+    name: ClassVar[str] = "sync"
+
+    def start(self, size: int, step: int = 0) -> Aggregator:
+        return Aggregator(self.name, size, step, waits=True)

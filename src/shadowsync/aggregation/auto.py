@@ -3,16 +3,15 @@
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Switch, Worker
-from shadowsync.aggregation.gba import DivideBy, Gba, Tolerance
-from shadowsync.aggregation.synchronous import Sync
+from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Switch, Sync, Worker, kept
+from shadowsync.aggregation.gba import DivideBy, Gba, TokenAggregator, Tolerance
 from shadowsync.config import LONGEST_S
 from shadowsync.errors import ConfigError
 
@@ -77,52 +76,33 @@ class Auto(Aggregation):
         return _Switching(self, size, step)
 
 
-class _Switching(Aggregator):
-    """Hands everything on to the method at work, and changes it."""
+class _Switching(TokenAggregator):
+    """Has rounds, as `sync`, or none, as `gba`."""
 
     def __init__(self, options: Auto, size: int, step: int) -> None:
-        self._options = options
-        self._size = size
-        self._modes: tuple[Aggregation, Aggregation] = (Sync(), Gba(options.tolerance, options.divide_by))
-        self._at_work = self._modes[0].start(size, step)
-        self._times = StepTimes()
+        super().__init__(Sync.name, size, step, options.tolerance, options.divide_by, waits=True)
+        self._options, self._times = options, StepTimes()
         self._streak, self._since = 0, math.inf  # commits in a row that called for a switch, and when the first did
-        super().__init__(self._at_work.mode, step)
-
-    @property
-    def waits(self) -> bool:
-        return self._at_work.waits
-
-    @property
-    def in_flight(self) -> Mapping[int, Begun]:
-        return self._at_work.in_flight
-
-    @property
-    def held(self) -> Sequence[Begun]:
-        return self._at_work.held
 
     def begin(self, batch: Begun, now: float) -> bool:
-        if not self._at_work.begin(batch, now):
+        if not super().begin(batch, now):
             return False
         self._times.began(batch, now)
         return True
 
     def arrived(self, number: int, now: float) -> Sequence[Commit]:
         self._times.arrived(number, now)
-        if commits := self._stepped(self._at_work.arrived(number, now)):
+        if commits := super().arrived(number, now):
             self._judge(now)
         return commits
 
-    def retired(self, number: int, now: float) -> Sequence[Commit]:
+    def retired(self, number: int) -> None:
         self._times.retired(number)
-        return self._stepped(self._at_work.retired(number, now))
+        super().retired(number)
 
-    def left(self, worker: Worker, now: float) -> Sequence[Commit]:
+    def left(self, worker: Worker) -> None:
         self._times.left(worker)
-        return self._stepped(self._at_work.left(worker, now))
-
-    def flush(self, now: float) -> Sequence[Commit]:
-        return self._stepped(self._at_work.flush(now))
+        super().left(worker)
 
     def look(self, now: float) -> bool:
         if not self.waits:
@@ -133,22 +113,18 @@ class _Switching(Aggregator):
         times = longest / usual
         if times < HANGING:
             return False
-        lost = lost_share(self._times.rounds(now), self._size)  # last: this is called often and seldom gets here
+        lost = lost_share(self._times.rounds(now), self.size)  # last: this is called often and seldom gets here
         if lost <= options.share:
             return False
         why = f"stragglers cost synchronous rounds {lost:.0%}, above share={options.share:.0%}"
-        self._switch(f"{why}, and a batch has taken {longest:.3g} s so far, {times:.0f} times the usual", now)
+        self._switch(f"{why}, and a batch has taken {longest:.3g} s so far, {times:.0f} times the usual")
         return True
 
-    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
-        taken = list(batches)
-        self._at_work.carry(taken, held, now)
-        for batch in taken:
-            self._times.began(batch, now)
+    def _weight(self, batch: Begun) -> float:
+        return 1.0 if self.waits else super()._weight(batch)
 
-    def _stepped(self, commits: Sequence[Commit]) -> Sequence[Commit]:
-        self.step = self._at_work.step
-        return commits
+    def _divisor(self, weights: Collection[float]) -> float:
+        return kept(weights) if self.waits else super()._divisor(weights)
 
     def _judge(self, now: float) -> None:
         """Looks at the step times, and switches if they have called for it long enough.
@@ -157,29 +133,25 @@ class _Switching(Aggregator):
         """
         if not (rounds := self._times.rounds(now)):
             return
-        lost = lost_share(rounds, self._size)
-        options, waits = self._options, self.mode == Sync.name
-        if not (lost > options.share if waits else lost < options.even):
+        lost = lost_share(rounds, self.size)
+        options = self._options
+        if not (lost > options.share if self.waits else lost < options.even):
             self._streak, self._since = 0, math.inf
             return
         self._streak, self._since = self._streak + 1, min(self._since, now)
-        times = 1 if waits else BACK
+        times = 1 if self.waits else BACK
         if self._streak >= times * options.steady_commits and now - self._since >= times * options.steady_s:
-            bound = f"above share={options.share:.0%}" if waits else f"below even={options.even:.0%}"
+            bound = f"above share={options.share:.0%}" if self.waits else f"below even={options.even:.0%}"
             means = [fmean(step_s) for step_s in zip(*rounds, strict=True)]
             self._switch(
                 f"stragglers cost synchronous rounds {lost:.0%}, {bound} for {self._streak} commits; of {len(means)} "
-                f"workers the slowest takes {max(means):.3g} s a batch on average, the median {median(means):.3g} s",
-                now,
+                f"workers the slowest takes {max(means):.3g} s a batch on average, the median {median(means):.3g} s"
             )
 
-    def _switch(self, why: str, now: float) -> None:
-        carried, held = tuple(self._at_work.in_flight.values()), self._at_work.held
-        self._modes = (self._modes[1], self._modes[0])
-        self._at_work = self._modes[0].start(self._size, self.step)
-        self._at_work.carry(carried, held, now)
+    def _switch(self, why: str) -> None:
+        self.waits = not self.waits
+        self.mode = Sync.name if self.waits else Gba.name
         self._streak, self._since = 0, math.inf
-        self.mode = self._at_work.mode
         self.switches.append(Switch(self.step, self.mode, why))
 
 

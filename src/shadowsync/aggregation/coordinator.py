@@ -236,7 +236,7 @@ class StepCoordinator:
             for number in lost:
                 del self._dispatched[number]
                 self._reply(number)
-                self._decided(self.aggregator.retired(number, self._now()))
+                self.aggregator.retired(number)
             self._tokens.retired(len(lost))
             for worker in [worker for worker in self._working if worker[0] == trainer]:
                 self._leave(worker)
@@ -295,7 +295,7 @@ class StepCoordinator:
             self._reply(number)
         self._tokens.retired(len(lost) + len(waiting))
         self._working.discard(worker)
-        self._decided(self.aggregator.left(worker, self._now()))
+        self.aggregator.left(worker)
 
     def _flush(self) -> None:
         """Under the lock: nobody is at work, so nothing will complete the step. A job that was stopped goes on later,
@@ -304,7 +304,7 @@ class StepCoordinator:
             self._commit_held()
 
     def _commit_held(self) -> None:
-        self._decided(self.aggregator.flush(self._now()))
+        self._decided(self.aggregator.flush())
         self._tokens.realign(self.aggregator.step, len(self._dispatched) + len(self._begun))
 
     # --- called by the session ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Buffer
+from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun
 
 Tolerance = Annotated[
     int, Field(ge=0, description="steps (ι) that a gradient may be behind; more drops less and applies older ones")
@@ -34,18 +34,18 @@ class Gba(Aggregation):
     divide_by: DivideBy = "buffer"
 
     def start(self, size: int, step: int = 0) -> Aggregator:
-        return _TokenBuffer(self, size, step)
+        return TokenAggregator(self.name, size, step, self.tolerance, self.divide_by)
 
 
-class _TokenBuffer(Buffer):
-    """A buffer that looks at tokens."""
+class TokenAggregator(Aggregator):
+    """Looks at tokens."""
 
-    def __init__(self, options: Gba, size: int, step: int) -> None:
-        super().__init__(options.name, size, step)
-        self._options = options
+    def __init__(self, mode: str, size: int, step: int, tolerance: int, divide_by: str, waits: bool = False) -> None:
+        super().__init__(mode, size, step, waits)
+        self._tolerance, self._by_size = tolerance, divide_by == "buffer"
 
     def _weight(self, batch: Begun) -> float:
-        return 0.0 if self.step - batch.token > self._options.tolerance else 1.0
+        return 0.0 if self.step - batch.token > self._tolerance else 1.0
 
     def _divisor(self, weights: Collection[float]) -> float:
-        return float(self.size) if self._options.divide_by == "buffer" else super()._divisor(weights)
+        return float(self.size) if self._by_size else super()._divisor(weights)

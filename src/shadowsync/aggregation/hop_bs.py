@@ -1,12 +1,12 @@
 """Bounded staleness: asynchronous, but nobody runs away from the slowest."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Buffer, Commit, Worker
+from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit, Worker
 
 
 @dataclass(frozen=True)
@@ -33,41 +33,32 @@ class HopBs(Aggregation):
         return 1
 
 
-class _Clocks(Buffer):
-    """A buffer of one that knows how far each living worker is."""
+class _Clocks(Aggregator):
+    """Knows how far each living worker is."""
 
     def __init__(self, options: HopBs, step: int) -> None:
         super().__init__(options.name, 1, step)
         self._bound = options.bound
         self._finished_by: dict[Worker, int] = {}
 
-    def left(self, worker: Worker, now: float) -> Sequence[Commit]:
-        commits = super().left(worker, now)
+    def left(self, worker: Worker) -> None:
+        super().left(worker)
         self._finished_by.pop(worker, None)
-        return commits
 
-    def flush(self, now: float) -> Sequence[Commit]:
-        busy = {batch.worker for batch in (*self._in_flight.values(), *self._waiting.values())}
+    def flush(self) -> Sequence[Commit]:
+        busy = {batch.worker for batch in (*self.in_flight.values(), *self._waiting.values())}
         self._finished_by = {worker: count for worker, count in self._finished_by.items() if worker in busy}
-        return super().flush(now)
-
-    def carry(self, batches: Iterable[Begun], held: Iterable[Begun], now: float) -> None:
-        super().carry(batches, held, now)
-        for batch in self._in_flight.values():
-            self._join(batch.worker)
+        return super().flush()
 
     def _admits(self, batch: Begun) -> bool:
-        self._join(batch.worker)
-        computing = sum(other.worker == batch.worker for other in self._in_flight.values())
+        self._finished_by.setdefault(batch.worker, self._slowest())
+        computing = sum(other.worker == batch.worker for other in self.in_flight.values())
         return self._finished_by[batch.worker] + computing - self._slowest() <= self._bound
 
     def _finished(self, number: int) -> Begun | None:
         if (batch := super()._finished(number)) is not None:
             self._finished_by[batch.worker] += 1
         return batch
-
-    def _join(self, worker: Worker) -> None:
-        self._finished_by.setdefault(worker, self._slowest())
 
     def _slowest(self) -> int:
         return min(self._finished_by.values(), default=0)

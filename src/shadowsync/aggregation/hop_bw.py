@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from shadowsync.aggregation.aggregator import Aggregation, Aggregator, Begun, Commit
-from shadowsync.aggregation.synchronous import Rounds
 from shadowsync.errors import ConfigError
 
 
@@ -36,27 +35,27 @@ class HopBw(Aggregation):
         return _BackedRounds(self, size, step)
 
 
-class _BackedRounds(Rounds):
+class _BackedRounds(Aggregator):
     """Rounds that end when all but the backups are there."""
 
     def __init__(self, options: HopBw, size: int, step: int) -> None:
-        super().__init__(options.name, size, step)
+        super().__init__(options.name, size, step, waits=True)
         self._needed = size - options.backups
         self._late: set[int] = set()
 
     def _taken(self) -> int:
-        return sum(number not in self._late for number in self._in_flight) + self._on_time()
+        return sum(number not in self._late for number in self.in_flight) + self._on_time()
 
     def _is_full(self) -> bool:
         return self._on_time() >= self._needed
 
     def _on_time(self) -> int:
-        return sum(batch.number not in self._late for batch in self._held)
+        return sum(batch.number not in self._late for batch in self.held)
 
     def _weight(self, batch: Begun) -> float:
         return 0.0 if batch.number in self._late else 1.0
 
     def _commit(self, flushed: bool = False) -> Commit:
         commit = super()._commit(flushed)
-        self._late = set(self._in_flight)
+        self._late = set(self.in_flight)
         return commit

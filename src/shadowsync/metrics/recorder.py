@@ -63,30 +63,27 @@ class _TrainedBatch(NamedTuple):
 
 @dataclass
 class _Tally:
-    """Steps of one trainer (or of all) since the last start.
+    """Steps of one trainer since the last start, or of all, those before a resume included.
 
-    Steps are seen as they end. So the time of the first step is not in the time from the first to the last, and its
-    samples must not be in the rate: `timed_samples` are those of the others.
+    Steps are seen as they end. So the time of the first step after a start is not in the `seconds` from the first to
+    the last, and its samples must not be in the rate: `timed_samples` are those of the others.
     """
 
     samples: int = 0
     iterations: int = 0
+    seconds: float = 0.0
     timed_samples: int = 0
-    first: float | None = None
-    last: float = 0.0
+    last: float | None = None  # when the newest step ended; None before the first one since the start
 
     def add(self, step: _TrainedBatch) -> None:
-        if self.first is None:
-            self.first = self.last = step.at
+        if self.last is None:
+            self.last = step.at
         else:
             self.timed_samples += step.samples
         self.samples += step.samples
         self.iterations += 1
+        self.seconds += max(0.0, step.at - self.last)
         self.last = max(self.last, step.at)
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self.first is None else self.last - self.first
 
 
 @dataclass(frozen=True)
@@ -103,24 +100,6 @@ class _LastFrame:
     staleness_sum: int = 0
     wire_elements: Mapping[str, int] = field(default_factory=dict)
     wire_kept: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Base:
-    """What was done before a resume."""
-
-    samples: int = 0
-    iterations: int = 0
-    seconds: float = 0.0
-    timed_samples: int = 0
-
-    def plus(self, done: _Tally) -> "_Base":
-        return _Base(
-            samples=self.samples + done.samples,
-            iterations=self.iterations + done.iterations,
-            seconds=self.seconds + done.seconds,
-            timed_samples=self.timed_samples + done.timed_samples,
-        )
 
 
 class Recorder:
@@ -147,7 +126,6 @@ class Recorder:
         self._quality = Quality(window)
         self._all = _Tally()
         self._each = [_Tally() for _ in range(trainers)]
-        self._base = _Base()
         self._mark = _LastFrame()
         self._marked_samples = [0] * trainers
         self._stop = threading.Event()
@@ -210,7 +188,7 @@ class Recorder:
     def samples(self) -> int:
         """Samples trained so far, those before a resume included."""
         self.drain()
-        return self._base.samples + self._all.samples
+        return self._all.samples
 
     def window_loss(self) -> tuple[float, int, int]:
         """As `Quality.window_loss`."""
@@ -238,7 +216,7 @@ class Recorder:
             self._drain()
             before, quality = self._mark, self._quality
             now = dataclasses.replace(
-                self._counted(self._all.last if ended else self._clock()),
+                self._counted(None if ended else self._clock()),
                 sync_count=told.sync_count,
                 applied=0 if steps is None else steps.applied,
                 staleness_sum=0 if steps is None else steps.staleness_sum,
@@ -273,15 +251,14 @@ class Recorder:
                 staleness=steps_late / applied if applied > 0 and steps_late >= 0 else None,
             )
 
-    def _counted(self, at: float) -> _LastFrame:
-        """The mark before with what the recorder knows by itself counted up to now."""
-        # from the first batch, without the pause before a resume; never less than in the frame before
-        since = 0.0 if self._all.first is None else max(at, self._all.last) - self._all.first
+    def _counted(self, now: float | None) -> _LastFrame:
+        """The mark before with what the recorder knows by itself counted up to now; None: up to the last step."""
+        since = 0.0 if now is None or self._all.last is None else max(0.0, now - self._all.last)
         return dataclasses.replace(
             self._mark,
-            seconds=max(self._base.seconds + since, self._mark.seconds),
-            samples=self._base.samples + self._all.samples,
-            iterations=self._base.iterations + self._all.iterations,
+            seconds=max(self._all.seconds + since, self._mark.seconds),  # never less than in the frame before
+            samples=self._all.samples,
+            iterations=self._all.iterations,
             measured=self._quality.lifetime.count,
             loss_sum=self._quality.lifetime.loss,
         )
@@ -290,9 +267,9 @@ class Recorder:
         """Speed from the first to the last batch so far."""
         with self._lock:
             self._drain()
-            total = self._base.plus(self._all)
-        each = tuple(_rate(tally.timed_samples, tally.seconds) for tally in self._each)
-        return Speed(total.samples, total.iterations, total.seconds, _rate(total.timed_samples, total.seconds), each)
+            total, each = self._all, tuple(_rate(tally.timed_samples, tally.seconds) for tally in self._each)
+            eps = _rate(total.timed_samples, total.seconds)
+            return Speed(total.samples, total.iterations, total.seconds, eps, each)
 
     def iterations(self) -> Sequence[int]:
         """Steps of each trainer since the last start."""
@@ -310,7 +287,7 @@ class Recorder:
         with self._lock:
             self._drain()
             return {
-                "total": vars(self._base.plus(self._all)).copy(),
+                "total": {name: value for name, value in vars(self._all).items() if name != "last"},
                 "mark": vars(self._mark).copy(),
                 "quality": self._quality.state(),
             }
@@ -321,7 +298,7 @@ class Recorder:
         Raises:
             LookupError, TypeError, ValueError, msgspec.ValidationError: it is not what `state` gives.
         """
-        self._base = msgspec.convert(state["total"], _Base)
+        self._all = msgspec.convert(state["total"], _Tally)
         self._mark = msgspec.convert(state["mark"], _LastFrame)
         self._quality.restore(state["quality"])
 
@@ -331,15 +308,10 @@ class Recorder:
         Samples, iterations and quality are those of the state again. Time is not given back: what the steps that are
         lost took stays in `Frame.seconds` and in `Speed`. To be called while no worker records; raises as `restore`.
         """
-        total = msgspec.convert(state["total"], _Base)
+        total = msgspec.convert(state["total"], _Tally)
         with self._lock:
             self._drain()
-            done, seconds = self._all, self._mark.seconds
-            self._base = _Base(
-                total.samples - done.samples,
-                total.iterations - done.iterations,
-                self._base.seconds,
-                total.timed_samples - done.timed_samples,
-            )
+            seconds = self._mark.seconds
+            self._all = dataclasses.replace(total, seconds=self._all.seconds, last=self._all.last)
             self._quality.restore(state["quality"])
             self._mark = dataclasses.replace(self._counted(self._clock()), seconds=seconds)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from shadowsync.embedding.watching import RowWatch
 from shadowsync.memory.pages import zeros
-from shadowsync.recovery.priority import RowPriority, largest
-from shadowsync.recovery.priority_ssu import PERIOD
+from shadowsync.recovery.priority import PERIOD, RowPriority, largest
 from shadowsync.registry import members
 
 MEMBERS = members("shadowsync.recovery", RowPriority)
@@ -226,7 +225,7 @@ def test_scar_goes_by_the_distance_from_what_was_saved() -> None:
 
 
 def test_scar_gives_the_rows_of_a_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadowsync.recovery.priority_scar.CHUNK_ROWS", 7)
+    monkeypatch.setattr("shadowsync.recovery.priority.CHUNK_ROWS", 7)
     tracker, weights = made("scar")
     moved = weights + torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(9))
     wanted = (moved - weights).norm(dim=1).topk(13).indices.sort().values

@@ -9,10 +9,7 @@ from shadowsync.config import RecoveryConfig, load, parse
 from shadowsync.embedding.table import Rows, Table
 from shadowsync.errors import ConfigError
 from shadowsync.recovery.failures import Gamma
-from shadowsync.recovery.priority_all import EveryRow
-from shadowsync.recovery.priority_mfu import MostFrequentlyUsed
-from shadowsync.recovery.priority_scar import Scar
-from shadowsync.recovery.priority_ssu import SubSampledUsed
+from shadowsync.recovery.priority import EveryRow, MostFrequentlyUsed, Scar, SubSampledUsed
 from shadowsync.recovery.settings import RecoverySettings, RowTracking, recovery_settings, row_tracking
 
 

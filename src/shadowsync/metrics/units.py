@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -26,21 +26,6 @@ class Units(msgspec.Struct, frozen=True, kw_only=True):
     dead: dict[str, float]
 
 
-class _ReluUse(NamedTuple):
-    """A use of a ReLU: its name, that of the layer with weights called before it, and its units.
-
-    One `nn.ReLU` may stand behind several layers; in a loop it is the same layer again.
-    """
-
-    relu: str
-    behind: str
-    size: int
-
-    def name(self, *, alone: bool) -> str:
-        relu = self.relu or "relu"
-        return relu if alone else f"{relu} after {self.behind or 'the input'} ({self.size})"
-
-
 class UnitActivity:
     """Notes which units of a module's `nn.ReLU`s are ever above 0.
 
@@ -51,7 +36,9 @@ class UnitActivity:
         self._module = module
         self._rows = 0
         self._called_last = ""
-        self._active: dict[_ReluUse, Tensor] = {}
+        # by the names of the ReLU and of the layer with weights called before it, and the units: one `nn.ReLU` may
+        # stand behind several layers; in a loop it is the same layer again
+        self._active: dict[tuple[str, str, int], Tensor] = {}
 
     @contextmanager
     def watching(self, rows: int) -> Iterator[None]:
@@ -78,8 +65,10 @@ class UnitActivity:
         """Of the rows so far; None where no ReLU was called."""
         if not self._active:
             return None
-        uses = Counter(layer.relu for layer in self._active)
-        named = {layer.name(alone=uses[layer.relu] == 1): seen for layer, seen in self._active.items()}
+        uses, named = Counter(relu for relu, _, _ in self._active), {}
+        for (relu, behind, size), seen in self._active.items():
+            after = f" after {behind or 'the input'} ({size})" if uses[relu] > 1 else ""
+            named[f"{relu or 'relu'}{after}"] = seen
         return Units(
             rows=self._rows,
             sizes={name: len(seen) for name, seen in named.items()},
@@ -94,7 +83,7 @@ class UnitActivity:
             return
         by_unit = output.detach().reshape(-1, output.shape[-1] if output.dim() > 1 else 1)
         active = by_unit.amax(dim=0).cpu() > 0
-        layer = _ReluUse(name, self._called_last, len(active))
+        layer = (name, self._called_last, len(active))
         before = self._active.get(layer)
         self._active[layer] = active if before is None else torch.logical_or(before, active)
 

@@ -26,7 +26,6 @@ from shadowsync.report.plots import (
     Look,
     Marks,
     Row,
-    Stretch,
     bar_chart,
     calibration_chart,
     line_chart,
@@ -45,11 +44,11 @@ _COSTS = {
     "wait": "until replacements stood",
 }
 _LOOKS = {
-    "alive": Look("alive", colour=2, height=0.3),
-    "saving": Look("saving", colour=0),
-    "restarting": Look("restarting", colour=1, hatch="////"),
-    "unreachable": Look("unreachable", colour=6, hatch="...."),
-    "dead": Look("dead", colour=4, hatch="xxxx"),
+    "alive": Look(colour=2, height=0.3),
+    "saving": Look(colour=0),
+    "restarting": Look(colour=1, hatch="////"),
+    "unreachable": Look(colour=6, hatch="...."),
+    "dead": Look(colour=4, hatch="xxxx"),
 }
 _UNITS = ((120, 1, "seconds"), (7200, 60, "minutes"), (math.inf, 3600, "hours"))
 _POINTS = 300
@@ -327,18 +326,18 @@ def histogram(staleness: Sequence[tuple[int, int]]) -> list[Bar]:
 def _mode_card(frames: Sequence[Frame]) -> Card:
     starts = [0.0, *(frame.seconds for frame in frames)]
     timed = [(frame.aggregation_mode, start, frame.seconds) for frame, start in zip(frames, starts, strict=False)]
-    found: dict[str, list[Stretch]] = {}
+    found: dict[str, list[tuple[float, float, str]]] = {}
     for mode, run in groupby(timed, key=lambda one: one[0]):
         parts = list(run)
         if mode is not None:
-            stretches = found.setdefault(mode, [])
-            stretches.append(Stretch(parts[0][1], parts[-1][2], Look(mode, colour=list(found).index(mode))))
+            found.setdefault(mode, []).append((parts[0][1], parts[-1][2], mode))
     rows = [Row(mode, stretches) for mode, stretches in found.items()]
+    looks = {mode: Look(colour=i) for i, mode in enumerate(found)}
     return Card(
         "Mode over time",
         "The method at work at each moment. The reasons of the switches are below.",
         "long stretches; sync while the workers are even, gba while some are slow.",
-        timeline_chart("mode", rows, [], SECONDS) if rows else None,
+        timeline_chart("mode", rows, looks, SECONDS, legend=False) if rows else None,
     )
 
 
@@ -481,8 +480,7 @@ def timeline_section(
     for role in sorted(eventful[:_ROLES_DRAWN], key=role_order):
         own = [event for event in ordered if event.role == role]
         deaths, decisions = ([event.seconds for event in own if event.event == kind] for kind in ("dead", "decided"))
-        stretches = [Stretch(span.start, span.end, _LOOKS[span.state]) for span in states[role]]
-        rows.append(Row(words.shortened(role, _NAME_LENGTH), stretches, deaths, decisions))
+        rows.append(Row(words.shortened(role, _NAME_LENGTH), states[role], deaths, decisions))
     listed = ordered
     if len(listed) > _EVENTS:
         listed = [event for event in listed if event.event not in ("saving", "saved")][:_EVENTS]
@@ -498,6 +496,6 @@ def timeline_section(
         "Timeline of the roles",
         f"The state of each role over the run; a cross marks a death, however short.{decided}{more}",
         "long thin lines; a role that dies is back soon, and the others go on meanwhile.",
-        timeline_chart("timeline", rows, list(_LOOKS.values()), Axis("seconds since the first start")),
+        timeline_chart("timeline", rows, _LOOKS, Axis("seconds since the first start")),
     )
     return PageSection([card], told=told, left_out=len(ordered) - len(listed))

@@ -6,7 +6,7 @@ light or dark; fonts are left to the page. Imports matplotlib (without pyplot), 
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -93,7 +93,6 @@ class Bar(NamedTuple):
 class Look(NamedTuple):
     """How a state looks on a timeline; told apart by height and pattern too, not by colour alone."""
 
-    label: str
     colour: int
     height: float = 0.7
     hatch: str = ""
@@ -102,19 +101,11 @@ class Look(NamedTuple):
         return {"facecolor": _series(self.colour), "edgecolor": _CARD, "hatch": self.hatch, "linewidth": 0}
 
 
-class Stretch(NamedTuple):
-    """A part of a row, in the units of the axis."""
-
-    start: float
-    end: float
-    look: Look
-
-
 class Row(NamedTuple):
-    """A row of a timeline; `marks` are crosses upon it, `notes` diamonds."""
+    """A row of a timeline: stretches by start, end and state; `marks` are crosses upon it, `notes` diamonds."""
 
     label: str
-    stretches: Sequence[Stretch]
+    stretches: Sequence[tuple[float, float, str]]
     marks: Sequence[float] = ()
     notes: Sequence[float] = ()
 
@@ -234,25 +225,28 @@ def bar_chart(name: str, bars: Sequence[Bar], axis: Axis) -> Markup:
         return _as_svg(figure, name)
 
 
-def timeline_chart(name: str, rows: Sequence[Row], looks: Sequence[Look], axis: Axis) -> Markup:
-    """One row of stretches each, from the top, under a legend of those of the `looks` that occur."""
+def timeline_chart(
+    name: str, rows: Sequence[Row], looks: Mapping[str, Look], axis: Axis, *, legend: bool = True
+) -> Markup:
+    """One row of stretches each, from the top; a legend tells those of the states' `looks` that occur."""
     style: Any = {"color": _INK, "markerfacecolor": _CARD, "markersize": 6, "markeredgewidth": 1.6}
     with mpl.rc_context(_STYLE):
         figure, axes = _blank(axis, Axis(""))
         figure.set_figheight(1.1 + 0.27 * len(rows))
         for place, row in enumerate(rows):
-            for start, end, look in row.stretches:
+            for start, end, state in row.stretches:
+                look = looks[state]
                 extent = (place - look.height / 2, look.height)
                 axes.broken_barh([(start, end - start)], extent, zorder=2, **look.style())
             for symbol, points in (("x", row.marks), ("D", row.notes)):
                 axes.plot(points, [place] * len(points), symbol, clip_on=False, zorder=3, **style)
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.set_ylim(len(rows) - 0.4, -0.6)
-        ends = [end for row in rows for end in (*(part.end for part in row.stretches), *row.marks, *row.notes)]
+        ends = [end for row in rows for end in (*(end for _, end, _ in row.stretches), *row.marks, *row.notes)]
         axes.set_xlim(0, max(ends, default=0.0) or 1.0)
         axes.yaxis.grid(visible=False)
-        seen = {part.look for row in rows for part in row.stretches}
-        if keys := [Patch(label=look.label, **look.style()) for look in looks if look in seen]:
+        seen = {state for row in rows for _, _, state in row.stretches if legend}
+        if keys := [Patch(label=state, **look.style()) for state, look in looks.items() if state in seen]:
             figure.legend(handles=keys, loc="outside upper left", ncols=len(keys), **_LEGEND)
         return _as_svg(figure, name)
 

@@ -41,7 +41,7 @@ class PrometheusEndpoint(Collector):
         handler: Any = MetricsHandler.factory(registry)
         handler.timeout = _REQUEST_TIMEOUT_S  # somebody who connects and says nothing holds a thread no longer
         try:
-            self._server = (_HttpServer6 if ":" in host else _HttpServer)((host, port), handler)
+            self._server = _HttpServer(host, port, handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
@@ -77,12 +77,12 @@ class _HttpServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
 
+    def __init__(self, host: str, port: int, handler: Any) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), handler)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Whoever hung up in mid-answer does not matter to the run."""
-
-
-class _HttpServer6(_HttpServer):
-    address_family = socket.AF_INET6
 
 
 def metrics(frame: Frame) -> list[Metric]:

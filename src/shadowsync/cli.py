@@ -148,8 +148,8 @@ def export(
         from shadowsync.runs import export_changes
 
         found = export_changes(folder, since, str(out), checkpoints)
-        changed = sum(table.changed for table in found.tables)
-        typer.echo(f"{changed} rows that changed from {found.since} to {found.until} are in {out}")
+        changed = sum(table["changed"] for table in found["tables"])
+        typer.echo(f"{changed} rows that changed from {found['since']} to {found['until']} are in {out}")
         return
     from shadowsync.inference import Trained
 

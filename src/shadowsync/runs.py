@@ -15,7 +15,7 @@ from typing import IO, Any
 import yaml
 from omegaconf import OmegaConf
 
-from shadowsync.checkpoint.deltas import DeltaList, changed_rows, write_delta
+from shadowsync.checkpoint.deltas import changed_rows, write_delta
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.errors import CheckpointError, ConfigError
@@ -168,9 +168,9 @@ def _stored_place(path: Path) -> str | None:
     return place
 
 
-def export_changes(folder: Path, since: str, out: str, place: str | None = None) -> DeltaList:
+def export_changes(folder: Path, since: str, out: str, place: str | None = None) -> dict[str, Any]:
     """Writes into the folder `out` the embedding rows that changed from the checkpoint `since` of a run to its newest,
-    to be laid over the former; `folder` and `place` as in `open_store`.
+    to be laid over the former; returns what `delta.json` says. `folder` and `place` as in `open_store`.
 
     Raises:
         ConfigError: as `open_store`.

@@ -139,7 +139,7 @@ def test_files_hold_what_changed(tmp_path: Path) -> None:
         {"name": "user", "rows": 23, "dim": 4, "changed": 11},
         {"name": ITEMS.name, "rows": 7, "dim": 2, "changed": 1},
     ]
-    assert len(made.files) == 2
+    assert len(made["files"]) == 2
     found = {}
     for file in listed["files"]:
         content = (out / file["name"]).read_bytes()

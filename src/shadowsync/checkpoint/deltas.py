@@ -6,9 +6,10 @@ OUT/                            files that are read without shadowsync
 """
 
 import contextlib
+import json
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from shadowsync.checkpoint.format import plain_name
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.snapshot import write_tensors
 from shadowsync.checkpoint.store import CheckpointStore
-from shadowsync.embedding.table import RowSet
+from shadowsync.embedding.table import RowSet, Table
 from shadowsync.errors import CheckpointError, SaveError
 
 FORMAT = 1
@@ -81,37 +82,10 @@ def _bytes_by_row(tensor: Tensor) -> Tensor:
     return tensor.view(len(tensor), -1).view(torch.uint8)
 
 
-class TableChange(msgspec.Struct):
-    """A table, and how many of its rows changed."""
-
-    name: str
-    rows: int
-    dim: int
-    changed: int
-
-
-class FileOfRows(msgspec.Struct, frozen=True):
-    """A file, with its size and the CRC-32 of its bytes."""
-
-    name: str
-    bytes: int
-    crc32: int
-
-
-class DeltaList(msgspec.Struct, frozen=True):
-    """What `delta.json` says."""
-
-    format: int
-    since: str
-    until: str
-    tables: tuple[TableChange, ...]
-    files: tuple[FileOfRows, ...]
-
-
 def write_delta(
     out: str, since: str, until: str, changes: Iterable[RowSet], *, file_bytes: int = FILE_BYTES
-) -> DeltaList:
-    """Writes changed rows into the new folder `out`, which appears when it is complete.
+) -> dict[str, Any]:
+    """Writes changed rows into the new folder `out`, which appears when it is complete; returns what `delta.json` says.
 
     `out` is a local path or any URL that fsspec knows (else `ConfigError`). `since` and `until` name the checkpoint
     that the changes are laid over and the one that comes out. Of the changes no more than `file_bytes` are held at a
@@ -124,14 +98,15 @@ def write_delta(
             raise SaveError(f"{out} is there already: give another folder, or remove it")
         staged = files.staging(folder)
         files.remove(staged, LIST)  # the remains of one that was cut off
-        tables: dict[str, TableChange] = {}
+        changed: dict[Table, int] = {}
+        written: list[dict[str, Any]] = []
         try:
-            written = []
-            for number, group in enumerate(_groups(changes, tables, file_bytes)):
+            for number, group in enumerate(_groups(changes, changed, file_bytes)):
                 file, _ = write_tensors(files, staged, f"rows-{number:05d}.safetensors", group, block_bytes=_ONE_SUM)
-                written.append(FileOfRows(file.name, file.bytes, file.crc32[0]))
-            made = DeltaList(FORMAT, since, until, tuple(tables.values()), tuple(written))
-            files.publish(folder, LIST, msgspec.json.format(msgspec.json.encode(made)))
+                written.append({"name": file.name, "bytes": file.bytes, "crc32": file.crc32[0]})
+            tables = [{"name": t.name, "rows": t.rows, "dim": t.dim, "changed": rows} for t, rows in changed.items()]
+            listed = {"format": FORMAT, "since": since, "until": until, "tables": tables, "files": written}
+            files.publish(folder, LIST, json.dumps(listed, indent=2).encode())
         except BaseException:
             for name in {staged, folder}:
                 with contextlib.suppress(OSError):
@@ -141,16 +116,15 @@ def write_delta(
         raise SaveError(
             f"{out} could not be written ({error.strerror or error}): make room, or give another"
         ) from error
-    return made
+    return listed
 
 
-def _groups(changes: Iterable[RowSet], tables: dict[str, TableChange], file_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Named tensors, as many as go into one file; counts into `tables`."""
+def _groups(changes: Iterable[RowSet], changed: dict[Table, int], file_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Named tensors, as many as go into one file; counts the rows `changed`."""
     group: dict[str, Tensor] = {}
     taken = 0
     for rows in changes:
-        table = rows.table
-        tables.setdefault(table.name, TableChange(table.name, table.rows, table.dim, 0)).changed += len(rows.numbers)
+        changed[rows.table] = changed.get(rows.table, 0) + len(rows.numbers)
         key = f"{rows.table.name}[{rows.start}:{rows.stop}]"
         tensors = {"numbers": rows.numbers, **rows.tensors}
         group |= {f"{key}.{name}": tensor for name, tensor in tensors.items()}

@@ -242,9 +242,8 @@ def write_file(path: Path, chunks: Iterable[Chunk]) -> None:
     from one aligned buffer, which is used again and again, the disk fetches the bytes itself. What does not fill the
     buffer, as small files, goes the ordinary way.
     """
-    buffer, filled = _buffer(), 0
+    buffer, filled, direct = _buffer(), 0, _O_DIRECT != 0
     with path.open("wb", buffering=0) as file:
-        target = _Target(file.fileno())
         for chunk in chunks:
             source, used = np.frombuffer(chunk, np.uint8), 0
             while used < len(source):
@@ -252,9 +251,11 @@ def write_file(path: Path, chunks: Iterable[Chunk]) -> None:
                 buffer[filled : filled + count] = source[used : used + count]
                 used, filled = used + count, filled + count
                 if filled == BUFFER_BYTES:
-                    target.write_aligned(buffer.data)
+                    done = _write_directly(file.fileno(), buffer.data) if direct else 0
+                    direct = done > 0
+                    _write_all(file.fileno(), buffer.data[done:])  # a disk that is about to be full, or refuses
                     filled = 0
-        target.write(buffer[:filled].data)
+        _write_all(file.fileno(), buffer[:filled].data)
         os.fsync(file.fileno())
 
 
@@ -267,40 +268,21 @@ def _buffer() -> NDArray[np.uint8]:
     return buffer
 
 
-class _Target:
-    """An open file; the first aligned write shows whether its file system takes them directly."""
+def _write_directly(descriptor: int, view: memoryview) -> int:
+    """How many bytes of a view that begins at a page and is whole pages long went past the page cache; 0 where that is
+    refused."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _O_DIRECT)
+        return os.write(descriptor, view)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._is_direct = False
-        self._may_be_direct = _O_DIRECT != 0
 
-    def write_aligned(self, view: memoryview) -> None:
-        """All of a view that begins at a page and is whole pages long, behind others such."""
-        if self._may_be_direct and not self._is_direct:
-            self._may_be_direct = self._is_direct = self._set(_O_DIRECT)
-        try:
-            done = os.write(self._descriptor, view)
-        except OSError as error:
-            if not self._is_direct or error.errno != errno.EINVAL:
-                raise
-            self._may_be_direct, done = False, 0
-        if done < len(view):  # a disk that is about to be full, or not to be written so
-            self.write(view[done:])
-
-    def write(self, view: memoryview) -> None:
-        if self._is_direct:
-            self._set(0)
-            self._is_direct = False
-        while view:
-            view = view[os.write(self._descriptor, view) :]
-
-    def _set(self, direct: int) -> bool:
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT | direct)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return False
-        return True
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -74,7 +74,7 @@ def test_the_recent_time_follows_and_the_mean_is_exact() -> None:
 
 def test_a_copy_does_not_follow() -> None:
     paces = paced(1.0)
-    copy = paces.so_far()
+    copy = Paces(paces)
     paces.add(WORKER, 3.0)
     assert (copy.mean_s(), paces.mean_s()) == ({WORKER: 1.0}, {WORKER: 2.0})
 

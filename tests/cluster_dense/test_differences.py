@@ -16,8 +16,7 @@ from torch import Tensor
 
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec, Encoded
-from shadowsync.compression.int4 import Int4
-from shadowsync.compression.int8 import Int8
+from shadowsync.compression.low_bit import Int4, Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.compression.wire import WireCounter

@@ -8,8 +8,7 @@ from remote_cases import CUT, ONE, direct, far, near
 from shadowsync.compression.auto import Auto
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel
-from shadowsync.compression.int4 import Int4
-from shadowsync.compression.int8 import Int8
+from shadowsync.compression.low_bit import Int4, Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.compression.wire import WireCounter, kept_shares

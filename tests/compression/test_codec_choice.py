@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shadowsync.compression.auto import Auto
 from shadowsync.compression.choice import CodecChoice, Crossing, Link, MeasuredConnection, Situation, busy_s
-from shadowsync.compression.int8 import Draws, Int8
+from shadowsync.compression.low_bit import Draws, Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import RunError

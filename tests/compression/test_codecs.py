@@ -8,8 +8,7 @@ from codec_cases import EACH, MEMBERS, numbers, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.compression.int4 import Int4
-from shadowsync.compression.int8 import Int8
+from shadowsync.compression.low_bit import Int4, Int8
 from shadowsync.compression.threshold import Threshold
 
 SHAPES = [(), (0,), (1,), (7,), (300,), (1000,), (3, 0), (0, 4), (2, 3, 5), (60, 9), (31, 16), (5, 512), (300, 1)]

@@ -3,7 +3,7 @@
 import pytest
 
 from shadowsync.choices import choose_all, resumed
-from shadowsync.compression.int8 import Int8
+from shadowsync.compression.low_bit import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.config import load, merge, parse

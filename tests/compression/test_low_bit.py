@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowsync.compression.codec import NotFinite
-from shadowsync.compression.int4 import Int4
-from shadowsync.compression.int8 import CHUNK, Int8, row_width
+from shadowsync.compression.low_bit import CHUNK, Int4, Int8, row_width
 
 KINDS = pytest.mark.parametrize("kind", [Int8, Int4])
 ROUGHER = 1 + 2**-7

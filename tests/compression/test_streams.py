@@ -12,7 +12,7 @@ from shadowsync.aggregation.update import gradient_stream
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel, Stream, float_bytes, pulled_and_pushed_bytes, restore_all
 from shadowsync.compression.codec import Codec, Encoded
-from shadowsync.compression.int8 import Int8
+from shadowsync.compression.low_bit import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.compression.wire import WireCounter

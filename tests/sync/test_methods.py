@@ -14,7 +14,7 @@ from torch import Tensor
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec
-from shadowsync.compression.int8 import Int8
+from shadowsync.compression.low_bit import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.compression.wire import WireCounter

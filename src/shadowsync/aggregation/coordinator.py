@@ -364,7 +364,7 @@ class StepCoordinator:
     def paces(self) -> Paces:
         """A copy of the step times so far, for a coordinator that goes on in place of this one."""
         with self._changed:
-            return self._paces.so_far()
+            return Paces(self._paces)
 
     def settle(self, timeout_s: float) -> bool:
         """Waits until every step that was decided is carried out, and what is in it counts as trained; False if that

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -84,36 +83,26 @@ class AggregationCounts:
         )
 
 
-class _StepTime(NamedTuple):
-    """A worker's step times: how many, their sum, and their mean with weights that fall by a fifth for each."""
-
-    batches: int = 0
-    seconds: float = 0.0
-    smoothed_s: float = 0.0
-
-
 class Paces:
     """How long every worker takes for a batch, from `begin` to arrival, for people to look at.
 
-    A few numbers for each worker; of more than 4,096 the one that was heard of least recently is forgotten.
+    Of each worker: how many step times, their sum, and their mean with weights that fall by a fifth for each. Of more
+    than 4,096 the one that was heard of least recently is forgotten. They go on from those `before`.
     """
 
-    def __init__(self, paces: Mapping[Worker, _StepTime] | None = None) -> None:
-        self._paces = dict(paces or {})
+    def __init__(self, before: "Paces | None" = None) -> None:
+        self._paces: dict[Worker, tuple[int, float, float]] = {} if before is None else dict(before._paces)
 
     def add(self, worker: Worker, step_s: float) -> None:
-        count, seconds, smoothed_s = self._paces.pop(worker, _StepTime())
+        count, seconds, smoothed_s = self._paces.pop(worker, (0, 0.0, 0.0))
         step_s = max(0.0, step_s)
         smoothed_s += (SMOOTHING if count else 1.0) * (step_s - smoothed_s)
-        self._paces[worker] = _StepTime(count + 1, seconds + step_s, smoothed_s)
+        self._paces[worker] = count + 1, seconds + step_s, smoothed_s
         if len(self._paces) > KNOWN_WORKERS:
             del self._paces[next(iter(self._paces))]
 
-    def so_far(self) -> "Paces":
-        return Paces(self._paces)
-
     def recent_s(self) -> Mapping[Worker, float]:
-        return {worker: pace.smoothed_s for worker, pace in self._paces.items()}
+        return {worker: smoothed_s for worker, (_, _, smoothed_s) in self._paces.items()}
 
     def mean_s(self) -> Mapping[Worker, float]:
-        return {worker: pace.seconds / pace.batches for worker, pace in self._paces.items()}
+        return {worker: seconds / count for worker, (count, seconds, _) in self._paces.items()}

@@ -240,18 +240,12 @@ class GradientUpdate(Update):
         """Ends when all servers hold the gradients and the coordinator knows."""
         told: Promise[None] = Promise()
 
-        def end(error: BaseException | None) -> None:
-            if error is None:
-                told.keep(None)
-            else:
-                told.fail(error)
-
         def tell(error: BaseException | None) -> None:
             if error is not None:
                 told.fail(error)
                 return
             try:
-                self.tell_arrived(number, version).then(end)
+                self.tell_arrived(number, version).then(told.end)
             except BaseException as failure:  # whoever waits is to hear of it, not the thread that brought the answer
                 told.fail(failure)
 

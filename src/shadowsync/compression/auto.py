@@ -10,8 +10,7 @@ from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec, Encoded
-from shadowsync.compression.int4 import Int4
-from shadowsync.compression.int8 import NEAREST, ROUNDING, Block, Int8, Rounding, Seed
+from shadowsync.compression.low_bit import NEAREST, ROUNDING, Block, Int4, Int8, Rounding, Seed
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.config import LONGEST_S

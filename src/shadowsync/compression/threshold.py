@@ -13,8 +13,7 @@ from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.codec import Codec, CodecState, Decoded, Encoded, NotFinite, as_numbers, nothing
-from shadowsync.compression.int4 import Int4
-from shadowsync.compression.int8 import NEAREST, ROUNDING, Block, Draws, Int8, LowBit, Rounding, Seed
+from shadowsync.compression.low_bit import NEAREST, ROUNDING, Block, Draws, Int4, Int8, LowBit, Rounding, Seed
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.positions import (
     LEAST,

@@ -75,6 +75,10 @@ class Promise(Pending[T]):
         """Gives an error instead of an answer."""
         self._end(None, error)
 
+    def end(self, error: BaseException | None) -> None:
+        """Ends as something else did that has no answer; a `Callback`."""
+        self._end(None, error)
+
     def result(self, timeout_s: float | None = None) -> T:
         if not self._ended and self._ender != threading.get_ident():
             with self._changed:
@@ -169,10 +173,7 @@ def all_of(parts: Sequence[Pending[Any]]) -> Pending[None]:
             left, first = left - 1, first or error
             if left:
                 return
-        if first is None:
-            whole.keep(None)
-        else:
-            whole.fail(first)
+        whole.end(first)
 
     for part in waiting:
         part.then(ended_one)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,7 @@ SILENCE_S = 60.0
 driver's word; this is for links that stay cut."""
 
 
-class Collectives(Protocol):
-    """What is needed of a process group; each call starts, and `wait` ends it."""
-
-    def size(self) -> int: ...
-    def alltoall_base(self, output: Tensor, given: Tensor, output_sizes: list[int], sizes: list[int]) -> dist.Work: ...
-    def allgather(self, outputs: list[list[Tensor]], given: list[Tensor]) -> dist.Work: ...
-
-
-def all_mean(group: Collectives, vector: Tensor) -> Tensor:
+def all_mean(group: dist.ProcessGroup, vector: Tensor) -> Tensor:
     """The mean of the members' `[P]` vectors, float32 `[P]`; every value crosses twice in the vector's type.
 
     Each member sums the c parameters that are its own, in the order of the members and in float32, and sends the mean
@@ -58,7 +50,7 @@ def all_mean(group: Collectives, vector: Tensor) -> Tensor:
     return means[:length].to(torch.float32)
 
 
-def all_messages(group: Collectives, message: Tensor, most: int) -> tuple[Tensor, ...] | None:
+def all_messages(group: dist.ProcessGroup, message: Tensor, most: int) -> tuple[Tensor, ...] | None:
     """The members' messages (uint8, of any lengths) in their order; None if they are more than `most` bytes together.
 
     Each goes to every other member directly, after its length (8 bytes), by which all members decide alike.
@@ -104,7 +96,7 @@ class GlooRing:
 
     def __init__(self, seat: Seat, host: str = "127.0.0.1", timeout_s: float = SILENCE_S) -> None:
         self._seat, self._host, self._timeout_s = seat, host, timeout_s
-        self._work: queue.SimpleQueue[tuple[Callable[[Collectives], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._work = queue.SimpleQueue[tuple[Callable[[dist.ProcessGroup], Any], Future[Any]] | None]()
         self._thread = threading.Thread(target=self._run, name=f"ring-{seat.epoch}", daemon=True)
         # A process that ends while Gloo takes a group apart is aborted by it.
         atexit.register(self._end)
@@ -124,7 +116,7 @@ class GlooRing:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _do(self, work: Callable[[Collectives], T]) -> Future[T]:
+    def _do(self, work: Callable[[dist.ProcessGroup], T]) -> Future[T]:
         future: Future[T] = Future()
         self._work.put((work, future))
         return future
@@ -150,13 +142,13 @@ class GlooRing:
         del group  # here, and not after the process may have ended
         atexit.unregister(self._end)
 
-    def _build(self) -> tuple[Collectives | None, str]:
+    def _build(self) -> tuple[dist.ProcessGroup | None, str]:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads = timedelta(seconds=self._timeout_s), 1
         try:
             options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
             store = _BoardStore(self._seat.board)
-            return cast("Collectives", ProcessGroupGloo(store, self._seat.position, self._seat.size, options)), ""
+            return cast("dist.ProcessGroup", ProcessGroupGloo(store, self._seat.position, self._seat.size, options)), ""
         except Exception as error:
             return None, _in_one_line(error)
 

@@ -22,7 +22,7 @@ from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import Choices, choose_all, global_batch, resumed, server_count
-from shadowsync.cluster.context import Material, Own, RolePlace, no_failures
+from shadowsync.cluster.context import Material, Own, no_failures
 from shadowsync.cluster.manager import cpus_needed, resources_needed
 from shadowsync.cluster.session import Session
 from shadowsync.config import Config, load, merge, parse, read_given, with_written
@@ -34,7 +34,7 @@ from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, S
 from shadowsync.inference import predictor, score
 from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.memory.shared import can_share
-from shadowsync.metrics.history import About, Frame, RoleEvent
+from shadowsync.metrics.history import About, Frame
 from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_scores
 from shadowsync.metrics.units import UnitActivity, Units
 from shadowsync.places import advice, as_stored, local_path, unfollowed, without
@@ -258,7 +258,7 @@ class _Run:
         self.load_s = time.monotonic() - started
         self.seconds_before = 0.0
         self._first_began = 0.0  # the training, before any resume; as `time.monotonic`
-        self._places: Mapping[str, RolePlace] = {}
+        self._places: Mapping[str, Mapping[str, str | int]] = {}
         self._saving = False
         self._told_ways: set[tuple[str, str]] = set()
         self._told_of_loss = self._told_of_labels = False
@@ -390,16 +390,14 @@ class _Run:
         if saving != self._saving:
             session.events.add("driver", "saving" if saving else "saved")
             self._saving = saving
-        for happened in session.events.take():
+        for happened in session.events.take(self._first_began):
             # who drives has told its own decisions
             if happened.event == "waiting" or (happened.event == "decided" and happened.role != "driver"):
                 self._print(f"{happened.role}: {happened.detail}")
-            seconds = max(0.0, happened.at - self._first_began)
-            reporter.note(RoleEvent(seconds, happened.role, happened.event, happened.detail, happened.about))
+            reporter.note(happened)
         if (places := session.places()) != self._places:
             self._places = places
-            plain = {role: dataclasses.asdict(place) for role, place in places.items()}
-            write_atomically(self.job.out / "roles.json", json.dumps(plain, indent=1).encode() + b"\n")
+            write_atomically(self.job.out / "roles.json", json.dumps(places, indent=1).encode() + b"\n")
 
     def _look(self) -> None:
         for computing in self.session.computing():

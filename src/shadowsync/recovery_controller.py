@@ -19,7 +19,7 @@ from shadowsync.checkpoint.loading import LoadedCheckpoint, written_rows
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.snapshot import GivenUp, Snapshot
 from shadowsync.checkpoint.store import CheckpointStore, ParentLost
-from shadowsync.cluster.context import ServerLoss
+from shadowsync.cluster.outages import ServerLoss
 from shadowsync.cluster.session import Session
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.errors import CheckpointError, NonFiniteLoss, SaveError

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shadowsync.aggregation.stepping import DenseGradient, DenseShare, DenseStep, DenseStepper, divide
 from shadowsync.checkpoint.job_state import TrainerImage, dense_tensors
-from shadowsync.cluster.servers import PartImages
+from shadowsync.cluster.dense_side import join_images, split_image
 from shadowsync.errors import DataError
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd
 from shadowsync.training.replica import Replica, flat_length, laid_out
@@ -118,11 +118,11 @@ def test_an_image_of_any_number_of_servers_is_that_of_the_whole(optimizer: Dense
         tensor.copy_(torch.rand(tensor.shape) * 9)
         if tensor.shape == kept.shape:
             tensor.mul_(kept)
-    image, images = TrainerImage.of(whole.replica, {}), PartImages(parts, whole.replica)
-    for stepper, split in zip(own, images.split(image), strict=True):
+    image = TrainerImage.of(whole.replica, {})
+    for stepper, split in zip(own, split_image(parts, whole.replica, image), strict=True):
         assert split.replica.keys() == dense_tensors(stepper.replica).keys()
         split.put_into(stepper.replica)
-    again = images.join([TrainerImage.of(stepper.replica, {}) for stepper in own])
+    again = join_images(parts, whole.replica, [TrainerImage.of(stepper.replica, {}) for stepper in own])
     assert again.replica.keys() == image.replica.keys()
     assert "buffer.tower.1.running_mean" in again.replica
     restored = Replica(model, optimizer, {})

@@ -36,7 +36,7 @@ from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.stepping import DenseStep, DenseStepper
 from shadowsync.aggregation.update import DenseClient, GradientUpdate
 from shadowsync.checkpoint.job_state import job_state
-from shadowsync.cluster import stepped, trainer_dense
+from shadowsync.cluster import dense_side, trainer_dense
 from shadowsync.compression.threshold import Threshold
 from shadowsync.data.leases import Lease
 from shadowsync.embedding.server import RowStep
@@ -100,7 +100,7 @@ class Inline:
 def steps_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker waits for the step that its gradient completes, as if there were no wire in between."""
     monkeypatch.setattr(trainer_dense, "GradientUpdate", partial(GradientUpdate, most_under_way=0))
-    monkeypatch.setattr(stepped, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(dense_side, "ThreadPoolExecutor", Inline)
 
 
 def assert_same(ours: Path, theirs: Path) -> None:
@@ -347,7 +347,7 @@ class Stepped:
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From now on, of all jobs."""
-        dispatch, carry_out = StepCoordinator.dispatch, stepped.RemoteSteps.carry_out
+        dispatch, carry_out = StepCoordinator.dispatch, dense_side.RemoteSteps.carry_out
 
         def dispatched(coordinator: StepCoordinator, lease: Lease, start: int, stop: int) -> int:
             number = dispatch(coordinator, lease, start, stop)
@@ -355,12 +355,12 @@ class Stepped:
             self.rows[number] = [(lease.epoch, lease.slice, row) for row in range(start, stop)]
             return number
 
-        def carried_out(steps: stepped.RemoteSteps, dense: DenseStep, rows: RowStep) -> None:
+        def carried_out(steps: dense_side.RemoteSteps, dense: DenseStep, rows: RowStep) -> None:
             self.named.extend(dense.weights)
             carry_out(steps, dense, rows)
 
         monkeypatch.setattr(StepCoordinator, "dispatch", dispatched)
-        monkeypatch.setattr(stepped.RemoteSteps, "carry_out", carried_out)
+        monkeypatch.setattr(dense_side.RemoteSteps, "carry_out", carried_out)
 
     def counts(self) -> Counter[tuple[int, int, int]]:
         """In how many gradients that a step took or dropped each row of each epoch was."""
@@ -474,11 +474,11 @@ def test_a_dead_dense_server_takes_everybody_back_to_the_newest_checkpoint(
 
 def test_while_everybody_goes_back_the_counts_stay_until_it_is_known_to_which(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise steps would fall to 0 for a moment, and `auto` would tell of every switch once more."""
-    monkeypatch.setattr(stepped.RemoteSteps, "restart", lambda *_: None)
+    monkeypatch.setattr(dense_side.RemoteSteps, "restart", lambda *_: None)
     reader = cast("Any", SimpleNamespace(leases=SimpleNamespace(trained=0, number_by=lambda _: None)))
     rule, nobody = StepRule(4, 0.1, 0.1, Rates(0, "none", 0.0, 100), False), cast("Any", None)
     elsewhere = cast("Any", SimpleNamespace(spec=SimpleNamespace(direct=False)))
-    side = stepped.Stepped(Auto(), rule, elsewhere, nobody)
+    side = dense_side.Stepped(Auto(), rule, elsewhere, nobody)
     last = AggregationState(global_steps=9, received=36, mode="sync", switches=(Switch(3, "gba", "slow"),))
     earlier = AggregationState(global_steps=2, received=8, mode="sync")
     side.open(reader, 0)

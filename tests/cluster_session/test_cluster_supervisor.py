@@ -142,8 +142,8 @@ def test_who_is_launched_is_there_and_in_order(job: Fixture) -> None:
     assert job.told()[0] == ("trainer-10", "alive", "somewhere")
     places = job.supervisor.places()
     assert list(places) == sorted(["trainer-10", "trainer-9", "reader-0", "embedding-1"])
-    assert (places["reader-0"].pid, places["reader-0"].host, places["reader-0"].log) == (2, "somewhere", "/logs/2")
-    assert all(place.incarnation == 0 for place in places.values())
+    assert places["reader-0"] == {"pid": 2, "host": "somewhere", "incarnation": 0, "log": "/logs/2"}
+    assert all(place["incarnation"] == 0 for place in places.values())
 
 
 def test_a_process_that_ended_is_noticed_once(job: Fixture) -> None:
@@ -168,7 +168,7 @@ def test_who_is_given_up_is_ended_and_reached_no_more(job: Fixture) -> None:
     job.supervisor.give_up(member, "it lied")
     assert process_of(member).killed
     assert line_of(member).address is None
-    assert job.supervisor.places()["embedding-0"].pid == 0  # where it was, until somebody has its place
+    assert job.supervisor.places()["embedding-0"]["pid"] == 0  # where it was, until somebody has its place
 
 
 def test_who_was_not_listened_to_was_not_silent(job: Fixture) -> None:
@@ -224,7 +224,7 @@ def test_the_next_one_takes_the_place(job: Fixture) -> None:
     second = job.launch("reader-0")
     assert (first.incarnation, second.incarnation) == (0, 1)
     assert job.supervisor.of_kind("reader") == [second]
-    assert job.supervisor.places()["reader-0"].incarnation == 1
+    assert job.supervisor.places()["reader-0"]["incarnation"] == 1
     assert [event for _, event, _ in job.told()] == ["alive", "dead", "restarted"]
 
 

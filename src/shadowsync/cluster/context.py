@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource, Schema
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard, Table, widths
-from shadowsync.metrics.history import About, Event
+from shadowsync.metrics.history import About, Event, RoleEvent
 from shadowsync.metrics.recorder import Recorder
 from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.dense import DenseServer
@@ -227,69 +227,20 @@ class Newest(Protocol):
         """
 
 
-class LoggedEvent(NamedTuple):
-    """Something that happened to a role; `at` as `time.monotonic`."""
-
-    at: float
-    role: str
-    event: Event
-    detail: str = ""
-    about: About = ""
-
-
-@dataclass(frozen=True)
-class RolePlace:
-    """Where a role is.
-
-    Attributes:
-        pid: of its process.
-        host: name of the machine.
-        incarnation: from 0; one more for each process that has taken the role's place.
-        log: path of its log there; empty where it has none of its own.
-    """
-
-    pid: int
-    host: str
-    incarnation: int
-    log: str
-
-
-class ServerLoss(NamedTuple):
-    """Embedding servers failed at once and are there again.
-
-    Attributes:
-        servers: which.
-        samples: trained by the whole job when they failed.
-        back_to: samples of the checkpoint to which everybody went back; None where only these servers did.
-        loaded: name of the checkpoint; None where there was none, so that they begin with initial values.
-        loaded_samples: trained when it was taken.
-        restart_s: seconds until a replacement stood ready to load.
-        load_s: seconds that it loaded.
-    """
-
-    servers: tuple[int, ...]
-    samples: int
-    back_to: int | None
-    loaded: str | None
-    loaded_samples: int
-    restart_s: float
-    load_s: float
-
-
 @dataclass
 class EventLog:
     """What has happened to the roles and was not told yet; any thread may add to it."""
 
-    _waiting: list[LoggedEvent] = field(default_factory=list)
+    _waiting: list[tuple[float, str, Event, str, About]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, role: str, event: Event, detail: str = "", about: About = "") -> None:
         """Notes that it happens now."""
         with self._lock:
-            self._waiting.append(LoggedEvent(time.monotonic(), role, event, detail, about))
+            self._waiting.append((time.monotonic(), role, event, detail, about))
 
-    def take(self) -> list[LoggedEvent]:
-        """All of them, in order; they are not given again."""
+    def take(self, began: float = 0.0) -> list[RoleEvent]:
+        """All of them, in order, by the seconds since `began` (`time.monotonic`); they are not given again."""
         with self._lock:
             taken, self._waiting = self._waiting, []
-        return taken
+        return [RoleEvent(max(0.0, at - began), role, event, detail, about) for at, role, event, detail, about in taken]

@@ -15,17 +15,16 @@ from shadowsync.assembly import computing_here, make_module, make_tables, step_r
 from shadowsync.checkpoint.job_state import DenseImage, job_state, restored_dense
 from shadowsync.checkpoint.loading import LoadedCheckpoint, Written
 from shadowsync.choices import warmup_samples
-from shadowsync.cluster.context import EventLog, JobContext, Material, Near, Newest, RolePlace, ServerLoss
-from shadowsync.cluster.dense_side import DenseSide, Merged
+from shadowsync.cluster.context import EventLog, JobContext, Material, Near, Newest
+from shadowsync.cluster.dense_side import DenseSide, Merged, Stepped
 from shadowsync.cluster.endpoints import Endpoints
 from shadowsync.cluster.images import Images
 from shadowsync.cluster.manager import ClusterManager, ClusterSpec
-from shadowsync.cluster.outages import Outages
+from shadowsync.cluster.outages import Outages, ServerLoss
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.cluster.roles import ROLES
 from shadowsync.cluster.scheduler import RestartPolicy
 from shadowsync.cluster.statuses import Statuses, added
-from shadowsync.cluster.stepped import Stepped
 from shadowsync.cluster.supervisor import Member, NobodyLeft, Supervisor
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.compression.codec import Codec
@@ -752,7 +751,7 @@ class Session:
         states = {role: member.state for role, member in list(self._manager.supervisor.members.items())}
         return states | dict.fromkeys(list(self._installs), "restarting")
 
-    def places(self) -> dict[str, RolePlace]:
+    def places(self) -> dict[str, dict[str, str | int]]:
         """Where each role is that has a process of its own, by name."""
         return {} if self._direct else self._manager.supervisor.places()
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shadowsync.cluster.context import EventLog, RolePlace
+from shadowsync.cluster.context import EventLog
 from shadowsync.metrics.history import RoleState
 from shadowsync.rpc.connection import Connection, Connector
 from shadowsync.rpc.errors import PeerLost
@@ -171,11 +171,12 @@ class Supervisor:
             self._dead.append(member)
         self.wake()
 
-    def places(self) -> dict[str, RolePlace]:
-        """Where the members are, by role."""
+    def places(self) -> dict[str, dict[str, str | int]]:
+        """Where the members are, by role, as in `roles.json`; `log` is empty where a role has none of its own."""
         return {
-            role: RolePlace(member.endpoint.pid, member.endpoint.host, member.incarnation, member.endpoint.log)
+            role: {"pid": end.pid, "host": end.host, "incarnation": member.incarnation, "log": end.log}
             for role, member in sorted(self.members.copy().items())
+            for end in [member.endpoint]
         }
 
     def close(self) -> None:

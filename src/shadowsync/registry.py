@@ -67,7 +67,6 @@ class MemberOf:
     also: tuple[str, ...] = ()
 
     def names(self) -> tuple[str, ...]:
-        """Those that are allowed."""
         module, _, name = self.seam.partition(":")
         seam = getattr(importlib.import_module(module), name)
         return (*self.also, *members(module.rpartition(".")[0], seam))

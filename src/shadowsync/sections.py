@@ -99,13 +99,13 @@ def _wire(session: Session) -> result.WireSection:
 
 
 def _aggregation(session: Session) -> result.AggregationSection | None:
-    done, chosen = session.aggregation, session.choices.aggregation
-    if done is None or chosen is None:
+    done, chosen, coordinator = session.aggregation, session.choices.aggregation, session.coordinator
+    if done is None or chosen is None or coordinator is None:
         return None
     return msgspec.structs.replace(
         msgspec.convert(done, result.AggregationSection, from_attributes=True),
         method=chosen.method.name,
-        step_seconds=by_name(session.mean_step_s()),
+        step_seconds=by_name(coordinator.mean_step_s()),
         most_held_bytes=session.most_held_bytes,
     )
 

@@ -95,17 +95,14 @@ class JobContext:
 
     @property
     def rates(self) -> Rates:
-        """The factor on all learning rates."""
         train = self.config.train
         return Rates(self.warmup_samples, train.decay, train.final_lr, self.total_samples)
 
     @property
     def prefetch(self) -> int:
-        """Pulls under way per worker."""
         return prefetch(self.config, self.choices)
 
     def replica(self, module: nn.Module, memory: Tensor | None = None) -> Replica:
-        """A replica of its own of a dense part; `memory` as `Replica` has it."""
         return Replica(module, self.choices.optimizer, widths(self.tables), self.config.train.device, memory)
 
 
@@ -235,7 +232,6 @@ class EventLog:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, role: str, event: Event, detail: str = "", about: About = "") -> None:
-        """Notes that it happens now."""
         with self._lock:
             self._waiting.append((time.monotonic(), role, event, detail, about))
 

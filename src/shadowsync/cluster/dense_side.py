@@ -5,7 +5,7 @@ import contextlib
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from shadowsync.aggregation.aggregator import Aggregation, Worker
+from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState, Paces
 from shadowsync.aggregation.stepping import DenseShare, DenseStep, DenseStepper
@@ -26,7 +26,6 @@ from shadowsync.cluster.supervisor import Member, NobodyLeft
 from shadowsync.cluster.trainer_dense import averaged_codec
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.wire import WireCounter
-from shadowsync.data.leases import LeaseService
 from shadowsync.data.reader import Reader
 from shadowsync.embedding.server import EmbeddingServer, RowStep
 from shadowsync.embedding.service import EmbeddingService
@@ -48,6 +47,7 @@ class DenseSide(ABC):
     Attributes:
         is_with_trainers: it is lost with the last trainer.
         is_with_servers: it is lost with a dense server.
+        coordinator: of the global steps of a gradient method, once a generation has begun.
         error: what went wrong beside the trainers.
         aggregation: as `Session.aggregation`, of this run and what it went on from.
         held_bytes: memory of the gradients that wait for a global step, all servers; None where that is not known.
@@ -55,6 +55,7 @@ class DenseSide(ABC):
 
     is_with_trainers: ClassVar[bool]
     is_with_servers: ClassVar[bool]
+    coordinator: StepCoordinator | None = None
 
     def __init__(self, manager: ClusterManager, images: Images) -> None:
         self._manager, self._images = manager, images
@@ -90,9 +91,13 @@ class DenseSide(ABC):
 
     def look(self) -> None:
         """Called several times a second while trainers are at work."""
+        if self.coordinator is not None:
+            self.coordinator.look()
 
     def stop(self) -> None:
         """Lets everybody go who waits for others."""
+        if self.coordinator is not None:
+            self.coordinator.stop()
 
     def close(self) -> None:
         """Ends threads."""
@@ -112,11 +117,11 @@ class DenseSide(ABC):
 
     def settle(self, timeout_s: float) -> bool:
         """Waits, while trainers stand still, until nothing changes anything any more; False if it does after that."""
-        return True
+        return self.coordinator is None or self.coordinator.settle(timeout_s)
 
     def paused(self) -> AbstractContextManager[None]:
         """While inside, trainers stand still."""
-        return nullcontext()
+        return nullcontext() if self.coordinator is None else self.coordinator.paused()
 
     @property
     @abstractmethod
@@ -142,7 +147,8 @@ class DenseSide(ABC):
 
     @property
     def error(self) -> BaseException | None:
-        return None
+        error = None if self.coordinator is None else self.coordinator.error
+        return None if isinstance(error, GONE) else error
 
     @property
     def aggregation(self) -> AggregationState | None:
@@ -151,14 +157,6 @@ class DenseSide(ABC):
     @property
     def held_bytes(self) -> int | None:
         return None
-
-    def recent_step_s(self) -> Mapping[Worker, float]:
-        """How long each worker of a gradient method takes for a batch now."""
-        return {}
-
-    def mean_step_s(self) -> Mapping[Worker, float]:
-        """How long each worker of a gradient method took for a batch, on average since the start."""
-        return {}
 
     def distance(self, sketches: Sequence[Tensor]) -> float | None:
         """Mean of ‖w_i − mean w‖ / ‖mean w‖ over the same coordinates of each trainer's replica; None for one."""
@@ -305,43 +303,20 @@ class NearSteps:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the gradients that wait now."""
         return self.dense.held_bytes + sum(server.held_bytes for server in self.rows)
 
     def carry_out(self, dense: DenseStep, rows: RowStep) -> None:
-        """As `RemoteSteps.carry_out`."""
         self.dense.commit(dense, self.generation)
         for server in self.rows:
             server.commit(rows)
 
     def restart(self, steps: int) -> None:
-        """As `RemoteSteps.restart`."""
         self.dense.restart(steps, self.generation)
         for server in self.rows:
             server.forget_held(steps - 1)
 
     def end(self) -> None:
         """Nobody waits."""
-
-
-class _Generation:
-    """The coordinator of a generation, with the thread that carries its steps out where servers are elsewhere."""
-
-    def __init__(
-        self, method: Aggregation, rule: StepRule, rows: LeaseService, steps: RemoteSteps | NearSteps, paces: Paces
-    ) -> None:
-        self.steps = steps
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="steps")
-        run = None if isinstance(steps, NearSteps) else self._pool.submit
-        generation = Generation(steps.generation)
-        self.coordinator = StepCoordinator(
-            method, rule, rows, steps.carry_out, run=run, paces=paces, generation=generation
-        )
-
-    def end(self) -> None:
-        self.coordinator.stop()
-        self.steps.end()
-        self._pool.shutdown(wait=False, cancel_futures=True)  # it may wait for a server that is silent
 
 
 class Stepped(DenseSide):
@@ -359,58 +334,52 @@ class Stepped(DenseSide):
     def __init__(self, method: Aggregation, rule: StepRule, manager: ClusterManager, images: Images) -> None:
         super().__init__(manager, images)
         self._method, self._rule = method, rule
-        self._now: _Generation | None = None
         self._before: AggregationState | None = None
+        self._steps: RemoteSteps | NearSteps
+        self._pool: ThreadPoolExecutor
+        """Carries steps out where servers are elsewhere."""
 
     # --- a generation ------------------------------------------------------------------------------------------------
 
     def open(self, reader: Reader, generation: int) -> StepCoordinator:
         self.close()
-        self._before = None if self._now is None else self.aggregation
+        self._before = None if self.coordinator is None else self.aggregation
+        paces = Paces() if self.coordinator is None else self.coordinator.paces
         direct = self._manager.spec.direct
-        steps = NearSteps(generation) if direct else RemoteSteps(self._manager, generation)
-        paces = Paces() if self._now is None else self._now.coordinator.paces
-        self._now = _Generation(self._method, self._rule, reader.leases, steps, paces)
-        return self._now.coordinator
+        self._steps = steps = NearSteps(generation) if direct else RemoteSteps(self._manager, generation)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="steps")
+        self.coordinator = StepCoordinator(
+            self._method,
+            self._rule,
+            reader.leases,
+            steps.carry_out,
+            run=None if direct else self._pool.submit,
+            paces=paces,
+            generation=Generation(generation),
+        )
+        return self.coordinator
 
     def near(
         self, servers: Sequence[Any], rows: Sequence[EmbeddingServer], gate: Gate, counter: WireCounter
     ) -> Stepping:
-        assert self._now is not None
-        steps = self._now.steps
+        steps = self._steps
         assert isinstance(steps, NearSteps)
+        assert self.coordinator is not None
         (steps.dense,), steps.rows = servers, rows
-        return Stepping(steps.dense, self._now.coordinator)
-
-    def look(self) -> None:
-        if self._now is not None:
-            self._now.coordinator.look()
-
-    def stop(self) -> None:
-        if self._now is not None:
-            self._now.coordinator.stop()
+        return Stepping(steps.dense, self.coordinator)
 
     def close(self) -> None:
-        if self._now is not None:
-            self._now.end()
+        if self.coordinator is not None:
+            self.coordinator.stop()
+            self._steps.end()
+            self._pool.shutdown(wait=False, cancel_futures=True)  # it may wait for a server that is silent
 
     # --- deaths ------------------------------------------------------------------------------------------------------
 
     def fill_server(self, server: Member) -> None:
         raise NobodyLeft(f"the dense part was lost with the {server.role} before")
 
-    @property
-    def error(self) -> BaseException | None:
-        error = None if self._now is None else self._now.coordinator.error
-        return None if isinstance(error, GONE) else error
-
     # --- images ------------------------------------------------------------------------------------------------------
-
-    def settle(self, timeout_s: float) -> bool:
-        return self._now is None or self._now.coordinator.settle(timeout_s)
-
-    def paused(self) -> AbstractContextManager[None]:
-        return super().paused() if self._now is None else self._now.coordinator.paused()
 
     @property
     def copies(self) -> int:
@@ -441,11 +410,11 @@ class Stepped(DenseSide):
         return [] if whole else self._manager.statuses.at_work()
 
     def restart(self, before: AggregationState) -> None:
-        if self._now is None:
+        if self.coordinator is None:
             raise PeerLost("no generation has begun")
-        self._now.coordinator.restart(before)
+        self.coordinator.restart(before)
         self._before = None
-        self._now.steps.restart(before.global_steps)
+        self._steps.restart(before.global_steps)
 
     # --- figures -----------------------------------------------------------------------------------------------------
 
@@ -454,17 +423,11 @@ class Stepped(DenseSide):
         """While everybody goes back to a checkpoint, until `restart` says to which counts, those of the end before."""
         if (before := self._before) is not None:
             return before
-        return AggregationState() if self._now is None else self._now.coordinator.state
+        return AggregationState() if self.coordinator is None else self.coordinator.state
 
     @property
     def held_bytes(self) -> int:
-        return 0 if self._now is None else self._now.steps.held_bytes
-
-    def recent_step_s(self) -> Mapping[Worker, float]:
-        return {} if self._now is None else self._now.coordinator.recent_step_s()
-
-    def mean_step_s(self) -> Mapping[Worker, float]:
-        return {} if self._now is None else self._now.coordinator.mean_step_s()
+        return 0 if self.coordinator is None else self._steps.held_bytes
 
 
 # --- images of the parts of dense servers ----------------------------------------------------------------------------

@@ -82,7 +82,6 @@ class Images:
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def rows(self) -> tuple[Rows, ...]:
-        """Copies of all rows with their optimizer state."""
         found: dict[int, list[Rows]] = {}
 
         def read(member: Member) -> None:
@@ -92,11 +91,9 @@ class Images:
         return tuple(rows for index in sorted(found) for rows in found[index])
 
     def changed_rows(self, end_of_round: bool) -> tuple[Rows | RowSet, ...]:
-        """As `Session.changed_rows`."""
         return self._copied(lambda save, shards: save.changed(shards, end_of_round))
 
     def rows_beside(self) -> tuple[Rows, ...]:
-        """As `Session.rows_beside`."""
         return self._copied(lambda save, shards: save.everything(shards))
 
     def _copied(self, copy: Callable[[RemoteSave, Sequence[Shard]], Iterator[T]]) -> tuple[T, ...]:
@@ -145,11 +142,9 @@ class Images:
         self._manager.all_at_once([partial(self.load_server, saved, member) for member in servers])
 
     def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:
-        """Fills the rows of one embedding server."""
         RemoteRows(member.connection).write(saved.rows_of(self._manager.spec.shards[member.index]))
 
     def predicting_client(self) -> EmbeddingClient:
-        """Pulls rows as they are."""
         job, shards = self._manager.spec.job, self._manager.spec.shards
         features = [feature.name for feature in job.schema.features]
         if self._manager.spec.direct:
@@ -193,7 +188,6 @@ class Images:
             self.write_center(image.center)
 
     def restore(self, member: Member, image: TrainerImage) -> None:
-        """Fills the dense part of one trainer or dense server."""
         ask(member.connection, Imaged.restore, image.in_main_memory())
 
     def read_center(self) -> Tensor:

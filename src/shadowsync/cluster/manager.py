@@ -88,7 +88,6 @@ class ClusterSpec:
 
     @property
     def dense_servers(self) -> int:
-        """How many there are."""
         return len(self.spans) or len(self.parts)
 
     @property
@@ -191,7 +190,6 @@ class ClusterManager:
     # --- places ------------------------------------------------------------------------------------------------------
 
     def request(self, role: str) -> LaunchRequest:
-        """What a role needs of its machine."""
         needs = role_of(role).request(self.spec, role)
         return replace(needs, threads=self.spec.threads, forget_s=self.spec.forget_s)
 
@@ -249,7 +247,6 @@ class ClusterManager:
         self.all_at_once([partial(start, request) for request in requests])
 
     def scheduler(self) -> Scheduler:
-        """The machines with who is on them now."""
         living = [member for member in list(self.supervisor.members.values()) if member.living]
         placed = [replace(self.request(member.role), machine=member.endpoint.machine) for member in living]
         return Scheduler(self._runtime.machines(), placed)
@@ -295,7 +292,6 @@ class ClusterManager:
         return servers
 
     def vacant_row_servers(self) -> tuple[int, ...]:
-        """Embedding servers that are not there."""
         return tuple(sorted({*range(len(self.spec.shards))} - {member.index for member in self.serving("embedding")}))
 
     def all_servers_serve(self) -> bool:
@@ -392,7 +388,6 @@ class ClusterManager:
             self.statuses.add(member)
 
     def close_memory(self) -> None:
-        """Lets go of it."""
         for held in [*self.memory.values(), *self._logs.values(), *self._replicas.values()]:
             held.close()
 

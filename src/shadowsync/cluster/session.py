@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from torch import Tensor
 
 from shadowsync.aggregation.aggregator import Worker
+from shadowsync.aggregation.coordinator import StepCoordinator
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import computing_here, make_module, make_tables, step_rule
 from shadowsync.checkpoint.job_state import DenseImage, job_state, restored_dense
@@ -232,7 +233,6 @@ class Session:
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts every trainer."""
         self._training = True
         self._manager.are_filled()
         for member in self._manager.statuses.at_work():
@@ -295,7 +295,6 @@ class Session:
         return self._manager.supervisor.anybody_died or not self._manager.all_servers_serve()
 
     def can_fail(self) -> Mapping[str, int]:
-        """How many roles of each kind `inject_failure` can make fail."""
         kinds = ("trainer", "embedding") if self._direct else ("trainer", "reader", "embedding", "dense")
         return {kind: len(self._manager.supervisor.of_kind(kind)) for kind in kinds}
 
@@ -386,7 +385,6 @@ class Session:
             self.stop()
 
     def stop(self) -> None:
-        """Asks every worker to end at its next step boundary."""
         if not self._stopping:
             self._stopping = True
             self._ask_to_stop()
@@ -415,7 +413,6 @@ class Session:
             raise self._error
 
     def close(self) -> None:
-        """Ends all roles."""
         self._ends.close()
 
     def _close_reader(self) -> None:
@@ -696,13 +693,10 @@ class Session:
         """What a gradient method has done, before a resume too; None where replicas are merged."""
         return self._dense.aggregation
 
-    def recent_step_s(self) -> Mapping[Worker, float]:
-        """How long each worker of a gradient method takes for a batch now; nobody where replicas are merged."""
-        return self._dense.recent_step_s()
-
-    def mean_step_s(self) -> Mapping[Worker, float]:
-        """How long each worker of a gradient method took for a batch, on average since the start."""
-        return self._dense.mean_step_s()
+    @property
+    def coordinator(self) -> StepCoordinator | None:
+        """Of the global steps; None where replicas are merged."""
+        return self._dense.coordinator
 
     @contextmanager
     def _all_or_again(self) -> Iterator[None]:
@@ -714,7 +708,6 @@ class Session:
             raise
 
     def predicting_client(self) -> EmbeddingClient:
-        """Pulls rows as they are, for predictions."""
         self._check_settled()
         return self._images.predicting_client()
 
@@ -739,7 +732,6 @@ class Session:
 
     @property
     def failures(self) -> int:
-        """Roles that died since the start."""
         return self._failures
 
     def computing(self) -> list[Computing]:
@@ -747,7 +739,6 @@ class Session:
         return self._manager.statuses.computing()
 
     def role_states(self) -> dict[str, RoleState]:
-        """The state of each role, by name."""
         states = {role: member.state for role, member in list(self._manager.supervisor.members.items())}
         return states | dict.fromkeys(list(self._installs), "restarting")
 
@@ -757,7 +748,6 @@ class Session:
 
     @property
     def total_samples(self) -> int:
-        """Samples to be trained in all."""
         return self.train_source.rows * self.config.data.epochs
 
     @property
@@ -802,7 +792,7 @@ class Session:
             roles=self.role_states(),
             queue_depth=self._manager.statuses.waiting(),
             emulated_step_ms=self.config.train.emulate_step_ms,
-            step_seconds=by_name(self.recent_step_s()),
+            step_seconds={} if self.coordinator is None else by_name(self.coordinator.recent_step_s()),
             held_bytes=held,
         )
 

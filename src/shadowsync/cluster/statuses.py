@@ -76,11 +76,9 @@ class Statuses:
         self._syncs, self._wire = 0, WireTotals().by_name()
 
     def at_work(self) -> list[Member]:
-        """Living trainers whose part is in place, by rank."""
         return sorted([member for member in list(self._seen) if member.living], key=lambda member: member.index)
 
     def of(self, member: Member) -> TrainerStatus:
-        """What it said last."""
         seen = self._seen.get(member)
         return NOTHING_YET if seen is None else seen.status
 
@@ -105,7 +103,6 @@ class Statuses:
         return heard
 
     def syncs(self) -> int:
-        """Synchronisations of this generation."""
         return self._syncs + sum(seen.status.syncs for seen in list(self._seen.values()))
 
     def wire(self) -> dict[str, dict[str, int]]:
@@ -139,7 +136,6 @@ class Statuses:
         return [sketch for seen in list(self._seen.values()) if (sketch := seen.status.sketch) is not None]
 
     def waiting(self) -> dict[str, int]:
-        """Batches that wait at each trainer."""
         return {member.role: seen.status.waiting for member, seen in list(self._seen.items())}
 
 

@@ -50,17 +50,14 @@ class Member:
 
     @property
     def role(self) -> str:
-        """Its name."""
         return self.request.role
 
     @property
     def kind(self) -> str:
-        """`reader`, `trainer`, `embedding` or `dense`."""
         return self.request.kind
 
     @property
     def index(self) -> int:
-        """Among its kind."""
         return int(self.role.rpartition("-")[2])
 
     @property
@@ -134,7 +131,6 @@ class Supervisor:
         return member
 
     def of_kind(self, kind: str) -> list[Member]:
-        """The living members of a kind, by index."""
         found = [member for member in list(self.members.values()) if member.kind == kind and member.living]
         return sorted(found, key=lambda member: member.index)
 

@@ -249,7 +249,6 @@ class TrainerPart(Imaged):
 
     @served()
     def start(self) -> None:
-        """Sets its workers going."""
         self._trainer.start()
         self._watcher.start()
 

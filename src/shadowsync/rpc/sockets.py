@@ -192,7 +192,6 @@ class SharedSocket:
         return messages
 
     def watch_events(self, loop: Loop, hear: Callable[[int], None]) -> None:
-        """Has the loop tell of events."""
 
         def look() -> None:
             for _ in range(_BATCH):
@@ -204,7 +203,6 @@ class SharedSocket:
         _watch(loop, int(self._monitor.fd), look)
 
     def watch_messages(self, loop: Loop, receive: Action) -> None:
-        """Has the loop run `receive` when there may be messages."""
         _watch(loop, int(self._socket.fd), receive)
 
     def shut(self, linger_ms: int = 0) -> None:
@@ -233,7 +231,6 @@ class Gatekeeper:
         self._socket.bind(_ZAP)
 
     def watch(self, loop: Loop) -> None:
-        """Has the loop answer whoever asks."""
         _watch(loop, int(self._socket.fd), self._answer)
 
     def _answer(self) -> None:

@@ -140,7 +140,6 @@ class RoleHost:
 
     @property
     def address(self) -> str:
-        """On which the part is served."""
         return self._server.address
 
     def build(self, builder: Builder) -> None:
@@ -156,7 +155,6 @@ class RoleHost:
         self.close()
 
     def close(self) -> None:
-        """Ends the part and the server."""
         with self._lock:
             self._end()
         self._server.close()

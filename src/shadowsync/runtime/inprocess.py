@@ -92,7 +92,6 @@ class InProcess(Runtime):
         return self
 
     def connect(self, address: str) -> Direct:
-        """To the role of that name."""
         return Direct(self.roles[address].served)
 
     def close(self) -> None:

@@ -183,7 +183,6 @@ class ForkedRole(RoleProcess):
             self._end.shutdown(socket.SHUT_RDWR)  # one that has not said who it is ends at that
 
     def join(self) -> None:
-        """Waits for the end of a process that was killed."""
         self._thread.join(END_S)
 
     def _hear(self) -> None:
@@ -250,7 +249,6 @@ class Host:
         self._closed = False
 
     def start(self, request: LaunchRequest) -> ForkedRole:
-        """Starts a process."""
         with self._lock:
             if self._closed:
                 raise PeerLost("the job has ended")
@@ -285,7 +283,6 @@ class Host:
             held.close()
 
     def close(self) -> None:
-        """Ends every process."""
         with self._lock:
             if self._closed:
                 return

@@ -91,22 +91,18 @@ class HostActor:
         return found
 
     def create_memory(self, size: int, what: str) -> str | Fault:
-        """As `Host.create_memory`."""
         return _or_fault(lambda: self._host.create_memory(size, what))
 
     def read_memory(self, path: str) -> bytes | Fault:
-        """As `Host.read_memory`."""
         return _or_fault(lambda: self._host.read_memory(path))
 
     def release_memory(self, path: str) -> None:
-        """As `Host.release_memory`."""
         self._host.release_memory(path)
 
     def answers(self) -> None:
         """It does."""
 
     def close(self) -> None:
-        """Ends all processes."""
         self._host.close()
 
     def _wake(self) -> None:
@@ -170,7 +166,6 @@ class RayHost:
             ray.kill(self.actor, no_restart=True)
 
     def join(self) -> None:
-        """Waits until it is known to be gone."""
         self._thread.join(ANSWER_S)
 
     def _watch(self) -> None:

@@ -58,7 +58,10 @@ class HostedRole(RoleProcess):
     def kill(self) -> None:
         if self._ended is None:
             self._ended = "it was killed"
-            self._host.vanish()
+            # what was asked for gets no answer, not even an error, as if the process were killed
+            self._host._server._loop.close()
+            self._host._server._socket.shut()
+            self._host.close()
 
 
 class Wired(Runtime):

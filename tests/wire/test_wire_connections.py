@@ -18,7 +18,7 @@ from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import ended
 from shadowsync.rpc.service import Payload
-from shadowsync.rpc.tensors import DTYPES, FRAME_BYTES, Misfit, Spec, tensors_of
+from shadowsync.rpc.tensors import DTYPES, FRAME_BYTES, Malformed, Spec, tensors_of
 from shadowsync.runtime import runtime
 from shadowsync.runtime.runtime import waiting_for
 
@@ -203,7 +203,7 @@ def test_parts_of_a_tensor_that_do_not_make_it_are_refused() -> None:
     whole, half, nothing = bytearray(2 * FRAME_BYTES), bytearray(FRAME_BYTES), bytearray(0)
     assert tensors_of([half, half], [spec])[0][0].numel() == 2 * FRAME_BYTES
     for frames in ([whole, half], [half, half[1:]], [whole, nothing], [half, half, half]):
-        with pytest.raises(Misfit):
+        with pytest.raises(Malformed):
             tensors_of(frames, [spec])
 
 

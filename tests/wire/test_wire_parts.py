@@ -19,7 +19,7 @@ from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
 from shadowsync.rpc.messages import MAX_TENSORS, META_BYTES, pack
 from shadowsync.rpc.service import EMPTY, Payload
 from shadowsync.rpc.sockets import Loop
-from shadowsync.rpc.tensors import DTYPES, Misfit, Spec, bytes_of, spec_of, tensor_of
+from shadowsync.rpc.tensors import DTYPES, Malformed, Spec, bytes_of, spec_of, tensor_of
 
 KINDS = [PeerLost, CallTimeout, NonFiniteLoss, SaveError, errors.DataError, errors.ConfigError, ShadowSyncError]
 
@@ -76,7 +76,7 @@ SPECS += [Spec(0, (1,) * 17), Spec(0, (0, 1 << 62, 1 << 62)), Spec(0, (1 << 62, 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_frame_that_is_not_what_was_announced_is_refused(spec: Spec) -> None:
-    with pytest.raises(Misfit):
+    with pytest.raises(Malformed):
         tensor_of(bytearray(16), spec)
 
 

@@ -23,7 +23,6 @@ from shadowsync.rpc.messages import (
     Frames,
     FromServer,
     Hello,
-    Malformed,
     Unknown,
     Welcome,
     encode,
@@ -33,7 +32,7 @@ from shadowsync.rpc.messages import (
 from shadowsync.rpc.pending import Pending, Promise, failed
 from shadowsync.rpc.service import EMPTY, Payload
 from shadowsync.rpc.sockets import ClientSocket, Context, LinkNews, Loop
-from shadowsync.rpc.tensors import Misfit, Spec, tensors_of
+from shadowsync.rpc.tensors import Malformed, Spec, tensors_of
 
 _LOG = logging.getLogger(__name__)
 _BYE_MS = 100
@@ -241,7 +240,7 @@ class WireConnection(Connection):
             found = [self._calls.pop(answer.number, None) for answer in message.answers]
         try:
             tensors = tensors_of(frames, *(answer.tensors for answer in message.answers))
-        except Misfit as error:
+        except Malformed as error:
             damaged = RunError(f"an answer of {self._address} is damaged: {error}")
             _fail([call for call in found if call is not None], lambda _: damaged)
             return

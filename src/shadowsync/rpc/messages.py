@@ -17,7 +17,7 @@ import msgspec
 from shadowsync.errors import RunError
 from shadowsync.rpc.errors import Fault
 from shadowsync.rpc.service import Payload
-from shadowsync.rpc.tensors import Spec, bytes_of, frames_of, spec_of
+from shadowsync.rpc.tensors import Malformed, Spec, bytes_of, frames_of, spec_of
 
 META_BYTES = 1 << 20
 """Longest typed part of a message."""
@@ -120,10 +120,6 @@ def pack(payload: Payload) -> tuple[tuple[Spec, ...], Frames]:
     if (longest := max(map(len, memory), default=0)) > MAX_TENSOR_BYTES:
         raise RunError(f"a tensor has {longest} bytes, and at most {MAX_TENSOR_BYTES} are allowed on the wire")
     return tuple(map(spec_of, tensors)), [frame for tensor in memory for frame in frames_of(tensor)]
-
-
-class Malformed(ValueError):
-    """A message that no honest peer sends."""
 
 
 def header_of(frames: Sequence[Any], decoder: "msgspec.msgpack.Decoder[H]") -> H:

@@ -15,7 +15,7 @@ in is checked against the annotations before the method sees it.
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import GenericAlias
 from typing import Any, Concatenate, NewType, ParamSpec, TypeVar, get_args, get_origin, get_type_hints, overload
@@ -190,13 +190,8 @@ def _plan(method: Callable[..., Any]) -> _Plan:
     )
 
 
-class _Beside(threading.local):
-    """The tensors beside what this thread decodes."""
-
-    tensors: Sequence[Tensor] = ()
-
-
-_BESIDE = _Beside()
+_BESIDE = threading.local()
+"""`tensors`: those beside what this thread decodes."""
 
 
 def _pack(value: Any) -> Payload:
@@ -225,4 +220,5 @@ def _unpack(decoder: "msgspec.msgpack.Decoder[R]", what: str, payload: Payload) 
 def _tensor(kind: type[Any], position: Any) -> Tensor:
     if kind is not Tensor or not isinstance(position, int) or not 0 <= position < len(_BESIDE.tensors):
         raise ValueError(f"there is no tensor {position!r}")
-    return _BESIDE.tensors[position]
+    found: Tensor = _BESIDE.tensors[position]
+    return found

@@ -22,7 +22,6 @@ from shadowsync.rpc.messages import (
     Calls,
     Frames,
     Hello,
-    Malformed,
     Unknown,
     Welcome,
     encode,
@@ -32,7 +31,7 @@ from shadowsync.rpc.messages import (
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.service import Payload, Service, known_error, perform
 from shadowsync.rpc.sockets import Loop, ServerSocket
-from shadowsync.rpc.tensors import Misfit, tensors_of
+from shadowsync.rpc.tensors import Malformed, tensors_of
 
 _LOG = logging.getLogger(__name__)
 _JOIN_S = 5.0
@@ -114,7 +113,7 @@ class Dispatcher:
             message = header_of(frames, FROM_CLIENT)
             calls = message.calls if isinstance(message, Calls) else ()
             tensors = tensors_of(frames[1:], *(call.tensors for call in calls))
-        except (Malformed, Misfit):
+        except Malformed:
             return Taken()
         with self._lock:
             if isinstance(message, Hello):
@@ -226,7 +225,6 @@ class WireServer:
         self._host, self._port, self._thread_count, self._tick_s = host, port, threads, tick_s
         self.dispatcher = Dispatcher(forget_client_after_s)
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._silent = False
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -243,11 +241,6 @@ class WireServer:
         for index in range(self._thread_count):
             self._threads.append(threading.Thread(target=self._work, name=f"wire-worker-{index}", daemon=True))
             self._threads[-1].start()
-
-    def silence(self) -> None:
-        """Hears and answers nobody any more, as if its process were gone; it is still to be closed."""
-        self._silent = True
-        self._loop.close()
 
     def close(self) -> None:
         """Stops answering and frees what the service keeps for clients; waits up to 5 s for methods under way."""
@@ -335,8 +328,7 @@ class WireServer:
             answers.append(self._ready(task, answer, since_s))
             route, gone = self.dispatcher.finish(task, answers[-1], keep=method is not None and method.once)
             is_gone = is_gone or gone
-        if not self._silent:
-            self._socket.send([route, *joined(answers)])
+        self._socket.send([route, *joined(answers)])
         if is_gone:
             self.service.client_gone(ended[0][0].record.client)
 

@@ -208,6 +208,8 @@ class SharedSocket:
     def shut(self, linger_ms: int = 0) -> None:
         """Closes it; what was sent and has not left goes on leaving for so long."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             self._socket.disable_monitor()
             self._monitor.close(0)

@@ -40,8 +40,8 @@ class Spec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
-class Misfit(ValueError):
-    """A frame is not the tensor that its header announces."""
+class Malformed(ValueError):
+    """A message that no honest peer sends: its header is none, or a frame is not the tensor that it announces."""
 
 
 def spec_of(tensor: Tensor) -> Spec:
@@ -74,12 +74,12 @@ def tensor_of(frame: Any, spec: Spec) -> Tensor:
     """The tensor in a received frame (any writable buffer of bytes), which it keeps alive and does not copy.
 
     Raises:
-        Misfit: type, shape and length do not fit each other; nothing was allocated.
+        Malformed: type, shape and length do not fit each other; nothing was allocated.
     """
     length = _byte_count(spec)
     dtype = DTYPES[spec.dtype]
     if length != len(frame):
-        raise Misfit(f"a frame of {len(frame)} bytes came for a tensor of {length}")
+        raise Malformed(f"a frame of {len(frame)} bytes came for a tensor of {length}")
     if not length:
         return torch.empty(spec.shape, dtype=dtype)
     flat = torch.frombuffer(frame, dtype=dtype)
@@ -90,15 +90,15 @@ def tensor_of(frame: Any, spec: Spec) -> Tensor:
 
 def _byte_count(spec: Spec) -> int:
     if not 0 <= spec.dtype < len(DTYPES):
-        raise Misfit(f"type {spec.dtype} is unknown")
+        raise Malformed(f"type {spec.dtype} is unknown")
     if len(spec.shape) > MAX_DIMS:
-        raise Misfit(f"{len(spec.shape)} dimensions are too many")
+        raise Malformed(f"{len(spec.shape)} dimensions are too many")
     elements = bound = 1
     for size in spec.shape:
         elements *= size
         bound *= size or 1
         if size < 0 or bound > _ELEMENTS:
-            raise Misfit(f"{spec.shape} is no shape")
+            raise Malformed(f"{spec.shape} is no shape")
     return elements * DTYPES[spec.dtype].itemsize
 
 
@@ -106,11 +106,11 @@ def tensors_of(frames: Sequence[Any], *messages: Sequence[Spec]) -> list[tuple[T
     """The tensors of each message that the frames belong to; those that came in several frames are copied.
 
     Raises:
-        Misfit: as `tensor_of`, or another number of frames than announced.
+        Malformed: as `tensor_of`, or another number of frames than announced.
     """
     counts = [[max(1, -(-_byte_count(spec) // FRAME_BYTES)) for spec in specs] for specs in messages]
     if len(frames) != sum(map(sum, counts)):
-        raise Misfit(f"{len(frames)} frames came for {sum(map(len, messages))} tensors")
+        raise Malformed(f"{len(frames)} frames came for {sum(map(len, messages))} tensors")
     coming = iter(frames)
     return [
         tuple(
@@ -123,24 +123,20 @@ def tensors_of(frames: Sequence[Any], *messages: Sequence[Spec]) -> list[tuple[T
 
 def _joined(frames: Sequence[Any]) -> Any:
     if not all(map(len, frames)):
-        raise Misfit("an empty frame came for a part of a tensor")
+        raise Malformed("an empty frame came for a part of a tensor")
     return torch.cat([torch.frombuffer(frame, dtype=torch.uint8) for frame in frames]).numpy().data
-
-
-class _BundleHeader(msgspec.Struct, frozen=True, array_like=True):
-    specs: tuple[Spec, ...]
-    sizes: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
 _LENGTH = 4
 """Bytes of the number that says how long the header of a bundle is."""
-_DECODER = msgspec.msgpack.Decoder(_BundleHeader)
+_BUNDLE = msgspec.msgpack.Decoder(tuple[tuple[Spec, ...], tuple[Annotated[int, msgspec.Meta(ge=0)], ...]])
+"""Reads that header: what the tensors are, and how many bytes each takes."""
 
 
 def bundle(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors as bytes (uint8, one dimension): a header that says what they are, then their memory."""
     parts = [bytes_of(tensor) for tensor in tensors]
-    header = msgspec.msgpack.encode(_BundleHeader(tuple(map(spec_of, tensors)), tuple(map(len, parts))))
+    header = msgspec.msgpack.encode((tuple(map(spec_of, tensors)), tuple(map(len, parts))))
     return torch.frombuffer(
         bytearray(b"".join((len(header).to_bytes(_LENGTH, "big"), header, *parts))), dtype=torch.uint8
     )
@@ -151,9 +147,9 @@ def unbundle(row: Tensor) -> tuple[Tensor, ...]:
     data = row.numpy().data
     end = _LENGTH + int.from_bytes(data[:_LENGTH], "big")
     try:
-        header = _DECODER.decode(data[_LENGTH:end])
-        edges = list(accumulate(header.sizes, initial=end))
+        specs, sizes = _BUNDLE.decode(data[_LENGTH:end])
+        edges = list(accumulate(sizes, initial=end))
         frames = [data[start:stop] for start, stop in pairwise(edges)]
-        return tensors_of(frames, header.specs)[0]
-    except (msgspec.DecodeError, Misfit) as error:
+        return tensors_of(frames, specs)[0]
+    except (msgspec.DecodeError, Malformed) as error:
         raise DataError(f"{len(data)} bytes are no tensors: {error}") from error

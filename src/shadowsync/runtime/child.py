@@ -149,11 +149,6 @@ class RoleHost:
                 gc.collect()  # a part may refer to itself, and would keep memory mapped that is to be taken anew
             self._server.service = builder(self._context)
 
-    def vanish(self) -> None:
-        """As `close`, but what was asked for gets no answer, not even an error, as if the process were killed."""
-        self._server.silence()
-        self.close()
-
     def close(self) -> None:
         with self._lock:
             self._end()

@@ -16,7 +16,7 @@ from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import server_count
 from shadowsync.config import parse
 from shadowsync.errors import CheckpointError, ConfigError
-from shadowsync.recovery.policy import Costs, Decision, Goal, Option, Scale, decide, spoken
+from shadowsync.recovery.policy import Costs, Decision, Goal, Option, decide, spoken
 from shadowsync.recovery.priority import RowPriority
 from shadowsync.recovery.scheduler import Priors, time_between_failures
 from shadowsync.recovery.settings import recovery_settings
@@ -107,9 +107,12 @@ def plan_recovery(folder: Path | None, **numbers: float | None) -> RecoveryPlan:
     }
     figures = assumed | figures
     values = {name: figure.value for name, figure in figures.items()}
-    costs = Costs(values["save_s"], values["load_s"], values["restart_s"], values["fail_s"])
-    scale = Scale(int(values["servers"]), 3600 * values["hours"])
-    decision = decide(Goal(target_pls=values["target_pls"], interval_s=interval_s), costs, scale)
+    costs = Costs(
+        **{name: values[name] for name in ("save_s", "load_s", "restart_s", "fail_s")},
+        servers=int(values["servers"]),
+        job_s=3600 * values["hours"],
+    )
+    decision = decide(Goal(target_pls=values["target_pls"], interval_s=interval_s), costs)
     return RecoveryPlan(figures, decision, weights)
 
 

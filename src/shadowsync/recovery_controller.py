@@ -24,8 +24,8 @@ from shadowsync.cluster.session import Session
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.errors import CheckpointError, NonFiniteLoss, SaveError
 from shadowsync.recovery.failures import FailureScript
-from shadowsync.recovery.policy import PlsAccount, Scale
-from shadowsync.recovery.scheduler import CheckpointScheduler, Due, Estimates
+from shadowsync.recovery.policy import PlsAccount
+from shadowsync.recovery.scheduler import CheckpointScheduler, Due
 from shadowsync.recovery.settings import EVERYTHING
 from shadowsync.rpc.errors import GONE
 
@@ -187,10 +187,11 @@ class RecoveryController:
         self._began = time.monotonic()
         self._again_at = self._started = self._now()
         goal = replace(self.settings.goal, interval_s=self.settings.goal.interval_s or self._every_s)
-        scale = Scale(len(self._servers), self.settings.job_s or math.inf)
-        estimates = Estimates(self.settings.priors, self._now())
         probe_s = PROBE_S if self.settings.job_s is None else math.inf  # what an emulated save costs is known
-        self.scheduler = CheckpointScheduler(goal, scale, estimates, self.settings.share, probe_s=probe_s)
+        job_s, share = self.settings.job_s or math.inf, self.settings.share
+        self.scheduler = CheckpointScheduler(
+            goal, self.settings.priors, len(self._servers), job_s, self._now(), share, probe_s=probe_s
+        )
 
     def _now(self) -> float:
         """By the clock by which the job saves and fails: its own, or that of the longer job that it stands for."""
@@ -224,7 +225,7 @@ class RecoveryController:
     @property
     def server_failures(self) -> int:
         """Failures of embedding servers; several at once are one."""
-        return self.scheduler.estimates.failures
+        return self.scheduler.failures
 
     def seconds(self, load_s: float) -> dict[str, float]:
         """As in `result.json`, with the seconds that a resume took to load."""
@@ -438,15 +439,15 @@ class RecoveryController:
 
     def _note_loss(self, loss: ServerLoss) -> None:
         """Books a loss; one of embedding servers also says what the next one will cost."""
-        estimates, load_s, restart_s = self.scheduler.estimates, loss.load_s, loss.restart_s
+        load_s, restart_s = loss.load_s, loss.restart_s
         if loss.servers:
-            estimates.failed(len(loss.servers))
+            self.scheduler.failed(len(loss.servers))
         if self.settings.job_s is not None:
-            costs = estimates.costs(self._now())
+            costs = self.scheduler.costs(self._now())
             load_s, restart_s = costs.load_s, costs.restart_s
         elif loss.servers:
-            estimates.measure("load_s", load_s)
-            estimates.measure("restart_s", restart_s)
+            self.scheduler.measure("load_s", load_s)
+            self.scheduler.measure("restart_s", restart_s)
         self._spent_s["load"] += load_s
         self._spent_s["wait"] += restart_s
         if self._parent is not None and plain_name(loss.loaded or "") != plain_name(self._parent):

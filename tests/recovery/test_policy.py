@@ -14,7 +14,6 @@ from shadowsync.recovery.policy import (
     Partial,
     PlsAccount,
     RecoveryPolicy,
-    Scale,
     decide,
     policies,
     spoken,
@@ -22,9 +21,8 @@ from shadowsync.recovery.policy import (
 from shadowsync.registry import members
 
 HOUR = 3600.0
-PRODUCTION = Costs(save_s=318.0, load_s=200.0, restart_s=208.0, fail_s=28 * HOUR)
+PRODUCTION = Costs(save_s=318.0, load_s=200.0, restart_s=208.0, fail_s=28 * HOUR, servers=8)
 """A set of costs that gives the headline of the paper."""
-EIGHT = Scale(8)
 QUICK = settings(max_examples=40, deadline=None)
 
 seconds = st.floats(0.01, 1e5)
@@ -36,7 +34,7 @@ def test_every_policy_is_listed() -> None:
 
 
 def test_production_parameters_give_the_papers_headline() -> None:
-    decision = decide(Goal(), PRODUCTION, EIGHT)
+    decision = decide(Goal(), PRODUCTION)
     assert decision.mode == "partial"
     assert decision.full.overhead == pytest.approx(0.0835, abs=5e-5)
     assert decision.partial.overhead == pytest.approx(0.0060, abs=5e-5)
@@ -50,7 +48,7 @@ def test_production_parameters_give_the_papers_headline() -> None:
 @QUICK
 @given(costs, st.floats(0.2, 5.0))
 def test_no_interval_of_full_recovery_beats_its_own(costs: Costs, factor: float) -> None:
-    best_s = Full().interval_s(costs, EIGHT)
+    best_s = Full().interval_s(costs)
     other_s = max(best_s * factor, costs.save_s)
     assert Full().overhead(costs, best_s) <= Full().overhead(costs, other_s) * (1 + 1e-12)
 
@@ -58,9 +56,9 @@ def test_no_interval_of_full_recovery_beats_its_own(costs: Costs, factor: float)
 @QUICK
 @given(costs, st.integers(1, 64), st.floats(0.001, 1.0))
 def test_partial_recovery_saves_as_rarely_as_the_target_allows(costs: Costs, servers: int, target: float) -> None:
-    partial, scale = Partial(target), Scale(servers)
-    interval_s = partial.interval_s(costs, scale)
-    expected = partial.expected_pls(costs, scale, interval_s)
+    partial, costs = Partial(target), replace(costs, servers=servers)
+    interval_s = partial.interval_s(costs)
+    expected = partial.expected_pls(costs, interval_s)
     assert expected == pytest.approx(target) or (expected > target and interval_s == costs.save_s)
     assert partial.overhead(costs, interval_s) <= partial.overhead(costs, 0.9 * interval_s)
 
@@ -70,14 +68,14 @@ def test_partial_recovery_saves_as_rarely_as_the_target_allows(costs: Costs, ser
 def test_partial_is_chosen_exactly_where_it_costs_less_and_keeps_the_target(
     costs: Costs, servers: int, target: float
 ) -> None:
-    decision = decide(Goal(target_pls=target), costs, Scale(servers))
+    decision = decide(Goal(target_pls=target), replace(costs, servers=servers))
     keeps = decision.partial.expected_pls <= target * (1 + 1e-9)
     assert (decision.mode == "partial") == (keeps and decision.partial.overhead < decision.full.overhead)
     assert decision.chosen.overhead == min(decision.full.overhead, decision.partial.overhead) or not keeps
 
 
 def test_a_small_target_falls_back_to_full() -> None:
-    decision = decide(Goal(target_pls=0.001), PRODUCTION, EIGHT)
+    decision = decide(Goal(target_pls=0.001), PRODUCTION)
     assert decision.mode == "full"
     assert decision.chosen.expected_pls == 0
     assert decision.why.startswith("full recovery: 8.35 %")
@@ -86,13 +84,13 @@ def test_a_small_target_falls_back_to_full() -> None:
 
 def test_servers_that_fail_together_shorten_the_interval() -> None:
     together = replace(PRODUCTION, lost_servers=4)
-    assert Partial().interval_s(together, EIGHT) == pytest.approx(Partial().interval_s(PRODUCTION, EIGHT) / 4)
+    assert Partial().interval_s(together) == pytest.approx(Partial().interval_s(PRODUCTION) / 4)
     more_than_there_are = replace(PRODUCTION, lost_servers=99)
-    assert Partial().expected_pls(more_than_there_are, EIGHT, HOUR) == pytest.approx(0.5 / 28)
+    assert Partial().expected_pls(more_than_there_are, HOUR) == pytest.approx(0.5 / 28)
 
 
 def test_saving_for_nothing_is_done_all_the_time_and_then_full_loses_nothing() -> None:
-    decision = decide(Goal(), replace(PRODUCTION, save_s=0.0), EIGHT)
+    decision = decide(Goal(), replace(PRODUCTION, save_s=0.0))
     assert (decision.full.interval_s, decision.mode) == (0, "full")
     assert decision.full.overhead == decision.partial.overhead == pytest.approx(408 / (28 * HOUR))
 
@@ -100,51 +98,53 @@ def test_saving_for_nothing_is_done_all_the_time_and_then_full_loses_nothing() -
 def test_without_failures_nothing_is_saved_before_the_end() -> None:
     for save_s in (0.0, 318.0):
         never = replace(PRODUCTION, save_s=save_s, fail_s=math.inf)
-        decision = decide(Goal(), never, EIGHT)
+        decision = decide(Goal(), never)
         assert (decision.mode, decision.interval_s, decision.chosen.overhead) == ("full", math.inf, 0)
         assert "no failures are expected" in decision.why
-        assert decide(Goal(), never, Scale(8, HOUR)).interval_s == HOUR
+        assert decide(Goal(), replace(never, job_s=HOUR)).interval_s == HOUR
 
 
 def test_one_server_alone_goes_back_on_its_own() -> None:
-    decision = decide(Goal(), PRODUCTION, Scale(1))
+    decision = decide(Goal(), replace(PRODUCTION, servers=1))
     assert decision.mode == "partial"
     assert decision.interval_s == pytest.approx(0.2 * 28 * HOUR)
     assert decision.chosen.expected_pls == pytest.approx(0.1)
 
 
 def test_an_interval_is_never_longer_than_the_job() -> None:
-    decision = decide(Goal(), PRODUCTION, Scale(8, HOUR))
+    decision = decide(Goal(), replace(PRODUCTION, job_s=HOUR))
     assert decision.full.interval_s == decision.partial.interval_s == HOUR
     assert decision.partial.expected_pls == pytest.approx(0.5 / (28 * 8))
 
 
 def test_an_interval_is_never_shorter_than_a_save() -> None:
-    often = Costs(save_s=60.0, load_s=1.0, restart_s=1.0, fail_s=10.0)
-    decision = decide(Goal(), often, Scale(2))
+    often = Costs(save_s=60.0, load_s=1.0, restart_s=1.0, fail_s=10.0, servers=2)
+    decision = decide(Goal(), often)
     assert decision.full.interval_s == decision.partial.interval_s == 60
     assert decision.mode == "full"
     assert "would lose a PLS of 1.5 (portion of lost samples), above the target of 0.1" in decision.why
 
 
 def test_an_interval_asked_for_holds_for_both() -> None:
-    hourly = decide(Goal(interval_s=HOUR), PRODUCTION, EIGHT)
+    hourly = decide(Goal(interval_s=HOUR), PRODUCTION)
     assert (hourly.mode, hourly.interval_s, hourly.full.interval_s) == ("partial", HOUR, HOUR)
-    weekly = decide(Goal(interval_s=168 * HOUR), PRODUCTION, EIGHT)
+    weekly = decide(Goal(interval_s=168 * HOUR), PRODUCTION)
     assert weekly.mode == "full"
-    assert decide(Goal("none", interval_s=HOUR), PRODUCTION, EIGHT).interval_s == math.inf
+    assert decide(Goal("none", interval_s=HOUR), PRODUCTION).interval_s == math.inf
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "partial"])
 def test_a_mode_asked_for_is_taken(mode: str) -> None:
-    decision = decide(Goal(mode, target_pls=0.001), PRODUCTION, Scale(8, 280 * HOUR))
+    decision = decide(Goal(mode, target_pls=0.001), replace(PRODUCTION, job_s=280 * HOUR))
     assert decision.mode == mode
     assert f"{mode.replace('none', 'no')} recovery, as set" in decision.why
 
 
 def test_without_recovery_a_failure_loses_all_there_is() -> None:
-    assert decide(Goal("none"), PRODUCTION, Scale(8, 280 * HOUR)).chosen.expected_pls == pytest.approx(0.5 * 10 / 8)
-    assert decide(Goal("none"), replace(PRODUCTION, fail_s=math.inf), EIGHT).chosen.expected_pls == 0
+    assert decide(Goal("none"), replace(PRODUCTION, job_s=280 * HOUR)).chosen.expected_pls == pytest.approx(
+        0.5 * 10 / 8
+    )
+    assert decide(Goal("none"), replace(PRODUCTION, fail_s=math.inf)).chosen.expected_pls == 0
 
 
 @pytest.mark.parametrize(

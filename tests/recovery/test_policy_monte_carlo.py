@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from shadowsync.recovery.policy import Costs, Full, Goal, PlsAccount, Scale, decide
-from shadowsync.recovery.scheduler import CheckpointScheduler, Estimates, Priors
+from shadowsync.recovery.policy import Costs, Full, Goal, PlsAccount, decide
+from shadowsync.recovery.scheduler import CheckpointScheduler, Priors
 
 HOUR = 3600.0
 TRUE = Costs(save_s=318.0, load_s=200.0, restart_s=208.0, fail_s=28 * HOUR)
@@ -54,9 +54,9 @@ class Job:
             self.account.went_back(round(self.checkpoint))
         else:
             self.account.failed(servers, round(self.trained))
-        self.scheduler.estimates.failed(len(servers))
-        self.scheduler.estimates.measure("load_s", TRUE.load_s)
-        self.scheduler.estimates.measure("restart_s", TRUE.restart_s)
+        self.scheduler.failed(len(servers))
+        self.scheduler.measure("load_s", TRUE.load_s)
+        self.scheduler.measure("restart_s", TRUE.restart_s)
         self._stand(TRUE.load_s + TRUE.restart_s, "down")
         self.scheduler.revise(self.now)
 
@@ -70,7 +70,7 @@ def simulated(goal: Goal, servers: int, lost: int, failures: int) -> Job:
     dice = np.random.default_rng(4)
     quantiles = -TRUE.fail_s * np.log1p(-(np.arange(failures) + 0.5) / failures)
     times = np.cumsum(dice.permutation(quantiles))
-    scheduler = CheckpointScheduler(goal, Scale(servers), Estimates(WRONG), moved=0.01)
+    scheduler = CheckpointScheduler(goal, WRONG, servers, moved=0.01)
     job = Job(scheduler, PlsAccount(round(times[-1]), [1 / servers] * servers))
     for time in times.tolist():
         job.train_until(time)
@@ -90,8 +90,8 @@ def simulated(goal: Goal, servers: int, lost: int, failures: int) -> Job:
 )
 def test_the_formulas_hold_within_two_percent(goal: Goal, servers: int, lost: int, failures: int) -> None:
     job = simulated(goal, servers, lost, failures)
-    truth = Costs(TRUE.save_s, TRUE.load_s, TRUE.restart_s, TRUE.fail_s, lost_servers=lost)
-    expected = decide(goal, truth, Scale(servers))
+    truth = Costs(TRUE.save_s, TRUE.load_s, TRUE.restart_s, TRUE.fail_s, lost_servers=lost, servers=servers)
+    expected = decide(goal, truth)
     assert job.scheduler.decision.mode == expected.mode
     overhead = 1 - job.trained / job.now
     assert overhead == pytest.approx(sum(job.lost_s.values()) / job.now)
@@ -99,4 +99,4 @@ def test_the_formulas_hold_within_two_percent(goal: Goal, servers: int, lost: in
     pls = job.account.pls * job.account.total_samples / job.trained  # it was made with a guess
     assert pls == pytest.approx(expected.chosen.expected_pls, rel=0.02)
     assert job.scheduler.decision.interval_s == pytest.approx(expected.interval_s, rel=0.02)
-    assert job.scheduler.estimates.failures == failures
+    assert job.scheduler.failures == failures

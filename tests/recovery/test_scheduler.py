@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.recovery.policy import Goal, Scale
-from shadowsync.recovery.scheduler import CheckpointScheduler, Due, Estimates, Priors, time_between_failures
+from shadowsync.recovery.policy import Goal
+from shadowsync.recovery.scheduler import CheckpointScheduler, Due, Priors, time_between_failures
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -19,10 +19,10 @@ DAILY = Priors(save_s=60.0, restart_s=15.0, fail_s=DAY)
 def scheduler(
     goal: Goal = AUTO, share: float = 1.0, started_s: float = 0.0, measured: bool = True
 ) -> CheckpointScheduler:
-    estimates = Estimates(PRIORS, started_s)
+    made = CheckpointScheduler(goal, PRIORS, servers=8, started_s=started_s, share=share)
     if measured:
-        estimates.measure("save_s", PRIORS.save_s)
-    return CheckpointScheduler(goal, Scale(8), estimates, share=share)
+        made.measure("save_s", PRIORS.save_s)
+    return made
 
 
 def saves(held: CheckpointScheduler, until: float) -> list[tuple[float, Due]]:
@@ -65,11 +65,11 @@ def test_full_recovery_saves_everything_every_time() -> None:
 def test_a_rounds_shares_together_are_the_cost_of_a_save() -> None:
     held = scheduler(Goal("partial"), share=0.5, measured=False)
     held.saved(Due.SHARE, 3.0)
-    assert held.estimates.costs(0.0).save_s == 318
+    assert held.costs(0.0).save_s == 318
     held.saved(Due.ROUND, 4.0)
-    assert held.estimates.costs(0.0).save_s == 7
+    assert held.costs(0.0).save_s == 7
     held.saved(Due.ROUND, 7.0)
-    assert held.estimates.costs(0.0).save_s == pytest.approx(7)
+    assert held.costs(0.0).save_s == pytest.approx(7)
 
 
 def test_the_first_save_comes_early_for_it_measures() -> None:
@@ -98,7 +98,7 @@ def test_moves_are_counted_from_the_last_choice() -> None:
     held = scheduler()
     said = []
     for cost_s in (500.0, 510.0, 520.0):
-        held.estimates.measured["save_s"] = cost_s
+        held.measured["save_s"] = cost_s
         held.revise(0.0)
         said.append(held.decision.full.overhead)
     assert said[0] == said[1] == said[2] > scheduler().decision.full.overhead
@@ -107,7 +107,7 @@ def test_moves_are_counted_from_the_last_choice() -> None:
 def test_what_moves_much_changes_the_interval_with_a_sentence() -> None:
     held = scheduler()
     for n in range(1, 4):
-        held.estimates.failed()
+        held.failed()
         said = held.revise(n * HOUR)
     assert said is not None
     assert "\n" not in said
@@ -122,7 +122,7 @@ def test_the_policy_changes_when_its_costs_do() -> None:
     held = scheduler(Goal(target_pls=0.001))
     assert held.decision.mode == "full"
     for _ in range(30):
-        held.estimates.measure("save_s", 10.0)
+        held.measure("save_s", 10.0)
     said = held.revise(0.0)
     assert held.decision.mode == "partial"
     assert said is not None
@@ -132,7 +132,7 @@ def test_the_policy_changes_when_its_costs_do() -> None:
 
 def test_servers_that_fail_together_change_the_interval() -> None:
     held = scheduler()
-    held.estimates.failed(4)
+    held.failed(4)
     said = held.revise(28 * HOUR)
     assert said is not None
     assert held.decision.interval_s == pytest.approx(44.8 * HOUR / 4, rel=0.3)
@@ -141,40 +141,40 @@ def test_servers_that_fail_together_change_the_interval() -> None:
 
 def test_a_cost_that_leaves_the_interval_alone_needs_no_sentence() -> None:
     held = scheduler()
-    held.estimates.measure("load_s", 2000.0)
+    held.measure("load_s", 2000.0)
     assert held.revise(0.0) is None
     assert held.decision.partial.overhead == pytest.approx((318 / 44.8 + (2000 + 208) / 28) / HOUR)
 
 
 def test_before_anything_was_measured_the_priors_hold() -> None:
-    costs = Estimates(DAILY, started_s=100.0).costs(100.0)
+    costs = CheckpointScheduler(AUTO, DAILY, started_s=100.0).costs(100.0)
     assert (costs.save_s, costs.load_s, costs.restart_s, costs.lost_servers) == (60, 60, 15, 1)
     assert costs.fail_s == pytest.approx(DAY)
-    assert Estimates(Priors(load_s=5.0)).costs(0.0).load_s == 5
+    assert CheckpointScheduler(AUTO, Priors(load_s=5.0)).costs(0.0).load_s == 5
 
 
 def test_a_first_measurement_replaces_the_prior_and_recent_ones_weigh_more() -> None:
-    estimates = Estimates(DAILY)
-    estimates.measure("save_s", 2.0)
-    assert estimates.costs(0.0).load_s == 2, "a load is believed to be as long as a save"
-    estimates.measure("load_s", 7.0)
-    estimates.measure("restart_s", 3.0)
+    held = CheckpointScheduler(AUTO, DAILY)
+    held.measure("save_s", 2.0)
+    assert held.costs(0.0).load_s == 2, "a load is believed to be as long as a save"
+    held.measure("load_s", 7.0)
+    held.measure("restart_s", 3.0)
     for _ in range(20):
-        estimates.measure("save_s", 4.0)
-    costs = estimates.costs(0.0)
+        held.measure("save_s", 4.0)
+    costs = held.costs(0.0)
     assert (costs.save_s, costs.load_s, costs.restart_s) == (pytest.approx(4, abs=0.01), 7, 3)
 
 
 def test_servers_that_fail_together_are_one_failure() -> None:
-    estimates = Estimates(DAILY)
-    estimates.failed(4)
-    estimates.failed()
-    assert (estimates.failures, estimates.costs(DAY).lost_servers) == (2, 2.5)
+    held = CheckpointScheduler(AUTO, DAILY)
+    held.failed(4)
+    held.failed()
+    assert (held.failures, held.costs(DAY).lost_servers) == (2, 2.5)
 
 
 def test_time_without_a_failure_speaks_for_a_better_machine() -> None:
-    estimates = Estimates(DAILY)
-    expected = [estimates.costs(t).fail_s / DAY for t in (0, DAY, 10 * DAY, 100 * DAY)]
+    held = CheckpointScheduler(AUTO, DAILY)
+    expected = [held.costs(t).fail_s / DAY for t in (0, DAY, 10 * DAY, 100 * DAY)]
     assert expected == sorted(expected)
     assert expected[1] == pytest.approx(1.763, abs=1e-3), "1/T with 1/T = e^-T: the omega constant"
 

@@ -25,6 +25,8 @@ class Costs:
         restart_s: to find out about a failure and start a replacement.
         fail_s: mean time between failures of embedding servers, of the whole job; infinite where none are expected.
         lost_servers: embedding servers that one failure takes, on average.
+        servers: embedding servers of the job.
+        job_s: from its first second to its last; infinite where nobody knows.
     """
 
     save_s: float
@@ -32,6 +34,8 @@ class Costs:
     restart_s: float
     fail_s: float
     lost_servers: float = 1.0
+    servers: int = 1
+    job_s: float = math.inf
 
     def __post_init__(self) -> None:
         for name in ("save_s", "load_s", "restart_s"):
@@ -47,17 +51,9 @@ class Costs:
     def per_save(self, interval_s: float) -> float:
         return self.save_s / interval_s if self.save_s else 0.0
 
-    def lost(self, scale: "Scale", interval_s: float) -> float:
+    def lost(self, interval_s: float) -> float:
         """The PLS of saving once in every interval: `0.5 T_save/(T_fail N)` for each server that a failure takes."""
-        return self.per_failure(0.5 * interval_s * min(self.lost_servers, scale.servers) / scale.servers)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """A job's embedding servers, and its seconds from first to last; infinite where nobody knows."""
-
-    servers: int
-    job_s: float = math.inf
+        return self.per_failure(0.5 * interval_s * min(self.lost_servers, self.servers) / self.servers)
 
 
 class RecoveryPolicy(ABC):
@@ -73,7 +69,7 @@ class RecoveryPolicy(ABC):
     by_priority: ClassVar[bool] = False
 
     @abstractmethod
-    def interval_s(self, costs: Costs, scale: Scale) -> float:
+    def interval_s(self, costs: Costs) -> float:
         """The best time from the start of one save to the start of the next; infinite for never.
 
         It is never shorter than a save takes, and never longer than the job: a job saves at its end anyway.
@@ -84,7 +80,7 @@ class RecoveryPolicy(ABC):
         """The share of the time that saving and failures cost; above 1 the job would get nowhere."""
 
     @abstractmethod
-    def expected_pls(self, costs: Costs, scale: Scale, interval_s: float) -> float:
+    def expected_pls(self, costs: Costs, interval_s: float) -> float:
         """The PLS to expect at the end of the job."""
 
 
@@ -99,14 +95,14 @@ class Full(RecoveryPolicy):
     name: ClassVar[str] = "full"
     title: ClassVar[str] = "full recovery"
 
-    def interval_s(self, costs: Costs, scale: Scale) -> float:
+    def interval_s(self, costs: Costs) -> float:
         best_s = math.inf if math.isinf(costs.fail_s) else math.sqrt(2 * costs.save_s * costs.fail_s)
-        return min(max(best_s, costs.save_s), scale.job_s)
+        return min(max(best_s, costs.save_s), costs.job_s)
 
     def overhead(self, costs: Costs, interval_s: float) -> float:
         return costs.per_save(interval_s) + costs.per_failure(costs.load_s + interval_s / 2 + costs.restart_s)
 
-    def expected_pls(self, costs: Costs, scale: Scale, interval_s: float) -> float:
+    def expected_pls(self, costs: Costs, interval_s: float) -> float:
         return 0.0
 
 
@@ -127,15 +123,15 @@ class Partial(RecoveryPolicy):
 
     target_pls: float = 0.1
 
-    def interval_s(self, costs: Costs, scale: Scale) -> float:
-        best_s = 2 * self.target_pls * scale.servers / min(costs.lost_servers, scale.servers) * costs.fail_s
-        return min(max(best_s, costs.save_s), scale.job_s)
+    def interval_s(self, costs: Costs) -> float:
+        best_s = 2 * self.target_pls * costs.servers / min(costs.lost_servers, costs.servers) * costs.fail_s
+        return min(max(best_s, costs.save_s), costs.job_s)
 
     def overhead(self, costs: Costs, interval_s: float) -> float:
         return costs.per_save(interval_s) + costs.per_failure(costs.load_s + costs.restart_s)
 
-    def expected_pls(self, costs: Costs, scale: Scale, interval_s: float) -> float:
-        return costs.lost(scale, interval_s)
+    def expected_pls(self, costs: Costs, interval_s: float) -> float:
+        return costs.lost(interval_s)
 
 
 @dataclass(frozen=True)
@@ -151,14 +147,14 @@ class NoRecovery(RecoveryPolicy):
     title: ClassVar[str] = "no recovery"
     saves: ClassVar[bool] = False
 
-    def interval_s(self, costs: Costs, scale: Scale) -> float:
+    def interval_s(self, costs: Costs) -> float:
         return math.inf
 
     def overhead(self, costs: Costs, interval_s: float) -> float:
         return costs.per_failure(costs.restart_s)
 
-    def expected_pls(self, costs: Costs, scale: Scale, interval_s: float) -> float:
-        return costs.lost(scale, scale.job_s)
+    def expected_pls(self, costs: Costs, interval_s: float) -> float:
+        return costs.lost(costs.job_s)
 
 
 def policies(target_pls: float) -> dict[str, RecoveryPolicy]:
@@ -214,7 +210,7 @@ class Decision:
         return self.chosen.interval_s
 
 
-def decide(goal: Goal, costs: Costs, scale: Scale) -> Decision:
+def decide(goal: Goal, costs: Costs) -> Decision:
     """The policy that was asked for; for `auto` partial if and only if it costs less than full, else full.
 
     Each is weighed at its own interval (CPR, arXiv 2011.02999, section 3), or both at the one asked for. Ours differs
@@ -222,10 +218,10 @@ def decide(goal: Goal, costs: Costs, scale: Scale) -> Decision:
     """
     options = {}
     for name, policy in policies(goal.target_pls).items():
-        interval_s = policy.interval_s(costs, scale)
+        interval_s = policy.interval_s(costs)
         if goal.interval_s is not None and policy.saves:
-            interval_s = min(goal.interval_s, scale.job_s)
-        expected_pls = policy.expected_pls(costs, scale, interval_s)
+            interval_s = min(goal.interval_s, costs.job_s)
+        expected_pls = policy.expected_pls(costs, interval_s)
         options[name] = Option(policy, interval_s, policy.overhead(costs, interval_s), expected_pls)
     full, partial = options["full"], options["partial"]
 

@@ -7,7 +7,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from shadowsync.recovery.policy import Costs, Decision, Goal, Scale, decide, spoken
+from shadowsync.recovery.policy import Costs, Decision, Goal, decide, spoken
 
 RECENT = 0.3
 _INSTANT_S = 1e-6
@@ -21,7 +21,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Priors:
-    """What is believed before anything was measured, as in `Costs`.
+    """What is believed before anything was measured, as in `Costs`; the first measurement of a duration replaces it.
 
     Attributes:
         load_s: None: as long as a save.
@@ -35,43 +35,6 @@ class Priors:
     restart_s: float = 15.0
     fail_s: float = 28 * 3600.0
     fail_spread: float = 1.0
-
-
-@dataclass
-class Estimates:
-    """The costs as they look now.
-
-    Attributes:
-        priors: what is believed at first. The first measurement of a duration replaces its prior.
-        started_s: time at which the job could first fail.
-        failures: failures of embedding servers so far; several at once are one.
-        measured: seconds by the names of `Costs`: means in which the newest measurement weighs `RECENT`.
-    """
-
-    priors: Priors = Priors()
-    started_s: float = 0.0
-    failures: int = 0
-    measured: dict[str, float] = field(default_factory=dict)
-    _lost_servers: int = 0
-
-    def failed(self, servers: int = 1) -> None:
-        self.failures += 1
-        self._lost_servers += servers
-
-    def measure(self, name: str, seconds: float) -> None:
-        before = self.measured.get(name, seconds)
-        self.measured[name] = before + RECENT * (seconds - before)
-
-    def costs(self, now: float) -> Costs:
-        """The costs, given all that was measured and that there was no other failure until now."""
-        save_s = self.measured.get("save_s", self.priors.save_s)
-        return Costs(
-            save_s=save_s,
-            load_s=self.measured.get("load_s", save_s if self.priors.load_s is None else self.priors.load_s),
-            restart_s=self.measured.get("restart_s", self.priors.restart_s),
-            fail_s=time_between_failures(self.priors, self.failures, max(now - self.started_s, 0.0)),
-            lost_servers=self._lost_servers / self.failures if self.failures else 1.0,
-        )
 
 
 def time_between_failures(priors: Priors, failures: int, exposure_s: float) -> float:
@@ -117,30 +80,60 @@ class CheckpointScheduler:
     than it would have, so a job that fails more often than it saves still gets on.
 
     Attributes:
-        estimates: for the job to hand measurements to; the scheduler adds those of saves.
+        servers, job_s: as in `Costs`.
+        started_s: time at which the job could first fail.
         share: of the rows in a save by priority (r of CPR), in (0, 1].
         moved: share by which a cost must differ from what the choice was made with before it is made anew. More
             keeps the rhythm steadier and follows changes later.
         probe_s: the first save comes after this time if not sooner, for until then the cost of a save is only believed.
         decision: what holds now.
         saved_at: when the last save began, or the job.
+        failures: of embedding servers so far; several at once are one.
+        measured: seconds by the names of `Costs`: means in which the newest measurement weighs `RECENT`.
     """
 
     goal: Goal
-    scale: Scale
-    estimates: Estimates
+    priors: Priors = Priors()
+    servers: int = 1
+    job_s: float = math.inf
+    started_s: float = 0.0
     share: float = 1.0
     moved: float = 0.5
     probe_s: float = 600.0
     decision: Decision = field(init=False)
     saved_at: float = field(init=False)
+    failures: int = field(default=0, init=False)
+    measured: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._round_s = self.saved_at = self.estimates.started_s
+        self._round_s = self.saved_at = self.started_s
         self._before = (self._round_s, self.saved_at)
         self._round_cost_s = 0.0
-        self._basis = self.estimates.costs(self.estimates.started_s)
-        self.decision = decide(self.goal, self._basis, self.scale)
+        self._lost_servers = 0
+        self._basis = self.costs(self.started_s)
+        self.decision = decide(self.goal, self._basis)
+
+    def failed(self, servers: int = 1) -> None:
+        """So many embedding servers died at once."""
+        self.failures += 1
+        self._lost_servers += servers
+
+    def measure(self, name: str, seconds: float) -> None:
+        before = self.measured.get(name, seconds)
+        self.measured[name] = before + RECENT * (seconds - before)
+
+    def costs(self, now: float) -> Costs:
+        """The costs, given all that was measured and that there was no other failure until now."""
+        save_s = self.measured.get("save_s", self.priors.save_s)
+        return Costs(
+            save_s=save_s,
+            load_s=self.measured.get("load_s", save_s if self.priors.load_s is None else self.priors.load_s),
+            restart_s=self.measured.get("restart_s", self.priors.restart_s),
+            fail_s=time_between_failures(self.priors, self.failures, max(now - self.started_s, 0.0)),
+            lost_servers=self._lost_servers / self.failures if self.failures else 1.0,
+            servers=self.servers,
+            job_s=self.job_s,
+        )
 
     @property
     def due_at(self) -> float:
@@ -150,7 +143,7 @@ class CheckpointScheduler:
     @property
     def _round_at(self) -> float:
         interval_s = self.decision.interval_s
-        if "save_s" not in self.estimates.measured and self.decision.chosen.policy.saves:
+        if "save_s" not in self.measured and self.decision.chosen.policy.saves:
             interval_s = min(interval_s, self.probe_s)
         return self._round_s + interval_s
 
@@ -175,7 +168,7 @@ class CheckpointScheduler:
         """A save has ended and has cost training so many seconds. What a whole round has cost is the cost of a save."""
         self._round_cost_s += cost_s
         if due is Due.ROUND:
-            self.estimates.measure("save_s", self._round_cost_s)
+            self.measure("save_s", self._round_cost_s)
             self._round_cost_s = 0.0
 
     def revise(self, now: float) -> str | None:
@@ -183,12 +176,12 @@ class CheckpointScheduler:
 
         To be asked now and then, and after each failure.
         """
-        costs, basis = self.estimates.costs(now), self._basis
+        costs, basis = self.costs(now), self._basis
         moved = [name for name in _NAMES if self._has_moved(getattr(basis, name), getattr(costs, name))]
         if not moved and not self._has_moved(basis.lost_servers, costs.lost_servers):
             return None
         before, self._basis = self.decision, costs
-        self.decision = decide(self.goal, costs, self.scale)
+        self.decision = decide(self.goal, costs)
         if (before.mode, before.interval_s) == (self.decision.mode, self.decision.interval_s):
             return None
         reasons = [f"{_NAMES[n]} is {spoken(getattr(costs, n))}, was {spoken(getattr(basis, n))}" for n in moved]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,20 +45,13 @@ class Figure(NamedTuple):
     source: str
 
 
-class Weights(NamedTuple):
-    """Rows that would be saved by priority, and the bytes of their weights."""
-
-    rows: int
-    weight_bytes: int
-
-
-@dataclass(frozen=True)
-class RecoveryPlan:
-    """What `shadowsync plan recovery` prints: the numbers by name, both policies, and where tables are known, these."""
+class RecoveryPlan(NamedTuple):
+    """What `shadowsync plan recovery` prints: the numbers by name, both policies, and where tables are known, how many
+    rows would be saved by priority, and the bytes of their weights."""
 
     figures: Mapping[str, Figure]
     decision: Decision
-    weights: Weights | None
+    weights: tuple[int, int] | None
 
 
 def plan_recovery(folder: Path | None, **numbers: float | None) -> RecoveryPlan:
@@ -90,7 +82,7 @@ def plan_recovery(folder: Path | None, **numbers: float | None) -> RecoveryPlan:
         measured, interval_s, weights = _of_run(folder)
         figures = measured | figures
     if rows is not None and dim is not None:
-        weights = Weights(int(rows), 4 * int(rows) * int(dim))
+        weights = int(rows), 4 * int(rows) * int(dim)
     if missing := [name for name in ("save_s", "servers") if name not in figures]:
         raise ConfigError(
             f"{' and '.join(map(_option, missing))} must be given, or the folder of a run in which it was measured: "
@@ -117,11 +109,10 @@ def plan_recovery(folder: Path | None, **numbers: float | None) -> RecoveryPlan:
 
 
 def _option(name: str) -> str:
-    """The option of the command line for a number."""
     return "--" + name.replace("_", "-")
 
 
-def _of_run(folder: Path) -> tuple[dict[str, Figure], float | None, Weights]:
+def _of_run(folder: Path) -> tuple[dict[str, Figure], float | None, tuple[int, int]]:
     """What the folder of a run, of its checkpoints, or of one of them tells: numbers by name, the time between saves as
     configured, and the tables that are large enough to be saved by priority."""
     if not folder.is_dir():
@@ -150,7 +141,7 @@ def _of_run(folder: Path) -> tuple[dict[str, Figure], float | None, Weights]:
             fail_s = time_between_failures(settings.priors, failures, seconds_in_all)
             found["fail_s"] = Figure(fail_s, f"recovery.prior_fail_s and {failures} failures")
     tables = [table for table in saved.tables if table.rows >= settings.min_rows]
-    weights = Weights(sum(table.rows for table in tables), sum(4 * table.rows * table.dim for table in tables))
+    weights = sum(table.rows for table in tables), sum(4 * table.rows * table.dim for table in tables)
     return found, settings.goal.interval_s, weights
 
 
@@ -188,7 +179,7 @@ def plan_tables(plan: RecoveryPlan) -> Iterator[RenderableType]:
     yield table
     if plan.weights is None:
         yield Text("Give --rows and --dim, or the folder of a run, to see the memory that each tracker takes.")
-    elif not plan.weights.rows:
+    elif not plan.weights[0]:
         yield Text("No table of the run is large enough to be saved by priority (recovery.min_rows).")
     else:
         yield _trackers(*plan.weights, plan.figures["share"].value)

@@ -132,6 +132,17 @@ class LocalFiles(Files):
             shutil.rmtree(self._path / folder)
 
 
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Libraries of remote file systems raise errors of their own: those become `OSError`s."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {_first_line(error)}") from error
+
+
 class RemoteFiles(Files):
     """Any other fsspec file system: files go to their place at once, and the one that makes a folder complete last."""
 
@@ -140,26 +151,26 @@ class RemoteFiles(Files):
         self._filesystem = filesystem
         self._path = path.rstrip("/")
 
+    @_as_os_error()
     def names(self, folder: str = "") -> list[str]:
         self._filesystem.invalidate_cache()
-        with _as_os_error():
-            try:
-                found = self._filesystem.ls(self._full(folder), detail=False)
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+        try:
+            found = self._filesystem.ls(self._full(folder), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
         return [str(name).rstrip("/").rsplit("/", 1)[-1] for name in found]
 
+    @_as_os_error()
     def size(self, path: str) -> int | None:
-        with _as_os_error():
-            try:
-                info = self._filesystem.info(self._full(path))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+        try:
+            info = self._filesystem.info(self._full(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
         return int(info["size"]) if info["type"] == "file" else None
 
+    @_as_os_error()
     def read(self, path: str, start: int, stop: int) -> bytes:
-        with _as_os_error():
-            return bytes(self._filesystem.cat_file(self._full(path), start=start, end=stop))
+        return bytes(self._filesystem.cat_file(self._full(path), start=start, end=stop))
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
         full = self._full(path)
@@ -180,17 +191,17 @@ class RemoteFiles(Files):
     def staging(self, folder: str) -> str:
         return folder
 
+    @_as_os_error()
     def publish(self, folder: str, last: str, content: bytes) -> None:
         temporary, final = self._full(f"{folder}/{last}.part"), self._full(f"{folder}/{last}")
-        with _as_os_error():
-            self._filesystem.pipe_file(temporary, content)
-            self._filesystem.mv(temporary, final)
+        self._filesystem.pipe_file(temporary, content)
+        self._filesystem.mv(temporary, final)
 
+    @_as_os_error()
     def remove(self, folder: str, first: str) -> None:
-        with _as_os_error():
-            for path in (f"{folder}/{first}", folder):
-                with contextlib.suppress(FileNotFoundError):
-                    self._filesystem.rm(self._full(path), recursive=path == folder)
+        for path in (f"{folder}/{first}", folder):
+            with contextlib.suppress(FileNotFoundError):
+                self._filesystem.rm(self._full(path), recursive=path == folder)
 
     def _full(self, path: str) -> str:
         return f"{self._path}/{path}" if path else self._path
@@ -205,17 +216,6 @@ def open_files(root: str) -> Files:
     if isinstance(filesystem, LocalFileSystem):
         return LocalFiles(root, Path(path))
     return RemoteFiles(redacted(root), filesystem, path)
-
-
-@contextlib.contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Libraries of remote file systems raise errors of their own: those become `OSError`s."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

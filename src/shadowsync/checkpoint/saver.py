@@ -4,7 +4,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 NICENESS = 10
@@ -61,9 +60,7 @@ class AsyncSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Waits; where the block has already failed, an error of a save becomes a note on that failure."""
         try:
             self.wait()

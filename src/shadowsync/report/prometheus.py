@@ -7,7 +7,6 @@ import socket
 import socketserver
 import threading
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 from shadowsync.errors import ConfigError, MissingExtra
@@ -63,9 +62,7 @@ class PrometheusEndpoint(Collector):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

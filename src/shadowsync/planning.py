@@ -14,9 +14,9 @@ from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import server_count
 from shadowsync.config import parse
+from shadowsync.embedding.watching import RowPriority
 from shadowsync.errors import CheckpointError, ConfigError
 from shadowsync.recovery.policy import Costs, Decision, Goal, Option, decide, spoken
-from shadowsync.recovery.priority import RowPriority
 from shadowsync.recovery.scheduler import Priors, time_between_failures
 from shadowsync.recovery.settings import recovery_settings
 from shadowsync.registry import members

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from command_line import CommandLine, assert_sentence, train, trained_once
 
+from shadowsync.embedding.watching import RowPriority
 from shadowsync.planning import plan_recovery
-from shadowsync.recovery.priority import RowPriority
 from shadowsync.recovery.scheduler import Priors, time_between_failures
 from shadowsync.registry import members
 

@@ -24,9 +24,8 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.embedding.watching import RowPriority, RowTracking
 from shadowsync.errors import DataError
-from shadowsync.recovery.priority import RowPriority
-from shadowsync.recovery.settings import RowTracking
 from shadowsync.registry import members
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost

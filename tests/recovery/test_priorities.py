@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shadowsync.embedding.watching import RowWatch
+from shadowsync.embedding.watching import RowPriority
 from shadowsync.memory.pages import zeros
-from shadowsync.recovery.priority import PERIOD, RowPriority, largest
+from shadowsync.recovery.priority import PERIOD, largest
 from shadowsync.registry import members
 
 MEMBERS = members("shadowsync.recovery", RowPriority)
@@ -21,20 +21,20 @@ ROWS, DIM, SHARE = 40, 3, 0.25
 COUNT = 10
 
 
-def made(name: str, rows: int = ROWS, share: float = SHARE, seed: int = 0) -> tuple[RowWatch, Tensor]:
+def made(name: str, rows: int = ROWS, share: float = SHARE, seed: int = 0) -> tuple[RowPriority, Tensor]:
     """A tracker and the weights of its shard."""
     weights = torch.randn(rows, DIM, generator=torch.Generator().manual_seed(seed))
     return MEMBERS[name](weights, share, seed), weights
 
 
-def push(tracker: RowWatch, weights: Tensor, rows: list[int], by: float = 1.0) -> None:
+def push(tracker: RowPriority, weights: Tensor, rows: list[int], by: float = 1.0) -> None:
     """Changes rows as training would: first the weights, then the word to the tracker."""
     ids = torch.tensor(rows, dtype=torch.int64)
     weights.index_add_(0, ids, torch.full((len(rows), DIM), by))
     tracker.seen(ids)
 
 
-def held_bytes(tracker: RowWatch) -> int:
+def held_bytes(tracker: RowPriority) -> int:
     """Memory of the tensors and arrays that a tracker holds on to."""
     return sum(held.nbytes for held in vars(tracker).values() if isinstance(held, Tensor | np.ndarray))
 

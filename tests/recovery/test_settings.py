@@ -7,10 +7,11 @@ import torch
 
 from shadowsync.config import RecoveryConfig, load, parse
 from shadowsync.embedding.table import Rows, Table
+from shadowsync.embedding.watching import RowTracking
 from shadowsync.errors import ConfigError
 from shadowsync.recovery.failures import Gamma
 from shadowsync.recovery.priority import EveryRow, MostFrequentlyUsed, Scar, SubSampledUsed
-from shadowsync.recovery.settings import RecoverySettings, RowTracking, recovery_settings, row_tracking
+from shadowsync.recovery.settings import RecoverySettings, recovery_settings, row_tracking
 
 
 def settings(runtime: str = "inprocess", **given: Any) -> RecoverySettings:

@@ -14,8 +14,9 @@ from shadowsync.embedding.requests import Lookup
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.embedding.watching import RowTracking
 from shadowsync.memory.shared import SharedMemory, bytes_of, can_share
-from shadowsync.recovery.settings import RowTracking, recovery_settings, row_tracking
+from shadowsync.recovery.settings import recovery_settings, row_tracking
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="needs memory files and /proc, as Linux has them")
 ADAGRAD = RowwiseAdagrad(0.01)
@@ -73,7 +74,7 @@ def picked_by(owner: EmbeddingServer) -> list[int]:
 
 def test_the_owner_picks_what_guests_have_pushed_to(memory: SharedMemory, tracking: RowTracking) -> None:
     owner = server(memory, tracking, seed=3)
-    guests = [server(memory, tracking if tracking.sees else None) for _ in range(2)]
+    guests = [server(memory, tracking if tracking.priority.sees else None) for _ in range(2)]
     push(guests[0], ROWS, times=2)
     push(guests[1], ROWS)
     for guest in guests:
@@ -96,7 +97,7 @@ def test_marks_are_there_as_soon_as_a_push_is_over() -> None:
 def test_who_takes_the_owners_place_misses_nothing_that_was_not_saved(
     memory: SharedMemory, tracking: RowTracking
 ) -> None:
-    owner, guest = server(memory, tracking, seed=3), server(memory, tracking if tracking.sees else None)
+    owner, guest = server(memory, tracking, seed=3), server(memory, tracking if tracking.priority.sees else None)
     push(guest, ROWS)
     told(guest)
     before = owner.state()[1].tensors["weight"].clone()
@@ -112,4 +113,4 @@ def test_who_takes_the_owners_place_misses_nothing_that_was_not_saved(
 
 
 def test_priorities_that_look_at_weights_alone_need_no_word_from_guests() -> None:
-    assert [tracking_of(name).sees for name in ("all", "scar", "mfu", "ssu")] == [True, False, True, True]
+    assert [tracking_of(name).priority.sees for name in ("all", "scar", "mfu", "ssu")] == [True, False, True, True]

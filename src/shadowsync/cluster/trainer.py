@@ -223,7 +223,7 @@ class TrainerPart(Imaged):
         if address.memory is not None:
             memory, optimizer = SharedMemory.open(address.memory), row_optimizer(spec.job.config.embedding)
             tracking = row_tracking(choices.recovery, spec.job.config.train.seed)
-            told = tracking if tracking is not None and tracking.sees else None
+            told = tracking if tracking is not None and tracking.priority.sees else None
             server = EmbeddingServer(shards, choices.storage, optimizer, None, told, memory)
             if spec.job.config.cluster.address is not None:  # what does not cross the network needs no codec
                 return lambda _: server

@@ -28,7 +28,7 @@ from shadowsync.embedding.requests import (
 )
 from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import RowNumbers, Rows, RowSet, Shard, slots_of
-from shadowsync.embedding.watching import RowWatches, Watching
+from shadowsync.embedding.watching import RowTracking, RowWatches
 from shadowsync.errors import CheckpointError, DataError
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.push_gate import PushGate
@@ -154,7 +154,7 @@ class EmbeddingServer:
         storage: how.
         optimizer: of the rows.
         seed: of the initial rows; None leaves them zero, for who loads all of them, or as they are in `memory`.
-        watching: which rows are to be saved next; None saves every shard as a whole.
+        tracking: which rows are to be saved next; None saves every shard as a whole.
         memory: where the rows are, if other processes of this machine have them, too: each of them has a server of its
             own over the same rows, which outlive them.
     """
@@ -165,7 +165,7 @@ class EmbeddingServer:
         storage: type[Storage],
         optimizer: RowOptimizer,
         seed: int | None,
-        watching: Watching | None = None,
+        tracking: RowTracking | None = None,
         memory: SharedMemory | None = None,
     ) -> None:
         self.shards, self.optimizer = tuple(shards), optimizer
@@ -180,7 +180,7 @@ class EmbeddingServer:
         for index in sorted(range(len(self.shards)), key=lambda index: self.shards[index].start):
             self._parts.setdefault(self.shards[index].table.name, []).append(index)
         self._gate: PushGate | FileGate = PushGate() if memory is None else FileGate(memory)
-        self.watches = RowWatches(self._rows, self.numbers, watching, allocate, memory is not None)
+        self.watches = RowWatches(self._rows, self.numbers, tracking, allocate, memory is not None)
         self._groups = SlotGroups(self.shards, shard_of_slot, self.numbers)
         self._held = HeldGradients(self.numbers)
         self._stepped = -1

@@ -3,12 +3,14 @@
 `L` looked-up rows, `K` rows of one save, `R` rows of a shard, `D` their width.
 """
 
+import math
 import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,8 +27,11 @@ QUEUED_IDS = 1 << 17
 take 1 MiB meanwhile."""
 
 
-class RowWatch(ABC):
-    """What follows one shard, whose rows are numbered from 0 in it (`recovery.priority`).
+class RowPriority(ABC):
+    """A way to choose which rows of a shard are worth writing next, as it follows one shard all of whose rows are saved
+    as they are when it is made; they are numbered from 0 in it (its members are in `recovery`).
+
+    CPR, arXiv 2011.02999, section 5: instead of every row each T_save, the share r of the rows each r · T_save.
 
     `seen` comes from many threads at once and takes no lock: two threads at the same row, or a `saved` at the same
     moment, may lose an access, which makes a row a little less likely to be saved and nothing else. The other methods
@@ -39,9 +44,31 @@ class RowWatch(ABC):
             the process that saw it.
     """
 
+    name: ClassVar[str]
     sees: ClassVar[bool] = True
     compares: ClassVar[bool] = False
     exact: ClassVar[bool] = False
+
+    @abstractmethod
+    def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None:
+        """
+        Args:
+            weights: the shard's, float32 `[R, D]`.
+            share: r, the share of the rows that will be picked at a time, in (0, 1].
+            seed: of its random choices.
+            allocate: gives the memory to which `seen` writes (`seen_parts`); others in other processes may have it,
+                too, of which nothing but `seen` is called.
+        """
+
+    @classmethod
+    @abstractmethod
+    def seen_parts(cls, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
+        """Elements and type of what is allocated for a shard."""
+
+    @classmethod
+    def memory_bytes(cls, rows: int, dim: int, share: float) -> int:
+        """Memory that one for `rows` rows of `dim` floats holds on to."""
+        return sum(count * dtype.itemsize for count, dtype in cls.seen_parts(rows, share))
 
     def inherit(self) -> None:  # noqa: B027 (most lose what a save under way had picked, and nothing else)
         """Takes the place of one that is gone with its process; what that one wrote in shared memory is here."""
@@ -73,20 +100,31 @@ class RowWatch(ABC):
         self.saved(rows, weights)
 
 
-class Watching(Protocol):
-    """Which shards are watched, and how much of them a save holds."""
+@dataclass(frozen=True)
+class RowTracking:
+    """Which shards of an embedding server are tracked, and how.
 
-    def watch(self, own: Rows, allocate: Allocate = zeros, /) -> RowWatch | None:
-        """Follows a shard whose rows are saved as they are; None: it is saved as a whole at the end of each round.
+    One save has this share of a shard's rows; tables of less than `min_rows` are not tracked and saved as a whole.
+    """
 
-        `allocate` gives the memory to which `seen` writes, as `parts` asks for it.
-        """
+    priority: type[RowPriority]
+    share: float
+    min_rows: int
+    seed: int
 
-    def parts(self, shard: Shard, /) -> Sequence[tuple[int, torch.dtype]]:
+    def watch(self, own: Rows, allocate: Allocate = zeros) -> RowPriority | None:
+        """A tracker of a shard whose rows are saved as they are; None if its table is small."""
+        if own.table.rows < self.min_rows:
+            return None
+        return self.priority(own.tensors["weight"], self.share, self.seed, allocate)
+
+    def parts(self, shard: Shard) -> Sequence[tuple[int, torch.dtype]]:
         """Elements and type of what `watch` allocates for a shard."""
+        return [] if shard.table.rows < self.min_rows else self.priority.seen_parts(shard.rows, self.share)
 
     def count(self, rows: int) -> int:
         """How many of a shard's rows one save is to hold."""
+        return math.ceil(self.share * rows)
 
 
 class RowWatches:
@@ -97,7 +135,7 @@ class RowWatches:
     Args:
         state: live views of all shards.
         numbers: of their rows.
-        watching: None to watch nothing.
+        tracking: None to watch nothing.
         allocate: gives the memory to which changes are written.
         shared: other processes have it, too.
 
@@ -109,14 +147,16 @@ class RowWatches:
         self,
         state: Sequence[Rows],
         numbers: RowNumbers,
-        watching: Watching | None,
+        tracking: RowTracking | None,
         allocate: Allocate = zeros,
         shared: bool = False,
     ) -> None:
         self.turn = threading.RLock()
         self._weights = [own.tensors["weight"] for own in state]
-        self._watches = [None if watching is None else watching.watch(own, allocate) for own in state]
-        self._counts = [0 if watching is None else watching.count(len(weights)) for weights in self._weights]
+        self._watches = [None if tracking is None else tracking.watch(own, allocate) for own in state]
+        self._counts = [
+            0 if tracking is None else math.ceil(tracking.share * len(weights)) for weights in self._weights
+        ]
         self._seeing = {index: watch for index, watch in enumerate(self._watches) if watch is not None and watch.sees}
         self._of_slot = [index for index, own in enumerate(state) for _ in own.table.features]
         self._starts = numbers.starts
@@ -223,7 +263,7 @@ class RowWatches:
             return watch.pick(self._counts[shard], self._weights[shard])
 
     def saved(self, save: int, shard: int, rows: Tensor, weights: Tensor | None) -> bool:
-        """As `RowWatch.saved`; false if another save has begun since, so that this one is of no interest any more."""
+        """As `RowPriority.saved`; false if another save has begun since, so that this one is of no interest."""
         watch = self._watches[shard]
         with self.turn:
             if watch is not None and save == self._save:

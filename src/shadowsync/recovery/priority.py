@@ -1,13 +1,11 @@
-"""The seam of priority saving: which rows of a shard are worth writing next.
+"""Which rows of a shard are worth writing next: the members of `RowPriority`.
 
-CPR, arXiv 2011.02999, section 5: instead of every row each T_save, the share r of the rows each r · T_save.
 `R` rows of a shard, numbered from 0 in it; `D` their width; `K` rows picked.
 """
 
 import functools
 import math
 import random
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -16,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shadowsync.embedding.watching import RowWatch
+from shadowsync.embedding.watching import RowPriority
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
 
@@ -26,33 +24,6 @@ _HALF = 16
 _INT32_ROWS = (1 << 31) - 1
 PERIOD = 2
 """SSU takes every second access."""
-
-
-class RowPriority(RowWatch):
-    """A way to choose rows, as it follows one shard all of whose rows are saved as they are when it is made.
-
-    Args:
-        weights: the shard's, float32 `[R, D]`.
-        share: r, the share of the rows that will be picked at a time, in (0, 1].
-        seed: of its random choices.
-        allocate: gives the memory to which `seen` writes (`seen_parts`); others in other processes may have it, too, of
-            which nothing but `seen` is called.
-    """
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None: ...
-
-    @classmethod
-    @abstractmethod
-    def seen_parts(cls, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
-        """Elements and type of what is allocated for a shard."""
-
-    @classmethod
-    def memory_bytes(cls, rows: int, dim: int, share: float) -> int:
-        """Memory that one for `rows` rows of `dim` floats holds on to."""
-        return sum(count * dtype.itemsize for count, dtype in cls.seen_parts(rows, share))
 
 
 class EveryRow(RowPriority):

@@ -1,20 +1,12 @@
 """The section `recovery` of the configuration as the parts of this folder take it, checked."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from shadowsync.config import RecoveryConfig
-from shadowsync.embedding.table import Rows, Shard
-from shadowsync.embedding.watching import RowWatch
+from shadowsync.embedding.watching import RowPriority, RowTracking
 from shadowsync.errors import ConfigError
-from shadowsync.memory.pages import zeros
-from shadowsync.memory.shared import Allocate
 from shadowsync.recovery.failures import FailureTimes, parse_schedules
 from shadowsync.recovery.policy import AUTO, Goal, policies
-from shadowsync.recovery.priority import RowPriority
 from shadowsync.recovery.scheduler import Priors
 from shadowsync.registry import choose
 
@@ -79,36 +71,6 @@ def recovery_settings(config: RecoveryConfig, runtime: str) -> RecoverySettings:
         schedules=schedules,
         job_s=config.emulate_job_s,
     )
-
-
-@dataclass(frozen=True)
-class RowTracking:
-    """Which shards of an embedding server are tracked, and how (`embedding.watching.Watching`).
-
-    One save has this share of a shard's rows; tables of less than `min_rows` are not tracked and saved as a whole.
-    """
-
-    priority: type[RowPriority]
-    share: float
-    min_rows: int
-    seed: int
-
-    @property
-    def sees(self) -> bool:
-        """Pushes are of interest, not only the weights."""
-        return self.priority.sees
-
-    def watch(self, own: Rows, allocate: Allocate = zeros) -> RowWatch | None:
-        """A tracker of a shard whose rows are saved as they are; None if its table is small."""
-        if own.table.rows < self.min_rows:
-            return None
-        return self.priority(own.tensors["weight"], self.share, self.seed, allocate)
-
-    def parts(self, shard: Shard) -> Sequence[tuple[int, torch.dtype]]:
-        return [] if shard.table.rows < self.min_rows else self.priority.seen_parts(shard.rows, self.share)
-
-    def count(self, rows: int) -> int:
-        return math.ceil(self.share * rows)
 
 
 def row_tracking(settings: RecoverySettings, seed: int) -> RowTracking | None:

@@ -489,7 +489,7 @@ class _Run:
     def _check_rows(self, test: TestMetrics | None) -> None:
         """Says what is odd about the rows that were read."""
         session = self.session
-        bad = sum(epoch.skipped for epoch in session.reader.epochs())
+        bad = session.reader.skipped
         example = next(iter(session.train_source.bad_rows.examples), None)
         found = [left_out(bad, bad + session.reader.trained, "training rows", example)]
         if (rows := session.test_source) is not None:

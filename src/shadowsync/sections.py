@@ -53,7 +53,7 @@ def make_result(
 
 def _data(session: Session, test: TestMetrics | None) -> result.DataSection:
     test_samples = test.samples if test is not None else 0
-    skipped = sum(epoch.skipped for epoch in session.reader.epochs())
+    skipped = session.reader.skipped
     if session.test_source is not None:
         skipped += session.test_source.rows - test_samples
     return result.DataSection(

@@ -22,7 +22,7 @@ from shadowsync.data.batch import Jagged
 from shadowsync.embedding.messages import Coded, Sent
 from shadowsync.embedding.proxy import ANY, UNCOUNTED, ServerProxy
 from shadowsync.embedding.requests import Lookup, RowLookup
-from shadowsync.embedding.saves import RemoteRows, SaveMethods
+from shadowsync.embedding.saves import SaveMethods, read_rows, write_rows
 from shadowsync.embedding.server import EmbeddingServer, RowStep
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Rows, Shard, Table
@@ -322,11 +322,11 @@ def test_rows_go_out_in_chunks_and_into_servers_of_another_cut(connect):
     source, target = far(connect, CUT, ADAM), far(connect, ONE, ADAM)
     train(source.client(), 3, "multi")
     ways = zip(source.connections, CUT, strict=True)
-    chunks = [chunk for way, shards in ways for chunk in RemoteRows(way).read(shards, chunk_bytes=8 * 4 * 7)]
+    chunks = [chunk for way, shards in ways for chunk in read_rows(way, shards, chunk_bytes=8 * 4 * 7)]
     assert max(len(chunk.tensors["weight"]) * chunk.table.dim for chunk in chunks) == 7 * 8
     for chunk in chunks:
         for way in target.connections:
-            RemoteRows(way).write([chunk])
+            write_rows(way, [chunk])
     (held,) = target.servers
     for rows in held.state():
         for name, tensor in rows.tensors.items():
@@ -337,7 +337,7 @@ def test_rows_go_out_in_chunks_and_into_servers_of_another_cut(connect):
 
 def test_a_row_that_is_given_out_is_a_copy():
     job = far(direct)
-    rows = next(RemoteRows(job.connections[0]).read(job.servers[0].shards))
+    rows = next(read_rows(job.connections[0], job.servers[0].shards))
     before = rows.tensors["weight"].clone()
     client = job.client()
     client.push(client.pull(random_ids(ROWS, 6, 0)), dense_gradient(6, client.width, 0), 0.1).result()
@@ -347,12 +347,12 @@ def test_a_row_that_is_given_out_is_a_copy():
 
 def test_rows_of_other_tables_are_passed_over_and_those_of_others_refused(connect):
     job = far(connect, [whole(TABLES[:1])])
-    ways, before = RemoteRows(job.connections[0]), copied(job.servers[0])
-    ways.write([Rows(TABLES[2], 0, {"weight": torch.ones(3, 6), "momentum": torch.ones(3)})])
+    way, before = job.connections[0], copied(job.servers[0])
+    write_rows(way, [Rows(TABLES[2], 0, {"weight": torch.ones(3, 6), "momentum": torch.ones(3)})])
     with pytest.raises(
         DataError, match=r"weight \[2, 8\] do not fit rows 38 to 39 of a shard that has weight \[2, 8\], mom"
     ):
-        ways.write([Rows(TABLES[0], 38, {"weight": torch.ones(2, 8)})])
+        write_rows(way, [Rows(TABLES[0], 38, {"weight": torch.ones(2, 8)})])
     torch.testing.assert_close(copied(job.servers[0]), before, rtol=0, atol=0)
 
 
@@ -400,7 +400,7 @@ def row_chunks(between):
 def test_the_next_rows_are_looked_for_while_others_cross():
     job = far(direct, [whole(TABLES[:1])])
     way = Slow(job.services[0])
-    RemoteRows(way).write(row_chunks(way.answer))
+    write_rows(way, row_chunks(way.answer))
     way.answer()
     assert way.under_way == [1] * 5, "each is sent before the next one is asked for"
     assert copied(job.servers[0])[0]["weight"][:, 0].tolist() == [float(row // 8 * 8) for row in range(40)]
@@ -416,5 +416,5 @@ def test_nothing_is_under_way_any_more_when_rows_cannot_be_read():
         raise DataError("torn")
 
     with pytest.raises(DataError, match="torn"):
-        RemoteRows(way).write(torn())
+        write_rows(way, torn())
     assert all(answered.done() for answered, _ in way.waiting)

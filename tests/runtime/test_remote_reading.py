@@ -12,7 +12,7 @@ import torch
 from helpers import PackedConnection
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.leases import LOGGED, DoneLog, Lease, LeaseBook, LeaseClient, LeaseService, Rows
+from shadowsync.data.leases import LOGGED, DoneLog, DoneRows, Lease, LeaseBook, LeaseClient, LeaseService
 from shadowsync.data.reader import PARSE_S, Feed, LeasedBatch, Parser, Reader, ReaderOptions
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice
 from shadowsync.errors import DataError, RunError
@@ -185,7 +185,7 @@ def test_a_log_keeps_the_last_batches_and_none_that_was_half_written() -> None:
     log, lease = DoneLog(ring), Lease(0, 0, 0, 0, ())
     assert list(log) == []
     for start in range(LOGGED + 5):
-        log.note(Rows(lease, start, start + 1))
+        log.note(DoneRows(lease, start, start + 1))
     assert {start for _, start, _ in log} == set(range(5, LOGGED + 5))
     ring[0] = 0
     assert {start for _, start, _ in log} == {*range(5, LOGGED + 5)} - {LOGGED}
@@ -273,7 +273,7 @@ def test_rows_that_were_not_leased_cannot_be_reported_done(connect: Connect) -> 
     assert lease is not None
     assert remote.opened(lease, 8)[1]
     with pytest.raises(DataError, match="are not among those to train"):
-        ask(connection, LeaseService.tell, (Rows(lease, 4, 400),))
+        ask(connection, LeaseService.tell, (DoneRows(lease, 4, 400),))
     assert leases.trained == 0
 
 

@@ -21,7 +21,7 @@ from shadowsync.cluster.supervisor import Member
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.proxy import UNCOUNTED, ServerProxy
-from shadowsync.embedding.saves import RemoteRows, SaveMethods
+from shadowsync.embedding.saves import SaveMethods, read_rows, write_rows
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import ended
@@ -85,7 +85,7 @@ class Images:
         found: dict[int, list[Rows]] = {}
 
         def read(member: Member) -> None:
-            found[member.index] = list(RemoteRows(member.connection).read(self._manager.spec.shards[member.index]))
+            found[member.index] = list(read_rows(member.connection, self._manager.spec.shards[member.index]))
 
         self._manager.all_at_once([partial(read, member) for member in self._manager.row_servers()])
         return tuple(rows for index in sorted(found) for rows in found[index])
@@ -142,7 +142,7 @@ class Images:
         self._manager.all_at_once([partial(self.load_server, saved, member) for member in servers])
 
     def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:
-        RemoteRows(member.connection).write(saved.rows_of(self._manager.spec.shards[member.index]))
+        write_rows(member.connection, saved.rows_of(self._manager.spec.shards[member.index]))
 
     def predicting_client(self) -> EmbeddingClient:
         job, shards = self._manager.spec.job, self._manager.spec.shards

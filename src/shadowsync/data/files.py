@@ -9,7 +9,6 @@ import glob
 import threading
 import time
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -99,13 +98,9 @@ class File:
 
 
 def resolve(key: str, paths: str | Sequence[str], suffix: str | None = None) -> tuple[File, ...]:
-    """The files meant by a path, a glob or a list of either; those of a glob in the order of their names.
-
-    Args:
-        key: the configuration key that holds `paths`, for messages.
-        paths: local paths or URLs such as `s3://bucket/day_*.gz`.
-        suffix: a folder stands for its files of this suffix; None: for nothing.
-    """
+    """The files meant by a path, a glob or a list of either, local or URLs such as `s3://bucket/day_*.gz`; those of a
+    glob in the order of their names. A folder stands for its files of that suffix. Messages name the configuration
+    `key`."""
     patterns = [paths] if isinstance(paths, str) else list(paths)
     if not patterns:
         raise DataError(f"{key} names no file: give a path, a glob or a list of paths")
@@ -244,7 +239,7 @@ class FileRows(OpenSource):
     """An opened source whose rows lie in files.
 
     Attributes:
-        own_mark: stands for the marks of the files, where there is one.
+        own_mark: stands for the marks of the files.
         for_trained: the rows are for a model that is trained, so that options of the data cannot be changed any more.
     """
 
@@ -350,10 +345,10 @@ def largest_column(source: OpenSource) -> str | None:
     return None if name is None or bounds[name] <= _LARGE else f"|{name}| is up to {bounds[name]:.3g}"
 
 
-class Lines(ABC):
+class Lines:
     """The lines of a text file; `read` may be called from several threads. A last one without a line break counts."""
 
-    sequential: bool
+    sequential = False
 
     def __init__(self, file: File) -> None:
         self.file = file
@@ -379,24 +374,12 @@ class Lines(ABC):
         end = breaks[before + wanted - 1] + 1 if before + wanted <= len(breaks) else len(block)
         return block[begin:end]
 
-    @abstractmethod
     def _chunks(self) -> Iterator[bytes]:
         """The whole text, piece by piece."""
-
-    @abstractmethod
-    def _range(self, start: int, stop: int) -> bytes:
-        """Bytes `start … stop − 1` of the text."""
-
-
-class PlainLines(Lines):
-    """Lines of an uncompressed file."""
-
-    sequential = False
-
-    def _chunks(self) -> Iterator[bytes]:
         return self.file.chunks(_CHUNK)
 
     def _range(self, start: int, stop: int) -> bytes:
+        """Bytes `start … stop − 1` of the text."""
         return self.file.read(start, stop)
 
 
@@ -480,4 +463,4 @@ class GzipLines(Lines):
 def open_lines(file: File) -> Lines:
     """A file that begins like a .gz is read as one, whatever its name."""
     compressed = file.read(0, min(2, file.size)) == b"\x1f\x8b"
-    return GzipLines(file) if compressed or file.path.endswith(".gz") else PlainLines(file)
+    return GzipLines(file) if compressed or file.path.endswith(".gz") else Lines(file)

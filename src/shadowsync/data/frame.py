@@ -28,12 +28,10 @@ _MOST = 1e38  # of a dense value; sums and products of larger ones are beyond fl
 
 @dataclass(frozen=True)
 class Column:
-    """A categorical column.
+    """A categorical column, whose ids lie in `[0, rows)`.
 
     Attributes:
-        rows: ids lie in `[0, rows)`.
-        hashed: values are hashed to `[1, rows)`; else they are the ids.
-        text: values are strings.
+        hashed: values, `text` or integers, are hashed to `[1, rows)`; else they are the ids.
         listed: a cell is a list of values.
         weights: the column of the ids' weights, lists as long as this column's.
     """

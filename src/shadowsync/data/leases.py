@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -53,25 +53,14 @@ class Lease:
     spans: tuple[Span, ...]
 
 
-@dataclass
-class EpochCount:
-    """Rows of one epoch that were trained, and that were skipped because they are bad."""
-
-    trained: int = 0
-    skipped: int = 0
-
-
 class BookState(msgspec.Struct, frozen=True):
     """What of a book goes into a checkpoint.
 
     Attributes:
-        slices: how many.
-        rows: of all slices.
-        epoch: of the slice that is handed out next.
-        position: of that slice in the epoch's order.
+        slices, rows: how many.
+        epoch, position: of the slice that is handed out next, and of it in the epoch's order.
         parts: of each that is held or came back its epoch, its slice, its rows and whether it was opened.
-        trained: rows of each epoch that has begun.
-        skipped: likewise.
+        trained, skipped: rows of each epoch that has begun.
     """
 
     slices: Count
@@ -126,23 +115,20 @@ class LeaseBook:
     somebody idle may take over.
 
     Args:
-        slices: rows of each slice.
-        epochs: passes over all of them.
+        slices: rows of each.
         shuffle: hand slices out in an order drawn anew for each epoch, else in their own.
-        seed: of that order.
         first_number: of the leases; a book that goes on after a roll-back begins above those of the book before, so
             that no report from before is taken for one of now.
 
     Attributes:
-        epochs: what was trained in each that has begun.
         trained: rows, all epochs.
+        trained_in, skipped_in: rows of each epoch that has begun; bad ones are skipped.
     """
 
     def __init__(
         self, slices: Sequence[int], epochs: int = 1, shuffle: bool = False, seed: int = 0, first_number: int = 0
     ) -> None:
-        self.epochs = [EpochCount()]
-        self.trained = 0
+        self.trained, self.trained_in, self.skipped_in = 0, [0], [0]
         self._slices, self._passes, self._shuffle, self._seed = slices, epochs, shuffle, seed
         self._returned: deque[_Part] = deque()
         self._held: dict[int, tuple[Lease, _Part]] = {}
@@ -173,8 +159,9 @@ class LeaseBook:
             return None
         if self._position == len(self._order):
             self._begin(self._epoch + 1)
-            if self._epoch == len(self.epochs):
-                self.epochs.append(EpochCount())
+            if self._epoch == len(self.trained_in):
+                self.trained_in.append(0)
+                self.skipped_in.append(0)
         index = self._order[self._position]
         self._position += 1
         return self._hold(_Part(self._epoch, index, [(0, self._slices[index])]), trainer)
@@ -190,7 +177,7 @@ class LeaseBook:
         part = held[1]
         if not part.opened:
             part.opened = True
-            self.epochs[part.epoch].skipped += self._slices[part.slice] - rows
+            self.skipped_in[part.epoch] += self._slices[part.slice] - rows
             self._keep(lease, _without(part.spans, rows, self._slices[part.slice]))
         return lease.number in self._held
 
@@ -220,7 +207,7 @@ class LeaseBook:
         part = held[1]
         if not _covered(part.spans, start, stop):
             raise DataError(f"rows {start} … {stop} are not among those to train: {part.spans}")
-        self.epochs[part.epoch].trained += stop - start
+        self.trained_in[part.epoch] += stop - start
         self.trained += stop - start
         self._keep(lease, _without(part.spans, start, stop))
         return True
@@ -289,8 +276,8 @@ class LeaseBook:
             self._epoch,
             self._position,
             [(part.epoch, part.slice, list(part.spans), part.opened) for part in parts],
-            [epoch.trained for epoch in self.epochs],
-            [epoch.skipped for epoch in self.epochs],
+            list(self.trained_in),
+            list(self.skipped_in),
         )
 
     def restore(self, saved: BookState) -> None:
@@ -311,8 +298,7 @@ class LeaseBook:
             raise CheckpointError("the checkpoint's position in the data contradicts itself")
         self._begin(saved.epoch)
         self._position = saved.position
-        self.epochs = [EpochCount(*pair) for pair in zip(saved.trained, saved.skipped, strict=True)]
-        self.trained = sum(saved.trained)
+        self.trained, self.trained_in, self.skipped_in = sum(saved.trained), list(saved.trained), list(saved.skipped)
         self._returned = deque(sorted((_Part(*part) for part in saved.parts), key=lambda part: part.epoch))
         self._held = {}
 
@@ -334,13 +320,8 @@ def _without(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
 
 
 class LeaseStatus(NamedTuple):
-    """How things stand, as every answer of the service says, so that nobody has to ask.
-
-    Attributes:
-        version: grows whenever rows come back or everything is finished.
-        finished: every row of every epoch was trained or skipped.
-        trained: rows, all epochs.
-    """
+    """How things stand, as every answer of the service says, so that nobody has to ask; `version` grows whenever rows
+    come back or everything is `finished`, `trained` are rows of all epochs."""
 
     version: int
     finished: bool
@@ -348,14 +329,13 @@ class LeaseStatus(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Leave to train the rows before `stop` now, as the batch begun as `number`, from 0, over all trainers; where it
-    is for several batches, they have this number and the next ones."""
+    """Leave to train the rows before `stop` now, as batch `number` of all trainers, from 0, or as that and the next."""
 
     number: int
     stop: int
 
 
-class Rows(NamedTuple):
+class DoneRows(NamedTuple):
     """Rows `start … stop − 1` of a lease."""
 
     lease: Lease
@@ -372,7 +352,7 @@ class DoneLog:
     PARTS = ((LOGGED * 3, torch.int64),)
 
     def __init__(self, ring: Tensor) -> None:
-        """In memory of `PARTS`, all zero."""
+        """In memory of `PARTS`."""
         self._ring = ring.view(LOGGED, 3).numpy()
         self._next = 0
 
@@ -381,7 +361,7 @@ class DoneLog:
         """What another one has logged."""
         return cls(torch.frombuffer(bytearray(data), dtype=torch.int64, count=LOGGED * 3))
 
-    def note(self, rows: "Rows") -> None:
+    def note(self, rows: DoneRows) -> None:
         """By one thread at a time; of one that is killed meanwhile it stands there whole or not at all."""
         entry = self._ring[self._next % LOGGED]
         entry[0] = 0
@@ -400,11 +380,7 @@ class LeaseService:
     """A `LeaseBook` behind a lock, for the threads of its process and, behind a wire, for other processes.
 
     Its methods do what the book's of the same names do. What a trainer holds goes back when the job gives the trainer
-    up, not with its connection.
-
-    Args:
-        book: not to be used by anybody else from now on.
-        grain: rows of a batch.
+    up, not with its connection. `grain` are the rows of a batch.
     """
 
     def __init__(self, book: LeaseBook, grain: int) -> None:
@@ -433,7 +409,7 @@ class LeaseService:
 
     @served(quick=True)
     def claim(
-        self, lease: Lease, start: int, stop: int, done: tuple[Rows, ...] = ()
+        self, lease: Lease, start: int, stop: int, done: tuple[DoneRows, ...] = ()
     ) -> tuple[LeaseStatus, Claim | None]:
         """After `done` of those rows; None where the rows are not the holder's any more."""
         for rows in done:
@@ -451,7 +427,7 @@ class LeaseService:
         return held
 
     @served(quick=True)
-    def tell(self, done: tuple[Rows, ...]) -> LeaseStatus:
+    def tell(self, done: tuple[DoneRows, ...]) -> LeaseStatus:
         for rows in done:
             self.done(*rows)
         with self._changed:
@@ -482,10 +458,8 @@ class LeaseService:
             self._changed.notify_all()
 
     def number_by(self, give: Callable[[Lease, int, int], int]) -> None:
-        """Has somebody else number the batches: called for each claim, in their order, and not to call back.
-
-        `give` numbers a batch, given the lease and the first row and the one after the last.
-        """
+        """Has somebody else number the batches: called for each claim, in their order, with the lease, the first row
+        and the one after the last; not to call back."""
         with self._changed:
             self._number = give
 
@@ -506,10 +480,10 @@ class LeaseService:
     def trained(self) -> int:
         return self._book.trained
 
-    def epochs(self) -> Sequence[EpochCount]:
-        """Rows trained and skipped in each epoch so far."""
-        with self._changed:
-            return [replace(count) for count in self._book.epochs]
+    @property
+    def skipped(self) -> int:
+        """Bad rows, all epochs."""
+        return sum(self._book.skipped_in)
 
     def state(self) -> BookState:
         with self._changed:
@@ -557,7 +531,7 @@ class LeaseClient:
         self._connection, self._log = connection, log
         self._lock = threading.Lock()
         self._untold, self._untold_since = 0, 0.0
-        self._done: list[Rows] = []
+        self._done: list[DoneRows] = []
         self._told: deque[Pending[Any]] = deque()
         self._closed = threading.Event()
         self._ahead, self._most_ahead = 1, MOST_AHEAD if ahead else 1
@@ -613,7 +587,7 @@ class LeaseClient:
 
     def done(self, lease: Lease, start: int, stop: int) -> bool:
         """Notes it: always True, since it cannot be known here yet."""
-        rows = Rows(lease, start, stop)
+        rows = DoneRows(lease, start, stop)
         with self._lock:
             if not self._done:
                 self._untold_since = time.monotonic()
@@ -647,7 +621,7 @@ class LeaseClient:
         """Lets go of whoever waits."""
         self._closed.set()
 
-    def _send(self, call: Callable[[tuple[Rows, ...]], Pending[T]]) -> tuple[Pending[T], list[int]]:
+    def _send(self, call: Callable[[tuple[DoneRows, ...]], Pending[T]]) -> tuple[Pending[T], list[int]]:
         """The call, and how many rows of each batch it tells of, to be given to `_hear` with the answer."""
         with self._lock:  # so that `settle` sees each piece of news either here or under way
             done, self._done = tuple(self._done), []

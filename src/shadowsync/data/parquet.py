@@ -198,12 +198,8 @@ class Mirror:
     The copy lies in the system's folder for temporary files (`TMPDIR` moves it) and vanishes with the mirror, on Linux
     even if the process is killed.
 
-    Attributes:
-        path: where to read it; the footer is there from the start, rows once they were fetched.
-
-    Raises:
-        DataError: the remote file cannot be read.
-        SaveError: there is no room for the copy.
+    It is read at `path`, where the footer is from the start, and rows once they were fetched. Raises `SaveError` if
+    there is no room for the copy.
     """
 
     def __init__(self, file: File, columns: Collection[str]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shadowsync.data.batch import Batch
-from shadowsync.data.leases import EpochCount, Lease, LeaseBook, Leases, LeaseService, LeaseStatus, Position
+from shadowsync.data.leases import Lease, LeaseBook, Leases, LeaseService, LeaseStatus, Position
 from shadowsync.data.source import OpenSource, Slice, check_ids
 from shadowsync.errors import ConfigError, DataError, RunError
 from shadowsync.rpc.errors import CallTimeout
@@ -102,11 +102,8 @@ class Parser:
 
 @dataclass(frozen=True)
 class LeasedBatch:
-    """A batch with what is needed to report it done: rows `start … stop − 1` of the lease's permuted slice.
-
-    Attributes:
-        number: its place in the order in which batches are begun, over all trainers, from 0.
-    """
+    """A batch with what is needed to report it done: rows `start … stop − 1` of the lease's permuted slice; the one
+    begun as `number`, over all trainers, from 0."""
 
     batch: Batch
     lease: Lease
@@ -227,12 +224,9 @@ class Reader:
     Args:
         source: the caller closes it after the reader.
         options: with a state, its slice_rows, shuffle and seed are those of the state.
-        state: goes on from what `state()` gave, with any batch size, epochs and number of trainers.
+        state: goes on from what `state()` gave, with any batch size, epochs and number of trainers; `CheckpointError`
+            if it is of other data.
         first_number: of the leases (see `LeaseBook`).
-
-    Raises:
-        DataError: the source is empty.
-        CheckpointError: the state is of other data, or not one that `state()` gives.
     """
 
     def __init__(
@@ -283,8 +277,9 @@ class Reader:
     def trained(self) -> int:
         return self.leases.trained
 
-    def epochs(self) -> Sequence[EpochCount]:
-        return self.leases.epochs()
+    @property
+    def skipped(self) -> int:
+        return self.leases.skipped
 
     def close(self) -> None:
         """Ends the threads; every `next` gives None from now on."""
@@ -305,11 +300,7 @@ class Reader:
 
 
 def batches(source: OpenSource, batch_size: int) -> Iterator[Batch]:
-    """All rows of a source in their order, in batches of at most `batch_size`, one slice read ahead in a thread.
-
-    Raises:
-        DataError: a row cannot be used.
-    """
+    """All rows of a source in their order, in batches of at most `batch_size`, one slice read ahead in a thread."""
     slices = source.slices(max(batch_size, _EVALUATION_ROWS // batch_size * batch_size))
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
         coming = pool.submit(_read, source, slices, 0)

@@ -52,14 +52,8 @@ class Schema:
 
 @dataclass(frozen=True)
 class Slice:
-    """A run of consecutive rows that is read at once.
-
-    Attributes:
-        index: position among the slices of its source.
-        file: position of the file among the source's files (0 where there are none).
-        start: first row within that file, from 0.
-        rows: how many; reading may yield fewer where bad rows are skipped, never more.
-    """
+    """Consecutive rows that are read at once: number `index` of its source's slices, `rows` of them from row `start` of
+    file number `file` on (0 where there are none); reading yields fewer where bad rows are skipped."""
 
     index: int
     file: int
@@ -106,13 +100,8 @@ class BadRows:
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """A file of the data, wherever it lies; or all rows of a source that makes them itself.
-
-    Attributes:
-        name: of the file without its folder, or of the source.
-        size: bytes, or rows.
-        digest: of some of the file's bytes, or of what the rows are made from.
-    """
+    """A file of the data, wherever it lies, by its name without the folder, bytes and a digest of some of them; or all
+    rows of a source that makes them itself, by its name, rows and a digest of what they are made from."""
 
     name: str
     size: int
@@ -168,12 +157,8 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
-        """Opens the training or the test rows; None if this source has no test rows.
-
-        Raises:
-            DataError: a file is missing, empty or of the wrong schema.
-            MissingExtra: the source needs a package that is not installed.
-        """
+        """Opens the training or the test rows; None if this source has no test rows. Raises `DataError` for a file that
+        is missing, empty or of the wrong schema, and `MissingExtra` where the source needs a package."""
 
 
 def check_ids(batch: Batch, source: OpenSource, part: Slice) -> None:

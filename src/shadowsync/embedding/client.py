@@ -34,12 +34,10 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Pulled:
-    """A batch's vectors and what the push of their gradient needs.
+    """A batch's vectors and what the push of their gradient needs, as in `Prepared`.
 
     Attributes:
         pooled: float32 `[B, Σ D_f]`, tables in their order and features in their table's.
-        lookups: what each route asked its server.
-        gathered: the distinct rows that pooled vectors were made of here, and sequences, if there are any.
         sequences: by feature, of those with `pooling=none`.
     """
 
@@ -124,16 +122,10 @@ class EmbeddingClient:
         return Pulled(fan.assemble([*pooled, *more], samples), lookups, gathered, sequences)
 
     def push(self, pulled: Pulled, gradient: VectorGradients | Tensor, lr: float) -> Pending[None]:
-        """Applies the optimizer to every row that was looked up, once per push.
+        """Applies the optimizer to every row that was looked up, once per push; ends when every server has applied it.
 
-        Args:
-            pulled: what `pull` returned.
-            gradient: of the loss with respect to `pulled.pooled` and the values of `pulled.sequences`; a tensor is
-                that of the pooled vectors, where there are no sequences. Not to be written to before the end.
-            lr: learning rate of this step.
-
-        Returns:
-            Ends when every server has applied it.
+        `gradient` is of the loss with respect to `pulled.pooled` and the values of `pulled.sequences`; a tensor is that
+        of the pooled vectors, where there are no sequences. It is not to be written to before the end.
 
         Raises:
             DataError: the gradient is not of the shape and type of the vectors. What a server or the way to it finds
@@ -142,18 +134,8 @@ class EmbeddingClient:
         return self._send(pulled, gradient, lambda server, lookup, mine: server.push(lookup, mine, lr))
 
     def hold(self, pulled: Pulled, gradient: VectorGradients | Tensor, number: int) -> Pending[None]:
-        """Has the servers hold a batch's gradients until a global step names it (`EmbeddingServer.commit`).
-
-        Args:
-            pulled, gradient: as in `push`.
-            number: of the batch, unique among those that are held.
-
-        Returns:
-            Ends when every server holds its part.
-
-        Raises:
-            DataError: as `push`.
-        """
+        """As `push`, but servers hold the gradients until a global step names the batch's number, unique among those
+        that are held (`EmbeddingServer.commit`)."""
         return self._send(pulled, gradient, lambda server, lookup, mine: server.hold(number, lookup, mine))
 
     def _send(

@@ -38,12 +38,10 @@ class Distinct:
     inverse: Tensor
 
     def sum(self, vectors: Tensor, index: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """For each key the weighted sum of its occurrences' vectors, float32 `[K, D]`.
+        """For each key the sum of its occurrences' vectors, float32 `[K, D]`, each times its weight, float32 `[L]`.
 
-        Args:
-            vectors: what occurrences bring, float32 `[N, D]`.
-            index: the vector of each occurrence, int64 `[L]`; None if `vectors` has one for each, in their order.
-            weights: one for each occurrence, float32 `[L]`, or None for ones.
+        An occurrence brings the vector `[N, D]` of its `index`, int64 `[L]`; None if there is one for each, in their
+        order.
         """
         order = self.order
         weights = None if weights is None else weights[order]
@@ -102,7 +100,6 @@ class SlotGroup:
     starts: Tensor
 
     def ids(self, ids: Jagged) -> Jagged:
-        """The group's of a request's ids."""
         return ids if self.positions is None else ids.select(self.positions)
 
     def block_rows(self, ids: Jagged) -> Tensor:
@@ -114,13 +111,8 @@ class SlotGroup:
 
 
 class SlotGroups:
-    """Plans requests to a server, once for each sequence of its features.
-
-    Args:
-        shards: what the server holds.
-        features: the shard of each feature that may be asked for, by its position.
-        numbers: of the shards' rows.
-    """
+    """Plans requests to a server that holds `shards`, once for each sequence of its features; `features` are the
+    positions of their shards."""
 
     def __init__(self, shards: Sequence[Shard], features: Sequence[int], numbers: RowNumbers) -> None:
         self._shards = tuple(shards)
@@ -129,21 +121,15 @@ class SlotGroups:
         self._plan = lru_cache(KNOWN_REQUESTS)(self._groups)
 
     def plan(self, features: Sequence[int]) -> tuple[SlotGroup, ...]:
-        """The groups of a request for these features, by ascending width."""
+        """By ascending width."""
         return self._plan(tuple(features))
 
     def dim(self, feature: int) -> int:
-        """Width of a feature's table."""
         return self._shards[self.features[feature]].table.dim
 
     def sum_by_row(self, ids: Jagged, gradient: Tensor, group: SlotGroup) -> tuple[Tensor, Tensor]:
-        """The distinct rows of a block that a request looked up, `[K]`, ascending, with their gradients, `[K, D]`.
-
-        Args:
-            ids: of the whole request.
-            gradient: of the loss with respect to the request's output.
-            group: of the plan.
-        """
+        """The distinct rows of a block that a request looked up, `[K]`, ascending, with their gradients, `[K, D]`, from
+        those of its output."""
         mine = gradient if group.columns is None else gradient.index_select(1, group.columns)
         chosen = group.ids(ids)
         found = find_distinct(group.block_rows(chosen).numpy(), self.numbers.total)

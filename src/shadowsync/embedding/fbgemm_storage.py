@@ -46,7 +46,6 @@ class Request:
         d_offsets: first column of each feature, and the total, int32 `[T + 1]`.
         rows_before: rows of the request's other tables before each feature's table, and the total, int64 `[T + 1]`.
         placements: zeros (host memory), int32 `[T]`.
-        max_dim: the widest table.
         row_bits: bits of a row number over all tables of the request.
     """
 
@@ -66,9 +65,7 @@ class Request:
 class FbgemmStorage(TorchStorage):
     """Forward, and fused backward with the optimizer, by FBGEMM; Adam, which it has no CPU operator for, as in torch.
 
-    Raises:
-        MissingExtra: FBGEMM is not installed.
-        ConfigError: another version is installed, whose operators have other arguments, or it cannot be loaded.
+    Raises as `load_operators`.
     """
 
     name: ClassVar[str] = "fbgemm"

@@ -117,5 +117,5 @@ class ShardMemory:
         return found
 
     def start_in_block(self, index: int) -> int:
-        """The position of shard `index`'s first row in the block of its width."""
+        """The position of the shard's first row in the block of its width."""
         return self.row_start[index] - self.numbers.width(self.shards[index].table.dim).start

@@ -27,11 +27,8 @@ def id_type(rows: int) -> torch.dtype:
 
 
 def as_int64(tensor: Tensor) -> Tensor:
-    """Ids, offsets or row numbers in the type that operators want.
-
-    Raises:
-        DataError: they are not int32 or int64, or a single number without a dimension.
-    """
+    """Ids, offsets or row numbers in the type that operators want; raises `DataError` unless they are a row of integers
+    that may cross."""
     if not tensor.dim():
         raise DataError("ids cross as a row of numbers, not as a single one")
     if tensor.dtype not in (torch.int32, torch.int64):
@@ -56,11 +53,8 @@ def pack_rows(rows: Tensor, total: int) -> Tensor:
 
 
 def unpack_rows(packed: Tensor, total: int) -> Tensor:
-    """The row numbers, int64 `[K]`; if they are in a server, it checks itself.
-
-    Raises:
-        DataError: they are none. At most a few times N numbers have been allocated by then.
-    """
+    """The row numbers, int64 `[K]`; the server checks whether they are its own. Raises `DataError` if they are none,
+    when at most a few times N numbers have been allocated."""
     if packed.dtype != torch.uint8:
         return as_int64(packed)
     try:
@@ -82,11 +76,7 @@ def pack_lookup(lookup: AnyLookup, ids: torch.dtype, total: int) -> AnyLookup:
 
 
 def unpack_lookup(lookup: AnyLookup, total: int) -> AnyLookup:
-    """The look-up again; what is in its tensors, the server checks.
-
-    Raises:
-        DataError: they are not of such types.
-    """
+    """The look-up again; raises `DataError` for tensors of other types, and what is in them, the server checks."""
     if isinstance(lookup, RowLookup):
         return msgspec.structs.replace(lookup, rows=unpack_rows(lookup.rows, total))
     offsets = None if lookup.ids.offsets is None else as_int64(lookup.ids.offsets)
@@ -102,13 +92,10 @@ def tensors_of(lookup: AnyLookup) -> tuple[Tensor, ...]:
 
 
 class Coded(Meta, frozen=True):
-    """Encoded tensors, each a shape and some frames.
+    """Encoded tensors, each a shape and some frames, in the codec of that name; `refreshes` and `early` as in
+    `Encoded`.
 
-    Attributes:
-        codec: of all of them, by name.
-        mask: number of the mask that they were sent under, or that the gradients may come back under; None for none.
-        refreshes: thresholds chosen for them.
-        early: those of them that came early.
+    `mask` is the number of the mask that they were sent under, or that the gradients may come back under.
     """
 
     shapes: Shapes
@@ -124,12 +111,9 @@ class Coded(Meta, frozen=True):
 
 
 class Sent(Meta, frozen=True):
-    """The gradients of one look-up.
+    """The gradients of the look-up of that number in that stream of the client's, which may have one for each worker.
 
     Attributes:
-        number: of the look-up in that stream.
-        stream: of the client's, which may have several, one for each worker.
-        generation: that the client belongs to.
         lookup: packed, where it comes again.
         masks: then, of each gradient that is under a mask, the positions.
     """
@@ -143,7 +127,7 @@ class Sent(Meta, frozen=True):
 
 
 def pack_coded(encoded: Sequence[Encoded], codec: str, mask: int | None = None) -> Coded:
-    """Tensors that were encoded by the codec of that name as they cross."""
+    """As they cross."""
     refreshes, early = sum(each.refreshes for each in encoded), sum(each.early for each in encoded)
     shapes, frames = tuple(each.shape for each in encoded), tuple(each.frames for each in encoded)
     return Coded(shapes, frames, codec, mask, refreshes, early)
@@ -152,13 +136,10 @@ def pack_coded(encoded: Sequence[Encoded], codec: str, mask: int | None = None) 
 def unpack_coded(
     coded: Coded, codec: Codec, shapes: Shapes, what: str, kept: Sequence[Tensor | None] | None = None
 ) -> tuple[Decoded, ...]:
-    """The float32 tensors again.
+    """The float32 tensors again, called `what` in errors.
 
     Args:
-        coded: what came.
-        codec: how they were encoded.
         shapes: that they must have: memory is taken for the shapes of a look-up, not for what its sender claims.
-        what: comes.
         kept: the positions of the elements of each that came, where both sides know them.
 
     Raises:
@@ -207,11 +188,7 @@ def pack_masks(kept: Sequence[Tensor | None], shapes: Shapes) -> tuple[Tensor, .
 
 
 def unpack_masks(frames: Sequence[Tensor], shapes: Shapes) -> tuple[Tensor | None, ...]:
-    """The positions again.
-
-    Raises:
-        DataError: the frames are no positions in tensors of these shapes.
-    """
+    """The positions again; raises `DataError` for frames that are none in tensors of these shapes."""
     if len(frames) != len(shapes):
         raise DataError(f"{len(shapes)} gradients came with a mask of {len(frames)} tensors")
     found: list[Tensor | None] = []

@@ -38,14 +38,10 @@ class RowOptimizer(ABC):
 
     @abstractmethod
     def apply(self, block: Block, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
-        """Changes weights and state of rows in place.
+        """Changes weights and state of the rows at these distinct positions of a block, int64 `[K]`, in place.
 
-        Args:
-            block: of the rows.
-            rows: distinct positions in it, int64 `[K]`.
-            gradient: each row's, summed over its occurrences, float32 `[K, D]`.
-            pushes: how many each row's shard has had, this one included, `[K]`; None unless the state has a step.
-            lr: learning rate.
+        `gradient` is each row's, summed over its occurrences, float32 `[K, D]`; `pushes`, how many each row's shard has
+        had, this one included, `[K]`, is None unless the state has a step.
         """
 
     @classmethod

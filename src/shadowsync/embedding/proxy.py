@@ -52,15 +52,11 @@ class ServerProxy:
     Every method returns when the request is on its way; a gradient is not to be written to before its answer is there.
 
     Args:
-        service: itself, or the connection to it.
-        shards: what the server holds.
         position: of the server among those that share the channels.
-        pulls: the way of pooled vectors and rows, in the codec of the server's answers.
-        pushes: the way of their gradients.
+        pulls: the way of pooled vectors and rows; `pushes` that of their gradients.
         stream: of this worker among those that share the connection: numbers of look-ups and what codecs remember are
             its own. None for who only predicts: the server keeps nothing, and sends the rows as they are, whatever the
             codec (`pulls` has to be `plain`).
-        generation: of the parts that this worker belongs to.
         limits: of the masks that wait for their push; beyond, the oldest is dropped, and the gradient goes whole.
     """
 
@@ -128,14 +124,12 @@ class ServerProxy:
         return Mapped(partial(self._decode, lookup.number, shapes), coded)
 
     def push(self, lookup: AnyLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
-        """As `EmbeddingServer.push`."""
         if self._server is not None:
             self._server.push(lookup, self._pushes.plain(gradients), lr)
             return DONE
         return self._deliver(lookup, gradients, lambda sent: self._ask(EmbeddingService.push, sent, lr, ANY))
 
     def hold(self, batch: int, lookup: AnyLookup, gradients: Sequence[Tensor]) -> Pending[None]:
-        """As `EmbeddingServer.hold`."""
         if self._server is not None:
             self._server.hold(batch, lookup, self._pushes.plain(gradients))
             return DONE

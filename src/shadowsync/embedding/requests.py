@@ -30,7 +30,7 @@ class Lookup(Meta, frozen=True, tag="pooled"):
 
     Attributes:
         slots: positions among the server's slots (`slots_of` its shards), in the order wanted.
-        ids: their ids, local to the shards: as many features as slots.
+        ids: of as many features, local to the shards.
         number: the client's own for this look-up, by which a server elsewhere finds it again at the push.
     """
 
@@ -51,9 +51,8 @@ class RowLookup(Meta, frozen=True, tag="rows"):
     """Asks one server for rows as they are: for each width of its shards (ascending) float32 `[K_w, D_w]`.
 
     Attributes:
-        shards: positions of the shards that are looked up.
+        shards: positions of those that are looked up.
         rows: distinct numbers (`RowNumbers` of the server's shards) of rows of theirs, ascending, int64 `[K]`.
-        number: as in `Lookup`.
     """
 
     shards: tuple[int, ...]

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -64,12 +63,11 @@ class SaveMethods:
 
     @served(once=False)
     def shards(self) -> tuple[Shard, ...]:
-        """What the server holds."""
         return self.server.shards
 
     @served(once=False)
     def tensor_names(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the tensors kept for each table."""
+        """Of each table."""
         return {rows.table.name: tuple(rows.tensors) for rows in self.server.state()}
 
     @served(once=False, timeout_s=COPY_S)
@@ -115,12 +113,8 @@ class SaveMethods:
 
     @served(timeout_s=COPY_S)
     def begin_save(self) -> tuple[int, bool, tuple[Mapping[str, Tensor], ...]]:
-        """A save begins; the one before it is over.
-
-        Returns:
-            its number, whether the server wants to hear what was written of the rows, and a copy of no rows of each
-            shard, which tells their forms.
-        """
+        """A save begins, and the one before it is over: its number, whether the server wants to hear what was written
+        of the rows, and a copy of no rows of each shard, which tells their forms."""
         self._picked = None
         with self._lock:
             self._seconds = 0.0
@@ -136,12 +130,10 @@ class SaveMethods:
 
     @served(timeout_s=COPY_S)
     def pick(self, save: int, shard: int, end_of_round: bool, first: int) -> tuple[Tensor, int] | None:
-        """Which rows of a shard are to be saved; small tables are due at the `end_of_round`.
+        """Which rows of a shard are to be saved, by number, as many as one message may hold, and how many were picked;
+        None for the whole shard.
 
         The answer begins with the row at position `first` among those picked: 0 picks, the rest comes by parts.
-
-        Returns:
-            their numbers, as many as one message may hold, and how many were picked; None for the whole shard.
         """
         with self._during(save, "chosen"):
             if first == 0:
@@ -162,10 +154,7 @@ class SaveMethods:
     ) -> bool:
         """Rows `start … stop − 1`, or those of them with these numbers, are safely written as they were copied.
 
-        `weights` are those that were written, where the server compares them; `DataError` too if they are not theirs.
-
-        Returns:
-            False if the save is not under way any more: nothing is taken note of.
+        As `EmbeddingServer.rows_saved`.
         """
         with self._during(save):
             rows = range(start, stop) if numbers is None else as_int64(numbers)
@@ -174,54 +163,42 @@ class SaveMethods:
             return self.server.rows_saved(save, shard, rows, weights)
 
 
-@dataclass(frozen=True)
-class RemoteRows:
-    """The rows of a server (`SaveMethods`) with their optimizer state, each as of one moment.
+def read_rows(connection: Connection, shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Rows]:
+    """All rows of a server's shards with their optimizer state, in chunks whose weights take about so much at most; of
+    one moment only while nobody pushes."""
+    chunks = [
+        (index, shard, start, min(start + step, shard.stop))
+        for index, shard in enumerate(shards)
+        for step in [max(1, chunk_bytes // (4 * shard.table.dim))]
+        for start in range(shard.start, shard.stop, step)
+    ]
+    asked = (later(connection, SaveMethods.rows, index, start, stop) for index, _, start, stop in chunks)
+    for (_, shard, start, _), tensors in zip(chunks, in_order(asked), strict=True):
+        yield Rows(shard.table, start, tensors)
 
-    Rows of one moment are read only while nobody pushes.
+
+def write_rows(connection: Connection, found: Iterable[Rows]) -> None:
+    """Overwrites rows of a server with their optimizer state, those of them that it holds, none twice.
+
+    Whatever ends it, nothing of it is under way any more. One chunk crosses while the next is looked for. Raises
+    `DataError` if the tensors are not those of this server's rows.
     """
-
-    connection: Connection
-
-    def read(self, shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Rows]:
-        """All rows of the server's shards, in their order, in chunks whose weights take about `chunk_bytes` at most."""
-        chunks = [
-            (index, shard, start, min(start + step, shard.stop))
-            for index, shard in enumerate(shards)
-            for step in [max(1, chunk_bytes // (4 * shard.table.dim))]
-            for start in range(shard.start, shard.stop, step)
-        ]
-        asked = (later(self.connection, SaveMethods.rows, index, start, stop) for index, _, start, stop in chunks)
-        for (_, shard, start, _), tensors in zip(chunks, in_order(asked), strict=True):
-            yield Rows(shard.table, start, tensors)
-
-    def write(self, found: Iterable[Rows]) -> None:
-        """Overwrites rows with their optimizer state, those of them that the server holds, as they are found.
-
-        Whatever ends it, nothing of it is under way any more. One chunk crosses while the next is looked for.
-
-        Args:
-            found: no row twice.
-
-        Raises:
-            DataError: the tensors are not those of this server's rows.
-        """
-        shards = ask(self.connection, SaveMethods.shards)
-        under_way: deque[Pending[None]] = deque()
-        try:
-            for rows in found:
-                for index, shard in enumerate(shards):
-                    start, stop = max(rows.start, shard.start), min(rows.stop, shard.stop)
-                    if shard.table == rows.table and start < stop:
-                        tensors = cut_rows(rows, range(start, stop))
-                        under_way.append(later(self.connection, SaveMethods.load_rows, index, start, stop, tensors))
-                    if len(under_way) >= UNDER_WAY:
-                        under_way.popleft().result()
-        finally:
-            with contextlib.suppress(ShadowSyncError):
-                all_of(under_way).result()
-        for answered in under_way:
-            answered.result()
+    shards = ask(connection, SaveMethods.shards)
+    under_way: deque[Pending[None]] = deque()
+    try:
+        for rows in found:
+            for index, shard in enumerate(shards):
+                start, stop = max(rows.start, shard.start), min(rows.stop, shard.stop)
+                if shard.table == rows.table and start < stop:
+                    tensors = cut_rows(rows, range(start, stop))
+                    under_way.append(later(connection, SaveMethods.load_rows, index, start, stop, tensors))
+                if len(under_way) >= UNDER_WAY:
+                    under_way.popleft().result()
+    finally:
+        with contextlib.suppress(ShadowSyncError):
+            all_of(under_way).result()
+    for answered in under_way:
+        answered.result()
 
 
 def in_order(asked: Iterable[Pending[T]]) -> Iterator[T]:

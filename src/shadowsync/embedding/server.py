@@ -38,29 +38,19 @@ CHUNK_BYTES = 16 << 20
 """Copied in one turn; more makes pushes wait longer, less makes a copy wait for more pushes."""
 
 
-@dataclass(frozen=True)
-class RowSums:
-    """What one batch, or several together, brings to the rows of a server; all as in `RowLookup` and its answer."""
-
-    rows: Tensor
-    gradients: tuple[Tensor, ...]
-    shards: tuple[int, ...]
-
-    @property
-    def byte_count(self) -> int:
-        return self.rows.nbytes + sum(gradient.nbytes for gradient in self.gradients)
+RowSums = tuple[RowLookup, tuple[Tensor, ...]]
+"""What one batch, or several together, brings to the rows of a server: those that occur, and the sums of their
+gradients, of the form of the answer to their look-up."""
 
 
 @dataclass(frozen=True)
 class RowStep:
-    """A global step as embedding servers carry it out.
+    """A global step as embedding servers carry it out, once each by its number.
 
     Attributes:
-        step: its number; each is carried out once.
         weights: factor of each batch's gradients, by the batch's number; 0 drops them.
         divisor: of the weighted sum of a row's gradients; None takes, for each row, how many of the batches that are
             not dropped contain it.
-        lr: learning rate.
         below: batches with lower numbers will not be named any more, so what is held of them is forgotten.
     """
 
@@ -95,10 +85,11 @@ class HeldGradients:
     @property
     def byte_count(self) -> int:
         with self._lock:
-            return sum(sums.byte_count for parts in self._held.values() for sums in parts)
+            sums = [each for parts in self._held.values() for each in parts]
+        return sum(tensor.nbytes for lookup, gradients in sums for tensor in (lookup.rows, *gradients))
 
     def add(self, number: int, sums: RowSums) -> None:
-        """Keeps what a batch brings; one that will not be named any more is passed over."""
+        """One that will not be named any more is passed over."""
         with self._lock:
             if number >= self._below:
                 self._held.setdefault(number, []).append(sums)
@@ -125,20 +116,19 @@ class HeldGradients:
             self._held.clear()
 
     def _merged(self, parts: Sequence[tuple[RowSums, float]], divisor: float | None) -> RowSums:
-        split = [self._numbers.split(sums.rows) for sums, _ in parts]
+        split = [self._numbers.split(lookup.rows) for (lookup, _), _ in parts]
         rows, gradients = [], []
         for position, width in enumerate(self._numbers.widths):
             keys = torch.cat([by_width[position] for by_width in split])
-            vectors = torch.cat(
-                [own if weight == 1.0 else own * weight for s, weight in parts for own in [s.gradients[position]]]
-            )
+            own = [(sums[position], weight) for (_, sums), weight in parts]
+            vectors = torch.cat([vectors if weight == 1.0 else vectors * weight for vectors, weight in own])
             found = find_distinct(keys.numpy(), self._numbers.total)
             total = found.sum(vectors)
             total /= found.starts.diff()[:, None] if divisor is None else divisor
             rows.append(torch.from_numpy(found.keys) + width.start)
             gradients.append(total)
-        shards = tuple(sorted({shard for sums, _ in parts for shard in sums.shards}))
-        return RowSums(torch.cat(rows), tuple(gradients), shards)
+        shards = tuple(sorted({shard for (lookup, _), _ in parts for shard in lookup.shards}))
+        return RowLookup(shards, torch.cat(rows)), tuple(gradients)
 
 
 class EmbeddingServer:
@@ -150,9 +140,6 @@ class EmbeddingServer:
     `DataError` where an id or a row number is outside its shard, or tensors do not fit each other.
 
     Args:
-        shards: what to hold.
-        storage: how.
-        optimizer: of the rows.
         seed: of the initial rows; None leaves them zero, for who loads all of them, or as they are in `memory`.
         tracking: which rows are to be saved next; None saves every shard as a whole.
         memory: where the rows are, if other processes of this machine have them, too: each of them has a server of its
@@ -216,25 +203,20 @@ class EmbeddingServer:
         return (self._storage.pull(lookup.ids, lookup.slots),)
 
     def push(self, lookup: AnyLookup, gradients: Sequence[Tensor], lr: float) -> None:
-        """Applies the optimizer once to every row that occurs in the look-up.
-
-        Args:
-            lookup: as given to `pull`.
-            gradients: of the loss with respect to `pull`'s answer, of its form.
-            lr: learning rate of this step.
-        """
+        """Applies the optimizer once to every row that occurs in the look-up, given the gradients of the loss with
+        respect to `pull`'s answer."""
         self._check(lookup, gradients)
         if isinstance(lookup, RowLookup):
-            self._step(lookup.rows, gradients, lookup.shards, lr)
+            self._step(lookup, gradients, lr)
             return
         with self._gate:
             self.watches.pushed(lookup.slots, lookup.ids)  # first: who is killed in between has told what may differ
             self._storage.push(lookup.ids, lookup.slots, gradients[0], lr)
 
-    def _step(self, rows: Tensor, gradients: Sequence[Tensor], shards: Sequence[int], lr: float) -> None:
+    def _step(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> None:
         with self._gate:
-            self.watches.stepped(rows)  # first, as in `push`
-            self._storage.step_rows(rows, gradients, shards, lr)
+            self.watches.stepped(lookup.rows)  # first, as in `push`
+            self._storage.step_rows(lookup.rows, gradients, lookup.shards, lr)
 
     def _check_ids(self, lookup: Lookup) -> int:
         """Columns of the answer."""
@@ -260,7 +242,7 @@ class EmbeddingServer:
         """As `push`, but nothing is stepped before a `commit` names the batch."""
         self._check(lookup, gradients)
         if isinstance(lookup, RowLookup):
-            self._held.add(batch, RowSums(lookup.rows, tuple(gradients), lookup.shards))
+            self._held.add(batch, (lookup, tuple(gradients)))
             return
         groups = self._groups.plan(lookup.slots)
         found = {group.dim: self._groups.sum_by_row(lookup.ids, gradients[0], group) for group in groups}
@@ -270,7 +252,7 @@ class EmbeddingServer:
             rows.append(keys + width.start)
             sums.append(total)
         shards = tuple(sorted({self._groups.features[slot] for slot in lookup.slots}))
-        self._held.add(batch, RowSums(torch.cat(rows), tuple(sums), shards))
+        self._held.add(batch, (RowLookup(shards, torch.cat(rows)), tuple(sums)))
 
     def commit(self, step: RowStep) -> None:
         """Carries a global step out: every row in one of its batches is stepped once.
@@ -283,7 +265,7 @@ class EmbeddingServer:
             self._stepped = step.step
             sums = self._held.take(step)
             if sums is not None:
-                self._step(sums.rows, sums.gradients, sums.shards, step.lr)
+                self._step(*sums, step.lr)
 
     def forget_held(self, stepped: int = -1) -> None:
         """Forgets all gradients that wait; the next step is one beyond `stepped`."""
@@ -293,21 +275,17 @@ class EmbeddingServer:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the gradients that wait."""
         return self._held.byte_count
 
     # --- rows in and out ---------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[Rows, ...]:
-        """Every shard's rows with their optimizer state, as live views."""
+        """As live views."""
         return self._rows
 
     def load(self, saved: Iterable[Rows | RowSet], partial: bool = False) -> None:
-        """Overwrites this server's rows with those of `saved` that it holds, however they were cut.
-
-        Args:
-            saved: rows of any tables, later ones over earlier ones; what this server does not hold is passed over.
-            partial: leave rows that `saved` lacks as they are, instead of raising.
+        """Overwrites this server's rows with those of `saved` that it holds, however they were cut, later ones over
+        earlier ones; `partial`, it may lack some, which stay as they are.
 
         Raises:
             CheckpointError: rows of another width or optimizer, of a table of another size, numbers that are no rows,
@@ -327,11 +305,8 @@ class EmbeddingServer:
     def lose(self, saved: Iterable[Rows | RowSet] | None) -> None:
         """As if this server had failed and a replacement had its place: pushes wait until it is over.
 
-        Args:
-            saved: what the replacement loads, read bit by bit; None for initial rows without optimizer state.
-
-        Raises:
-            CheckpointError: as `load`, but rows may be missing; those before the one that does not fit are written.
+        It loads `saved`, read bit by bit, or has initial rows without optimizer state. Raises as `load`, but rows may
+        be missing, and those before the one that does not fit are written.
         """
         self._held.clear()
         with self.watches.turn, self._gate.alone():
@@ -381,11 +356,8 @@ class EmbeddingServer:
     # --- saves beside training ---------------------------------------------------------------------------------------
 
     def pick(self, shard: int, end_of_round: bool) -> Tensor | None:
-        """The rows of the shard at that position that are to be saved now; small tables at the `end_of_round`.
-
-        Returns:
-            numbers in the table, distinct and ascending, int64 `[K]`; None for the whole shard.
-        """
+        """The rows of the shard at that position that are to be saved now, by their numbers in the table, distinct and
+        ascending, int64 `[K]`; None for the whole shard. Small tables are due at the `end_of_round`."""
         start = self.shard(shard).start
         picked = self.watches.pick(shard, end_of_round)
         return None if picked is None else picked + start
@@ -394,14 +366,8 @@ class EmbeddingServer:
         """Copies of rows with their optimizer state, of each row as it is between two pushes.
 
         They are made in turns of `CHUNK_BYTES` at most (one row at least) of which pushes keep out; what belongs to the
-        table as a whole is copied last, so that none is behind a row.
-
-        Args:
-            shard: position of the shard.
-            rows: numbers in the table: a run, or distinct and ascending, int64 `[K]`.
-
-        Raises:
-            DataError: there is no such shard, or they are not such rows of it.
+        table as a whole is copied last, so that none is behind a row. Raises `DataError` unless `rows` are numbers in
+        the table of rows of the shard at that position: a run, or distinct and ascending, int64 `[K]`.
         """
         check_single(rows, self.shard(shard))
         own, wide = self._rows[shard], _wide_names(self.optimizer)
@@ -421,19 +387,10 @@ class EmbeddingServer:
         return {name: copies[name] if name in copies else tensor.clone() for name, tensor in own.tensors.items()}
 
     def rows_saved(self, save: int, shard: int, rows: Tensor | range, weights: Tensor | None = None) -> bool:
-        """Rows, as in `copy_rows`, are safely written as they were copied for a save.
+        """Rows, as in `copy_rows`, are safely written as they were copied for the save of that number.
 
-        Args:
-            save: its number.
-            shard: position of the shard.
-            rows: numbers in the table.
-            weights: as written, float32 `[K, D]`; needed where the `watches` compare.
-
-        Returns:
-            False if the save is not under way here any more: nothing is taken note of.
-
-        Raises:
-            DataError: as `copy_rows`, or weights that are not of such rows.
+        `weights` are as written, float32 `[K, D]`; needed where the `watches` compare. False if the save is not under
+        way here any more: nothing is taken note of. Raises as `copy_rows`, and for weights that are not of such rows.
         """
         check_single(rows, self.shard(shard))
         form = (len(rows), self.shards[shard].table.dim)

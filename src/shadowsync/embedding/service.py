@@ -46,12 +46,8 @@ class EmbeddingService(SaveMethods):
     more, or has been answered again under another mask, comes again with its ids and the mask. What is kept is bounded
     for each client and freed when the client goes.
 
-    Args:
-        server: what is served; checks ids, row numbers and the shapes of gradients.
-        pull: codec of pooled vectors and rows.
-        push: codec of their gradients.
-        limits: what is kept for a client.
-        generation: whose pushes are applied.
+    `pull` is the codec of pooled vectors and rows, `push` that of their gradients; the server checks ids, row numbers
+    and the shapes of gradients.
     """
 
     def __init__(
@@ -67,7 +63,6 @@ class EmbeddingService(SaveMethods):
         self._clients = PerClient(lambda: _Client(limits))
 
     def client_gone(self, client: str) -> None:
-        """As `Service.client_gone`."""
         self._clients.forget(client)
 
     @property
@@ -77,14 +72,10 @@ class EmbeddingService(SaveMethods):
 
     @served(once=False)
     def pull(self, lookup: Lookup | RowLookup, stream: int | None, codec: str, client: Client) -> Coded:
-        """As `EmbeddingServer.pull`.
+        """As `EmbeddingServer.pull`, of a packed look-up, answered in the codec of that name.
 
-        Args:
-            lookup: packed.
-            stream: of the client's, which may have several, one for each worker; None if no push will follow: who only
-                predicts is to see the rows as they are.
-            codec: that the answer is to be in, by name.
-            client: who asks.
+        A client may have several streams, one for each worker; None says that no push will follow: who only predicts is
+        to see the rows as they are.
         """
         asked = unpack_lookup(lookup, self.server.numbers.total)
         if stream is None:
@@ -107,15 +98,8 @@ class EmbeddingService(SaveMethods):
 
     @served(along=True)
     def push(self, sent: Sent, lr: float, client: Client) -> bool:
-        """As `EmbeddingServer.push`.
-
-        Returns:
-            False if the look-up is not kept any more; nothing was done, and the ids have to come again.
-
-        Raises:
-            DataError: the learning rate is not finite, or the gradients are none of such a look-up.
-            RunError: the client is of another generation.
-        """
+        """As `EmbeddingServer.push`; false if the look-up is not kept any more: nothing was done, and the ids have to
+        come again. Raises `RunError` if the client is of another generation."""
         if not math.isfinite(lr):
             raise DataError(f"a learning rate of {lr} is not finite")
         found = self._arrived(sent, client)
@@ -151,15 +135,8 @@ class EmbeddingService(SaveMethods):
 
     @served()
     def commit(self, step: RowStep, generation: int) -> int:
-        """As `EmbeddingServer.commit`.
-
-        Returns:
-            Memory of the gradients that waited when the step came, those of the step with them.
-
-        Raises:
-            DataError: this is no global step.
-            RunError: it is of another generation.
-        """
+        """As `EmbeddingServer.commit`; the memory of the gradients that waited when the step came, those of the step
+        with them. Raises `RunError` if it is of another generation."""
         self._generation.check(generation)
         check_step(step.weights, step.divisor, step.lr)
         held_bytes = self.server.held_bytes
@@ -168,6 +145,5 @@ class EmbeddingService(SaveMethods):
 
     @served()
     def forget_held(self, stepped: int, generation: int) -> None:
-        """As `EmbeddingServer.forget_held`."""
         self._generation.check(generation)
         self.server.forget_held(stepped)

@@ -40,12 +40,9 @@ class Storage(ABC):
     ) -> None:
         """
         Args:
-            shards: what to hold, each initialised uniformly in ±1/sqrt(rows of the whole table), in a way that
-                depends on the seed, the table and the row only, not on how the table is cut.
-            features: for each feature that will be looked up, in the order of `pull`'s output, the position of its
-                shard in `shards`.
-            optimizer: applied by `push`.
-            seed: of the initial rows; None leaves them as they are in the memory, zero where that is new.
+            shards: what to hold.
+            features: of each that will be looked up, the position of its shard.
+            seed: of the initial rows (`memory.fill`); None leaves them as they are in the memory, zero where it is new.
             allocate: gives the memory of all tensors, in the order of `embedding.memory.parts_of`.
         """
 

@@ -24,8 +24,6 @@ class Table:
     """An embedding table of `rows × dim` float32 and the features that look rows up in it.
 
     Attributes:
-        name: unique among the tables of a job.
-        rows: ids lie in `[0, rows)`.
         features: that share the table; pooled vectors come in the order of the tables and, within a table, in this one.
         pooling: how the rows of one sample become one vector, for all features or for each in their order. A sample
             without ids gives zeros, and with `none`, which keeps the rows apart, an empty sequence.
@@ -39,7 +37,6 @@ class Table:
 
     @property
     def poolings(self) -> dict[str, Pooling]:
-        """Of each feature, by name and in the order of the features."""
         each = self.pooling if isinstance(self.pooling, tuple) else (self.pooling,) * len(self.features)
         return dict(zip(self.features, each, strict=True))
 
@@ -82,10 +79,9 @@ One of the table as a whole is a single part; whoever wants several tensors asks
 
 @dataclass(frozen=True)
 class Rows:
-    """A run of rows of one table with everything the optimizer keeps for them.
+    """Rows of one table from `start` on, with everything the optimizer keeps for them.
 
     Attributes:
-        start: first row; the tensors hold rows `start … start + len(weight) − 1`.
         tensors: as in `Storage.state()`: `weight` and the optimizer's; a tensor of first dimension 1 beside more
             rows (Adam's `step`) belongs to the table as a whole.
         source: of tensors that tell only their form (torch's meta device); None where all are in memory.
@@ -98,21 +94,13 @@ class Rows:
 
     @property
     def stop(self) -> int:
-        """One beyond the last row."""
         return self.start + len(self.tensors["weight"])
 
 
 @dataclass(frozen=True)
 class RowSet:
-    """Some rows of one table with everything the optimizer keeps for them: what changed, say.
-
-    Attributes:
-        start: first row of the run that is spoken of.
-        stop: one beyond its last row.
-        numbers: the rows that are held, distinct and ascending in `[start, stop)`, int64 `[K]`.
-        tensors: as in `Rows`, of the rows `numbers`: first dimension K, or those of the table as a whole.
-        source: as in `Rows`.
-    """
+    """Some of a table's rows `start … stop − 1`, what changed of them, say: those of these numbers, distinct and
+    ascending, int64 `[K]`; tensors and source as in `Rows`."""
 
     table: Table
     start: int
@@ -198,7 +186,7 @@ class RowNumbers:
         self._edges = torch.tensor([width.stop for width in self.widths], dtype=torch.int64)
 
     def members(self, dim: int) -> tuple[int, ...]:
-        """Positions of the shards of that width, in the order of their numbers."""
+        """Positions of the shards, in the order of their numbers."""
         return self._members[dim]
 
     def width(self, dim: int) -> Width:

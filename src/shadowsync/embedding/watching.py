@@ -133,11 +133,8 @@ class RowWatches:
     Pushes put what they looked up into a queue, which the watches hear of from time to time, and before any question.
 
     Args:
-        state: live views of all shards.
-        numbers: of their rows.
-        tracking: None to watch nothing.
-        allocate: gives the memory to which changes are written.
-        shared: other processes have it, too.
+        state: live views of all shards, whose rows have these `numbers`.
+        allocate: gives the memory to which changes are written; `shared`, other processes have it, too.
 
     Attributes:
         turn: held by whoever asks or tells anything but of pushes.
@@ -154,9 +151,7 @@ class RowWatches:
         self.turn = threading.RLock()
         self._weights = [own.tensors["weight"] for own in state]
         self._watches = [None if tracking is None else tracking.watch(own, allocate) for own in state]
-        self._counts = [
-            0 if tracking is None else math.ceil(tracking.share * len(weights)) for weights in self._weights
-        ]
+        self._counts = [0 if tracking is None else tracking.count(len(weights)) for weights in self._weights]
         self._seeing = {index: watch for index, watch in enumerate(self._watches) if watch is not None and watch.sees}
         self._of_slot = [index for index, own in enumerate(state) for _ in own.table.features]
         self._starts = numbers.starts
@@ -168,7 +163,6 @@ class RowWatches:
         self._save = secrets.randbits(62)
 
     def inherit(self) -> None:
-        """This server takes the place of one that is gone."""
         for watch in self._watches:
             if watch is not None:
                 watch.inherit()
@@ -236,7 +230,6 @@ class RowWatches:
 
     @property
     def compares(self) -> bool:
-        """Some watch wants to know what was written."""
         return any(watch is not None and watch.compares for watch in self._watches)
 
     def begin(self) -> int:

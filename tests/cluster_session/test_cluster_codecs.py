@@ -11,11 +11,10 @@ import pytest
 from cluster_jobs import Tower, cluster_settings
 from job_helpers import beside_own_model, write_rows
 
-from shadowsync import Job, Result
-from shadowsync.cluster import trainer
+from shadowsync import Job, Result, assembly
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.compression import choice
-from shadowsync.compression.choice import CodecChoice, Link, Situation
+from shadowsync.compression.choice import CodecChoice, Link
 from shadowsync.compression.codec import Codec
 from shadowsync.report.files import read_events
 from shadowsync.rpc.connection import Connection
@@ -120,9 +119,9 @@ class PacedLink(Link):
 class PacedChoice(CodecChoice):
     """Every step computes and waits for `STEP_S` each, and no other time passes."""
 
-    def __init__(self, codecs: Mapping[str, Codec], situation: Situation) -> None:
+    def __init__(self, codecs: Mapping[str, Codec], workers: int, overlapped: bool, elastic: bool) -> None:
         self._now = 0.0
-        super().__init__(codecs, situation, lambda: self._now)
+        super().__init__(codecs, workers, overlapped, elastic, lambda: self._now)
         self._link = PacedLink(lambda: self._now)
 
     def stepped(self, computed_s: float, waited_s: float) -> None:
@@ -142,7 +141,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_the_dense_part_gets_out_of_the_way_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(trainer, "CodecChoice", PacedChoice)
+    monkeypatch.setattr(assembly, "CodecChoice", PacedChoice)
     result = run(tmp_path, rows=800, compression={"pull": AUTO, "dense": AUTO}, **family)
     assert result.wire is not None
     assert result.wire.codecs["dense"] != "plain"

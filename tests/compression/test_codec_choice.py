@@ -9,11 +9,14 @@ from codec_cases import numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowsync.assembly import codec_choice
+from shadowsync.choices import choose_all
 from shadowsync.compression.auto import Auto
-from shadowsync.compression.choice import CodecChoice, Crossing, Link, MeasuredConnection, Situation, busy_s
+from shadowsync.compression.choice import CodecChoice, Crossing, Link, MeasuredConnection, busy_s
 from shadowsync.compression.low_bit import Draws, Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
+from shadowsync.config import load
 from shadowsync.errors import RunError
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.pending import Promise
@@ -103,7 +106,7 @@ def test_what_began_with_another_codec_and_what_failed_do_not_count():
 
 def choice(clock=None, **codecs):
     given = {"pull": Plain(), "push": Plain(), "dense": Plain()} | codecs
-    return CodecChoice(given, Situation(), clock or Clock())
+    return CodecChoice(given, clock=clock or Clock())
 
 
 def test_without_anything_to_choose_nothing_is_in_the_way():
@@ -152,6 +155,8 @@ def test_draws_belong_to_the_stream_and_the_codec(slow_push):
 
 
 def test_no_trainer_of_an_average_can_choose():
-    chosen = CodecChoice({"dense": Auto(weakest="bf16")}, Situation(collective=True))
+    config = load(None, ["sync.method=ma", "compression.dense=auto", "compression.dense.weakest=bf16"])
+    choices = choose_all(config, own_model=True)
+    chosen = codec_choice(config, choices, choices.codecs)
     assert chosen.names == {}
     assert chosen.channel("dense", WireCounter()).codec.name == "bf16"

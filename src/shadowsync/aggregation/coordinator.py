@@ -12,7 +12,6 @@ from shadowsync.aggregation.counts import AggregationCounts, AggregationState, P
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.data.leases import Lease, LeaseService
 from shadowsync.embedding.server import RowStep
-from shadowsync.errors import DataError
 from shadowsync.rpc.kept import FIRST, Generation
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import served
@@ -158,17 +157,11 @@ class StepCoordinator:
         version of the dense parameters, at least, that it is to be computed with; None if it is not to be trained any
         more. With a method that makes workers wait it comes when the batch may be computed, with parameters as they
         are then, in whatever thread brings it about.
-
-        Raises:
-            DataError: it is another trainer's.
         """
         self._generation.check(generation)
         answer: Promise[int | None] = Promise()
         with self._changed:
             begun, batch = self._begun.get(number), self._dispatched.get(number)
-            found = begun or batch
-            if found is not None and found.lease.trainer != worker[0]:
-                raise DataError(f"batch {number} is trainer {found.lease.trainer}'s, not trainer {worker[0]}'s")
             if begun is not None and begun.worker == worker:
                 self._answers.append((answer, begun.version))
             elif self._stopped or batch is None:
@@ -185,18 +178,9 @@ class StepCoordinator:
     @served(quick=True)
     def arrived(self, number: int, version: int, generation: int = FIRST.number) -> None:
         """All servers hold the gradients of a batch that was computed with this version of the dense parameters; of one
-        that was given up meanwhile nothing is taken note of.
-
-        Raises:
-            DataError: there is no such version yet.
-        """
+        that was given up meanwhile nothing is taken note of."""
         self._generation.check(generation)
         with self._changed:
-            newest = self.aggregator.step
-            if not 0 <= version <= newest:
-                raise DataError(
-                    f"batch {number} was computed with version {version} of the parameters, and {newest} is the newest"
-                )
             if (batch := self._begun.pop(number, None)) is None:
                 return
             batch.version = version

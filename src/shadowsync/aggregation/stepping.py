@@ -308,8 +308,6 @@ class DenseStepper:
     def restart(self, version: int, generation: int = 0) -> None:
         """Whoever loaded the replica says so: all gradients are forgotten, and the parameters have this version."""
         self._generation.check(generation)
-        if version < 0:
-            raise DataError(f"parameters of version {version}: they count from 0")
         with self._stepping, self._lock:
             self._held.clear()
             self._newest = Version(version, self.replica.flat.clone())
@@ -317,8 +315,6 @@ class DenseStepper:
     def _check(self, step: DenseStep, generation: int) -> None:
         self._generation.check(generation)
         check_step(step.weights, step.divisor, step.lr)
-        if step.norm is not None and step.norm < 0:
-            raise DataError(f"a gradient has no norm of {step.norm}")
 
     def _sum(self, named: Sequence[tuple[DenseGradient | None, float]], divisor: float) -> list[Tensor | None] | None:
         """The gradient of each parameter; None if no batch brings any."""

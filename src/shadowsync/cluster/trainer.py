@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from shadowsync.aggregation.stragglers import parse_stragglers
-from shadowsync.assembly import codec_situation, computing_here, make_module, row_optimizer, unique_rows
+from shadowsync.assembly import codec_choice, computing_here, make_module, row_optimizer, unique_rows
 from shadowsync.checkpoint.job_state import TrainerImage
 from shadowsync.choices import choose_all
 from shadowsync.cluster.context import Addresses, Near, ServerAddress, TrainerSpec
@@ -20,7 +20,6 @@ from shadowsync.cluster.records import RecordSender
 from shadowsync.cluster.servers import Imaged
 from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, WorkerContext
 from shadowsync.compression.channel import Channel
-from shadowsync.compression.choice import CodecChoice
 from shadowsync.compression.wire import WireCounter
 from shadowsync.config import Config
 from shadowsync.data.leases import TELL_S, DoneLog, LeaseClient
@@ -110,7 +109,7 @@ class TrainerPart(Imaged):
             module = make_module(job.config, job.choices, job.schema, job.tables, job.model)
             self._computing = computing_here(job.config, module)
             self._reach_driver(near)
-        self._codecs = CodecChoice(codecs, codec_situation(job.config, job.choices))
+        self._codecs = codec_choice(job.config, job.choices, codecs)
         line, connect = self._codecs.channel("dense", self._counter), self._measured
         clients, counter, gate = self._make_clients(), self._counter, self._gate
         context = WorkerContext(

@@ -276,44 +276,40 @@ STRETCH_S = 1.0
 """A trainer looks so often at what it measured."""
 
 
-@dataclass(frozen=True)
-class Situation:
-    """What `auto` has to know of the job: pulls are `overlapped` where they are prefetched.
-
-    Attributes:
-        elastic: the dense part is merged in the background, in whatever time the network has left.
-        collective: all trainers send the dense part in one codec, so that none of them can choose it.
-    """
-
-    workers: int = 1
-    overlapped: bool = True
-    elastic: bool = False
-    collective: bool = False
-
-
 class CodecChoice:
     """Measures a trainer's link and steps, and has `auto` choose codecs by that, each kind of traffic for itself.
 
     Where nothing is to be chosen, it is not in anybody's way: channels and connections are the ordinary ones.
     `decisions` are all that was decided so far, in sentences, in order.
+
+    Args:
+        codecs: by kind of traffic.
+        workers: of the trainer.
+        overlapped: pulls are prefetched.
+        elastic: the dense part is merged in the background, in whatever time the network has left.
     """
 
     def __init__(
-        self, codecs: Mapping[str, Codec], situation: Situation = Situation(), clock: Clock = time.monotonic
+        self,
+        codecs: Mapping[str, Codec],
+        workers: int = 1,
+        overlapped: bool = True,
+        elastic: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
-        self._codecs, self._situation, self._clock = codecs, situation, clock
+        self._codecs, self._workers, self._elastic, self._clock = codecs, workers, elastic, clock
         self._link = Link(clock)
         self._lock = threading.Lock()
         self._choosers = {}
         for kind, codec in codecs.items():
-            if isinstance(codec, Auto) and not (kind == "dense" and situation.collective):
-                default = OVERLAPPED if situation.overlapped else IN_LINE
+            if isinstance(codec, Auto):
+                default = OVERLAPPED if overlapped else IN_LINE
                 self._choosers[kind] = Chooser(
                     [level.name for level in codec.levels],
                     [float_bytes(level) for level in codec.levels],
                     default if codec.share is None else codec.share,
                     codec.stay_s,
-                    elastic=situation.elastic and kind == "dense",
+                    elastic=elastic and kind == "dense",
                 )
         self._since = clock()
         self._steps, self._computed_s, self._waited_s = 0, 0.0, 0.0
@@ -348,10 +344,10 @@ class CodecChoice:
 
     def _look(self, now: float) -> None:
         traffic = {kind: self._link.take(kind) for kind in ("pull", "push", "dense")}
-        workers = self._situation.workers
+        workers = self._workers
         for kind, chooser in self._choosers.items():
             seen, before = traffic[kind], chooser.codec
-            if self._situation.elastic and kind == "dense":
+            if self._elastic and kind == "dense":
                 seen = max(traffic["pull"], traffic["push"])
             why = chooser.judge(Measured(self._steps, self._computed_s / workers, self._waited_s / workers, *seen), now)
             if why is not None:

@@ -1,16 +1,17 @@
 """Blockwise model update filtering: model averaging with a momentum over the averages."""
 
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Self
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
-from shadowsync.sync.method import Group, State, SyncMethod
+from shadowsync.sync.ma import ModelAveraging
+from shadowsync.sync.method import Group, State
 
 
 @dataclass(frozen=True)
-class Bmuf(SyncMethod):
+class Bmuf(ModelAveraging):
     """`c = AllReduce(copy of w_i) / n; Δ ← μ Δ + η (c − w_g); w_g += Δ; w_i ← (1−α) w_i + α w_g` (Chen and Huo,
     ICASSP 2016; in the background: ShadowSync, arXiv 2003.03477, section 3).
 
@@ -26,22 +27,10 @@ class Bmuf(SyncMethod):
     """
 
     name: ClassVar[str] = "bmuf"
-    collective: ClassVar[bool] = True
 
-    alpha: Annotated[
-        float | None,
-        Field(gt=0, le=1, description="step towards the global model; None is 0.5 in the background, else 1"),
-    ] = None
     momentum: Annotated[float, Field(ge=0, lt=1, description="block momentum μ; more remembers longer")] = 0.5
     eta: Annotated[float, Field(gt=0, le=2, description="block learning rate η; more follows the average faster")] = 1.0
     nesterov: Annotated[bool, Field(description="replicas look ahead by μ Δ")] = False
-
-    @property
-    def takes_differences(self) -> bool:
-        return True
-
-    def resolved(self, trainers: int, foreground: bool) -> Self:
-        return self if self.alpha is not None else replace(self, alpha=1.0 if foreground else 0.5)
 
     def init(self, weights: Tensor) -> State:
         return {"global": weights.clone(), "delta": weights.new_zeros(weights.shape)}

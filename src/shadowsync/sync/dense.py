@@ -106,8 +106,6 @@ class DenseServer:
         self, elastic: bool, client: str, trainer: int, alpha: float, level: str, sent: Message, generation: int
     ) -> Message | None:
         self._generation.check(generation)
-        if not 0 < alpha <= 1:
-            raise DataError(f"an exchange came with alpha {alpha}: it lies in (0, 1]")
         codec, ends = self._codec.level(level), self._ends.of(client)
         if (end := ends.get(codec.name)) is None:
             about = f"what the dense server has for trainer {trainer}"

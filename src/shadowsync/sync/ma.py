@@ -24,7 +24,9 @@ class ModelAveraging(SyncMethod):
     alpha: Annotated[
         float | None,
         Field(
-            gt=0, le=1, description="step towards the average; more pulls harder; None is 0.5 in the background, else 1"
+            gt=0,
+            le=1,
+            description="step towards the common model; more pulls harder; None is 0.5 in the background, else 1",
         ),
     ] = None
 

@@ -49,7 +49,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.aggregator = self.aggregation.start(self.size, self.step)
-        self.book = TokenBook(self.aggregation.batches_per_step(self.size), self.step)
+        self.book = TokenBook(self.aggregator.size, self.step)
         for worker in range(self.workers):
             self.join(worker)
 

@@ -8,9 +8,9 @@ import torch
 from helpers import WholeCopy
 from torch import Tensor
 
-from shadowsync.aggregation.update import gradient_stream
+from shadowsync.aggregation.update import gradient_stream, restore_all
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.channel import Channel, Stream, float_bytes, pulled_and_pushed_bytes, restore_all
+from shadowsync.compression.channel import Channel, Stream, float_bytes, pulled_and_pushed_bytes
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.low_bit import Int8
 from shadowsync.compression.plain import Plain

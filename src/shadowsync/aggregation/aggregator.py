@@ -70,7 +70,7 @@ class Aggregator:
 
     Attributes:
         mode: name of the method at work.
-        size: gradients of a step.
+        size: dispatched batches to a step: M, or 1 where each gradient is one.
         step: k, the global steps so far; those of a checkpoint included.
         waits: there are rounds: a batch that begins is computed with the parameters of `step`, so that it has to wait
             until that is made, and no more begin than a step takes; the rest wait, first those dispatched first.
@@ -188,10 +188,6 @@ class Aggregation(ABC):
             ConfigError: the options do not fit that size.
         """
 
-    def batches_per_step(self, size: int) -> int:
-        """How many dispatched batches there are to a global step: the `size` of the `TokenBook`."""
-        return size
-
 
 class TokenBook:
     """Hands out tokens in the order in which batches are dispatched: `τ = floor(q / M)` for the q-th (GBA, arXiv
@@ -201,7 +197,7 @@ class TokenBook:
     retired: otherwise tokens would run ahead of k, and a gradient would look fresher than it is.
 
     Args:
-        size: M, batches of a global step (`Aggregation.batches_per_step`).
+        size: batches of a global step (`Aggregator.size`).
         step: k when the book begins.
         outstanding: batches that were dispatched before and have neither arrived nor been retired.
     """
@@ -241,9 +237,6 @@ class Async(Aggregation):
 
     def start(self, size: int, step: int = 0) -> Aggregator:
         return Aggregator(self.name, 1, step)
-
-    def batches_per_step(self, size: int) -> int:
-        return 1
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,6 @@ class StepCoordinator:
         self._clock, self._generation = clock, generation
         self._paused_at: float | None = None
         self._paused_s = 0.0
-        self._most_behind = MOST_BEHIND * rule.size // method.batches_per_step(rule.size)
         self._changed = threading.Condition()
         self._carrying = threading.Lock()
         self._working: set[tuple[int, int]] = set()
@@ -115,12 +114,13 @@ class StepCoordinator:
         self._next = 0
         self._paces = Paces() if paces is None else paces
         self._restart(AggregationState())
+        self._most_behind = MOST_BEHIND * rule.size // self.aggregator.size
         rows.number_by(self.dispatch)
 
     def _restart(self, before: AggregationState) -> None:
         self.aggregator: Aggregator = self._method.start(self._rule.size, before.global_steps)
         self.counts = AggregationCounts(before, self.aggregator.mode)
-        self._tokens = TokenBook(self._method.batches_per_step(self._rule.size), before.global_steps)
+        self._tokens = TokenBook(self.aggregator.size, before.global_steps)
         self._carried = self._settled = before.global_steps
         self._dispatched: dict[int, _Batch] = {}
         self._begun: dict[int, _Batch] = {}

@@ -29,9 +29,6 @@ class HopBs(Aggregation):
     def start(self, size: int, step: int = 0) -> Aggregator:
         return _Clocks(self, step)
 
-    def batches_per_step(self, size: int) -> int:
-        return 1
-
 
 class _Clocks(Aggregator):
     """Knows how far each living worker is."""

@@ -5,8 +5,9 @@ server j's.
 """
 
 import contextlib
+import logging
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,7 @@ from shadowsync.training.pieces import renumbered
 from shadowsync.training.replica import ParameterSlot, Replica, WorkerModule
 from shadowsync.training.worker import Update
 
+_LOG = logging.getLogger(__name__)
 NO_VERSION = -1
 """Of parameters that nobody has."""
 
@@ -162,6 +164,18 @@ class DenseClient:
                 way.part.put(version.flat, self._flat)
         oldest = min(way.receiver.version for way in self._ways)
         return Version(oldest, self._flat.clone()) if oldest > than else None
+
+
+def restore_all(workers: Iterable[tuple[DenseClient | Stream, Mapping[str, Tensor]]]) -> None:
+    """`restore` of each worker; a word in the log where a residual is lost."""
+    refused = [tensors for worker, tensors in workers if not worker.restore(tensors)]
+    lost = sum(any(name.endswith("residual") for name in tensors) for tensors in refused)
+    if lost:
+        _LOG.warning(
+            "what %d workers had not sent of their gradients is not of this codec: it is lost, and they start from "
+            "nothing",
+            lost,
+        )
 
 
 @dataclass

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from shadowsync.aggregation.stepping import DenseShare, divide
-from shadowsync.aggregation.update import DenseClient, GradientUpdate
+from shadowsync.aggregation.update import DenseClient, GradientUpdate, restore_all
 from shadowsync.checkpoint.job_state import TrainerImage, below, check_image, dense_tensors
 from shadowsync.cluster.context import Addresses, Merging, Stepping, TrainerSpec
 from shadowsync.cluster.servers import dense_server
-from shadowsync.compression.channel import Channel, restore_all
+from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter

@@ -3,11 +3,10 @@
 `p` elements of a vector.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,6 @@ from torch import Tensor
 from shadowsync.compression.codec import Codec, Decoded, Encoded, PartOf, naming, received
 from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import DataError
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -217,24 +214,6 @@ class Differences:
         if codec is not self._codec and (self._codec is None or codec.name != self._codec.name):
             self._codec, self.known = codec, None
             self._stream = Stream(codec.of_differences(), self._about)
-
-
-class Restoring(Protocol):
-    """Goes on from what was kept of a worker's gradients: a `Stream`, or several."""
-
-    def restore(self, tensors: Mapping[str, Tensor], /) -> bool: ...
-
-
-def restore_all(workers: Iterable[tuple[Restoring, Mapping[str, Tensor]]]) -> None:
-    """`restore` of each worker; a word in the log where a residual is lost."""
-    refused = [tensors for worker, tensors in workers if not worker.restore(tensors)]
-    lost = sum(any(name.endswith("residual") for name in tensors) for tensors in refused)
-    if lost:
-        _LOG.warning(
-            "what %d workers had not sent of their gradients is not of this codec: it is lost, and they start from "
-            "nothing",
-            lost,
-        )
 
 
 def float_bytes(codec: Codec) -> float:

@@ -50,14 +50,6 @@ def naming(tensor: str, part_of: PartOf | None = None) -> Iterator[None]:
         ) from error
 
 
-class CodecState(ABC):
-    """What a codec remembers of a stream, so that a checkpoint can hold it."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """Copies of all of it by name, numbers as tensors without dimensions; `Codec.restored` takes them back."""
-
-
 @dataclass(frozen=True)
 class Encoded:
     """A tensor as it crosses the network: the frames that do, and the shape to decode to.
@@ -101,7 +93,8 @@ class Codec(ABC):
     """Turns fp32 tensors into frames and back. Holds hyper-parameters only; moving state goes in and out.
 
     A state is worth one message: what `encode` returns takes its place, and may use its memory from the message after
-    that one on. A message that was given up can be encoded again from the same state.
+    that one on. A message that was given up can be encoded again from the same state. For checkpoints it has a method
+    `tensors`: copies of all of it by name, numbers as tensors without dimensions; `restored` takes them back.
 
     Frames may come from anyone: `decode` checks them, and raises one of `ValueError`, `TypeError`, `IndexError` and
     `RuntimeError` where they are none of such a tensor. The shape has to be known to be right.

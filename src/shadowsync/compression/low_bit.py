@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shadowsync.compression.codec import Codec, CodecState, Encoded, NotFinite, as_numbers
+from shadowsync.compression.codec import Codec, Encoded, NotFinite, as_numbers
 from shadowsync.compression.positions import MAGNITUDE, check_groups
 
 CHUNK = 1 << 18
@@ -51,7 +51,7 @@ NEAREST = "with rounding=nearest: set rounding=stochastic"
 
 
 @dataclass(frozen=True)
-class Draws(CodecState):
+class Draws:
     """How many messages of the stream were rounded at random so far."""
 
     count: int = 0

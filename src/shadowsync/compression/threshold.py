@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from shadowsync.compression.bf16 import Bf16
-from shadowsync.compression.codec import Codec, CodecState, Decoded, Encoded, NotFinite, as_numbers, nothing
+from shadowsync.compression.codec import Codec, Decoded, Encoded, NotFinite, as_numbers, nothing
 from shadowsync.compression.low_bit import NEAREST, ROUNDING, Block, Draws, Int4, Int8, LowBit, Rounding, Seed
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.positions import (
@@ -46,7 +46,7 @@ Values = Literal["fp32", "bf16", "int8", "int4"]
 
 
 @dataclass(frozen=True)
-class ThresholdState(CodecState):
+class ThresholdState:
     """What a stream remembers.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shadowsync.compression.codec import Codec, CodecState, Decoded, Encoded, NotFinite, as_numbers
+from shadowsync.compression.codec import Codec, Decoded, Encoded, NotFinite, as_numbers
 from shadowsync.errors import ConfigError
 from shadowsync.training.replica import ParameterSlot
 
@@ -17,7 +17,7 @@ MOST = 300
 
 
 @dataclass(frozen=True)
-class PiecesState(CodecState):
+class PiecesState:
     """What the codec remembers of each piece."""
 
     states: tuple[Any, ...]

@@ -91,7 +91,7 @@ class OpenCriteo(FileRows):
             keep = self.reject(part, find_problems(rows))
             good = [row for row, kept in zip(rows, keep, strict=True) if kept]
             columns = parse(_joined(good), len(good))
-            assert columns is not None, "problems() must find what parse() rejects"
+            assert columns is not None, "find_problems() must find what parse() rejects"
         labels, dense, categories = columns
         for column, size in zip(categories, self._sizes, strict=True):  # as one column fits the processor's cache
             missing = column < 0
@@ -141,17 +141,14 @@ def find_problems(rows: Sequence[str]) -> list[Problem]:
     for start in range(0, len(rows), _PIECE):
         piece = rows[start : start + _PIECE]
         if parse(_joined(piece), len(piece)) is None:
-            found += [Problem(start + problem.row, problem.text) for problem in problems(piece)]
+            texts = (problem(row) for row in piece)
+            found += [Problem(start + at, text) for at, text in enumerate(texts) if text is not None]
     return found
 
 
-def problems(rows: Sequence[str]) -> list[Problem]:
-    """What is wrong with each bad row."""
-    found = ((row, _problem(text.removesuffix("\r").split("\t"))) for row, text in enumerate(rows))
-    return [Problem(row, text) for row, text in found if text is not None]
-
-
-def _problem(fields: Sequence[str]) -> str | None:
+def problem(row: str) -> str | None:
+    """What is wrong with it."""
+    fields = row.removesuffix("\r").split("\t")
     if len(fields) != len(_COLUMNS):
         return (
             f"{len(fields)} columns where 40 are needed (label, 13 integers, 26 hexadecimal categories, tab separated)"

@@ -167,10 +167,8 @@ class LeaseBook:
         return self._hold(_Part(self._epoch, index, [(0, self._slices[index])]), trainer)
 
     def opened(self, lease: Lease, rows: int) -> bool:
-        """Says that the slice turned out to have `rows` good rows; the rest counts as skipped, once.
-
-        False if the lease is not held any more, or has nothing (left) to train.
-        """
+        """The slice turned out to have so many good rows; the rest counts as skipped, once. False if the lease is not
+        held any more, or has nothing (left) to train."""
         held = self._held.get(lease.number)
         if held is None:
             return False
@@ -182,10 +180,8 @@ class LeaseBook:
         return lease.number in self._held
 
     def claim(self, lease: Lease, start: int, stop: int) -> int:
-        """Says that the holder begins rows `start … stop − 1` of an opened lease now.
-
-        Gives how far it may go: at most `stop`; `start` where the rows are not its own any more.
-        """
+        """The holder begins rows `start … stop − 1` of an opened lease now: how far it may go, at most `stop`; `start`
+        where the rows are not its own any more."""
         held = self._held.get(lease.number)
         if held is None or start < held[1].begun:
             return start
@@ -197,10 +193,8 @@ class LeaseBook:
         return start
 
     def done(self, lease: Lease, start: int, stop: int) -> bool:
-        """Rows `start … stop − 1` of the lease's slice were trained; raises `DataError` if they were not leased.
-
-        False if the lease is not held any more (its trainer was given up, so that others train these rows).
-        """
+        """Rows `start … stop − 1` of the lease's slice were trained; raises `DataError` if they were not leased. False
+        if the lease is not held any more (its trainer was given up, so that others train these rows)."""
         held = self._held.get(lease.number)
         if held is None:
             return False
@@ -227,10 +221,8 @@ class LeaseBook:
             self._returned.append(part)
 
     def take_over(self, trainer: int, grain: int) -> Lease | None:
-        """Moves to `trainer`, who has nothing left, at least half of what waits in the fullest lease of the others.
-
-        None if nothing waits anywhere. `grain` rows, those of a batch, stay together.
-        """
+        """Moves to `trainer`, who has nothing left, at least half of what waits in the fullest lease of the others, if
+        anything waits anywhere. `grain` rows, those of a batch, stay together."""
         waiting: list[Span] = []
         most, fullest = 0, None
         for lease, part in self._held.values():
@@ -281,10 +273,8 @@ class LeaseBook:
         )
 
     def restore(self, saved: BookState) -> None:
-        """Goes on from a state of a book with the same slices and seed; there may be more epochs now, or fewer.
-
-        Raises `CheckpointError` if the state is of other data.
-        """
+        """Goes on from a state of a book with the same slices and seed; there may be more epochs now, or fewer. Raises
+        `CheckpointError` if the state is of other data."""
         slices = self._slices
         if saved.slices != len(slices) or saved.rows != sum(slices):
             raise CheckpointError(
@@ -465,9 +455,7 @@ class LeaseService:
 
     def alarm(self, trained: int, call: Callable[[], None]) -> None:
         """Has `call` called once, as soon as so many rows are trained, in the thread that tells of the last of them.
-
-        There is one alarm, the one that was set last; where so many are trained already it never rings.
-        """
+        There is one alarm, the one set last; where so many are trained already it never rings."""
         with self._changed:
             self._alarm = (trained, call) if self._book.trained < trained else None
 
@@ -618,7 +606,6 @@ class LeaseClient:
         self._closed.wait(LOOK_AGAIN_S)
 
     def close(self) -> None:
-        """Lets go of whoever waits."""
         self._closed.set()
 
     def _send(self, call: Callable[[tuple[DoneRows, ...]], Pending[T]]) -> tuple[Pending[T], list[int]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.memory import ShardMemory
 from shadowsync.embedding.optimizers import SGD, RowOptimizer, RowwiseAdagrad
-from shadowsync.embedding.table import Shard, Width
+from shadowsync.embedding.table import Shard
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import ConfigError, MissingExtra, UserError
 from shadowsync.memory.pages import zeros
@@ -83,7 +83,11 @@ class FbgemmStorage(TorchStorage):
         self._features = tuple(features)
         self._fused = isinstance(optimizer, (RowwiseAdagrad, SGD))
         self._requests: dict[tuple[int, ...], Request] = {}
-        self._blocks = [plan_block(self._memory, width) for width in self._memory.numbers.widths]
+        starts, numbers = self._memory.weight_start, self._memory.numbers
+        self._blocks = [  # rows of all shards of one width are looked up as those of one table
+            _request([w.dim], [starts[numbers.members(w.dim)[0]]], [w.start], [0, w.stop - w.start])
+            for w in numbers.widths
+        ]
 
     @classmethod
     def loads(cls) -> bool:
@@ -218,12 +222,6 @@ def plan(memory: ShardMemory, shards: Sequence[int]) -> Request:
         order,
         columns,
     )
-
-
-def plan_block(memory: ShardMemory, width: Width) -> Request:
-    """The `Request` for rows of all shards of one width, looked up as those of one table."""
-    start = memory.weight_start[memory.numbers.members(width.dim)[0]]
-    return _request([width.dim], [start], [width.start], [0, width.stop - width.start])
 
 
 def _request(

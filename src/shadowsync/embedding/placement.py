@@ -24,7 +24,7 @@ SURROGATE_ROWS = 1 << 15
 
 
 class Item(NamedTuple):
-    """What is packed: a shard with its cost (any unit) and its bytes."""
+    """A shard of the table at that position, with its cost and its bytes."""
 
     shard: Shard
     position: int
@@ -73,13 +73,10 @@ def place(
 def row_wise(
     tables: Sequence[Table], optimizer: RowOptimizer, servers: int, capacity_bytes: int | None = None
 ) -> tuple[tuple[Shard, ...], ...]:
-    """Every table cut evenly over all servers, as `place` returns it: each server has the same share of the rows.
+    """Every table cut evenly over all servers, as `place` returns it; raises as that.
 
     Every server pools and sends a vector of every table for every sample, so this costs more than `place`; what one
     server loses is then spread alike over all tables.
-
-    Raises:
-        ConfigError: the tables do not fit the servers' memory.
     """
     most = sum(-(-table.rows // servers) * optimizer.row_bytes(table.dim) for table in tables)
     if capacity_bytes is not None and most > capacity_bytes:

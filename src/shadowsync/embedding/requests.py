@@ -166,9 +166,9 @@ def check_rows(rows: Tensor, asked: Sequence[int], shards: Sequence[Shard], numb
 
 
 def check_single(rows: Tensor | range, shard: Shard) -> None:
-    """Raises `DataError` unless `rows` are rows of the shard: a run of them, or distinct and ascending, int64 `[K]`."""
+    """Raises `DataError` unless `rows` are rows of the shard: a run of some, or distinct and ascending, int64 `[K]`."""
     if isinstance(rows, range):
-        wrong = rows.step != 1 or not shard.start <= rows.start <= rows.stop <= shard.stop
+        wrong = rows.step != 1 or not shard.start <= rows.start < rows.stop <= shard.stop
     else:
         if rows.dim() != 1 or rows.dtype != torch.int64:
             raise DataError(f"row numbers are int64 [K], not {_shown('rows', rows)}")

@@ -156,8 +156,7 @@ class Fan:
     """What one pull asks for, and how the answers are put together: those of the routes, then the gathered groups'.
 
     Attributes:
-        routes: what servers pool.
-        gathering: what is made here from distinct rows; None if nothing is.
+        routes: what servers pool; `gathering` what is made here from distinct rows, if anything is.
         widths: for each answer, the widths of its sections.
         first: which sections, counted over all answers, make up the output side by side: those of layer 0.
         added: the sections of later layers and where they are added, layer by layer: an order of summation that the
@@ -200,9 +199,8 @@ class Router:
         self._fans: dict[tuple[bool, frozenset[str]], Fan] = {}
 
     def fan(self, apart: bool, unique: frozenset[str] = frozenset()) -> Fan:
-        """What a pull asks for, with the distinct rows of the tables named in `unique`, to be pooled here.
-
-        `apart`, features pooled by mean go in look-ups of their own: they carry weights, which slow a look-up down.
+        """What a pull asks for, with the distinct rows of the tables named in `unique`, to be pooled here; `apart`,
+        features pooled by mean go in look-ups of their own: they carry weights, which slow a look-up down.
         """
         if (fan := self._fans.get((apart, unique))) is None:
             fan = self._fans[apart, unique] = self._make_fan(apart, unique)
@@ -234,7 +232,7 @@ class Router:
         )
 
     def _sections(self, features: Sequence[tuple[int, str]]) -> list[Section]:
-        """The runs of columns of one answer, given the layer and the name of each of its features."""
+        """Of one answer, given the layer and the name of each of its features."""
         found: list[Section] = []
         for layer, feature in features:
             start, stop = self.selector.columns[feature].start, self.selector.columns[feature].stop

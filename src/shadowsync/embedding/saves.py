@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.embedding.messages import as_int64, id_type
+from shadowsync.embedding.requests import check_single
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, RowSet, RowSource, Shard, cut_rows
 from shadowsync.errors import DataError, ShadowSyncError
@@ -74,7 +75,7 @@ class SaveMethods:
     def rows(self, shard: int, start: int, stop: int, save: int | None = None) -> Mapping[str, Tensor]:
         """Rows `start … stop − 1` with their optimizer state, for a save if one is named."""
         with self._during(save, "copied"):
-            return self._copy(shard, self._run(shard, start, stop))
+            return self._copy(shard, range(start, stop))
 
     @served(once=False, timeout_s=COPY_S)
     def singles(self, save: int, shard: int, numbers: Tensor) -> Mapping[str, Tensor]:
@@ -82,18 +83,10 @@ class SaveMethods:
         with self._during(save, "copied"):
             return self._copy(shard, as_int64(numbers))
 
-    def _run(self, shard: int, start: int, stop: int) -> range:
-        held = self.server.shard(shard)
-        if not held.start <= start < stop <= held.stop:
-            raise DataError(
-                f"rows {start} to {stop - 1} of table {held.table.name} are asked for and this server has "
-                f"{held.start} to {held.stop - 1}"
-            )
-        return range(start, stop)
-
     def _copy(self, shard: int, rows: Tensor | range) -> Mapping[str, Tensor]:
         """Of no more rows than one message holds: memory is taken for them after that is known."""
-        table = self.server.shard(shard).table
+        check_single(rows, self.server.shard(shard))
+        table = self.server.shards[shard].table
         if len(rows) > (most := max(1, MOST_BYTES // self.server.optimizer.row_bytes(table.dim))):
             raise DataError(f"{len(rows)} rows of table {table.name} are asked for at once; at most {most} are allowed")
         return self.server.copy_rows(shard, rows)
@@ -101,7 +94,8 @@ class SaveMethods:
     @served()
     def load_rows(self, shard: int, start: int, stop: int, tensors: Mapping[str, Tensor]) -> None:
         """Overwrites the rows that `rows` would give; `DataError` too if they have other tensors."""
-        run = self._run(shard, start, stop)
+        run = range(start, stop)
+        check_single(run, self.server.shard(shard))
         own = cut_rows(self.server.state()[shard], run)
         forms = [{name: (tensor.dtype, tensor.shape) for name, tensor in each.items()} for each in (tensors, own)]
         if forms[0] != forms[1]:

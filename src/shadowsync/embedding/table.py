@@ -168,7 +168,6 @@ class RowNumbers:
     Attributes:
         by_width: positions of the shards in the order of their numbers.
         starts: the number of each shard's first row, in the order of the shards.
-        widths: ascending.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -199,7 +198,7 @@ class RowNumbers:
         return [rows[cut[w] : cut[w + 1]] - width.start for w, width in enumerate(self.widths)]
 
     def shapes(self, rows: Tensor) -> tuple[tuple[int, int], ...]:
-        """Of the rows with these ascending numbers, int64 `[K]`: how many there are of each width, and the width."""
+        """Of the rows with these ascending numbers: how many there are of each width, and the width."""
         return tuple((len(own), width.dim) for own, width in zip(self.split(rows), self.widths, strict=True))
 
 

@@ -33,7 +33,7 @@ from testbed import RayNode, Testbed
 
 HOSTS = 3
 DEFAULTS = (
-    *("train.trainers=3", "embedding.servers=3", "cluster.dense_servers=2", "train.save_every_s=3"),
+    *("train.trainers=3", "embedding.servers=3", "cluster.dense_servers=2", "train.save_every_s=3", "data.epochs=2"),
     *("report.html=false", "report.tensorboard=false"),
 )
 NOTICED_WITHIN_S = 5.0

@@ -10,25 +10,21 @@ come from a gamma distribution, drawn anew for each seed and alike for all ways 
 and 90 % of the job, with one whole checkpoint, at the start. The demo's dense columns tell much of what its rows know,
 so the loss of rows hardly shows in its AUC: all but a first table train without them (`data.history=false`).
 
-`--real`: three hosts, tables of Criteo Kaggle's sizes, and `kill -9` of an embedding server every 30 s on average; no
-failures, full and partial recovery take turns, each choosing its own interval. Seconds are measured. Root rights are
-needed.
+`--real`: three hosts, tables of Criteo Kaggle's sizes, and every 30 s on average one of the hosts loses all processes
+and memory and comes back empty; no failures, full and partial recovery take turns, each choosing its own interval.
+Seconds are measured. Root rights are needed.
 
 A finished run is one file of FOLDER; started again, the script goes on where it stopped.
 """
 
 import argparse
-import contextlib
 import json
 import math
-import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +34,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, in_sentences, load_average, start_ray, train_command
-from failures import RunFiles
+from failures import Chaos, Failure, RunFiles
 from machine import describe, table
 from testbed import RayNode, Testbed
 from throughput import KAGGLE_ROWS
@@ -56,7 +52,7 @@ SHARES = (0.125, 0.25, 0.5)
 """Of the servers that fail at once."""
 MIN_ROWS = 1000
 """Of the demo's tables: those with fewer rows are saved whole."""
-HOSTS, KILL_EVERY_S = 3, 30.0
+HOSTS, LOST_EVERY_S = 3, 30.0
 REAL = (
     *("data.name=synthetic", f"data.table_rows={list(KAGGLE_ROWS)}".replace(" ", "")),
     *("data.test_rows=0", "train.trainers=3", "train.batch_size=1024", "embedding.servers=3"),
@@ -207,7 +203,7 @@ def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def real(mode: str, number: int, seconds: float) -> dict[str, Any]:
-    """One run on three hosts, with kills."""
+    """One run on three hosts, of which one is lost now and then."""
     with tempfile.TemporaryDirectory() as folder, Testbed(hosts=HOSTS, rate="10gbit") as testbed:
         start_ray(testbed, [RayNode()] * HOSTS)
         out = Path(folder) / "run"
@@ -217,13 +213,15 @@ def real(mode: str, number: int, seconds: float) -> dict[str, Any]:
             recovery = [f"recovery.mode={mode}", *(() if mode == "none" else BELIEVED)]
             command = train_command(out, [*QUIET, *REAL, f"data.rows={rows}", *recovery])
             process = testbed.run(0, command, stdout=said, stderr=subprocess.STDOUT)
-            every_s = math.inf if mode == "none" else KILL_EVERY_S
-            kills = kill_now_and_then(process, RunFiles(out), every_s, random.Random(number), 5 * seconds)
+            chaos = Chaos(testbed, RunFiles(out), testbed.ray_start)
+            chaos.watch(process, [] if mode == "none" else lost_hosts(number, seconds), seconds)
+        lost = len(chaos.struck)
         if process.returncode or not (out / "result.json").exists():
-            return {"error": log.read_text()[-500:], "kills": kills}
+            return {"error": log.read_text()[-500:], "hosts lost": lost}
         found = json.loads((out / "result.json").read_text())
     return {
-        "kills": kills,
+        "hosts lost": lost,
+        "struck": [asdict(struck) for struck in chaos.struck],
         "recovery": found["recovery"],
         "ne": found["train"]["ne_lifetime"],
         "auc": found["train"]["auc"],
@@ -233,25 +231,13 @@ def real(mode: str, number: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def kill_now_and_then(
-    process: "subprocess.Popen[Any]", files: RunFiles, every_s: float, dice: random.Random, most_s: float
-) -> int:
-    """Sends SIGKILL to embedding servers until the run ends; how often."""
-    kills, due, began = 0, math.inf, time.monotonic()
-    while process.poll() is None:
-        now = time.monotonic()
-        if math.isinf(due) and files.training():
-            due = now + dice.gammavariate(4.0, every_s / 4)
-        if now >= due:
-            servers = [found for role, found in files.roles().items() if role.startswith("embedding")]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(dice.choice(servers)["pid"], signal.SIGKILL)
-                kills += 1
-            due = now + dice.gammavariate(4.0, every_s / 4)
-        if now > began + most_s:
-            process.kill()
-        time.sleep(0.05)
-    return kills
+def lost_hosts(number: int, seconds: float) -> list[Failure]:
+    """One every `LOST_EVERY_S` on average, for longer than a run takes; its node comes back at once, empty."""
+    dice, at, failures = random.Random(number), 0.0, []
+    while at < 5 * seconds:
+        at += dice.gammavariate(4.0, LOST_EVERY_S / 4)
+        failures.append(Failure(at / seconds, "host", dice.random(), 0.0))
+    return failures
 
 
 def real_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -261,13 +247,13 @@ def real_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for row in rows:
         if "error" in row:
-            lines.append((row["name"], row["kills"], *["-"] * 9))
+            lines.append((row["name"], row["hosts lost"], *["-"] * 9))
             continue
         spent = row["recovery"]["seconds"]
         lines.append(
             (
                 row["name"],
-                row["kills"],
+                row["hosts lost"],
                 f"{row['seconds']:.0f}",
                 *(f"{spent[kind]:.1f}" for kind in ("save", "load", "lost", "wait")),
                 "-" if undisturbed_s is None else f"{row['seconds'] - undisturbed_s:+.0f}",
@@ -278,7 +264,7 @@ def real_table(rows: Sequence[Mapping[str, Any]]) -> str:
         )
     header = [
         "run",
-        "kills",
+        "hosts lost",
         "seconds",
         "save s",
         "load s",

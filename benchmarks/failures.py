@@ -114,10 +114,11 @@ class Chaos:
         testbed: with Ray in it, if the run needs it.
         files: of the run.
         restart: brings the Ray node of a host back.
+        silent: a host is lost with its network.
     """
 
-    def __init__(self, testbed: Testbed, files: RunFiles, restart: Callable[[int], None]) -> None:
-        self._testbed, self._files, self._restart = testbed, files, restart
+    def __init__(self, testbed: Testbed, files: RunFiles, restart: Callable[[int], None], silent: bool = True) -> None:
+        self._testbed, self._files, self._restart, self._silent = testbed, files, restart, silent
         self._repairs: list[tuple[float, Callable[[], None]]] = []
         self._repairers = ThreadPoolExecutor(1)  # starting a node takes seconds, in which there is much to see
         self._under_repair: list[Future[None]] = []
@@ -170,7 +171,7 @@ class Chaos:
         inside = self._roles_in(host)
         repair_at = time.monotonic() + failure.seconds
         if failure.kind == "host":
-            self._testbed.kill_host(host)
+            self._testbed.kill_host(host, self._silent)
             self._repairs.append((repair_at, lambda: self._bring_back(host)))
         else:
             self._testbed.cut(host)

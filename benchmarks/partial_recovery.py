@@ -11,7 +11,8 @@ and 90 % of the job, with one whole checkpoint, at the start. The demo's dense c
 so the loss of rows hardly shows in its AUC: all but a first table train without them (`data.history=false`).
 
 `--real`: three hosts, tables of Criteo Kaggle's sizes, and every 30 s on average one of the hosts loses all processes
-and memory and comes back empty; no failures, full and partial recovery take turns, each choosing its own interval.
+and memory, as where it is preempted, and comes back empty; no failures, full and partial recovery take turns, each
+choosing its own interval.
 Seconds are measured. Root rights are needed.
 
 A finished run is one file of FOLDER; started again, the script goes on where it stopped.
@@ -52,7 +53,7 @@ SHARES = (0.125, 0.25, 0.5)
 """Of the servers that fail at once."""
 MIN_ROWS = 1000
 """Of the demo's tables: those with fewer rows are saved whole."""
-HOSTS, LOST_EVERY_S = 3, 30.0
+HOSTS, LOST_EVERY_S, AWAY_S = 3, 30.0, 3.0
 REAL = (
     *("data.name=synthetic", f"data.table_rows={list(KAGGLE_ROWS)}".replace(" ", "")),
     *("data.test_rows=0", "train.trainers=3", "train.batch_size=1024", "embedding.servers=3"),
@@ -213,7 +214,7 @@ def real(mode: str, number: int, seconds: float) -> dict[str, Any]:
             recovery = [f"recovery.mode={mode}", *(() if mode == "none" else BELIEVED)]
             command = train_command(out, [*QUIET, *REAL, f"data.rows={rows}", *recovery])
             process = testbed.run(0, command, stdout=said, stderr=subprocess.STDOUT)
-            chaos = Chaos(testbed, RunFiles(out), testbed.ray_start)
+            chaos = Chaos(testbed, RunFiles(out), testbed.ray_start, silent=False)
             chaos.watch(process, [] if mode == "none" else lost_hosts(number, seconds), seconds)
         lost = len(chaos.struck)
         if process.returncode or not (out / "result.json").exists():
@@ -232,11 +233,11 @@ def real(mode: str, number: int, seconds: float) -> dict[str, Any]:
 
 
 def lost_hosts(number: int, seconds: float) -> list[Failure]:
-    """One every `LOST_EVERY_S` on average, for longer than a run takes; its node comes back at once, empty."""
+    """One every `LOST_EVERY_S` on average, for longer than a run takes; its node comes back soon, empty."""
     dice, at, failures = random.Random(number), 0.0, []
     while at < 5 * seconds:
         at += dice.gammavariate(4.0, LOST_EVERY_S / 4)
-        failures.append(Failure(at / seconds, "host", dice.random(), 0.0))
+        failures.append(Failure(at / seconds, "host", dice.random(), AWAY_S))
     return failures
 
 

@@ -184,9 +184,11 @@ class Testbed:
         # Without an address: a node that starts must not take itself for a part of another cluster.
         self._check(host, command, self.environment(ray_address=False), timeout_s=120.0)
 
-    def kill_host(self, host: int) -> None:
-        """Pulls the plug: the link falls silent, then every process of the host gets SIGKILL."""
-        self.cut(host)
+    def kill_host(self, host: int, silent: bool = True) -> None:
+        """Every process of the host gets SIGKILL; if it is to be `silent`, as where a plug is pulled, the link goes
+        first. Else its system closes what they had open, so that others know at once."""
+        if silent:
+            self.cut(host)
         self._kill_started([host])
         kill_all(self.hosts[host].namespace)
 

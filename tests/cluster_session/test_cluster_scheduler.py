@@ -98,6 +98,14 @@ def test_apart_holds_for_rows_that_were_there_before() -> None:
     assert {order.machine for wanted in trainers(3) if (order := places.put(wanted)) is not None} == {"a"}
 
 
+@pytest.mark.parametrize("wanted", [rows(0, 1), need("trainer-0"), need("reader-0")], ids=lambda wanted: wanted[0])
+def test_a_machine_that_may_be_gone_comes_last(wanted: Need) -> None:
+    """But where no other one has room, it is tried."""
+    doubtful = replace(machine("doubtful"), doubtful=True)
+    assert spread(ClusterConfig(), [doubtful, machine("small", gib=2)], [wanted]) == ["small"]
+    assert spread(ClusterConfig(), [doubtful, machine("full", cpus=0)], [wanted]) == ["doubtful"]
+
+
 def test_readers_go_where_trainers_are() -> None:
     places = Map(ClusterConfig(), [machine("a"), machine("b"), machine("c")])
     assert [order.machine for wanted in trainers(2) if (order := places.put(wanted)) is not None] == ["a", "b"]

@@ -28,7 +28,7 @@ class Scheduler:
         """The best place for a role, which it takes; None if there is none now.
 
         Who fills memory goes where the least share of it is filled, everybody else where fewest of its kind are, and
-        before that where those are whom it seeks.
+        before that where those are whom it seeks. A doubtful machine is the last to be thought of.
         """
         able = [machine for machine in self._machines if self._can_take(machine, request)]
         if not able:
@@ -68,10 +68,10 @@ class Scheduler:
         same = kinds[request.kind]
         if request.bytes:
             filled = sum(other.bytes for other in there) + request.bytes
-            return (filled / max(1, machine.memory_bytes), same, len(there))
+            return (machine.doubtful, filled / max(1, machine.memory_bytes), same, len(there))
         if request.seeks:
-            return (-min(1, kinds[request.seeks]), same, len(there))
-        return (same, len(there), -machine.cpus)
+            return (machine.doubtful, -min(1, kinds[request.seeks]), same, len(there))
+        return (machine.doubtful, same, len(there), -machine.cpus)
 
     def _on(self, machine: Machine) -> list[LaunchRequest]:
         return [placed for placed in self._placed if placed.machine == machine.id]

@@ -40,6 +40,8 @@ READ_S = 2.0
 FILLED_PER_S = 100 << 20
 """Bytes of new memory that a machine gives in a second, at least."""
 AGAIN_S = 0.5
+DOUBT_S = 30.0
+"""Ray may take as long to say that a machine is gone, all roles of which are."""
 RAY_FOLDER = "ray"
 CALLS = 128
 """Calls that a host's actor runs at a time: one watches, and each role may be starting or building its part."""
@@ -123,6 +125,7 @@ class RayHost:
     Attributes:
         actor: it.
         lost: why it is gone, once it is, and with it its processes and the memory that they had in common.
+        lost_at: when, as `time.monotonic`.
         answered: it has, so that it will at once while its machine can be reached.
         ended: why processes have ended, by number.
     """
@@ -130,6 +133,7 @@ class RayHost:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
         self.lost: str | None = None
+        self.lost_at = -math.inf
         self.answered = False
         self.ended: Mapping[int, str] = {}
         self._thread = threading.Thread(target=self._watch, name="watches a host", daemon=True)
@@ -160,7 +164,8 @@ class RayHost:
 
     def give_up(self, reason: str) -> None:
         """Ends it and all its processes."""
-        self.lost = self.lost or reason
+        if self.lost is None:
+            self.lost, self.lost_at = reason, time.monotonic()
         ray = _ray()
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self.actor, no_restart=True)
@@ -276,13 +281,16 @@ class RayRuntime(Runtime):
         self._group: Any = None
 
     def machines(self) -> Sequence[Machine]:
-        found = []
+        found, now = [], time.monotonic()
+        with self._lock:
+            doubtful = {machine for machine, host in self._hosts.items() if now - host.lost_at < DOUBT_S}
         for node in _ray().nodes():
             if node["Alive"]:
                 offered = node["Resources"]
                 custom = frozenset(name for name in offered if name not in ("CPU", "memory"))
                 cpus, memory = offered.get("CPU", 0.0), int(offered.get("memory", 0))
-                found.append(Machine(node["NodeID"], node["NodeManagerHostname"], cpus, memory, custom))
+                machine, name = node["NodeID"], node["NodeManagerHostname"]
+                found.append(Machine(machine, name, cpus, memory, custom, machine in doubtful))
         return found
 
     def reserve(self, requests: Sequence[LaunchRequest], timeout_s: float) -> None:

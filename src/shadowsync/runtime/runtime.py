@@ -57,6 +57,7 @@ class Machine:
         cpus: CPUs it offers.
         memory_bytes: memory it offers.
         resources: custom resources it offers.
+        doubtful: all roles there were lost a moment ago, and nobody knows yet whether the machine was.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Machine:
     cpus: float
     memory_bytes: int
     resources: frozenset[str] = frozenset()
+    doubtful: bool = False
 
 
 @dataclass(frozen=True)

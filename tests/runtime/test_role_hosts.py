@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from functools import partial
 
@@ -17,7 +18,7 @@ from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
 from shadowsync.rpc.served import ask
 from shadowsync.runtime.processes import packed_builder
-from shadowsync.runtime.ray_runtime import HostActor
+from shadowsync.runtime.ray_runtime import HostActor, nobody_listens
 from shadowsync.runtime.runtime import Endpoint, LaunchRequest
 
 
@@ -124,3 +125,11 @@ def test_memory_of_a_host_outlives_its_processes_until_it_is_released(actor: Hos
     fault = actor.create_memory(1 << 62, "the rows")
     assert isinstance(fault, Fault)
     assert "the rows take" in fault.message
+
+
+def test_only_a_system_that_answers_says_that_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = server.getsockname()
+        assert not nobody_listens(place)
+    assert nobody_listens(place)
+    assert not nobody_listens(("no.such.host.invalid", place[1]))

@@ -37,6 +37,7 @@ ANSWER_S = 5.0
 START_S = 120.0
 PING_S = 10.0
 READ_S = 2.0
+REFUSED_S = 1.0
 FILLED_PER_S = 100 << 20
 """Bytes of new memory that a machine gives in a second, at least."""
 AGAIN_S = 0.5
@@ -112,6 +113,17 @@ class HostActor:
             self._changed.notify_all()
 
 
+def nobody_listens(at: tuple[str, int]) -> bool:
+    """The system of a machine says so itself; of one that does not answer nothing is known."""
+    try:
+        socket.create_connection(at, REFUSED_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def _or_fault(action: Callable[[], T]) -> T | Fault:
     try:
         return action()
@@ -122,16 +134,19 @@ def _or_fault(action: Callable[[], T]) -> T | Fault:
 class RayHost:
     """The driver's end of a machine's actor.
 
-    Attributes:
+    Args:
         actor: it.
-        lost: why it is gone, once it is, and with it its processes and the memory that they had in common.
+        node: where Ray's own process on that machine listens, if that is known.
+
+    Attributes:
+        actor, lost: it, and why it is gone, once it is, and with it its processes and the memory that they had in common.
         lost_at: when, as `time.monotonic`.
         answered: it has, so that it will at once while its machine can be reached.
         ended: why processes have ended, by number.
     """
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+    def __init__(self, actor: Any, node: tuple[str, int] | None) -> None:
+        self.actor, self._node = actor, node
         self.lost: str | None = None
         self.lost_at = -math.inf
         self.answered = False
@@ -178,8 +193,13 @@ class RayHost:
         while self.lost is None:
             try:
                 self.ended = ray.get(self.actor.ended.remote(len(self.ended)))
-            except ray.exceptions.ActorUnavailableError:  # its network is: Ray says when it is gone for good
-                time.sleep(AGAIN_S)
+            except ray.exceptions.ActorUnavailableError as error:
+                if self._node is not None and nobody_listens(
+                    self._node
+                ):  # which Ray takes a quarter of a minute to say
+                    self.give_up(f"there is no Ray on its machine any more: {_in_one_line(error)}")
+                else:  # its network is cut: Ray says when it is gone for good
+                    time.sleep(AGAIN_S)
             except Exception as error:  # also of a Ray that was shut down meanwhile
                 if self.lost is None:
                     self.give_up(f"its machine or the host process there is gone: {_in_one_line(error)}")
@@ -351,7 +371,8 @@ class RayRuntime(Runtime):
                 "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(machine, soft=False),
             }
             actor = ray.remote(HostActor).options(**options).remote(self.job, self.keys, machine, self._folder)
-            found = self._hosts[machine] = RayHost(actor)
+            nodes = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
+            found = self._hosts[machine] = RayHost(actor, nodes.get(machine))
         return found
 
     def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:

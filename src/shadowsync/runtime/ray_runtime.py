@@ -135,11 +135,11 @@ class RayHost:
     """The driver's end of a machine's actor.
 
     Args:
-        actor: it.
         node: where Ray's own process on that machine listens, if that is known.
 
     Attributes:
-        actor, lost: it, and why it is gone, once it is, and with it its processes and the memory that they had in common.
+        actor: it.
+        lost: why it is gone, once it is, and with it its processes and the memory that they had in common.
         lost_at: when, as `time.monotonic`.
         answered: it has, so that it will at once while its machine can be reached.
         ended: why processes have ended, by number.

@@ -1,5 +1,6 @@
 """How long a step holds Python's interpreter lock, and so how far threads of one process, or processes, can go.
 
+    pip install gilknocker
     python benchmarks/interpreter_lock.py [--batches 1024 512 128] [key.path=value …]
 
 One trainer with one worker on the demo: in one process with everybody else, and as processes. `gilknocker` asks for
@@ -42,9 +43,9 @@ def knocker() -> Any:
         MissingExtra: it is not installed.
     """
     try:
-        from gilknocker import KnockKnock  # noqa: PLC0415 of developers only
+        from gilknocker import KnockKnock  # noqa: PLC0415 for this script only
     except ImportError as error:
-        raise MissingExtra("this needs gilknocker: pip install 'shadowsync[dev]'") from error
+        raise MissingExtra("this needs gilknocker: pip install gilknocker") from error
     return KnockKnock(polling_interval_micros=100, sampling_interval_micros=1_000, sleeping_interval_micros=1_000)
 
 

@@ -29,7 +29,6 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         recorder: of `metrics.recorder.Recorder`.
         wire: as `compression.wire.WireTotals.by_name`.
         tables: names in the job's order, which is the order of a model's columns.
-        trainers: how many replicas there are.
         layout: shape of each dense parameter, in their order.
         data: by what the training rows are known again; empty where that cannot be said, or an older version wrote it.
     """

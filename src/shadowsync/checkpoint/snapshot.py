@@ -169,8 +169,7 @@ class _Cut:
     """Rows small enough for one file: `rows` of the run `start … stop − 1` of a table.
 
     Attributes:
-        tensors: of those rows.
-        wide: of the table as a whole.
+        wide: tensors of the table as a whole.
         numbers: the rows' numbers, by the name `numbers`; nothing where all of the run are held.
         read: the parts of a tensor, by its name, that only tells its form.
     """

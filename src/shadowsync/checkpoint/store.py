@@ -126,6 +126,7 @@ class CheckpointStore:
         self._piece_bytes = piece_bytes
         self._given_up: frozenset[str] = frozenset()  # plain names
         self._lock = threading.Lock()  # held by whoever removes checkpoints or chooses the name of a new one
+        # what threads of this process write now, and how many of them read what: nobody clears it away
         self._written: set[str] = set()
         self._read: Counter[str] = Counter()
         self._impatient = 0
@@ -383,9 +384,8 @@ class CheckpointStore:
     def _prune(self) -> None:
         """What builds on others goes before them, so that what is left can always be loaded."""
         with self._lock:
-            kept = self._parents().kept(
-                self._keep, self._given_up, [name for name, readers in self._read.items() if readers]
-            )
+            in_use = [name for name, readers in self._read.items() if readers]
+            kept = self._parents().kept(self._keep, self._given_up, in_use)
             for name in reversed(self.names()):
                 if name not in kept and name not in self._written:
                     self._files.remove(name, MANIFEST)

@@ -41,7 +41,6 @@ class JobCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a frame holds that the recorder is told; counts are cumulative over the job, resumes included.
 
     Attributes:
-        total_samples: to be trained in all.
         sync_count: of all trainers.
         replica_distance: mean over trainers of ‖w_i − mean w‖ / ‖mean w‖; None with one trainer.
         wire_codecs: by kind, the codec in use where `auto` chooses it; several, with commas between, where trainers
@@ -84,8 +83,6 @@ class Frame(JobCounts, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         seconds: since the first batch, pauses before resumes left out.
-        samples: trained so far, all trainers.
-        eps: examples per second.
         ne_window: normalized entropy over the last `report.window` samples; `ne_lifetime` over all.
         loss: mean log loss over the interval, in nats.
         sync_gap: iterations per synchronisation; None if there was none.

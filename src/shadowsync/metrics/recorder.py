@@ -202,12 +202,9 @@ class Recorder:
     ) -> Frame:
         """The state of the job now; its rates are over the time since the frame before.
 
-        Args:
-            told: what the recorder does not know by itself.
-            wire: what crossed so far.
-            steps: of a gradient method; None where replicas are merged.
-            ended: no worker trains any more, so the frame ends with the last step; what came after it (a checkpoint,
-                the test set) is not taken for slow training.
+        `steps` are those of a gradient method, None where replicas are merged. Where it has `ended` no worker trains any
+        more and the frame ends with the last step: what came after it (a checkpoint, the test set) is not taken for
+        slow training.
         """
         with self._lock:
             self._drain()

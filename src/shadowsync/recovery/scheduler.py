@@ -86,7 +86,6 @@ class CheckpointScheduler:
         moved: share by which a cost must differ from what the choice was made with before it is made anew. More
             keeps the rhythm steadier and follows changes later.
         probe_s: the first save comes after this time if not sooner, for until then the cost of a save is only believed.
-        decision: what holds now.
         saved_at: when the last save began, or the job.
         failures: of embedding servers so far; several at once are one.
         measured: seconds by the names of `Costs`: means in which the newest measurement weighs `RECENT`.

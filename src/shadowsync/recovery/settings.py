@@ -21,7 +21,6 @@ class RecoverySettings:
         priority: which rows are saved first; `all` makes no difference between them.
         share: of the rows in one save: 1 where no difference is made.
         min_rows: of a table that is saved by priority.
-        schedules: of the failures to cause.
         job_s: seconds of the job that this one stands for; None where it is what it is.
     """
 

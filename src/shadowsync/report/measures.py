@@ -55,12 +55,10 @@ class Measure:
 
     Attributes:
         key: what it is called behind `shadowsync_` for Prometheus; empty: it is not there.
-        help: what it is, in a sentence, for Prometheus.
         read: its field of a frame, or what reads it from one; with labels a map from theirs (of two labels: from
             pairs).
         tag: for TensorBoard, `{}` standing for the label's value; empty: not shown there.
         kind: a counter only grows.
-        labels: names of the labels.
         line: its part of the progress line, empty where it has nothing to say; None: it has no part there.
         term: explains a word of that part where it first stands.
     """

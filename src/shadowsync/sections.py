@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 
 from shadowsync.cluster.session import Session, by_name
-from shadowsync.compression.wire import kept_shares
 from shadowsync.metrics.quality import TestMetrics
 from shadowsync.metrics.recorder import average_sync_gap
 from shadowsync.metrics.units import Units
@@ -89,12 +88,12 @@ def _sync(session: Session, iterations: int) -> result.SyncSection | None:
 def _wire(session: Session) -> result.WireSection:
     totals = session.wire_totals()
     return result.WireSection(
-        bytes=totals["bytes"],
-        raw_bytes=totals["raw_bytes"],
+        bytes=totals.bytes,
+        raw_bytes=totals.raw_bytes,
         codecs=session.codecs(),
-        kept_share=kept_shares(totals),
-        refreshes=totals["refreshes"],
-        early_refreshes=totals["early"],
+        kept_share=totals.kept_shares,
+        refreshes=totals.refreshes,
+        early_refreshes=totals.early,
     )
 
 

@@ -13,7 +13,7 @@ from shadowsync.compression.channel import Channel, Message
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
-from shadowsync.compression.wire import WireCounter, kept_shares
+from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
@@ -96,7 +96,7 @@ def test_differences_near_and_far_are_the_same_and_conserved(count: int, codec: 
         assert [servers.catch_up(rank) for servers in (near, far)] == [False, False]
     torch.testing.assert_close(near.read() + sum(trainers), before, rtol=0, atol=1e-4)
     assert counters[1].totals() == counters[0].totals()
-    shares = kept_shares(counters[0].totals().by_name())
+    shares = counters[0].totals().kept_shares
     assert 0.02 < shares["dense"] < 0.25
 
 

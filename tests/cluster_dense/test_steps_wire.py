@@ -35,7 +35,7 @@ from shadowsync.compression.codec import Codec
 from shadowsync.compression.low_bit import Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
-from shadowsync.compression.wire import WireCounter, kept_shares
+from shadowsync.compression.wire import WireCounter
 from shadowsync.data.leases import Claim, LeaseBook, LeaseService
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.connection import Connection
@@ -145,7 +145,7 @@ def test_thresholds_are_the_same_near_and_far(wire: Connect, values: Literal["fp
         assert torch.equal(far[worker].unsent["0.residual"], left)
         torch.testing.assert_close(left, given[worker][:800], rtol=0, atol=1e-5)
     assert counters[1].totals() == counters[0].totals()
-    assert 0.05 < kept_shares(counters[0].totals().by_name())["dense"] < 0.2
+    assert 0.05 < counters[0].totals().kept_shares["dense"] < 0.2
 
 
 class Versions:
@@ -183,7 +183,7 @@ def test_what_a_threshold_leaves_out_of_parameters_comes_later(values: Literal["
         apart.append(float((taken.flat - still).abs().max()))
     assert apart[0] > 0.1
     assert apart[-1] <= apart[0] / 1000
-    assert 0.02 < kept_shares(versions.counter.totals().by_name())["dense"] < 0.1
+    assert 0.02 < versions.counter.totals().kept_shares["dense"] < 0.1
 
 
 def test_a_worker_that_missed_an_answer_gets_the_parameters_whole() -> None:

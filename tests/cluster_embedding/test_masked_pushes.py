@@ -11,7 +11,7 @@ from shadowsync.compression.channel import Channel
 from shadowsync.compression.low_bit import Int4, Int8
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
-from shadowsync.compression.wire import WireCounter, kept_shares
+from shadowsync.compression.wire import WireCounter
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.messages import Coded, Sent
 from shadowsync.embedding.proxy import ANY, ServerProxy
@@ -88,7 +88,7 @@ def test_keeping_everything_is_the_plain_job_bit_for_bit(connect):
     assert all(map(torch.equal, run(there.client()), run(here)))
     assert all(map(torch.equal, weights(there.servers), weights(held_here)))
     assert there.counter.totals().bytes == counted_here.totals().bytes
-    assert kept_shares(there.counter.totals().by_name()) == {"pull": 1, "push": 1}
+    assert there.counter.totals().kept_shares == {"pull": 1, "push": 1}
 
 
 def test_the_model_sees_zeros_where_nothing_came_and_nothing_is_learnt_there():
@@ -111,7 +111,7 @@ def test_the_model_sees_zeros_where_nothing_came_and_nothing_is_learnt_there():
     )
     torch.testing.assert_close(change, came * 0.5, rtol=0, atol=1e-6)
     assert counter.totals().bytes["push"] == 4 * int(came.sum()), "positions do not cross again"
-    assert kept_shares(counter.totals().by_name())["push"] == pytest.approx(0.3, abs=1e-3)
+    assert counter.totals().kept_shares["push"] == pytest.approx(0.3, abs=1e-3)
 
 
 def test_every_feature_has_a_threshold_of_its_own_where_groups_are_asked_for():

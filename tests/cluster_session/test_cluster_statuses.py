@@ -8,6 +8,7 @@ from helpers import PackedConnection
 from shadowsync.cluster.statuses import Statuses
 from shadowsync.cluster.supervisor import Member
 from shadowsync.cluster.trainer import TrainerStatus
+from shadowsync.compression.wire import WireTotals
 from shadowsync.errors import RunError
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.served import Served, served
@@ -28,7 +29,7 @@ class Teller:
             raise PeerLost("lost")
         decisions = tuple(self.decided[heard:])
         self.sent.append(len(decisions))
-        return TrainerStatus(0, False, False, None, {}, 0, {}, heard, decisions, None, "", torch.ones(3))
+        return TrainerStatus(0, False, False, None, WireTotals(), 0, {}, heard, decisions, None, "", torch.ones(3))
 
 
 class Failing(Teller):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.compression.wire import WireTotals
 from shadowsync.metrics.history import Frame, JobCounts
 from shadowsync.metrics.quality import evaluate_scores
 from shadowsync.metrics.recorder import Recorder, average_sync_gap
@@ -34,12 +35,12 @@ class Timed(Recorder):
 def frame_of(
     recorder: Recorder,
     steps: AggregationState | None = None,
-    wire: dict[str, dict[str, int]] | None = None,
+    wire: WireTotals | None = None,
     ended: bool = False,
     **told: Any,
 ) -> Frame:
     given = {"total_samples": 80, "sync_count": 0, "replica_distance": None, "saves": 0, **told}
-    return recorder.frame(JobCounts(**given), wire or {}, steps, ended=ended)
+    return recorder.frame(JobCounts(**given), wire or WireTotals(), steps, ended=ended)
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def test_frame_before_the_first_step() -> None:
 def test_frames_rates_are_over_the_interval() -> None:
     recorder = Timed(2)
     recorder.steps(0, 1, 0, 0)  # at 100 … 103, now 104
-    first = frame_of(recorder, sync_count=2, wire={"bytes": {"pull": 7}}, saves=1)
+    first = frame_of(recorder, sync_count=2, wire=WireTotals(bytes={"pull": 7}), saves=1)
     recorder.steps(1, 1)
     second = frame_of(recorder, sync_count=3, replica_distance=0.1)
     assert (first.seconds, first.samples, first.eps, first.eps_per_trainer) == (4.0, 16, 4.0, (3.0, 1.0))
@@ -81,7 +82,7 @@ def test_a_frame_holds_what_it_is_told_and_a_line_leaves_out_what_there_is_not()
         "held_bytes": 7,
     }
     steps = AggregationState(global_steps=9, dropped=2, staleness=((0, 1), (2, 3)), mode="gba")
-    frame = frame_of(Timed(), steps, {"raw_bytes": {"pull": 9}}, **told)
+    frame = frame_of(Timed(), steps, WireTotals(raw_bytes={"pull": 9}), **told)
     assert {name: getattr(frame, name) for name in told} == told
     assert (frame.wire_raw_bytes, frame.staleness) == ({"pull": 9}, 1.5)
     assert (frame.global_steps, frame.dropped, frame.aggregation_mode) == (9, 2, "gba")
@@ -224,7 +225,7 @@ def test_a_state_that_no_recorder_gives_is_refused(change: dict[str, object]) ->
 def test_the_share_that_crosses_is_that_of_the_interval() -> None:
     recorder = Timed()
     for elements, kept, share in ((100, 5, 0.05), (100, 5, None), (300, 25, 0.1)):
-        wire = {"elements": {"push": elements}, "kept": {"push": kept}, "refreshes": {"push": 2}}
+        wire = WireTotals(elements={"push": elements}, kept={"push": kept}, refreshes={"push": 2})
         frame = frame_of(recorder, wire=wire)
         assert frame.wire_kept_share == ({} if share is None else {"push": share})
         assert frame.wire_refreshes == {"push": 2}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.compression.wire import WireTotals
 from shadowsync.data.source import Mark, Schema, summary
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError, DataError
@@ -27,7 +28,6 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         recorder: of `metrics.recorder.Recorder`.
-        wire: as `compression.wire.WireTotals.by_name`.
         tables: names in the job's order, which is the order of a model's columns.
         layout: shape of each dense parameter, in their order.
         data: by what the training rows are known again; empty where that cannot be said, or an older version wrote it.
@@ -35,7 +35,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
     recorder: dict[str, Any]
     syncs: int
-    wire: dict[str, dict[str, int]]
+    wire: WireTotals
     schema: Schema
     tables: list[str]
     trainers: int

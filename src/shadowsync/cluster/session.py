@@ -25,7 +25,7 @@ from shadowsync.cluster.outages import Outages, ServerLoss
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.cluster.roles import ROLES
 from shadowsync.cluster.scheduler import RestartPolicy
-from shadowsync.cluster.statuses import Statuses, added
+from shadowsync.cluster.statuses import Statuses
 from shadowsync.cluster.supervisor import Member, NobodyLeft, Supervisor
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.compression.codec import Codec
@@ -103,7 +103,7 @@ class Session:
         self.events = EventLog()
         self.given_up: str | None = None
         self.most_held_bytes: int | None = None
-        self._wire_before = WireTotals().by_name()
+        self._wire_before = WireTotals()
         self._syncs_before = 0
         self._material = material
         self._newest: Newest = lambda *_: nullcontext()  # a checkpoint is put back by whoever made this session
@@ -541,7 +541,7 @@ class Session:
         self._load(saved, wire)
         self._loading_s = time.monotonic() - self._loading_at
 
-    def _load(self, saved: LoadedCheckpoint | None, wire: dict[str, dict[str, int]]) -> None:
+    def _load(self, saved: LoadedCheckpoint | None, wire: WireTotals) -> None:
         """Rows, dense part and counts of a checkpoint into fresh parts; without one they are the initial ones."""
         if saved is None:
             self.recorder.rewind(self._beginning)
@@ -682,7 +682,7 @@ class Session:
         with self._all_or_again():
             self._dense.load(image)
 
-    def go_on(self, syncs: int, wire: dict[str, dict[str, int]], aggregation: AggregationState) -> None:
+    def go_on(self, syncs: int, wire: WireTotals, aggregation: AggregationState) -> None:
         """Counts on from a checkpoint's synchronisations, bytes and global steps."""
         self._syncs_before, self._wire_before = syncs, wire
         with self._all_or_again():
@@ -761,11 +761,11 @@ class Session:
         """Synchronisations so far, all trainers, those before a resume included."""
         return self._syncs_before + self._manager.statuses.syncs()
 
-    def wire_totals(self) -> dict[str, dict[str, int]]:
-        """What crossed so far, as `WireTotals.by_name`, before a resume too."""
+    def wire_totals(self) -> WireTotals:
+        """What crossed so far, before a resume too."""
         statuses, counter = self._manager.statuses, self._counter
-        here = counter.totals().by_name() if self._direct else statuses.wire()
-        return {name: added(self._wire_before.get(name, {}), now) for name, now in here.items()}
+        here = counter.totals() if self._direct else statuses.wire()
+        return self._wire_before.plus(here)
 
     def codecs(self, only_chosen: bool = False) -> dict[str, str]:
         """By kind of traffic, the codec in use; where trainers have chosen several, all of them."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import later
 from shadowsync.training.kernels import Computing
 
-NOTHING_YET = TrainerStatus(0, False, False, None, {}, 0, {}, 0, (), None)
+NOTHING_YET = TrainerStatus(0, False, False, None, WireTotals(), 0, {}, 0, (), None)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Statuses:
     wake: Callable[[], None]
     _seen: dict[Member, _Seen] = field(default_factory=dict)
     _syncs: int = 0
-    _wire: dict[str, dict[str, int]] = field(default_factory=WireTotals().by_name)
+    _wire: WireTotals = field(default_factory=WireTotals)
 
     def add(self, member: Member) -> None:
         """Its part is in place."""
@@ -68,12 +68,12 @@ class Statuses:
         seen = self._seen.pop(member, None)
         if seen is not None:
             self._syncs += seen.status.syncs
-            self._wire = _with(self._wire, seen.status)
+            self._wire = self._wire.plus(seen.status.wire)
 
     def begin(self) -> None:
         """A new generation: nobody is at work, and nothing is counted yet."""
         self._seen.clear()
-        self._syncs, self._wire = 0, WireTotals().by_name()
+        self._syncs, self._wire = 0, WireTotals()
 
     def at_work(self) -> list[Member]:
         return sorted([member for member in list(self._seen) if member.living], key=lambda member: member.index)
@@ -105,11 +105,11 @@ class Statuses:
     def syncs(self) -> int:
         return self._syncs + sum(seen.status.syncs for seen in list(self._seen.values()))
 
-    def wire(self) -> dict[str, dict[str, int]]:
-        """What crossed in this generation, as `WireTotals.by_name`."""
+    def wire(self) -> WireTotals:
+        """What crossed in this generation."""
         total = self._wire
         for seen in list(self._seen.values()):
-            total = _with(total, seen.status)
+            total = total.plus(seen.status.wire)
         return total
 
     def untold(self, member: Member) -> Sequence[str]:
@@ -137,12 +137,3 @@ class Statuses:
 
     def waiting(self) -> dict[str, int]:
         return {member.role: seen.status.waiting for member, seen in list(self._seen.items())}
-
-
-def _with(total: dict[str, dict[str, int]], status: TrainerStatus) -> dict[str, dict[str, int]]:
-    return {name: added(counts, status.wire.get(name, {})) for name, counts in total.items()}
-
-
-def added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """The sums of two counts by name."""
-    return {kind: before.get(kind, 0) + now.get(kind, 0) for kind in {**before, **now}}

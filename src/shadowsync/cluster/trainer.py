@@ -20,7 +20,7 @@ from shadowsync.cluster.records import RecordSender
 from shadowsync.cluster.servers import Imaged
 from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, WorkerContext
 from shadowsync.compression.channel import Channel
-from shadowsync.compression.wire import WireCounter
+from shadowsync.compression.wire import WireCounter, WireTotals
 from shadowsync.config import Config
 from shadowsync.data.leases import TELL_S, DoneLog, LeaseClient
 from shadowsync.data.reader import Feed, LeasedBatch, Parser
@@ -55,7 +55,7 @@ class TrainerStatus:
         ended: all its workers have ended, and the driver knows all that they did.
         lost: it died by script.
         fault: what went wrong, if anything did.
-        wire: what crossed so far, as `WireTotals.by_name`; in the driver's process that is counted there.
+        wire: what crossed so far; in the driver's process that is counted there.
         waiting: batches parsed and not begun.
         codecs: by kind of traffic, the codec in use where the trainer chooses it.
         first, decisions: how it came to them, in sentences, from number `first` on.
@@ -68,7 +68,7 @@ class TrainerStatus:
     ended: bool
     lost: bool
     fault: Fault | None
-    wire: dict[str, dict[str, int]]
+    wire: WireTotals
     waiting: int
     codecs: dict[str, str]
     first: int
@@ -370,7 +370,7 @@ class TrainerPart(Imaged):
             self._ended,
             trainer.lost,
             self._fault(),
-            self._counter.totals().by_name() if self._near is None else {},
+            self._counter.totals() if self._near is None else WireTotals(),
             self._feed.depth,
             self._codecs.names,
             heard,

@@ -1,11 +1,7 @@
 """Counts what crosses between roles, or would if they stood on different machines."""
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-
-Crossed = Mapping[str, Mapping[str, int]]
-"""`WireTotals.by_name`."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +24,14 @@ class WireTotals:
     refreshes: dict[str, int] = field(default_factory=dict)
     early: dict[str, int] = field(default_factory=dict)
 
-    def by_name(self) -> dict[str, dict[str, int]]:
-        """The fields as a map, to be added up and stored."""
-        return {each.name: dict(getattr(self, each.name)) for each in fields(self)}
+    @property
+    def kept_shares(self) -> dict[str, float]:
+        """By kind, the share of elements that crossed; kinds that cross whole are left out."""
+        return {kind: self.kept.get(kind, 0) / count for kind, count in self.elements.items() if count > 0}
 
-
-def kept_shares(wire: Crossed) -> dict[str, float]:
-    """By kind, the share of elements that crossed; kinds that cross whole are left out."""
-    elements, kept = wire.get("elements", {}), wire.get("kept", {})
-    return {kind: kept.get(kind, 0) / count for kind, count in elements.items() if count > 0}
+    def plus(self, other: "WireTotals") -> "WireTotals":
+        pairs = [(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)]
+        return WireTotals(*({kind: a.get(kind, 0) + b.get(kind, 0) for kind in {**a, **b}} for a, b in pairs))
 
 
 class WireCounter:
@@ -63,4 +58,4 @@ class WireCounter:
     def totals(self) -> WireTotals:
         """A consistent copy of the sums."""
         with self._lock:
-            return WireTotals(**self._totals.by_name())
+            return self._totals.plus(WireTotals())

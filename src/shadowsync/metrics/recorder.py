@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.aggregation.counts import AggregationState
-from shadowsync.compression.wire import Crossed, kept_shares
+from shadowsync.compression.wire import WireTotals
 from shadowsync.metrics.history import Frame, JobCounts
 from shadowsync.metrics.quality import Quality
 
@@ -198,13 +198,13 @@ class Recorder:
             return self._quality.lifetime.only_label, self._quality.lifetime.count
 
     def frame(
-        self, told: JobCounts, wire: Crossed, steps: AggregationState | None = None, *, ended: bool = False
+        self, told: JobCounts, wire: WireTotals, steps: AggregationState | None = None, *, ended: bool = False
     ) -> Frame:
         """The state of the job now; its rates are over the time since the frame before.
 
-        `steps` are those of a gradient method, None where replicas are merged. Where it has `ended` no worker trains any
-        more and the frame ends with the last step: what came after it (a checkpoint, the test set) is not taken for
-        slow training.
+        `steps` are those of a gradient method, None where replicas are merged. When it has `ended`, no worker trains
+        any more and the frame ends with the last step: what came after it (a checkpoint, the test set) is not taken
+        for slow training.
         """
         with self._lock:
             self._drain()
@@ -214,8 +214,8 @@ class Recorder:
                 sync_count=told.sync_count,
                 applied=0 if steps is None else steps.applied,
                 staleness_sum=0 if steps is None else steps.staleness_sum,
-                wire_elements=dict(wire.get("elements", {})),
-                wire_kept=dict(wire.get("kept", {})),
+                wire_elements=dict(wire.elements),
+                wire_kept=dict(wire.kept),
             )
             passed, measured = now.seconds - before.seconds, now.measured - before.measured
             done = [tally.samples - marked for tally, marked in zip(self._each, self._marked_samples, strict=True)]
@@ -234,10 +234,10 @@ class Recorder:
                 ne_lifetime=quality.lifetime.ne,
                 loss=(now.loss_sum - before.loss_sum) / measured if measured else None,
                 sync_gap=average_sync_gap(now.iterations - before.iterations, now.sync_count - before.sync_count),
-                wire_bytes=dict(wire.get("bytes", {})),
-                wire_raw_bytes=dict(wire.get("raw_bytes", {})),
-                wire_kept_share=kept_shares({"elements": elements, "kept": kept}),
-                wire_refreshes=dict(wire.get("refreshes", {})),
+                wire_bytes=dict(wire.bytes),
+                wire_raw_bytes=dict(wire.raw_bytes),
+                wire_kept_share=WireTotals(elements=elements, kept=kept).kept_shares,
+                wire_refreshes=dict(wire.refreshes),
                 global_steps=None if steps is None else steps.global_steps,
                 dropped=None if steps is None else steps.dropped,
                 aggregation_mode=None if steps is None else steps.mode,

@@ -40,7 +40,7 @@ from shadowsync.checkpoint.saver import NICENESS
 from shadowsync.checkpoint.snapshot import Snapshot
 from shadowsync.checkpoint.store import PIECE_BYTES, CheckpointStore
 from shadowsync.choices import choose_all
-from shadowsync.cluster.context import Material, Own
+from shadowsync.cluster.context import Own
 from shadowsync.cluster.session import Session
 from shadowsync.config import parse
 from shadowsync.embedding.table import Rows, RowSet
@@ -104,7 +104,7 @@ def session(values: dict[str, Any]) -> Iterator[Session]:
     torch.set_num_threads(1)
     with (
         closing(source),
-        closing(Session(Material(parsed, choices, Own(), source, None), InProcess, lambda _: nullcontext())) as made,
+        closing(Session(parsed, choices, Own(), source, None, None, InProcess, lambda _: nullcontext())) as made,
     ):
         yield made
 

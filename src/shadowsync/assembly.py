@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shadowsync.aggregation.coordinator import StepRule
-from shadowsync.choices import Aggregating, Choices, server_count
+from shadowsync.choices import Choices, server_count
 from shadowsync.compression.channel import pulled_and_pushed_bytes
 from shadowsync.compression.choice import CodecChoice
 from shadowsync.compression.codec import Codec
@@ -35,7 +34,6 @@ from shadowsync.models.model import ModelSpec
 from shadowsync.registry import choose, option_names
 from shadowsync.sync.background import Background
 from shadowsync.training.kernels import Computing, choose_computing
-from shadowsync.training.optimizers import Rates
 from shadowsync.training.replica import copy_module
 
 GIB = 1 << 30
@@ -113,11 +111,6 @@ def unique_rows(config: Config, choices: Choices) -> UniqueRows:
     if mode == "auto" and config.cluster.address is None:
         return NEVER
     return UniqueRows(mode, pulled_and_pushed_bytes(choices.codecs["pull"], choices.codecs["push"]))
-
-
-def step_rule(config: Config, aggregating: Aggregating, rates: Rates) -> StepRule:
-    """How global steps are made."""
-    return StepRule(aggregating.size, config.train.lr, config.embedding.lr, rates, aggregating.rows_by_buffer)
 
 
 def prefetch(config: Config, choices: Choices) -> int:

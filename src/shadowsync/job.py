@@ -22,7 +22,7 @@ from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import Choices, choose_all, global_batch, resumed, server_count
-from shadowsync.cluster.context import Material, Own, no_failures
+from shadowsync.cluster.context import Own, no_failures
 from shadowsync.cluster.manager import cpus_needed, resources_needed
 from shadowsync.cluster.session import Session
 from shadowsync.config import Config, load, merge, parse, read_given, with_written
@@ -247,9 +247,9 @@ class _Run:
         for sentence in too_short(self.config, train.rows * self.config.data.epochs):
             self._print(sentence)  # before trainers are made: so many may take minutes
         position = None if self.saved is None else self.saved.position
-        material = Material(self.config, self.choices, job.own, train, test, position)
         self.saver = AsyncSaver()
-        self.session = Session(material, partial(_runtime_of, self.config), self._newest)
+        make_runtime = partial(_runtime_of, self.config)
+        self.session = Session(self.config, self.choices, job.own, train, test, position, make_runtime, self._newest)
         stack.callback(self.session.close)
         started = time.monotonic()
         if self.saved is not None:

@@ -17,7 +17,6 @@ from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import Client, Served, ask, served
 from shadowsync.rpc.service import EMPTY, Payload, Service
@@ -308,7 +307,7 @@ def test_what_does_not_fit_changes_nothing(codec: Codec, misfits: list[Call]) ->
 
 @pytest.mark.parametrize("method", ["elastic", "sequential"])
 def test_an_exchange_of_another_generation_changes_nothing(method: str) -> None:
-    connection = PackedConnection(Served(DenseServer(torch.zeros(3), Plain(), Generation(2))))
+    connection = PackedConnection(Served(DenseServer(torch.zeros(3), Plain(), 2)))
     with pytest.raises(RunError, match="gone back"):
         exchange(method, (torch.ones(3),), generation=1)(connection)
     assert ask(connection, DenseServer.read).tolist() == [0, 0, 0]

@@ -39,7 +39,6 @@ from shadowsync.compression.wire import WireCounter
 from shadowsync.data.leases import Claim, LeaseBook, LeaseService
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.connection import Connection
-from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.pending import Done
 from shadowsync.rpc.served import Client, Served, ask, direct
 from shadowsync.rpc.service import Service
@@ -302,7 +301,7 @@ def test_malformed_messages_to_the_dense_server_change_nothing(call: Call, said:
 
 
 def test_the_dense_server_refuses_another_generation() -> None:
-    made = stepper(generation=Generation(2))
+    made = stepper(generation=2)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (DenseStepper.receive, (0, (True, True), "", (FLAT,), 1)),
         (DenseStepper.commit, (STEP, 1)),

@@ -17,12 +17,12 @@ from wired_roles import Wired
 
 import shadowsync.job
 from shadowsync import Interrupted, Job, Trained
-from shadowsync.cluster.context import EventLog, Material, Newest
+from shadowsync.cluster.context import EventLog
 from shadowsync.cluster.session import Session
+from shadowsync.config import Config
 from shadowsync.metrics.history import RoleEvent
 from shadowsync.report.files import read_events
 from shadowsync.rpc.connection import JobKeys
-from shadowsync.runtime.runtime import Runtime
 
 DEADLINE_S = 120.0
 CLUSTER = {"runtime": "ray"}
@@ -54,9 +54,10 @@ class Cluster:
 
         monkeypatch.setattr(EventLog, "add", told)
 
-    def _make_session(self, material: Material, make_runtime: Callable[[], Runtime], newest: Newest) -> Session:
-        on_cluster = material.config.cluster.runtime == "ray"
-        session = Session(material, self._start if on_cluster else make_runtime, newest)
+    def _make_session(self, config: Config, *given: Any) -> Session:
+        on_cluster = config.cluster.runtime == "ray"
+        *given, make_runtime, newest = given
+        session = Session(config, *given, self._start if on_cluster else make_runtime, newest)
         if on_cluster:
             self.session = session
         return session

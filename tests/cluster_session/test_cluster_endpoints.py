@@ -14,7 +14,7 @@ from shadowsync.cluster.records import RecordTaker
 from shadowsync.data.leases import Lease, LeaseBook, LeaseService
 from shadowsync.errors import RunError
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.rpc.kept import Generation
+from shadowsync.rpc.kept import check_generation
 from shadowsync.rpc.served import ask
 from shadowsync.training.optimizers import Rates
 
@@ -126,6 +126,6 @@ def test_whoever_spoke_before_is_not_heard_in_the_next_generation() -> None:
 
 
 def test_a_server_refuses_what_another_generation_sends() -> None:
-    Generation(3).check(3)
+    check_generation(3, 3)
     with pytest.raises(RunError, match="gone back to a checkpoint"):
-        Generation(3).check(2)
+        check_generation(3, 2)

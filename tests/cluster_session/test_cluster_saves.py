@@ -63,7 +63,7 @@ class Started:
             return self.runtime
 
         given = {"cluster": {"runtime": "ray"}} | given
-        self.session = Session(material(folder, **given), start, partial(newest_of, store))
+        self.session = Session(*material(folder, **given), start, partial(newest_of, store))
 
     def kill(self, role: str) -> None:
         next(process for process in self.runtime.processes if process.request.role == role).kill()

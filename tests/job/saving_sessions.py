@@ -14,7 +14,7 @@ from shadowsync.checkpoint.loading import LoadedCheckpoint, written_rows
 from shadowsync.checkpoint.snapshot import Snapshot
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import choose_all
-from shadowsync.cluster.context import Material, Own
+from shadowsync.cluster.context import Own
 from shadowsync.cluster.session import Session
 from shadowsync.config import parse
 from shadowsync.embedding.server import EmbeddingServer
@@ -48,8 +48,8 @@ class Pause:
 
 def material(
     folder: Path, rows: int = 400, failures: Callable[[int, int], None] | None = None, **sections: Any
-) -> Material:
-    """What a session is made of that trains so many rows on three tables, the third of which is the largest."""
+) -> tuple[Any, ...]:
+    """The first arguments of a session that trains so many rows on three tables, the third of which is the largest."""
     path = write_rows(folder / "rows.parquet", rows)
     recovery = {"mode": "partial"} | sections.pop("recovery", {})
     train = {"trainers": 2, "workers": 2} | sections.pop("train", {})
@@ -59,13 +59,13 @@ def material(
     choices = choose_all(config, own_model=True)
     source = choices.source.open("train", "error")
     own = Own(Witness(Ledger()), TABLES) if failures is None else Own(Witness(Ledger()), TABLES, failures)
-    return Material(config, choices, own, source, None)
+    return config, choices, own, source, None, None
 
 
 @contextmanager
 def local(folder: Path, **given: Any) -> Iterator[Session]:
     """A session in this process, of `material`."""
-    with closing(Session(material(folder, **given), InProcess, lambda _: nullcontext())) as session, session.recorder:
+    with closing(Session(*material(folder, **given), InProcess, lambda _: nullcontext())) as session, session.recorder:
         yield session
 
 

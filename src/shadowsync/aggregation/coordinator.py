@@ -12,7 +12,7 @@ from shadowsync.aggregation.counts import AggregationCounts, AggregationState, P
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.data.leases import Lease, LeaseService
 from shadowsync.embedding.server import RowStep
-from shadowsync.rpc.kept import FIRST, Generation
+from shadowsync.rpc.kept import check_generation
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import served
 from shadowsync.training.optimizers import Rates
@@ -98,7 +98,7 @@ class StepCoordinator:
         clock: Callable[[], float] = time.monotonic,
         run: Callable[[Callable[[], None]], object] | None = None,
         paces: Paces | None = None,
-        generation: Generation = FIRST,
+        generation: int = 0,
     ) -> None:
         self._method, self._rule, self._rows, self._carry_out_step = method, rule, rows, carry_out
         self._run = run or (lambda carry_out: carry_out())
@@ -150,7 +150,7 @@ class StepCoordinator:
             return number
 
     @served(quick=True, timeout_s=PATIENCE_S)
-    def ask(self, worker: tuple[int, int], number: int, generation: int = FIRST.number) -> Pending[int | None]:
+    def ask(self, worker: tuple[int, int], number: int, generation: int = 0) -> Pending[int | None]:
         """A worker is about to compute a batch that was dispatched.
 
         Who asks once more for the same batch is answered as before, or instead of the first time. The answer is the
@@ -158,7 +158,7 @@ class StepCoordinator:
         more. With a method that makes workers wait it comes when the batch may be computed, with parameters as they
         are then, in whatever thread brings it about.
         """
-        self._generation.check(generation)
+        check_generation(self._generation, generation)
         answer: Promise[int | None] = Promise()
         with self._changed:
             begun, batch = self._begun.get(number), self._dispatched.get(number)
@@ -176,10 +176,10 @@ class StepCoordinator:
         return answer
 
     @served(quick=True)
-    def arrived(self, number: int, version: int, generation: int = FIRST.number) -> None:
+    def arrived(self, number: int, version: int, generation: int = 0) -> None:
         """All servers hold the gradients of a batch that was computed with this version of the dense parameters; of one
         that was given up meanwhile nothing is taken note of."""
-        self._generation.check(generation)
+        check_generation(self._generation, generation)
         with self._changed:
             if (batch := self._begun.pop(number, None)) is None:
                 return
@@ -192,9 +192,9 @@ class StepCoordinator:
         self._go_on()
 
     @served(quick=True)
-    def idle(self, worker: tuple[int, int], generation: int = FIRST.number) -> None:
+    def idle(self, worker: tuple[int, int], generation: int = 0) -> None:
         """A worker has nothing to do now; nobody waits for it. If nobody has, what is held is committed."""
-        self._generation.check(generation)
+        check_generation(self._generation, generation)
         with self._changed:
             self._leave(worker)
             self._flush()
@@ -202,7 +202,7 @@ class StepCoordinator:
         self._go_on()
 
     @served(quick=True, timeout_s=PATIENCE_S)
-    def left(self, worker: tuple[int, int], generation: int = FIRST.number) -> None:
+    def left(self, worker: tuple[int, int], generation: int = 0) -> None:
         """A worker has ended or died: what it had begun will not come, and what it waits for it need not begin."""
         self.idle(worker, generation)
 

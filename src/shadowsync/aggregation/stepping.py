@@ -17,7 +17,7 @@ from shadowsync.compression.codec import Codec, received
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.server import check_batch, check_step
 from shadowsync.errors import DataError
-from shadowsync.rpc.kept import FIRST, Generation, PerClient
+from shadowsync.rpc.kept import PerClient, check_generation
 from shadowsync.rpc.served import Client, served
 from shadowsync.training.replica import ParameterSlot, Replica, Stepper, flat_length, laid_out
 
@@ -204,7 +204,7 @@ class DenseStepper:
         clip_norm: float | None,
         version: int = 0,
         codec: Codec | None = None,
-        generation: Generation = FIRST,
+        generation: int = 0,
     ) -> None:
         self.replica = replica
         self._stepper = Stepper(replica, clip_norm)
@@ -247,7 +247,7 @@ class DenseStepper:
         self, number: int, used: tuple[bool, ...], codec: str, frames: tuple[Tensor, ...], generation: int = 0
     ) -> None:
         """Holds a batch's gradient, `DenseGradient` in frames of that codec."""
-        self._generation.check(generation)
+        check_generation(self._generation, generation)
         check_batch(number)
         flat, named = self.replica.flat, self._codec.level(codec)
         with received("a gradient", named):
@@ -307,13 +307,13 @@ class DenseStepper:
     @served()
     def restart(self, version: int, generation: int = 0) -> None:
         """Whoever loaded the replica says so: all gradients are forgotten, and the parameters have this version."""
-        self._generation.check(generation)
+        check_generation(self._generation, generation)
         with self._stepping, self._lock:
             self._held.clear()
             self._newest = Version(version, self.replica.flat.clone())
 
     def _check(self, step: DenseStep, generation: int) -> None:
-        self._generation.check(generation)
+        check_generation(self._generation, generation)
         check_step(step.weights, step.divisor, step.lr)
 
     def _sum(self, named: Sequence[tuple[DenseGradient | None, float]], divisor: float) -> list[Tensor | None] | None:

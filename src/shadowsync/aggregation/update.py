@@ -23,7 +23,6 @@ from shadowsync.errors import DataError, ShadowSyncError
 from shadowsync.models.vectors import VectorGradients
 from shadowsync.rpc.connection import Connection, Direct
 from shadowsync.rpc.errors import CallTimeout
-from shadowsync.rpc.kept import FIRST
 from shadowsync.rpc.pending import Mapped, Pending, Promise, all_of
 from shadowsync.rpc.served import Client, ask, later
 from shadowsync.training.pieces import renumbered
@@ -122,7 +121,7 @@ class DenseClient:
         servers: Sequence[Connection],
         lines: Sequence[Channel],
         length: int,
-        generation: int = FIRST.number,
+        generation: int = 0,
     ) -> None:
         self.worker = worker
         ways = enumerate(zip(servers, lines, parts, strict=True))
@@ -202,7 +201,7 @@ class GradientUpdate(Update):
     dense: DenseClient
     embeddings: EmbeddingClient
     replica: Replica
-    generation: int = FIRST.number
+    generation: int = 0
     ahead: bool = False
     _version: int = field(default=NO_VERSION, init=False)
     _asked: Pending[Version | None] | None = field(default=None, init=False, repr=False)

@@ -2,10 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from shadowsync.choices import Choices
 from shadowsync.compression.wire import WireCounter
 from shadowsync.config import Config
 from shadowsync.data.reader import Reader
-from shadowsync.data.source import OpenSource, Schema
+from shadowsync.data.source import Schema
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard, Table, widths
 from shadowsync.metrics.history import About, Event, RoleEvent
@@ -47,22 +47,6 @@ class Own:
     model: nn.Module | None = None
     tables: Sequence[Table] | None = None
     failures: Callable[[int, int], None] = no_failures
-
-
-@dataclass(frozen=True)
-class Material:
-    """What a session is made of.
-
-    Attributes:
-        position: in the training rows, of a checkpoint; None from the start.
-    """
-
-    config: Config
-    choices: Choices
-    own: Own
-    train: OpenSource
-    test: OpenSource | None
-    position: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from shadowsync.embedding.server import EmbeddingServer, RowStep
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.errors import DataError
 from shadowsync.rpc.errors import GONE, PeerLost
-from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import later
 from shadowsync.sync.all_reduce import LocalAverages
@@ -73,14 +72,7 @@ class DenseSide(ABC):
     def near(
         self, servers: Sequence[Any], rows: Sequence[EmbeddingServer], gate: Gate, counter: WireCounter
     ) -> Merging | Stepping:
-        """What trainers in this process use, where all roles are here.
-
-        Args:
-            servers: what the dense servers serve.
-            rows: the embedding servers.
-            gate: of all trainers.
-            counter: of what would cross.
-        """
+        """What trainers in this process use, where all roles are here; `servers` is what the dense servers serve."""
 
     def fill(self) -> None:
         """Servers have fresh parts: gives them initial values, unless they have made them themselves.
@@ -320,13 +312,7 @@ class NearSteps:
 
 
 class Stepped(DenseSide):
-    """One copy, on the dense servers, moved by the global steps of a coordinator beside the lease service.
-
-    Args:
-        method: says what goes into which step.
-        rule: how steps are made.
-        manager, images: of the session.
-    """
+    """One copy, on the dense servers, moved by the global steps of a coordinator beside the lease service."""
 
     is_with_trainers = False
     is_with_servers = True
@@ -355,7 +341,7 @@ class Stepped(DenseSide):
             steps.carry_out,
             run=None if direct else self._pool.submit,
             paces=paces,
-            generation=Generation(generation),
+            generation=generation,
         )
         return self.coordinator
 

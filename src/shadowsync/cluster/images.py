@@ -51,11 +51,8 @@ class Images:
     def standing_still(self, disturbed: Callable[[], bool]) -> Iterator[None]:
         """Inside, no trainer at work changes anything.
 
-        Args:
-            disturbed: true as soon as there is no use in waiting.
-
         Raises:
-            PeerLost: somebody died or cannot be reached, or it took too long.
+            PeerLost: somebody died or cannot be reached, as `disturbed` says, or it took too long.
         """
         if not self.turn.acquire(timeout=IMAGE_S):
             raise PeerLost("somebody is being put to work")

@@ -145,11 +145,6 @@ class ClusterManager:
     """The members of a job with their parts.
 
     Args:
-        spec: of all roles.
-        runtime: says which machines there are.
-        supervisor: of the processes.
-        endpoints: the driver's.
-        statuses: of the trainers at work.
         pool: in which what takes long is done for several members at once.
 
     Attributes:

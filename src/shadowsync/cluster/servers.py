@@ -17,7 +17,6 @@ from shadowsync.embedding.table import Shard
 from shadowsync.errors import DataError
 from shadowsync.memory.shared import FileGate, SharedMemory
 from shadowsync.recovery.settings import row_tracking
-from shadowsync.rpc.kept import Generation
 from shadowsync.rpc.served import Served, served
 from shadowsync.runtime.runtime import ProcessContext
 from shadowsync.sync.dense import DenseServer
@@ -61,7 +60,7 @@ def build_embedding(
     if inherits:
         server.inherit()
     codecs = choices.codecs
-    return Served(EmbeddingService(server, codecs["pull"], codecs["push"], generation=Generation(generation)))
+    return Served(EmbeddingService(server, codecs["pull"], codecs["push"], generation=generation))
 
 
 def build_dense(codec: Codec, length: int, generation: int, memory: str | None, _: ProcessContext) -> Served:
@@ -72,9 +71,9 @@ def build_dense(codec: Codec, length: int, generation: int, memory: str | None, 
 def dense_server(codec: Codec, length: int, generation: int, memory: str | None) -> DenseServer:
     """A dense server of so many parameters, zero until they are written; `memory` as in `build_embedding`."""
     if memory is None:
-        return DenseServer(torch.zeros(length), codec, Generation(generation))
+        return DenseServer(torch.zeros(length), codec, generation)
     opened = SharedMemory.open(memory)
-    return DenseServer(opened.take(length, torch.float32), codec, Generation(generation), FileGate(opened).alone)
+    return DenseServer(opened.take(length, torch.float32), codec, generation, FileGate(opened).alone)
 
 
 def build_stepper(job: JobContext, generation: int, part: DenseShare, first: bool, _: ProcessContext) -> Served:
@@ -83,7 +82,7 @@ def build_stepper(job: JobContext, generation: int, part: DenseShare, first: boo
     replica = job.replica(part.module(module, buffers=first))
     codec = by_parameter(job.choices.codecs["dense"], replica.slots, len(replica.flat))
     clip_norm = job.config.train.clip_norm
-    return Served(StepperPart(replica, clip_norm, codec=codec, generation=Generation(generation)))
+    return Served(StepperPart(replica, clip_norm, codec=codec, generation=generation))
 
 
 def build_reader(job: JobContext, options: ReaderOptions, process: ProcessContext) -> Served:
@@ -138,4 +137,4 @@ class StepperPart(DenseStepper, Imaged):
     def _put_back(self, image: TrainerImage) -> None:
         check_image(image.replica, dense_tensors(self.replica))
         image.put_into(self.replica)
-        self.restart(self.newest.number, self._generation.number)
+        self.restart(self.newest.number, self._generation)

@@ -6,17 +6,18 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 from torch import Tensor
 
 from shadowsync.aggregation.aggregator import Worker
-from shadowsync.aggregation.coordinator import StepCoordinator
+from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState
-from shadowsync.assembly import computing_here, make_module, make_tables, step_rule
+from shadowsync.assembly import computing_here, make_module, make_tables
 from shadowsync.checkpoint.job_state import DenseImage, job_state, restored_dense
 from shadowsync.checkpoint.loading import LoadedCheckpoint, Written
-from shadowsync.choices import warmup_samples
-from shadowsync.cluster.context import EventLog, JobContext, Material, Near, Newest
+from shadowsync.choices import Choices, warmup_samples
+from shadowsync.cluster.context import EventLog, JobContext, Near, Newest, Own
 from shadowsync.cluster.dense_side import DenseSide, Merged, Stepped
 from shadowsync.cluster.endpoints import Endpoints
 from shadowsync.cluster.images import Images
@@ -32,6 +33,7 @@ from shadowsync.compression.codec import Codec
 from shadowsync.compression.wire import WireCounter, WireTotals
 from shadowsync.config import Config
 from shadowsync.data.reader import Reader, ReaderOptions
+from shadowsync.data.source import OpenSource
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.table import Rows, RowSet, shares_of
 from shadowsync.errors import RunError
@@ -67,13 +69,13 @@ class Session:
     (`_go_back`, one at a time, and then nobody else) start a generation; they alone write `_must_go_back` besides it.
 
     Args:
-        material: what it is made of.
+        config, choices, own: of the job.
+        train, test: the rows.
+        position: in the training rows, of a checkpoint; None from the start.
         make_runtime: makes what starts processes; ended with this session.
         newest: loads the checkpoint to go back to.
 
     Attributes:
-        config, choices: of the job.
-        train_source, test_source: the rows.
         schema: of the training rows.
         tables: the embedding tables, in the job's order.
         template: a replica with the initial values, which nobody trains.
@@ -90,12 +92,21 @@ class Session:
         RunError: somebody finds no room, ended at once, or died again and again.
     """
 
-    def __init__(self, material: Material, make_runtime: Callable[[], Runtime], newest: Newest) -> None:
-        self.config, self.choices = material.config, material.choices
-        self.train_source, self.test_source = material.train, material.test
-        self.schema = material.train.schema
-        self.tables = make_tables(self.config, self.schema, material.own.tables, self.choices.model)
-        job = self.job = self._make_job(material)
+    def __init__(
+        self,
+        config: Config,
+        choices: Choices,
+        own: Own,
+        train: OpenSource,
+        test: OpenSource | None,
+        position: Mapping[str, Any] | None,
+        make_runtime: Callable[[], Runtime],
+        newest: Newest,
+    ) -> None:
+        self.config, self.choices = config, choices
+        self.train_source, self.test_source, self.schema = train, test, train.schema
+        self.tables = make_tables(config, self.schema, own.tables, choices.model)
+        job = self.job = self._make_job(own)
         module = make_module(self.config, self.choices, self.schema, self.tables, job.model)
         self.template = job.replica(module)
         self.recorder = Recorder(self.config.train.trainers, self.config.report.window)
@@ -105,7 +116,7 @@ class Session:
         self.most_held_bytes: int | None = None
         self._wire_before = WireTotals()
         self._syncs_before = 0
-        self._material = material
+        self._position = position
         self._newest: Newest = lambda *_: nullcontext()  # a checkpoint is put back by whoever made this session
         self._beginning = self.recorder.state()
         cluster = self.config.cluster
@@ -125,8 +136,8 @@ class Session:
         self._news = threading.Event()
         self._counter = WireCounter()
         with ExitStack() as stack:
-            self.reader = Reader(self.train_source, reader_options(self.config), material.position)
-            stack.callback(self._close_reader)
+            self.reader = Reader(self.train_source, reader_options(self.config), position)
+            stack.callback(lambda: self.reader.close())  # noqa: PLW0108 another takes its place when the job goes back
             runtime = make_runtime()
             stack.callback(runtime.close)  # once more, should something fail before its turn among the others
             self._direct = runtime.direct
@@ -144,11 +155,11 @@ class Session:
                 self._hear()
             self._ends = stack.pop_all()
 
-    def _make_job(self, material: Material) -> JobContext:
-        config, total = self.config, self.total_samples
+    def _make_job(self, own: Own) -> JobContext:
+        total = self.total_samples
         # the storage is the one that this machine chose, whatever others would
-        chosen = config.embedding.model_copy(update={"storage": self.choices.storage.name})
-        config, own = config.model_copy(update={"embedding": chosen}), material.own
+        chosen = self.config.embedding.model_copy(update={"storage": self.choices.storage.name})
+        config = self.config.model_copy(update={"embedding": chosen})
         rows, warmup = self.train_source.rows, self.warmup_samples
         return JobContext(config, self.choices, self.schema, rows, self.tables, warmup, total, own.model, own.failures)
 
@@ -170,7 +181,8 @@ class Session:
     def _make_dense(self) -> DenseSide:
         if (aggregating := self.choices.aggregation) is None:
             return Merged(self._manager, self._images)
-        rule = step_rule(self.config, aggregating, self.job.rates)
+        train, rows_lr = self.config.train, self.config.embedding.lr
+        rule = StepRule(aggregating.size, train.lr, rows_lr, self.job.rates, aggregating.rows_by_buffer)
         return Stepped(aggregating.method, rule, self._manager, self._images)
 
     def _begin(self) -> None:
@@ -415,9 +427,6 @@ class Session:
     def close(self) -> None:
         self._ends.close()
 
-    def _close_reader(self) -> None:
-        self.reader.close()
-
     # --- those who come in place of others ---------------------------------------------------------------------------
 
     def _wanted_trainers(self) -> list[str]:
@@ -530,7 +539,7 @@ class Session:
 
     def _begin_from(self, saved: LoadedCheckpoint | None) -> None:
         """Everybody gets a fresh part and what the checkpoint holds for it; may be done again with an older one."""
-        before, position = self.reader, self._material.position if saved is None else saved.position
+        before, position = self.reader, self._position if saved is None else saved.position
         first_number = (self._manager.generation + 1) << 32
         self.reader = Reader(self.train_source, reader_options(self.config), position, first_number)
         self._loaded = (None if saved is None else saved.name, self.reader.trained)

@@ -29,12 +29,8 @@ class Member:
     """A role's present process.
 
     Attributes:
-        request: what was asked for.
         incarnation: how many processes the role had before.
-        process: it.
-        endpoint: where it is.
         connection: the driver's, to what it serves.
-        state: as the driver sees it.
         noted: it died, and the session has taken note: only then may another take its endpoint.
         ready: a server's part is in place, so that others may be sent there.
     """
@@ -190,16 +186,12 @@ class Supervisor:
         if now_s - self._looked_at > UNREACHABLE_S:  # this process was stopped: who spoke meanwhile was not heard
             self._listening_since = now_s
         self._looked_at = now_s
-        for member in list(self.members.values()):
-            if member.living:
-                self._watch_one(member, now_s)
-
-    def _watch_one(self, member: Member, now_s: float) -> None:
-        try:
-            self._look_at(member, now_s)
-        except BaseException as error:  # one that cannot be looked after must not end the watch over the others
-            _LOG.exception("looking after %s failed", member.role)
-            self.give_up(member, f"it cannot be looked after: {error}")
+        for member in [member for member in list(self.members.values()) if member.living]:
+            try:
+                self._look_at(member, now_s)
+            except BaseException as error:  # one that cannot be looked after must not end the watch over the others
+                _LOG.exception("looking after %s failed", member.role)
+                self.give_up(member, f"it cannot be looked after: {error}")
 
     def _look_at(self, member: Member, now_s: float) -> None:
         reason = member.process.ended()

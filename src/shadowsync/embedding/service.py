@@ -15,7 +15,7 @@ from shadowsync.embedding.saves import SaveMethods
 from shadowsync.embedding.server import EmbeddingServer, RowStep, check_batch, check_step
 from shadowsync.embedding.table import Subject, described
 from shadowsync.errors import DataError
-from shadowsync.rpc.kept import FIRST, USUAL, Generation, Kept, KeptLimits, Mask, PerClient
+from shadowsync.rpc.kept import USUAL, Kept, KeptLimits, Mask, PerClient, check_generation
 from shadowsync.rpc.served import Client, served
 
 
@@ -56,7 +56,7 @@ class EmbeddingService(SaveMethods):
         pull: Codec,
         push: Codec,
         limits: KeptLimits = USUAL,
-        generation: Generation = FIRST,
+        generation: int = 0,
     ) -> None:
         super().__init__(server)
         self._generation, self._plain, self._pull_codec, self._push_codec = generation, Plain(), pull, push
@@ -118,7 +118,7 @@ class EmbeddingService(SaveMethods):
 
     def _arrived(self, sent: Sent, client: Client) -> tuple[AnyLookup, tuple[Tensor, ...]] | None:
         """The look-up and the gradients; None if it was dropped or never came, or was answered under another mask."""
-        self._generation.check(sent.generation)
+        check_generation(self._generation, sent.generation)
         asked, gradients = self._clients.of(client).asked.take((sent.stream, sent.number)), sent.gradients
         if sent.lookup is not None:
             again = unpack_lookup(sent.lookup, self.server.numbers.total)
@@ -137,7 +137,7 @@ class EmbeddingService(SaveMethods):
     def commit(self, step: RowStep, generation: int) -> int:
         """As `EmbeddingServer.commit`; the memory of the gradients that waited when the step came, those of the step
         with them. Raises `RunError` if it is of another generation."""
-        self._generation.check(generation)
+        check_generation(self._generation, generation)
         check_step(step.weights, step.divisor, step.lr)
         held_bytes = self.server.held_bytes
         self.server.commit(step)
@@ -145,5 +145,5 @@ class EmbeddingService(SaveMethods):
 
     @served()
     def forget_held(self, stepped: int, generation: int) -> None:
-        self._generation.check(generation)
+        check_generation(self._generation, generation)
         self.server.forget_held(stepped)

@@ -91,16 +91,8 @@ class Mask:
         return sum(0 if positions is None else positions.nbytes for positions in self.kept)
 
 
-@dataclass(frozen=True)
-class Generation:
-    """Of a job's parts: those that started from one checkpoint. Trainers of an earlier one change nothing any more."""
-
-    number: int = 0
-
-    def check(self, sent: int) -> None:
-        """Refuses (`RunError`) what a trainer of another generation sends."""
-        if sent != self.number:
-            raise RunError("this trainer was given up: all others have gone back to a checkpoint")
-
-
-FIRST = Generation()
+def check_generation(own: int, sent: int) -> None:
+    """Refuses (`RunError`) what a trainer of another generation of the job's parts sends: those that started from one
+    checkpoint. Trainers of an earlier one change nothing any more."""
+    if sent != own:
+        raise RunError("this trainer was given up: all others have gone back to a checkpoint")

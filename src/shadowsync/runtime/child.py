@@ -103,8 +103,6 @@ def take_up(job: str, role: str, died: Callable[[str], None]) -> str:
     """Makes this process one of a role's; the path of its log.
 
     Args:
-        job: name of the job.
-        role: name of the role.
         died: called with the reason when a thread died without which the role would only seem to be alive; one that
             exits (`SystemExit`) wants to end.
     """
@@ -124,12 +122,7 @@ def take_up(job: str, role: str, died: Callable[[str], None]) -> str:
 
 
 class RoleHost:
-    """One role's process from start to end.
-
-    Args:
-        keys: of the job.
-        host: address of this machine as the others see it, or a folder (see `WireServer`).
-    """
+    """One role's process from start to end; it serves at `host` (see `WireServer`)."""
 
     def __init__(self, request: LaunchRequest, keys: JobKeys, host: str) -> None:
         connector = WireClient(keys, timeout_s=CALL_S)

@@ -122,14 +122,7 @@ class ForkServer:
 
 
 class ForkedRole(RoleProcess):
-    """A role in a process of its own.
-
-    Args:
-        request: what was asked for.
-        server: that it was forked from.
-        end: of the way to it.
-        over: called once it has ended.
-    """
+    """A role in a process of its own; `end` is this end of the way to it, `over` is called once it has ended."""
 
     def __init__(
         self, request: LaunchRequest, server: ForkServer, end: socket.socket, over: Callable[[], None]
@@ -229,11 +222,8 @@ class Host:
     """The processes of a job on this machine, and the memory that they have in common.
 
     Args:
-        job: its name.
-        keys: of the job.
         machine: what the job calls this machine.
         address: where roles serve, see `WireServer`.
-        logs: a folder.
         over: called when a process has ended.
     """
 

@@ -138,7 +138,6 @@ class RayHost:
         node: where Ray's own process on that machine listens, if that is known.
 
     Attributes:
-        actor: it.
         lost: why it is gone, once it is, and with it its processes and the memory that they had in common.
         lost_at: when, as `time.monotonic`.
         answered: it has, so that it will at once while its machine can be reached.
@@ -206,14 +205,7 @@ class RayHost:
 
 
 class RayRole(RoleProcess):
-    """A process of a host.
-
-    Args:
-        request: what was asked for.
-        host: of its machine.
-        number: among the host's processes.
-        group: of Ray's reservations, which it has for itself; None if there is none.
-    """
+    """A process of a host, by its number there; `group` is the one of Ray's reservations that it has for itself."""
 
     def __init__(self, request: LaunchRequest, host: RayHost, number: int, group: Any) -> None:
         self.request = request

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shadowsync.rpc.connection import Connection, Connector, JobKeys
-from shadowsync.rpc.service import Service
+from shadowsync.rpc.connection import Service
 
 CALL_S = 3600.0
 """Deadline of a role's calls. Who gives up a peer is the driver, which ends the wait by moving or ending the role."""
@@ -18,11 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def waiting_for(peers: Iterable[tuple[str, Connection]]) -> str:
-    """In words, what has had no answer for too long; empty for nothing.
-
-    Args:
-        peers: names and connections.
-    """
+    """In words, what has had no answer for too long from these peers, by their names; empty for nothing."""
     methods = [(name, connection.waiting(LONG_S)) for name, connection in peers]
     found = [f"{method} of {name}" for name, method in methods if method is not None]
     return f"waits for {', '.join(found)} for more than {LONG_S:g} s" if found else ""
@@ -30,13 +26,7 @@ def waiting_for(peers: Iterable[tuple[str, Connection]]) -> str:
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """What a part finds in its process.
-
-    Attributes:
-        role: its name, for instance `trainer-0`.
-        connector: connects to the other roles.
-        host: address of this machine as the others see it.
-    """
+    """What a part finds in its process: its role's name, the way to the others, and how they reach this machine."""
 
     role: str
     connector: Connector
@@ -102,15 +92,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a process is.
-
-    Attributes:
-        address: on which its part is served.
-        machine: id of its machine.
-        host: name of its machine.
-        pid: of the process.
-        log: path of its log there.
-    """
+    """Where a process is: the address on which its part is served, id and name of its machine, and its log there."""
 
     address: str
     machine: str
@@ -124,8 +106,7 @@ class HeldMemory:
     """Memory that the processes of a machine have in common, held there by whoever starts them (`memory.shared`).
 
     Attributes:
-        machine: id of the machine.
-        path: where its processes open it.
+        path: where the machine's processes open it.
         close: lets go of it.
         is_there: it was not lost with its machine.
         read: what stands there; raises `PeerLost` where it is gone.
@@ -194,12 +175,9 @@ class Runtime(ABC):
         """Where the driver serves: address of its machine as the others see it, or a folder (see `WireServer`)."""
 
     def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
-        """New memory on a machine, all zero, which outlives its processes; only where `shares_memory`.
+        """New memory of `size` bytes on a machine, all zero, which outlives its processes; only where `shares_memory`.
 
-        Args:
-            machine: id of it.
-            size: bytes.
-            what: will be kept there, for messages.
+        `what` will be kept there, for messages.
 
         Raises:
             ConfigError: the machine does not have that much.

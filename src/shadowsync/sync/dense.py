@@ -17,7 +17,7 @@ from shadowsync.compression.codec import Codec, NotFinite, naming, received
 from shadowsync.compression.plain import Plain
 from shadowsync.errors import DataError
 from shadowsync.rpc.connection import Connection, Direct
-from shadowsync.rpc.kept import FIRST, Generation, PerClient
+from shadowsync.rpc.kept import PerClient, check_generation
 from shadowsync.rpc.pending import all_of
 from shadowsync.rpc.served import Client, later, served
 
@@ -54,7 +54,7 @@ class DenseServer:
         self,
         values: Tensor,
         codec: Codec,
-        generation: Generation = FIRST,
+        generation: int = 0,
         alone: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         self._values, self._codec, self._generation = values, codec, generation
@@ -67,7 +67,7 @@ class DenseServer:
 
     @served()
     def elastic(
-        self, client: Client, trainer: int, alpha: float, codec: str, sent: Message, generation: int = FIRST.number
+        self, client: Client, trainer: int, alpha: float, codec: str, sent: Message, generation: int = 0
     ) -> Message | None:
         """`d = α (w_i − w_PS); w_PS += d`, with `d` as it arrives at the trainer; under a sparse codec as
         `CenterEnd.answer`.
@@ -83,7 +83,7 @@ class DenseServer:
 
     @served()
     def sequential(
-        self, client: Client, trainer: int, alpha: float, codec: str, sent: Message, generation: int = FIRST.number
+        self, client: Client, trainer: int, alpha: float, codec: str, sent: Message, generation: int = 0
     ) -> Message | None:
         """`w_PS ← (1−α) w_PS + α w_i`; answers with the new `w_PS`. What is given is as in `elastic`."""
         return self._exchange(False, client, trainer, alpha, codec, sent, generation)
@@ -105,7 +105,7 @@ class DenseServer:
     def _exchange(
         self, elastic: bool, client: str, trainer: int, alpha: float, level: str, sent: Message, generation: int
     ) -> Message | None:
-        self._generation.check(generation)
+        check_generation(self._generation, generation)
         codec, ends = self._codec.level(level), self._ends.of(client)
         if (end := ends.get(codec.name)) is None:
             about = f"what the dense server has for trainer {trainer}"
@@ -218,7 +218,7 @@ class CentralCopy:
         connections: Sequence[Connection],
         spans: Sequence[Span],
         channel: Channel,
-        generation: int = FIRST.number,
+        generation: int = 0,
     ) -> None:
         self.connections, self.spans, self.cpu_s = connections, spans, 0.0
         self._rank, self._channel, self._generation = rank, channel, generation

@@ -11,11 +11,10 @@ from torch import Tensor
 from shadowsync.aggregation.coordinator import StepCoordinator
 from shadowsync.compression.channel import Channel
 from shadowsync.errors import ShadowSyncError
-from shadowsync.rpc.connection import Connection, new_client
+from shadowsync.rpc.connection import EMPTY, Connection, Payload, Service, known_error, new_client, perform
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import Done, Pending, Promise, failed
 from shadowsync.rpc.served import ask, direct, later
-from shadowsync.rpc.service import EMPTY, Payload, Service, known_error, perform
 from shadowsync.sync.dense import CentralCopy, DenseServer, split_evenly
 from shadowsync.training.gate import Gate
 

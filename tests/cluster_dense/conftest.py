@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from shadowsync.rpc.client import WireClient
-from shadowsync.rpc.connection import Connection, JobKeys
+from shadowsync.rpc.connection import Connection, JobKeys, Service
 from shadowsync.rpc.server import WireServer
-from shadowsync.rpc.service import Service
 
 sys.path.append(str(Path(__file__).parents[1] / "aggregation"))  # `step_models`
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec, Encoded
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import Connection, Payload
 from shadowsync.rpc.pending import Pending
-from shadowsync.rpc.service import Payload
 from shadowsync.sync.all_reduce import Seat, mean_of
 from shadowsync.sync.averaging import RingBroken
 

@@ -15,10 +15,9 @@ from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import Connection, Service
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.served import Client, Served
-from shadowsync.rpc.service import Service
 from shadowsync.sync.all_reduce import Board, RemoteAveraging
 from shadowsync.sync.averaging import AveragingService, RingBroken
 from shadowsync.sync.rendezvous import Left

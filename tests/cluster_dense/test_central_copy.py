@@ -15,11 +15,10 @@ from shadowsync.compression.plain import Plain
 from shadowsync.compression.threshold import Threshold
 from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import EMPTY, Connection, Payload, Service
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import Client, Served, ask, served
-from shadowsync.rpc.service import EMPTY, Payload, Service
 from shadowsync.sync.dense import CPU_S_PER_BYTE, CentralCopy, DenseServer
 
 ODD_SIZE = 1003

@@ -38,10 +38,9 @@ from shadowsync.compression.threshold import Threshold
 from shadowsync.compression.wire import WireCounter
 from shadowsync.data.leases import Claim, LeaseBook, LeaseService
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import Connection, Service
 from shadowsync.rpc.pending import Done
 from shadowsync.rpc.served import Client, Served, ask, direct
-from shadowsync.rpc.service import Service
 from shadowsync.training.optimizers import Adagrad, Rates
 from shadowsync.training.pieces import by_parameter
 from shadowsync.training.replica import Replica

@@ -28,9 +28,9 @@ from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import DataError
+from shadowsync.rpc.connection import EMPTY
 from shadowsync.rpc.pending import Promise
 from shadowsync.rpc.served import Served, ask
-from shadowsync.rpc.service import EMPTY
 
 INT = torch.int32
 NAN, INFINITY = float("nan"), float("inf")

@@ -40,12 +40,11 @@ from shadowsync.embedding.server import RowStep
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import EMPTY, Connection, Payload
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.kept import KeptLimits
 from shadowsync.rpc.pending import Promise
 from shadowsync.rpc.served import Served, ask
-from shadowsync.rpc.service import EMPTY, Payload
 
 MODES = {mode: UniqueRows(mode, every=2) for mode in ("never", "always", "auto")}
 

@@ -27,10 +27,9 @@ from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.embedding.watching import RowPriority, RowTracking
 from shadowsync.errors import DataError
 from shadowsync.registry import members
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import EMPTY, Connection, Payload
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.served import Served, ask
-from shadowsync.rpc.service import EMPTY, Payload
 
 Connect = Callable[[EmbeddingService], Connection]
 SHARDS = (Shard(TABLES[0], 10, 40), *(Shard(table, 0, table.rows) for table in TABLES[1:]))

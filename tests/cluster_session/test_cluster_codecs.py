@@ -17,9 +17,8 @@ from shadowsync.compression import choice
 from shadowsync.compression.choice import CodecChoice, Link
 from shadowsync.compression.codec import Codec
 from shadowsync.report.files import read_events
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import EMPTY, Connection, Payload
 from shadowsync.rpc.pending import Pending, Promise
-from shadowsync.rpc.service import EMPTY, Payload
 
 STEP_S, SPEED = 0.002, 100_000
 

@@ -14,11 +14,10 @@ from shadowsync.cluster import records
 from shadowsync.cluster.records import RecordSender, RecordTaker
 from shadowsync.errors import DataError
 from shadowsync.metrics.recorder import Recorder
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import EMPTY, Connection, Payload
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import Served, served
-from shadowsync.rpc.service import EMPTY, Payload
 
 WINDOW = 10_000
 Batches = list[tuple[Tensor, Tensor]]

@@ -18,9 +18,8 @@ from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
 from shadowsync.config import load
 from shadowsync.errors import RunError
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import EMPTY, Connection, Payload
 from shadowsync.rpc.pending import Promise
-from shadowsync.rpc.service import EMPTY, Payload
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=30)
 

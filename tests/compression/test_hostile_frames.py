@@ -14,7 +14,7 @@ from shadowsync.compression.auto import Auto
 from shadowsync.compression.threshold import Threshold
 from shadowsync.embedding.messages import Coded, pack_coded, unpack_coded
 from shadowsync.errors import DataError
-from shadowsync.rpc.service import Payload
+from shadowsync.rpc.connection import Payload
 
 EXPECTED = (RuntimeError, TypeError, ValueError, IndexError)
 DTYPES = [torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.int64]

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.client import WireClient
-from shadowsync.rpc.connection import Connection, JobKeys
+from shadowsync.rpc.connection import Connection, JobKeys, Payload
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import Client, Served, ask, later, served
 from shadowsync.rpc.server import WireServer
-from shadowsync.rpc.service import Payload
 
 PATIENCE_S = 120.0
 

@@ -19,12 +19,11 @@ from shadowsync.errors import DataError, RunError
 from shadowsync.memory.shared import SharedMemory, bytes_of
 from shadowsync.rpc import served as rpc_served
 from shadowsync.rpc.client import WireClient
-from shadowsync.rpc.connection import Connection, JobKeys
+from shadowsync.rpc.connection import Connection, JobKeys, Payload, Service
 from shadowsync.rpc.errors import GONE, CallTimeout
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import Served, ask, later
 from shadowsync.rpc.server import WireServer
-from shadowsync.rpc.service import Payload, Service
 
 OPTIONS = ReaderOptions(batch_size=4, slice_rows=8, epochs=2, seed=3)
 Connect = Callable[[Service], Connection]

@@ -11,13 +11,12 @@ import pytest
 import torch
 from helpers import PackedConnection
 from torch import Tensor
-from wire_cases import PATIENCE_S, Balance, Bank, Connect, Deposit, Panic, Serve, deposit, until
+from wire_cases import PATIENCE_S, Balance, Bank, Connect, Deposit, Panic, Serve, deposit, read, until
 
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import Connection, Payload
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import ended
-from shadowsync.rpc.service import Payload
 from shadowsync.rpc.tensors import DTYPES, FRAME_BYTES, Malformed, Spec, tensors_of
 from shadowsync.runtime import runtime
 from shadowsync.runtime.runtime import waiting_for
@@ -41,7 +40,7 @@ def connection(request: pytest.FixtureRequest, bank: Bank, tmp_path: Path) -> Co
 def test_a_call_is_answered(connection: Connection, bank: Bank) -> None:
     for number in range(1, 4):
         answer = connection.call("deposit", deposit(f"d{number}", 5)).result(PATIENCE_S)
-        assert answer.read(Balance) == Balance(5 * number)
+        assert read(answer, Balance) == Balance(5 * number)
         assert answer.tensors == ()
     assert set(bank.runs.values()) == {1}
 
@@ -97,7 +96,7 @@ def test_errors_keep_their_class_and_sentence(
 def test_an_answer_of_another_kind_is_refused(connection: Connection) -> None:
     answer = connection.call("deposit", deposit("a", 1)).result(PATIENCE_S)
     with pytest.raises(DataError, match="does not hold a Deposit"):
-        answer.read(Deposit)
+        read(answer, Deposit)
 
 
 def test_many_threads_with_many_calls(connection: Connection, bank: Bank) -> None:
@@ -154,11 +153,11 @@ def test_nothing_of_an_answered_call_is_held(connection: Connection) -> None:
 def test_any_number_of_replies_may_come_later_and_hold_no_thread(connection: Connection, bank: Bank) -> None:
     waiting = [connection.call("deposit_later", deposit(f"d{number}", 1)) for number in range(40)]
     until(lambda: len(bank.later) == 40, "the last request")
-    assert connection.call("deposit", deposit("now", 5)).result(PATIENCE_S).read(Balance).total == 5
+    assert read(connection.call("deposit", deposit("now", 5)).result(PATIENCE_S), Balance).total == 5
     assert not any(answer.done() for answer in waiting)
     for _ in waiting:
         bank.end_later()
-    assert [answer.result(PATIENCE_S).read(Balance).total for answer in waiting] == list(range(6, 46))
+    assert [read(answer.result(PATIENCE_S), Balance).total for answer in waiting] == list(range(6, 46))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,7 @@ def test_panics_and_exits_come_back_and_the_threads_go_on(serve: Serve, connect:
             connection.call("panic").result(PATIENCE_S)
         with pytest.raises(RunError, match="exit failed with SystemExit: 3"):
             connection.call("exit").result(PATIENCE_S)
-    assert connection.call("deposit", deposit("after", 5)).result(PATIENCE_S).read(Balance) == Balance(5)
+    assert read(connection.call("deposit", deposit("after", 5)).result(PATIENCE_S), Balance) == Balance(5)
     assert bank.total == 5
 
 

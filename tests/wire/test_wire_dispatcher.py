@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowsync.rpc.connection import Payload
 from shadowsync.rpc.messages import (
     FROM_SERVER,
     META_BYTES,
@@ -25,7 +26,6 @@ from shadowsync.rpc.messages import (
     pack,
 )
 from shadowsync.rpc.server import Dispatcher, Ready, Taken, Task
-from shadowsync.rpc.service import Payload
 
 NAMES = ("a" * 32, "b" * 32)
 WORK = Payload(tensors=(torch.arange(5),))

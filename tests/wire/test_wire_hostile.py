@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 import zmq
-from wire_cases import PATIENCE_S, Balance, Bank, deposit, until
+from wire_cases import PATIENCE_S, Balance, Bank, deposit, read, until
 
 from shadowsync.rpc import sockets
 from shadowsync.rpc.client import WireClient, WireConnection
@@ -159,7 +159,7 @@ def test_ten_thousand_hostile_messages_change_nothing(
     assert torch.equal(bank.vault, before[1])
     assert sorted(server.dispatcher.clients) == sorted([honest.client, "a" * 32, "b" * 32])
     answer = honest.call("deposit", deposit("after", 1)).result(PATIENCE_S)
-    assert answer.read(Balance).total == before[0] + 1
+    assert read(answer, Balance).total == before[0] + 1
 
 
 def wrong_client(keys: JobKeys) -> JobKeys:
@@ -198,7 +198,7 @@ def test_what_was_heard_on_the_network_is_worth_nothing_when_it_is_said_again(
         threads = list(heard(listener, target, said, ends))
         for thread in threads:
             thread.start()
-        assert call.result(PATIENCE_S).read(Balance) == Balance(5)
+        assert read(call.result(PATIENCE_S), Balance) == Balance(5)
         connection.close()
         for thread in threads:
             thread.join(PATIENCE_S)
@@ -264,7 +264,7 @@ def test_a_unix_socket_asks_for_the_keys_too(
             nobody.connect(server.address)
             thrown(nobody, [encode(Hello("0" * 32, 0))])
             assert not nobody.poll(200)
-        assert connect(server.address).call("deposit", deposit("d", 5)).result(PATIENCE_S).read(Balance) == Balance(5)
+        assert read(connect(server.address).call("deposit", deposit("d", 5)).result(PATIENCE_S), Balance) == Balance(5)
     assert set(bank.runs) == {"d"}
 
 
@@ -330,7 +330,7 @@ def test_a_server_without_descriptors_rests_and_opens_again(
     for each in idle:
         each.close()
     answer = connect(address).call("deposit", deposit("honest", 1)).result(PATIENCE_S)
-    assert answer.read(Balance) == Balance(1)
+    assert read(answer, Balance) == Balance(1)
     program.stdin.write("\n")
     program.stdin.flush()
     assert program.wait(PATIENCE_S) == 0

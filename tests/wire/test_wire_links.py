@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from wire_cases import PATIENCE_S, Balance, Bank, Connect, Link, Serve, Setup, deposit, until
+from wire_cases import PATIENCE_S, Balance, Bank, Connect, Link, Serve, Setup, deposit, read, until
 
 from shadowsync.rpc import client
 from shadowsync.rpc.client import WireClient, WireConnection
@@ -31,7 +31,7 @@ def test_calls_before_the_server_is_there_wait_for_it(serve: Serve, connect: Con
     connection = connect(way.address)
     futures = [connection.call("deposit", deposit(str(i), i)) for i in range(10)]
     way.mend()
-    assert [future.result(PATIENCE_S).read(Balance) for future in futures]
+    assert [read(future.result(PATIENCE_S), Balance) for future in futures]
     assert bank.total == 45
 
 
@@ -88,7 +88,7 @@ def test_a_lost_reply_is_sent_again_and_the_method_does_not_run_again(linked: Li
     settled(connection)
     way.break_after("back", byte_count)
     futures = [connection.call("deposit", deposit(str(i), 1)) for i in range(50)]
-    balances = {future.result(PATIENCE_S).read(Balance).total for future in futures}
+    balances = {read(future.result(PATIENCE_S), Balance).total for future in futures}
     assert balances == set(range(1, 51))
     assert set(bank.runs.values()) == {1}
     assert way.made == 2
@@ -101,7 +101,7 @@ def test_a_request_that_arrives_in_part_runs_once(linked: Linked, byte_count: in
     settled(connection)
     way.break_after("there", byte_count)
     future = connection.call("deposit", deposit("large", 1, *[torch.ones(1000)] * 200))
-    assert future.result(PATIENCE_S).read(Balance).total == 1
+    assert read(future.result(PATIENCE_S), Balance).total == 1
     assert bank.vault[0] == 200
     assert way.made == 2
 
@@ -114,7 +114,7 @@ def test_a_request_that_comes_again_while_it_runs_is_answered_by_the_first(linke
     way.mend()
     until(lambda: server.dispatcher.repeated == 1, "the request's return")
     bank.open.set()
-    assert future.result(PATIENCE_S).read(Balance).total == 1
+    assert read(future.result(PATIENCE_S), Balance).total == 1
     assert bank.runs["slow"] == 1
 
 
@@ -123,15 +123,15 @@ def test_a_call_that_has_time_travels_with_the_next_one(linked: Linked) -> None:
     settled(connection)
     along = [connection.call_along("deposit", deposit(str(i), 1, torch.ones(1000))) for i in range(3)]
     assert not bank.runs
-    assert connection.call("deposit", deposit("next", 1)).result(PATIENCE_S).read(Balance) == Balance(4)
-    assert [future.result(PATIENCE_S).read(Balance).total for future in along] == [1, 2, 3]
+    assert read(connection.call("deposit", deposit("next", 1)).result(PATIENCE_S), Balance) == Balance(4)
+    assert [read(future.result(PATIENCE_S), Balance).total for future in along] == [1, 2, 3]
     assert bool((bank.vault == 3).all())
 
 
 def test_a_call_that_has_time_and_no_company_goes_with_the_next_tick(linked: Linked) -> None:
     connection = linked(tick_s=0.01).connection
     settled(connection)
-    assert connection.call_along("deposit", deposit("alone", 1)).result(PATIENCE_S).read(Balance) == Balance(1)
+    assert read(connection.call_along("deposit", deposit("alone", 1)).result(PATIENCE_S), Balance) == Balance(1)
 
 
 def test_calls_that_travel_together_run_once_when_their_link_is_lost(linked: Linked) -> None:
@@ -186,9 +186,9 @@ def test_what_is_under_way_goes_to_the_replacement(serve: Serve, connect: Connec
     assert first.entered.wait(PATIENCE_S)
     second.open.set()
     connection.redirect(serve(second).address)
-    assert waiting.result(PATIENCE_S).read(Balance).total == 1
+    assert read(waiting.result(PATIENCE_S), Balance).total == 1
     assert second.runs == {"waiting": 1}
-    assert connection.call("deposit", deposit("new", 1)).result(PATIENCE_S).read(Balance).total == 2
+    assert read(connection.call("deposit", deposit("new", 1)).result(PATIENCE_S), Balance).total == 2
 
 
 def test_a_redirect_to_the_same_server_runs_nothing_twice(linked: Linked) -> None:
@@ -198,7 +198,7 @@ def test_a_redirect_to_the_same_server_runs_nothing_twice(linked: Linked) -> Non
     connection.redirect(server.address)
     until(lambda: server.dispatcher.repeated == 1, "the request's return")
     bank.open.set()
-    assert waiting.result(PATIENCE_S).read(Balance).total == 1
+    assert read(waiting.result(PATIENCE_S), Balance).total == 1
     assert bank.runs["waiting"] == 1
 
 
@@ -246,7 +246,7 @@ def test_a_client_that_vanishes_is_forgotten_when_its_methods_have_ended(linked:
     bank.open.set()
     until(lambda: bank.gone == [connection.client], "the client's end")
     way.release()
-    assert waiting.result(PATIENCE_S).read(Balance).total == 1  # its answer was on the way
+    assert read(waiting.result(PATIENCE_S), Balance).total == 1  # its answer was on the way
     with pytest.raises(PeerLost, match="has forgotten this connection"):
         unsent.result(PATIENCE_S)
     connection.call("deposit", deposit("again", 1)).result(PATIENCE_S)
@@ -260,7 +260,7 @@ def test_a_reply_that_comes_later_finds_its_way_over_another_link(linked: Linked
     way.cut()
     bank.end_later()
     way.mend()
-    assert answer.result(PATIENCE_S).read(Balance).total == 3
+    assert read(answer.result(PATIENCE_S), Balance).total == 3
     assert (bank.runs["d"], bank.later) == (1, [])
 
 

@@ -14,10 +14,9 @@ from wire_cases import PATIENCE_S, Bank, Connect, Panic, Serve, deposit
 from shadowsync import errors
 from shadowsync.errors import MissingExtra, NonFiniteLoss, RunError, SaveError, ShadowSyncError
 from shadowsync.rpc import messages
-from shadowsync.rpc.connection import JobKeys
+from shadowsync.rpc.connection import EMPTY, JobKeys, Payload
 from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
 from shadowsync.rpc.messages import MAX_TENSORS, META_BYTES, pack
-from shadowsync.rpc.service import EMPTY, Payload
 from shadowsync.rpc.sockets import Loop
 from shadowsync.rpc.tensors import DTYPES, Malformed, Spec, bytes_of, spec_of, tensor_of
 

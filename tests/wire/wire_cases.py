@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import msgspec
 import torch
 
 from shadowsync.errors import DataError
 from shadowsync.rpc.client import WireConnection
+from shadowsync.rpc.connection import Meta, Method, Payload
 from shadowsync.rpc.pending import Promise
 from shadowsync.rpc.server import WireServer
-from shadowsync.rpc.service import Meta, Method, Payload
 
 PATIENCE_S = 120.0
 Serve: TypeAlias = Callable[..., WireServer]
@@ -30,13 +31,21 @@ class Deposit(Meta, frozen=True):
 
 def deposit(name: str, amount: int = 1, *tensors: torch.Tensor) -> Payload:
     """The request of one."""
-    return Payload.of(Deposit(name, amount), tensors)
+    return Payload(msgspec.msgpack.encode(Deposit(name, amount)), tensors)
 
 
 class Balance(Meta, frozen=True):
     """What an account holds."""
 
     total: int
+
+
+def read(payload: Payload, kind: type[T]) -> T:
+    """What it holds beside tensors; raises `DataError` where that is not of that kind."""
+    try:
+        return msgspec.msgpack.decode(payload.meta, type=kind)
+    except msgspec.DecodeError as error:
+        raise DataError(f"a message does not hold a {kind.__name__}: {error}") from error
 
 
 class Panic(BaseException):
@@ -73,14 +82,14 @@ class Bank:
         self.gone.append(client)
 
     def deposit(self, request: Payload) -> Payload:
-        deposit = request.read(Deposit)
+        deposit = read(request, Deposit)
         with self._lock:
             self.clients.add(request.client)
             self.runs[deposit.name] += 1
             self.total += deposit.amount
             for tensor in request.tensors:
                 self.vault += tensor
-            return Payload.of(Balance(self.total))
+            return Payload(msgspec.msgpack.encode(Balance(self.total)))
 
     def slow_deposit(self, request: Payload) -> Payload:
         self.entered.set()

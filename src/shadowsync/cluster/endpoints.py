@@ -10,10 +10,9 @@ from shadowsync.data.leases import DoneLog, Lease, LeaseStatus
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource
 from shadowsync.errors import DataError, RunError
-from shadowsync.rpc.connection import JobKeys
+from shadowsync.rpc.connection import Handle, JobKeys, Method, Payload, Service
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import NOTHING, Client, Served, served
-from shadowsync.rpc.service import Handle, Method, Payload, Service
 from shadowsync.sync.averaging import AveragingService
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,19 +22,13 @@ UNDER_WAY = 4
 MOST_TRAINERS = 1 << 16
 
 
-class _Step(NamedTuple):
-    at: float
-    logits: Tensor
-    labels: Tensor
-
-
 class RecordSender:
     """A trainer's end: `record` costs a queue's append, a thread of its own sends."""
 
     def __init__(self, connection: Connection, trainer: int, generation: int) -> None:
         self._connection = connection
         self._about = trainer, generation
-        self._queue: deque[_Step] = deque()
+        self._queue: deque[tuple[float, Tensor, Tensor]] = deque()  # of batches: when, logits, labels
         self._under_way: deque[Pending[None]] = deque()
         self._sending = threading.Lock()
         self._ended = threading.Event()
@@ -44,7 +37,7 @@ class RecordSender:
 
     def record(self, trainer: int, logits: Tensor, labels: Tensor) -> None:
         """As `Recorder.record`, of this trainer."""
-        self._queue.append(_Step(time.monotonic(), logits, labels))
+        self._queue.append((time.monotonic(), logits, labels))
 
     def flush(self, timeout_s: float) -> bool:
         """Sends what is there and waits until the driver has it; false if it does not after that time."""
@@ -68,11 +61,11 @@ class RecordSender:
             if not steps:
                 return
             now, measured = time.monotonic(), None
-            sizes = torch.tensor([len(step.labels) for step in steps], dtype=torch.int32)
-            ages = torch.tensor([now - step.at for step in steps])
+            sizes = torch.tensor([len(labels) for _, _, labels in steps], dtype=torch.int32)
+            ages = torch.tensor([now - at for at, _, _ in steps])
             if len(self._under_way) < UNDER_WAY:
-                logits = torch.cat([step.logits.reshape(-1) for step in steps])
-                measured = logits.to(torch.float16), torch.cat([step.labels for step in steps]).to(torch.uint8)
+                logits = torch.cat([logits.reshape(-1) for _, logits, _ in steps])
+                measured = logits.to(torch.float16), torch.cat([labels for *_, labels in steps]).to(torch.uint8)
             told = later(self._connection, RecordTaker.records, *self._about, sizes, ages, measured)
             self._under_way.append(told)
 

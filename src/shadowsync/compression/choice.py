@@ -15,9 +15,8 @@ from shadowsync.compression.auto import IN_LINE, OVERLAPPED, Auto
 from shadowsync.compression.channel import Channel, float_bytes
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.wire import WireCounter
-from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.connection import EMPTY, Connection, Payload
 from shadowsync.rpc.pending import Pending
-from shadowsync.rpc.service import EMPTY, Payload
 
 EVEN = 0.7
 """A weaker codec has to be expected below this part of `share`."""

@@ -16,7 +16,7 @@ from shadowsync.compression import positions
 from shadowsync.compression.codec import Codec, Decoded, Encoded
 from shadowsync.embedding.requests import AnyLookup, Lookup, RowLookup, Shapes
 from shadowsync.errors import DataError
-from shadowsync.rpc.service import Meta
+from shadowsync.rpc.connection import Meta
 
 _INT32_ROWS = 1 << 31
 

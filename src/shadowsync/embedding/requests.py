@@ -16,7 +16,7 @@ from torch import Tensor
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.table import RowNumbers, Shard, Slot, Subject, Table, widths
 from shadowsync.errors import DataError
-from shadowsync.rpc.service import Meta
+from shadowsync.rpc.connection import Meta
 
 KNOWN_REQUESTS = 256
 """Sequences of features whose bounds and plans are remembered: a job has a few, and made-up ones fill no memory."""

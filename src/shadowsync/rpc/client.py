@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from shadowsync.errors import RunError, ShadowSyncError
-from shadowsync.rpc.connection import Connection, JobKeys, new_client
+from shadowsync.rpc.connection import EMPTY, Connection, JobKeys, Payload, new_client
 from shadowsync.rpc.errors import CallTimeout, PeerLost
 from shadowsync.rpc.messages import (
     FROM_SERVER,
@@ -30,7 +30,6 @@ from shadowsync.rpc.messages import (
     pack,
 )
 from shadowsync.rpc.pending import Pending, Promise, failed
-from shadowsync.rpc.service import EMPTY, Payload
 from shadowsync.rpc.sockets import ClientSocket, Context, LinkNews, Loop
 from shadowsync.rpc.tensors import Malformed, Spec, tensors_of
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from shadowsync.errors import RunError
+from shadowsync.rpc.connection import Payload
 from shadowsync.rpc.errors import Fault
-from shadowsync.rpc.service import Payload
 from shadowsync.rpc.tensors import Malformed, Spec, bytes_of, frames_of, spec_of
 
 META_BYTES = 1 << 20

@@ -24,9 +24,8 @@ import msgspec
 from torch import Tensor
 
 from shadowsync.errors import DataError
-from shadowsync.rpc.connection import Connection, Direct
+from shadowsync.rpc.connection import Connection, Direct, Method, Payload, known_error
 from shadowsync.rpc.pending import Done, Mapped, Pending, Promise, failed
-from shadowsync.rpc.service import Method, Payload, known_error
 
 Client = NewType("Client", str)
 """The id of the connection that asks. A parameter of this type does not cross: the service fills it in, and whoever
@@ -61,7 +60,7 @@ def served(
     """Marks a method that others may call.
 
     Args:
-        once, quick: as in `rpc.service.Method`.
+        once, quick: as in `rpc.connection.Method`.
         along: a call is in no hurry, as `Connection.call_along`.
         timeout_s: deadline of a call; None leaves it to the connection.
     """
@@ -74,7 +73,7 @@ def served(
 
 
 class Served:
-    """Serves all marked methods of a role (a `rpc.service.Service`), whose `client_gone(client)` and `close()` are
+    """Serves all marked methods of a role (a `rpc.connection.Service`), whose `client_gone(client)` and `close()` are
     called if it has them."""
 
     def __init__(self, role: object) -> None:

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from shadowsync.errors import RunError, ShadowSyncError
-from shadowsync.rpc.connection import JobKeys
+from shadowsync.rpc.connection import JobKeys, Payload, Service, known_error, perform
 from shadowsync.rpc.errors import Fault
 from shadowsync.rpc.messages import (
     FROM_CLIENT,
@@ -29,7 +29,6 @@ from shadowsync.rpc.messages import (
     pack,
 )
 from shadowsync.rpc.pending import Pending
-from shadowsync.rpc.service import Payload, Service, known_error, perform
 from shadowsync.rpc.sockets import Loop, ServerSocket
 from shadowsync.rpc.tensors import Malformed, tensors_of
 

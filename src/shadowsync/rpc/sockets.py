@@ -202,9 +202,6 @@ class SharedSocket:
 
         _watch(loop, int(self._monitor.fd), look)
 
-    def watch_messages(self, loop: Loop, receive: Action) -> None:
-        _watch(loop, int(self._socket.fd), receive)
-
     def shut(self, linger_ms: int = 0) -> None:
         """Closes it; what was sent and has not left goes on leaving for so long."""
         with self._lock:
@@ -291,7 +288,7 @@ class ServerSocket(SharedSocket):
         """Lets a loop that has not started wait for it, and run `receive` when there may be messages."""
         self._gatekeeper.watch(loop)
         self.watch_events(loop, self._pause)
-        self.watch_messages(loop, receive)
+        _watch(loop, int(self._socket.fd), receive)
 
     def _pause(self, _: int) -> None:
         """There was no file descriptor for another connection."""
@@ -378,7 +375,7 @@ class ClientSocket(SharedSocket):
                 news(LinkNews.BROKEN)
 
         self.watch_events(loop, hear)
-        self.watch_messages(loop, receive)
+        _watch(loop, int(self._socket.fd), receive)
 
     def close(self, loop: Loop, linger_ms: int = 0) -> None:
         """Closes it, called in the loop; what was sent may go on leaving for so long."""

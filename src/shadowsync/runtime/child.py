@@ -15,11 +15,10 @@ from pathlib import Path
 from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.rpc.client import WireClient
-from shadowsync.rpc.connection import JobKeys
+from shadowsync.rpc.connection import JobKeys, known_error
 from shadowsync.rpc.errors import Fault
 from shadowsync.rpc.served import NOTHING
 from shadowsync.rpc.server import WireServer
-from shadowsync.rpc.service import known_error
 from shadowsync.rpc.sockets import is_folder
 from shadowsync.runtime import control
 from shadowsync.runtime.runtime import CALL_S, LOOPBACK, Builder, Endpoint, LaunchRequest, ProcessContext

@@ -13,7 +13,6 @@ import signal
 import socket
 import struct
 import sys
-from dataclasses import dataclass, field
 
 PRELOADED = ("torch", "numpy", "msgspec", "pydantic", "omegaconf", "safetensors.torch", "zmq", "cloudpickle")
 """What every role needs and takes long to import. Not polars, which starts threads when it is imported."""
@@ -37,24 +36,20 @@ def run(end: socket.socket) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     for name in EXTRAS:
-        _import_if_there(name)
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # it is missing, or does not fit this torch: whoever needs it says so
+            sys.stderr.write(f"{name} is not loaded: {error}\n")
     _ForkServer(end).serve()
 
 
-@dataclass
 class _ForkServer:
-    """The server.
+    """The server; `end` is of the way to the driver."""
 
-    Attributes:
-        end: of the way to the driver.
-        children: that have not ended, as far as is known.
-    """
-
-    end: socket.socket
-    children: set[int] = field(default_factory=set)
-    _ready: socket.socket | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.children: set[int] = set()  # that have not ended, as far as is known
+        self._ready: socket.socket | None = None
         self._woken, self._waker = socket.socketpair()
         for one in (self._woken, self._waker):
             one.setblocking(False)
@@ -127,10 +122,3 @@ def _wait_for_role(way: socket.socket) -> None:
         os._exit(0)  # nobody wants it any more
     way.close()
     child.live(socket.socket(fileno=given[0]))
-
-
-def _import_if_there(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except Exception as error:  # an extra that is missing, or does not fit this torch: whoever needs it says so
-        sys.stderr.write(f"{name} is not loaded: {error}\n")

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import ClassVar
 
-from shadowsync.rpc.connection import Direct
+from shadowsync.rpc.connection import Direct, Service
 from shadowsync.rpc.errors import PeerLost
-from shadowsync.rpc.service import Service
 from shadowsync.runtime.runtime import (
     LOOPBACK,
     Builder,

@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 
 from shadowsync.errors import ConfigError, MissingExtra, RunError
 from shadowsync.memory.shared import can_share
-from shadowsync.rpc.connection import JobKeys
+from shadowsync.rpc.connection import JobKeys, known_error
 from shadowsync.rpc.errors import Fault, PeerLost
-from shadowsync.rpc.service import known_error
 from shadowsync.runtime.child import folder_of_output
 from shadowsync.runtime.processes import ForkedRole, Host, job_name, make_folder, packed_builder, remove_sockets
 from shadowsync.runtime.runtime import Builder, Endpoint, HeldMemory, LaunchRequest, Machine, RoleProcess, Runtime
@@ -284,7 +283,8 @@ class RayRuntime(Runtime):
             own_cpus = max(os.cpu_count() or 1, math.ceil(cpus))
             _start_own(self.job, self._folder, own_cpus, dict(resources or {}))
         elif not self._joined:
-            _join(str(address), self.job)
+            _check_address(str(address))
+            _init(self.job, {"address": address}, f"there is no Ray cluster at {address}")
         self._lock = threading.Lock()
         self._hosts: dict[str, RayHost] = {}
         self._started = 0
@@ -445,11 +445,6 @@ def _start_own(job: str, folder: str, cpus: int, resources: Mapping[str, float])
     except BaseException:
         _forget_token()
         raise
-
-
-def _join(address: str, job: str) -> None:
-    _check_address(address)
-    _init(job, {"address": address}, f"there is no Ray cluster at {address}")
 
 
 def _init(job: str, options: Mapping[str, Any], failure: str) -> None:

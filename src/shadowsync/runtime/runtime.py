@@ -6,8 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shadowsync.rpc.connection import Connection, Connector, JobKeys
-from shadowsync.rpc.connection import Service
+from shadowsync.rpc.connection import Connection, Connector, JobKeys, Service
 
 CALL_S = 3600.0
 """Deadline of a role's calls. Who gives up a peer is the driver, which ends the wait by moving or ending the role."""
@@ -39,14 +38,9 @@ Builder = Callable[[ProcessContext], Service]
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine of the cluster.
+    """A machine of the cluster, with what it offers; `id` is the runtime's name for it, `name` is for people.
 
     Attributes:
-        id: in the runtime's terms.
-        name: for people.
-        cpus: CPUs it offers.
-        memory_bytes: memory it offers.
-        resources: custom resources it offers.
         doubtful: all roles there were lost a moment ago, and nobody knows yet whether the machine was.
     """
 

@@ -15,6 +15,7 @@ from shadowsync.compression.threshold import Threshold
 from shadowsync.embedding.messages import Coded, pack_coded, unpack_coded
 from shadowsync.errors import DataError
 from shadowsync.rpc.connection import Payload
+from shadowsync.rpc.served import _unpack
 
 EXPECTED = (RuntimeError, TypeError, ValueError, IndexError)
 DTYPES = [torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.int64]
@@ -128,5 +129,5 @@ def test_frames_are_read_in_the_codec_that_they_name_and_in_no_other(name):
 @pytest.mark.parametrize("codec", [3, None, ["int8"], {"name": "int8"}, b"\xff"])
 def test_what_is_no_name_is_refused(codec):
     meta = msgspec.msgpack.encode([[[4, 16]], [], codec])
-    with pytest.raises(DataError, match=r"does not hold a Coded: Expected `str`|Invalid UTF-8"):
-        Payload(meta).read(Coded)
+    with pytest.raises(DataError, match=r"a pull is not what it should be: (Expected `str`|Invalid UTF-8)"):
+        _unpack(msgspec.msgpack.Decoder(Coded), "a pull", Payload(meta))

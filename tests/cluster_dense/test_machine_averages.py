@@ -234,3 +234,19 @@ def test_memory_that_is_gone_is_said_after_a_while(threads: ThreadPoolExecutor) 
     with pytest.raises(RunError, match=r"trainer 0 cannot average with trainers \[0, 1\]: memory that the roles"):
         far.average([0, 1])
     far.service.close()
+
+
+def test_memory_that_has_the_path_of_one_that_is_gone_is_not_taken_for_it() -> None:
+    """Numbers of files are given again, mostly at once."""
+    size = bytes_of(ReplicaMemory.parts(SIZE))
+    own, first = SharedMemory.create(size, "a replica"), SharedMemory.create(size, "another one")
+    neighbours = Neighbours(own.path, SIZE)
+    neighbours.at([own.path, first.path])
+    first.close()
+    made: list[SharedMemory] = []
+    while not made or made[-1].path != first.path:
+        made.append(SharedMemory.create(size, "the one after"))
+    made[-1].take(SIZE, torch.float32).fill_(3.0)
+    mine, other = neighbours.at([own.path, first.path])
+    assert mine is neighbours.own
+    assert torch.equal(other.replica, torch.full((SIZE,), 3.0))

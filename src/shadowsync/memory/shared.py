@@ -34,11 +34,14 @@ class SharedMemory:
     """One piece of it; `take` gives parts of it in the same order to everybody.
 
     Attributes:
-        path: where other processes open it, as long as a process has it that has opened it by this object.
+        path: where other processes open it, as long as a process has it that has opened it by this object. Memory that
+            is made later may have the same.
+        number: in all processes; memory that is made later has another.
     """
 
     def __init__(self, handle: int, size: int) -> None:
         self.path = f"/proc/{os.getpid()}/fd/{handle}"
+        self.number = os.fstat(handle).st_ino
         self._mapping = mmap.mmap(handle, max(size, mmap.PAGESIZE))
         self._everything = torch.frombuffer(self._mapping, dtype=torch.uint8)  # keeps the mapping while views live
         self._taken = 0
@@ -99,9 +102,21 @@ def _in_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def number_at(path: str) -> int:
+    """`SharedMemory.number` of what is there now; raises as `SharedMemory.open`."""
+    with _found():
+        return Path(path).stat().st_ino
+
+
 def _opened(path: str) -> int:
-    try:
+    with _found():
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+@contextmanager
+def _found() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise RunError(f"memory that the roles of this job have in common cannot be opened: {error}") from error
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shadowsync.memory.shared import SharedMemory
+from shadowsync.memory.shared import SharedMemory, number_at
 
 
 class ReplicaMemory:
@@ -17,9 +17,11 @@ class ReplicaMemory:
         replica: its own; its workers write to it.
         average: the last one that it has made for its machine.
         ahead: by how much the machine's replicas were ahead of what the other machines know of them then.
+        number: as of `SharedMemory`.
     """
 
     def __init__(self, memory: SharedMemory, length: int) -> None:
+        self.number = memory.number
         self.replica, self.average, self.ahead = (memory.take(*part) for part in self.parts(length))
 
     @staticmethod
@@ -41,12 +43,15 @@ class Neighbours:
         (self.own,) = self.at([path])
 
     def at(self, paths: Sequence[str]) -> list[ReplicaMemory]:
-        """The memory of those, in their order; others are forgotten.
+        """The memory of those, in their order; others are forgotten, and so is what had such a path before.
 
         Raises:
             RunError: one of them is gone.
         """
         before, self._open = self._open, {}
         for path in paths:
-            self._open[path] = before.get(path) or ReplicaMemory(SharedMemory.open(path), self._length)
+            found = before.get(path)
+            if found is None or found.number != number_at(path):
+                found = ReplicaMemory(SharedMemory.open(path), self._length)
+            self._open[path] = found
         return list(self._open.values())

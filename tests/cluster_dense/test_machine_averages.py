@@ -250,3 +250,15 @@ def test_memory_that_has_the_path_of_one_that_is_gone_is_not_taken_for_it() -> N
     mine, other = neighbours.at([own.path, first.path])
     assert mine is neighbours.own
     assert torch.equal(other.replica, torch.full((SIZE,), 3.0))
+
+
+def test_who_is_left_alone_on_its_machine_sends_what_is_its_own(threads: ThreadPoolExecutor) -> None:
+    """And not once more what it had added up, and weighted, with those who died."""
+    hall = Hall(fails={(1, 1)}, deaf={2})
+    far = Machines(["a", "a", "b"], Plain(), hall.ring, threads, apart=False)
+    means = far.start(range(3))
+    until(lambda: len(hall.moved) == 4)
+    far.service.dead(1)
+    expected = (far.weights[0] + far.weights[2]).div_(2)
+    for mean in (means[0], means[2]):
+        torch.testing.assert_close(mean.result(PATIENCE_S), expected, atol=1e-6, rtol=0)

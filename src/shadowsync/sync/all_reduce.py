@@ -531,7 +531,8 @@ class RemoteAveraging(Averaging):
                     if verdict.near and (len(verdict.near) > 1 or verdict.weight != 1):
                         payload, average = self._with_neighbours(weights, verdict)
                     else:
-                        self._near, payload = [], payload or self.strategy.pack(weights)
+                        if payload is None or self._near:  # one of before was for those of its machine, too
+                            self._near, payload = [], self.strategy.pack(weights)
                         average = self._reduce(payload, verdict)
                     succeeded = True
                 except _BrokenOff:

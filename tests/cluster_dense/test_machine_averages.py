@@ -83,7 +83,7 @@ class Machines:
         """The same bits for all."""
         got = [mean.result(PATIENCE_S) for mean in self.start(ranks)]
         assert all(torch.equal(each, got[0]) for each in got)
-        return got[0].clone()
+        return got[0]
 
     def approach(self, ranks: Sequence[int], target: Tensor, alpha: float) -> None:
         for rank in ranks:
@@ -122,6 +122,16 @@ def test_within_a_machine_of_a_cluster_nothing_crosses_and_no_codec_rounds(threa
     expected = (far.weights[0] + far.weights[1]).div_(2)
     assert torch.equal(far.average([0, 1]), expected)
     assert far.sent() == [0, 0]
+
+
+def test_an_average_stays_as_it_is_when_the_next_one_is_made(threads: ThreadPoolExecutor) -> None:
+    """A method may keep it in its state."""
+    far = Machines(["a"] * 3, Plain(), Hall().ring, threads, apart=False)
+    first = [mean.result(PATIENCE_S) for mean in far.start(range(3))]
+    before = first[0].clone()
+    far.train(range(3))
+    assert not torch.equal(far.average(range(3)), before)
+    assert all(torch.equal(each, before) for each in first)
 
 
 MACHINES = ["a", "b", "c"]

@@ -541,6 +541,8 @@ class RemoteAveraging(Averaging):
                 self._drop_ring()
             verdict = self._report(verdict.attempt, succeeded)
         assert average is not None
+        if self._near and average is self._near[0].average:
+            average = average.clone()  # the next one will lie there, and a method may keep this one
         self.settle(payload, average, members, verdict.round, common)
         return average
 

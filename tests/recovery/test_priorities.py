@@ -64,10 +64,15 @@ def test_what_is_picked_is_rows_ascending_distinct_and_not_too_many(
 def test_memory_is_as_announced(name: str) -> None:
     tracker, weights = made(name)
     announced = MEMBERS[name].memory_bytes(ROWS, DIM, SHARE)
-    assert held_bytes(tracker) == announced == {"all": 40, "mfu": 160, "scar": 480, "ssu": 40}[name]
+    assert held_bytes(tracker) == announced
     for _ in range(5):
         push(tracker, weights, list(range(ROWS)))
     assert held_bytes(tracker) == announced
+
+
+def test_memory_is_what_the_documentation_says() -> None:
+    figures = {"all": 40, "mfu": 160, "scar": 480, "ssu": 40}
+    assert {name: MEMBERS[name].memory_bytes(ROWS, DIM, SHARE) for name in figures} == figures
     assert MEMBERS["ssu"].memory_bytes(2**31 + 8, 1, 0.125) == 8 * (2**28 + 1)
 
 

@@ -105,7 +105,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class WidthGroup:
     """Features whose tables have one width: those that are pooled, and those that are not, if there are any.
 
     Attributes:
@@ -164,7 +164,7 @@ class Asked(NamedTuple):
 class Gathering:
     """A plan for some tables: their groups, and what each server is asked for."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[WidthGroup, ...]
     asked: tuple[Asked, ...]
 
     def find(self, ids: Jagged, numbers: Iterator[int]) -> "Gathered":
@@ -248,7 +248,7 @@ def plan_gathering(
 
 def _group(
     tables: Sequence[Table], selector: Selector, servers: Sequence[Sequence[Shard]], numbers: Sequence[RowNumbers]
-) -> Group:
+) -> WidthGroup:
     """Of tables of one width."""
     dim = tables[0].dim
     widths = [held.width(dim) for held in numbers]
@@ -276,7 +276,7 @@ def _group(
             bounds = Bounds.of([Slot(Shard(table, 0, table.rows), name) for table, name in pairs])
             members.append(Members(names, selector.select(names), dim, first, bounds, apart))
     pieces = (torch.tensor(firsts), torch.tensor(shifts)) if firsts else None
-    return Group(tuple(members), dim, np.array(edges), pieces)
+    return WidthGroup(tuple(members), dim, np.array(edges), pieces)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

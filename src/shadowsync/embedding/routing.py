@@ -118,7 +118,7 @@ def choose(traffic: Mapping[str, Traffic], servers: int) -> frozenset[str]:
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
-class Section(NamedTuple):
+class ColumnRun(NamedTuple):
     """A run of columns of one answer that stay side by side in the output, of the `layer`-th parts of their tables; a
     whole table is its own part 0."""
 
@@ -228,17 +228,17 @@ class Router:
             tuple(tuple(section.stop - section.start for section in found) for found in sections),
             tuple(index for index, section in numbered if section.layer == 0),
             tuple((index, slice(section.start, section.stop)) for index, section in numbered if section.layer),
-            sections == [[Section(0, 0, self.selector.width)]],
+            sections == [[ColumnRun(0, 0, self.selector.width)]],
         )
 
-    def _sections(self, features: Sequence[tuple[int, str]]) -> list[Section]:
+    def _sections(self, features: Sequence[tuple[int, str]]) -> list[ColumnRun]:
         """Of one answer, given the layer and the name of each of its features."""
-        found: list[Section] = []
+        found: list[ColumnRun] = []
         for layer, feature in features:
             start, stop = self.selector.columns[feature].start, self.selector.columns[feature].stop
             if found and (found[-1].layer, found[-1].stop) == (layer, start):
                 start = found.pop().start
-            found.append(Section(layer, start, stop))
+            found.append(ColumnRun(layer, start, stop))
         return found
 
 

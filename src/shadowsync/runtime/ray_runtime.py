@@ -135,22 +135,27 @@ class RayHost:
 
     Args:
         node: where Ray's own process on that machine listens, if that is known.
+        lost_at: when the one before was lost, as `time.monotonic`; it stands until this one is.
 
     Attributes:
         lost: why it is gone, once it is, and with it its processes and the memory that they had in common.
-        lost_at: when, as `time.monotonic`.
         answered: it has, so that it will at once while its machine can be reached.
         ended: why processes have ended, by number.
     """
 
-    def __init__(self, actor: Any, node: tuple[str, int] | None) -> None:
+    def __init__(self, actor: Any, node: tuple[str, int] | None, lost_at: float) -> None:
         self.actor, self._node = actor, node
         self.lost: str | None = None
-        self.lost_at = -math.inf
+        self.lost_at = lost_at
         self.answered = False
         self.ended: Mapping[int, str] = {}
         self._thread = threading.Thread(target=self._watch, name="watches a host", daemon=True)
         self._thread.start()
+
+    @property
+    def answers(self) -> bool:
+        """It has, and nothing is known against it since."""
+        return self.answered and self.lost is None
 
     def ask(self, method: str, *arguments: Any, timeout_s: float | None = None, vital: bool = True) -> Any:
         """Calls the actor and waits.
@@ -295,7 +300,8 @@ class RayRuntime(Runtime):
     def machines(self) -> Sequence[Machine]:
         found, now = [], time.monotonic()
         with self._lock:
-            doubtful = {machine for machine, host in self._hosts.items() if now - host.lost_at < DOUBT_S}
+            hosts = self._hosts.items()
+            doubtful = {machine for machine, host in hosts if now - host.lost_at < DOUBT_S and not host.answers}
         for node in _ray().nodes():
             if node["Alive"]:
                 offered = node["Resources"]
@@ -364,7 +370,8 @@ class RayRuntime(Runtime):
             }
             actor = ray.remote(HostActor).options(**options).remote(self.job, self.keys, machine, self._folder)
             nodes = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
-            found = self._hosts[machine] = RayHost(actor, nodes.get(machine))
+            before = -math.inf if found is None else found.lost_at
+            found = self._hosts[machine] = RayHost(actor, nodes.get(machine), before)
         return found
 
     def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:

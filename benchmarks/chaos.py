@@ -31,9 +31,15 @@ from failures import KINDS, Chaos, Failure, RunFiles, schedules
 from machine import describe, table
 from testbed import RayNode, Testbed
 
-HOSTS = 3
+HOSTS, EPOCHS = 3, 2
 DEFAULTS = (
-    *("train.trainers=3", "embedding.servers=3", "cluster.dense_servers=2", "train.save_every_s=3", "data.epochs=2"),
+    *(
+        "train.trainers=3",
+        "embedding.servers=3",
+        "cluster.dense_servers=2",
+        "train.save_every_s=3",
+        f"data.epochs={EPOCHS}",
+    ),
     *("report.html=false", "report.tensorboard=false"),
 )
 NOTICED_WITHIN_S = 5.0
@@ -66,7 +72,7 @@ def _figures(out: Path, status: int, log: Path) -> dict[str, Any]:
     result = json.loads(path.read_text())
     return {
         "auc": result["test"]["auc"],
-        "train_samples": result["data"]["train_samples"],
+        "train_samples": EPOCHS * result["data"]["train_samples"],
         "trained_samples": result["data"]["trained_samples"],
         "recovery": result.get("recovery"),
         "seconds": result["throughput"]["seconds"],

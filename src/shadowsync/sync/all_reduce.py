@@ -505,6 +505,8 @@ class RemoteAveraging(Averaging):
             _LOG.info("trainer %d could not say that it leaves: %s", self.rank, error)
 
     def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach`. Where a machine stood for its trainers, α of what workers did meanwhile is taken, as
+        where vectors cross whole."""
         if not self._near:
             super().approach(weights, target, alpha)
             return

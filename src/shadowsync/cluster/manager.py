@@ -391,10 +391,7 @@ class ClusterManager:
         self.filled.discard(server.role)
         size = self.spec.shared_bytes.get(server.role) if self._runtime.shares_memory else None
         if size is not None:
-            held = self._runtime.create_memory(server.endpoint.machine, size, f"what {server.role} holds")
-            before, self.memory[server.role] = self.memory.get(server.role), held
-            if before is not None:
-                before.close()
+            self._give(server, self.memory, size, f"what {server.role} holds")
 
     def give_log(self, trainer: Member) -> str | None:
         """New memory in which a trainer logs what it has done; its path. None under gradient methods, where what is
@@ -416,11 +413,15 @@ class ClusterManager:
             self.endpoints.averaging.place(trainer.index, trainer.endpoint.machine, path)
         return None if path is None else (path, length)
 
-    def _give(self, trainer: Member, among: dict[str, HeldMemory], size: int, what: str) -> str:
-        if (before := among.pop(trainer.role, None)) is not None:
-            before.close()
-        held = among[trainer.role] = self._runtime.create_memory(trainer.endpoint.machine, size, what)
-        return held.path
+    def _give(self, member: Member, among: dict[str, HeldMemory], size: int, what: str) -> str:
+        """New memory on a member's machine in place of what it had, which is let go of; its path."""
+        before = among.pop(member.role, None)
+        try:
+            held = among[member.role] = self._runtime.create_memory(member.endpoint.machine, size, what)
+            return held.path
+        finally:
+            if before is not None:
+                before.close()
 
     def take_log(self, trainer: Member) -> DoneLog | None:
         """What a trainer that is gone has done; None if that is not known, since its machine cannot be asked."""

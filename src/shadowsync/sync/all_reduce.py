@@ -43,9 +43,11 @@ CHECK_S = 0.25
 GIVE_UP_S = 120.0
 """An average that keeps failing for so long ends the trainer."""
 QUESTION_CPU_S = 2e-4
-"""What a question to the driver costs in other threads than the caller's, both ends together, about."""
+"""What a question to the driver costs in other threads than the caller's, both ends together: a guess, from what
+messages cost elsewhere; not measured."""
 RING_CPU_S_PER_BYTE = 1e-9
-"""What a byte that crosses in a ring costs there, both ends together, about."""
+"""What a byte that crosses in a ring costs there, both ends together: a guess, a third of what one of an exchange costs
+with its encryption; not measured."""
 
 
 @dataclass(frozen=True)

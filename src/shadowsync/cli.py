@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,7 @@ from shadowsync.errors import ConfigError, ShadowSyncError, shortened
 
 if TYPE_CHECKING:
     from shadowsync.inference import Trained
+    from shadowsync.reference import Group
 
 app = typer.Typer(
     help="Trains click models with background synchronisation: nobody waits.",
@@ -84,7 +85,7 @@ def train(
     compression (of what crosses), recovery (what is saved and when),
     cluster (roles as processes on Ray), report (what is written).
 
-    Every key with its default is in docs/configuration.md of the source.
+    Every key with its default: shadowsync options, or docs/configuration.md.
     An unknown key is an error that names the nearest.
     """
     from shadowsync.job import train_from_command_line
@@ -197,6 +198,58 @@ def data(
     from shadowsync.inference import export_data
 
     typer.echo(export_data(name, settings or [], out))
+
+
+@app.command()
+def models() -> None:
+    """List the models, a line each; their options: shadowsync options model."""
+    from shadowsync.reference import members_of
+
+    _list(group for group in members_of("model.name"))
+
+
+@app.command()
+def methods() -> None:
+    """List the methods that merge replicas or gradients, and when, a line each."""
+    from shadowsync.reference import METHODS, members_of
+
+    _list(group for key in METHODS for group in members_of(key))
+
+
+@app.command("options")
+def show_options(
+    path: Annotated[
+        str, typer.Argument(metavar="[PATH]", help="A section, a key or a choice: train, train.lr, model.name=dcn.")
+    ] = "",
+) -> None:
+    """Say what can be configured at PATH, with types, defaults and meanings; without it everything."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from shadowsync.reference import groups_at
+
+    console = Console()
+    for group in groups_at(path):
+        console.print(f"[bold]{escape(group.title)}[/bold]  {escape(group.says)}", highlight=False)
+        if group.options:
+            table = Table("key", "type", "default", "meaning", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            for option in group.options:
+                cells = (option.name, option.kind.replace("`", ""), option.default, option.meaning)
+                table.add_row(*map(escape, cells))
+            console.print(table)
+        console.print()
+
+
+def _list(groups: "Iterable[Group]") -> None:
+    """Titles and what each is, as far as there is room on a line."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console, listed = Console(), list(groups)
+    width = 2 + max(len(group.title) for group in listed)
+    for group in listed:
+        console.print(Text(f"{group.title:<{width}}{group.says}"), no_wrap=True, overflow="ellipsis", highlight=False)
 
 
 def _group(name: str, says: str) -> typer.Typer:

@@ -179,3 +179,30 @@ def test_rows_that_changed_since_a_checkpoint_are_exported(shadowsync: CommandLi
     assert wrong.status == 2
     assert "is not a checkpoint" in wrong.err
     assert not Path("other").exists()
+
+
+def test_models_and_methods_are_listed_a_line_each(shadowsync: CommandLine) -> None:
+    for command, names in (("models", ("dlrm", "dcn")), ("methods", ("easgd", "background", "gba"))):
+        lines = shadowsync(command).out.splitlines()
+        for name in names:
+            assert [line for line in lines if line.split(" ")[0].endswith(f"={name}")], name
+
+
+def test_options_say_what_can_be_set_at_a_path(shadowsync: CommandLine) -> None:
+    everything = shadowsync("options").out
+    for path, named, not_named in (
+        ("train", ("batch_size", "learning rate"), "dense_servers"),
+        ("train.lr", ("0.005",), "batch_size"),
+        ("model.name=dcn", ("low_rank",), "bottom"),
+        ("model.low_rank", ("model.name=dcn",), "structure"),
+    ):
+        said = shadowsync("options", path)
+        assert (said.status, said.err) == (0, "")
+        assert all(word in said.out for word in named)
+        assert not_named not in said.out
+        assert not_named in everything
+
+
+def test_an_unknown_path_of_options_is_a_sentence(shadowsync: CommandLine) -> None:
+    assert_sentence(shadowsync("options", "trian.lr"), 2, ["trian.lr", "did you mean train.lr?"])
+    assert_sentence(shadowsync("options", "model.name=dlmr"), 2, ["did you mean model.name=dlrm?"])

@@ -11,7 +11,8 @@ from shadowsync.sync.method import Group, State, SyncMethod
 
 @dataclass(frozen=True)
 class ModelAveraging(SyncMethod):
-    """`c = AllReduce(copy of w_i) / n; w_i ← (1−α) w_i + α c` (ShadowSync, arXiv 2003.03477, section 3).
+    """Model averaging (ShadowSync, arXiv 2003.03477, section 3): `c = AllReduce(copy of w_i) / n;
+    w_i ← (1−α) w_i + α c`.
 
     The all-reduce works on a copy while workers go on. In the background `α = 1` would throw away what they did
     meanwhile, hence the default of 0.5 there; in the foreground, where they stand still, it is 1. Both defaults are

@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from shadowsync.errors import ShadowSyncError
     from shadowsync.inference import Trained
     from shadowsync.job import Interrupted, Job
+    from shadowsync.models.inputs import Inputs
+    from shadowsync.models.wrapping import Wrapped, wrap
     from shadowsync.report.result import Result
     from shadowsync.training.worker import TrainerLost
 
 __all__ = [
     "CompressedCut",
     "Config",
+    "Inputs",
     "Interrupted",
     "Job",
     "Result",
@@ -26,12 +29,15 @@ __all__ = [
     "Table",
     "Trained",
     "TrainerLost",
+    "Wrapped",
+    "wrap",
 ]
 __version__ = "0.1.0"
 
 _HOMES = {
     "CompressedCut": "shadowsync.compression.cut",
     "Config": "shadowsync.config",
+    "Inputs": "shadowsync.models.inputs",
     "Interrupted": "shadowsync.job",
     "Job": "shadowsync.job",
     "Result": "shadowsync.report.result",
@@ -39,6 +45,8 @@ _HOMES = {
     "Table": "shadowsync.embedding.table",
     "Trained": "shadowsync.inference",
     "TrainerLost": "shadowsync.training.worker",
+    "Wrapped": "shadowsync.models.wrapping",
+    "wrap": "shadowsync.models.wrapping",
 }
 
 

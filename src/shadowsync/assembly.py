@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shadowsync.choices import Choices, server_count
 from shadowsync.compression.channel import pulled_and_pushed_bytes
@@ -23,6 +23,7 @@ from shadowsync.embedding.table import (
     check_tables,
     default_tables,
     histories,
+    pool,
     sequence_inputs,
     widths,
     with_pooling,
@@ -30,11 +31,11 @@ from shadowsync.embedding.table import (
 from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import memory_bytes
 from shadowsync.memory.shared import can_share
-from shadowsync.models.model import ModelSpec
+from shadowsync.models.model import ModelSpec, copy_module
+from shadowsync.models.wrapping import Wrapped, features_of
 from shadowsync.registry import choose, option_names
 from shadowsync.sync.background import Background
 from shadowsync.training.kernels import Computing, choose_computing
-from shadowsync.training.replica import copy_module
 
 GIB = 1 << 30
 PREFETCH = 2
@@ -45,15 +46,22 @@ _SEEDING = threading.Lock()
 
 
 def make_tables(
-    config: Config, schema: Schema, own: Sequence[Table] | None = None, model: ModelSpec | None = None
+    config: Config,
+    schema: Schema,
+    own: Sequence[Table] | None = None,
+    model: ModelSpec | None = None,
+    module: nn.Module | None = None,
 ) -> tuple[Table, ...]:
-    """The job's tables: the user's, the configuration's, or one for each feature, checked against the source.
+    """The job's tables: those of a wrapped `module`, the user's, the configuration's, or one for each feature, checked
+    against the source.
 
     What `embedding.pooling` says of a feature counts most, then what the model wants as sequences, then the tables.
 
     Raises:
         ConfigError: tables and features do not fit each other.
     """
+    if isinstance(module, Wrapped):
+        return _tables_of(module, config, own)
     given = config.embedding.pooling
     configured = tuple(_table(table) for table in config.embedding.tables or ())
     tables = tuple(own or ()) or configured or default_tables(schema, config.model.embedding_dim)
@@ -67,8 +75,47 @@ def make_tables(
     return with_pooling(tables, dict.fromkeys(wanted, "none"), "model.targets")
 
 
+def _tables_of(module: Wrapped, config: Config, own: Sequence[Table] | None) -> tuple[Table, ...]:
+    given = {
+        "tables": own is not None,
+        "embedding.tables": bool(config.embedding.tables),
+        "embedding.pooling": bool(config.embedding.pooling),
+        "model.embedding_dim": "embedding_dim" in config.model.model_fields_set,
+    }
+    if useless := next((key for key, holds in given.items() if holds), None):
+        raise ConfigError(f"{useless} has no effect beside a wrapped model, which has its own tables: leave it out")
+    found = []
+    for name, (rows, dim) in module.tables.items():
+        poolings = {feature: site.pooling for site in module.sites if site.table == name for feature in site.features}
+        if poolings:  # else it is looked up never
+            found.append(pool(Table(name, rows, dim, tuple(poolings)), poolings))
+    check_tables(found, module.features)
+    return tuple(found)
+
+
+def planned(module: nn.Module | None, choices: Choices, schema: Schema) -> nn.Module | None:
+    """A user's module for rows of this schema; only a wrapped one has to be prepared."""
+    if not isinstance(module, Wrapped):
+        return module
+    return module.planned(schema, weighted=bool(getattr(choices.source, "weights", None)))
+
+
+def initial_rows(module: nn.Module | None, shards: Sequence[Shard], here: bool) -> dict[str, Tensor]:
+    """Those that a wrapped module brings for these shards, by their keys; copies unless they are used `here`."""
+    if not isinstance(module, Wrapped):
+        return {}
+    mine = [shard for shard in shards if shard.table.name in module.initial]
+    rows = {shard.key: module.initial[shard.table.name][shard.start : shard.stop] for shard in mine}
+    return rows if here else {key: part.clone() for key, part in rows.items()}
+
+
 def place_tables(
-    config: Config, choices: Choices, schema: Schema, tables: tuple[Table, ...], source: OpenSource | None
+    config: Config,
+    choices: Choices,
+    schema: Schema,
+    tables: tuple[Table, ...],
+    source: OpenSource | None,
+    module: nn.Module | None = None,
 ) -> tuple[tuple[Shard, ...], ...]:
     """What each embedding server holds; servers left without rows drop out. Costs are profiled on the first rows of the
     source; None where speed does not matter.
@@ -82,24 +129,29 @@ def place_tables(
     if config.embedding.sharding == "row_wise":
         placed = row_wise(tables, optimizer, count, capacity)
     else:
-        costs = _costs(config, choices, schema, tables, source)
+        costs = _costs(config, choices, schema, tables, source, module)
         placed = place(tables, costs, optimizer, count, capacity, config.embedding.split_rows)
     return tuple(shards for shards in placed if shards)
 
 
 def _costs(
-    config: Config, choices: Choices, schema: Schema, tables: tuple[Table, ...], source: OpenSource | None
+    config: Config,
+    choices: Choices,
+    schema: Schema,
+    tables: tuple[Table, ...],
+    source: OpenSource | None,
+    module: nn.Module | None,
 ) -> Mapping[str, float]:
     """Of each table by name, measured with the first ids that can be used; alike where there are none among the first
     few thousand rows, or nothing to choose."""
-    ids = None
+    batch = None
     if server_count(config) > 1 and source is not None:
         parts = (source.read(part) for part in source.slices(PROFILED_ROWS)[:PROFILED_SLICES])
-        ids = next((batch.ids for batch in parts if len(batch)), None)
-    if ids is None:
+        batch = next((batch for batch in parts if len(batch)), None)
+    if batch is None:
         return {table.name: 1.0 for table in tables}
-    names = [feature.name for feature in schema.features]
-    return measure_costs(tables, names, [ids], choices.storage, row_optimizer(config.embedding))
+    ids = module.ask(batch, training=True)[0] if isinstance(module, Wrapped) else batch.ids
+    return measure_costs(tables, features_of(module, schema), [ids], choices.storage, row_optimizer(config.embedding))
 
 
 def unique_rows(config: Config, choices: Choices) -> UniqueRows:
@@ -181,8 +233,15 @@ def make_module(
 
 def computing_here(config: Config, module: nn.Module) -> Computing:
     """How workers on this machine compute the forward and the backward pass of this module."""
-    train = config.train
-    return choose_computing(train.precision, train.kernels, train.device, module, train.batch_size)
+    train, precision = config.train, config.train.precision
+    if isinstance(module, Wrapped) and module.output == "probability":
+        if precision == "bf16":
+            raise ConfigError(
+                "train.precision=bf16: a wrapped model that returns a probability computes in fp32, as bf16 has two "
+                "digits of one: set train.precision=fp32, or have the model return logits"
+            )
+        precision = "fp32"
+    return choose_computing(precision, train.kernels, train.device, module, train.batch_size)
 
 
 def row_optimizer(config: EmbeddingConfig) -> RowOptimizer:

@@ -28,9 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shadowsync.data.batch import Jagged
+from shadowsync.data.source import Schema
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, SaveError
 from shadowsync.models.vectors import JaggedVectors
+from shadowsync.models.wrapping import Wrapped
 from shadowsync.training.kernels import FastLinear, FastTower
 
 FORMAT = 1
@@ -48,6 +51,7 @@ class ExportSpec:
 
     Rows are kept in tensors of at most `chunk_bytes`, because torch copies a tensor to write it: more costs memory
     while the file is written, less costs time when it is used.
+    `schema` is that of the rows where a wrapped module looks their ids up itself.
     """
 
     tables: Sequence[Table]
@@ -55,18 +59,30 @@ class ExportSpec:
     dense: Sequence[str]
     weighted: bool = False
     chunk_bytes: int = CHUNK_BYTES
+    schema: Schema | None = None
 
     @property
     def table_of(self) -> dict[str, Table]:
         """The table that each feature looks rows up in, in the order of the features."""
         return {feature: next(table for table in self.tables if feature in table.features) for feature in self.features}
 
+    @property
+    def ids(self) -> list[tuple[int, bool]]:
+        """Of each feature, how many rows its ids may name, and whether a sample may have none or several of them."""
+        if self.schema is not None:
+            return [(feature.rows, feature.multi_hot) for feature in self.schema.features]
+        return [(table.rows, True) for table in self.table_of.values()]
+
     def metadata(self) -> dict[str, Any]:
         """What a program that uses the file has to know, as plain JSON values."""
-        features = [
-            {"name": name, "table": table.name, "rows": table.rows, "dim": table.dim, "pooling": table.poolings[name]}
-            for name, table in self.table_of.items()
-        ]
+        if self.schema is not None:
+            own = self.schema.features
+            features = [{"name": each.name, "rows": each.rows, "several": each.multi_hot} for each in own]
+        else:
+            features = [
+                {"name": name, "table": t.name, "rows": t.rows, "dim": t.dim, "pooling": t.poolings[name]}
+                for name, t in self.table_of.items()
+            ]
         return {
             "format": FORMAT,
             "shadowsync": importlib.metadata.version("shadowsync"),
@@ -222,6 +238,27 @@ class Predictor(nn.Module):
         return {"probabilities": torch.sigmoid(logits), "logits": logits}
 
 
+class WholePredictor(nn.Module):
+    """A module that looks ids up itself, with its own tables in it again; called and answering as `Predictor`."""
+
+    def __init__(self, wrapped: Wrapped, spec: ExportSpec, rows: Callable[[str, int, int], Tensor]) -> None:
+        super().__init__()
+        self.module = wrapped.unwrapped(rows)
+        self._logits = wrapped.logits
+        self.singles = [position for position, (_, several) in enumerate(spec.ids) if not several]
+        self.features = len(spec.features)
+
+    def forward(
+        self, dense: Tensor, values: Tensor, offsets: Tensor, weights: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        samples = dense.shape[0]
+        if self.singles:
+            lengths = offsets.diff().view(self.features, samples)[self.singles]
+            torch._assert_async((lengths == 1).all(), "a feature with one id per sample has another number of them")
+        logits = self._logits(self.module, dense, Jagged(values, offsets, weights, self.features, samples))
+        return {"probabilities": torch.sigmoid(logits), "logits": logits.to(torch.float32)}
+
+
 def export_model(module: nn.Module, spec: ExportSpec, rows: Callable[[str, int, int], Tensor], out: Path | str) -> None:
     """Writes `module` with its tables to `out`; a file that is there is replaced when the new one is complete.
 
@@ -241,7 +278,8 @@ def export_model(module: nn.Module, spec: ExportSpec, rows: Callable[[str, int, 
     if path.exists() and not path.is_file():
         raise SaveError(f"{path} could not be written: it is a folder or a device, which no file may replace")
     with torch.no_grad():
-        plain = copy.deepcopy(module).to("cpu", torch.float32).requires_grad_(False)
+        whole = WholePredictor(module, spec, rows) if isinstance(module, Wrapped) else None
+        plain = (whole or copy.deepcopy(module)).to("cpu", torch.float32).requires_grad_(False)
         for (
             parameter
         ) in plain.parameters():  # may share memory with nothing: a trained module's are views of one tensor
@@ -249,7 +287,7 @@ def export_model(module: nn.Module, spec: ExportSpec, rows: Callable[[str, int, 
         for child in plain.modules():
             if type(child) in _PLAIN:
                 child.__class__ = _PLAIN[type(child)]
-        predictor = Predictor(PooledTables(spec, rows), plain).eval()
+        predictor = (whole or Predictor(PooledTables(spec, rows), plain)).eval()
         program = _trace(predictor, spec)
         _check_same(predictor, program, spec)
     _write(program, spec, path)
@@ -259,10 +297,11 @@ def _example(spec: ExportSpec, samples: int) -> tuple[Tensor, ...]:
     """Inputs with empty bags, single ids and several ids, the first and the last row of each table among them."""
     generator = torch.Generator().manual_seed(samples)
     lengths = torch.arange(len(spec.features) * samples).remainder(3)
+    several = torch.tensor([several for _, several in spec.ids]).repeat_interleave(samples)
+    lengths = torch.where(several, lengths, 1) if len(lengths) else lengths
     counts = lengths.view(-1, samples).sum(1).tolist() if len(lengths) else []
     ids = [torch.zeros(0, dtype=torch.int64)]
-    for feature, count in zip(spec.features, counts, strict=True):
-        rows = spec.table_of[feature].rows
+    for (rows, _), count in zip(spec.ids, counts, strict=True):
         drawn = torch.randint(rows, (count,), generator=generator)
         drawn[:1], drawn[1:2] = rows - 1, 0
         ids.append(drawn)
@@ -272,7 +311,7 @@ def _example(spec: ExportSpec, samples: int) -> tuple[Tensor, ...]:
     return (dense, values, offsets, weights) if spec.weighted else (dense, values, offsets)
 
 
-def _trace(predictor: Predictor, spec: ExportSpec) -> torch.export.ExportedProgram:
+def _trace(predictor: nn.Module, spec: ExportSpec) -> torch.export.ExportedProgram:
     batch, ids = torch.export.Dim("batch", min=1), torch.export.Dim("ids", min=0)
     shapes: tuple[Any, ...] = ({0: batch}, None, None, None)
     if spec.features:
@@ -287,7 +326,7 @@ def _trace(predictor: Predictor, spec: ExportSpec) -> torch.export.ExportedProgr
         ) from error
 
 
-def _check_same(predictor: Predictor, program: torch.export.ExportedProgram, spec: ExportSpec) -> None:
+def _check_same(predictor: nn.Module, program: torch.export.ExportedProgram, spec: ExportSpec) -> None:
     """A module may look at its inputs' shapes in ways that tracing freezes: better found now than when it is used."""
     exported = program.module()
     for samples in _SAMPLES_TO_CHECK:

@@ -13,7 +13,7 @@ import polars as pl
 import torch
 from torch import Tensor, nn
 
-from shadowsync.assembly import make_module, row_optimizer
+from shadowsync.assembly import make_module, planned, row_optimizer
 from shadowsync.checkpoint.job_state import column_difference, job_state, match_optimizer, match_tables, restore_final
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Choices, choose_all
@@ -31,6 +31,7 @@ from shadowsync.errors import ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.metrics.units import UnitActivity
+from shadowsync.models.wrapping import Wrapped, features_of
 from shadowsync.places import advice, unfollowed, without
 from shadowsync.report.words import left_out
 from shadowsync.runs import load_checkpoint
@@ -50,8 +51,9 @@ def predictor(replica: Replica, embeddings: EmbeddingClient) -> Logits:
     """A dense part with the embeddings it looks up, without codecs; fp32, whatever it was trained in."""
 
     def logits(batch: Batch) -> Tensor:
-        pulled = embeddings.pull(batch.ids)
-        return replica.predict(batch.dense, pulled.pooled, pulled.sequences)
+        ids, looked_up = replica.ask(batch)
+        pulled = embeddings.pull(ids)
+        return replica.predict(batch.dense, pulled.pooled, pulled.sequences, looked_up)
 
     return logits
 
@@ -81,7 +83,7 @@ class Trained:
 
     Args:
         folder: of the run.
-        model: the module of the user's own that the run trained, if it did.
+        model: the module of the user's own that the run trained, wrapped or not, if it did.
         checkpoints: where they are; None: where the folder says, which is not followed to another machine.
 
     Attributes:
@@ -113,11 +115,12 @@ class Trained:
         shards = [Shard(table, 0, table.rows) for table in self.tables]
         self.server = EmbeddingServer(shards, self.choices.storage, row_optimizer(self.config.embedding), None)
         _restore_rows(self.server, saved)
-        module = make_module(self.config, self.choices, self.schema, self.tables, model)
+        self._given = planned(model, self.choices, self.schema)
+        module = make_module(self.config, self.choices, self.schema, self.tables, self._given)
         replica = Replica(module, self.choices.optimizer, widths(self.tables), self.config.train.device)
         restore_final(saved, replica)
         self.module: nn.Module = replica.module
-        features = [feature.name for feature in self.schema.features]
+        features = features_of(module, self.schema)
         self._predict = predictor(replica, EmbeddingClient(self.tables, features, [self.server]))
 
     def rows(self, data: Path | str | None, labelled: bool = True) -> OpenSource:
@@ -216,12 +219,29 @@ class Trained:
         """Writes one file with tables and module that torch alone loads; see `export.export_model`."""
         features = [feature.name for feature in self.schema.features]
         weighted = bool(getattr(self.choices.source, "weights", None))
-        spec = ExportSpec(self.tables, features, self.schema.dense, weighted)
+        looked_up = self.schema if isinstance(self.module, Wrapped) else None
+        spec = ExportSpec(self.tables, features, self.schema.dense, weighted, schema=looked_up)
         export_model(self.module, spec, self._rows, Path(out))
 
+    def unwrapped(self) -> nn.Module:
+        """The module that was given to `wrap`, with all that was trained in it: plain PyTorch again.
+
+        Raises:
+            ConfigError: the run trained another kind of model.
+        """
+        if not isinstance(self.module, Wrapped):
+            raise ConfigError(
+                "only a model that was given as shadowsync.wrap(model) can be unwrapped: use Trained.module"
+            )
+        return self.module.unwrapped(self._rows)
+
     def _rows(self, table: str, start: int, stop: int) -> Tensor:
-        """Rows `start … stop − 1` of a table, `[rows, D]`."""
-        return next(rows for rows in self.server.state() if rows.table.name == table).tensors["weight"][start:stop]
+        """Rows `start … stop − 1` of a table, `[rows, D]`; of one that is never looked up, as given."""
+        held = next((rows for rows in self.server.state() if rows.table.name == table), None)
+        if held is not None:
+            return held.tensors["weight"][start:stop]
+        assert isinstance(self._given, Wrapped)
+        return self._given.initial[table][start:stop]
 
 
 def _restore_rows(server: EmbeddingServer, saved: LoadedCheckpoint) -> None:

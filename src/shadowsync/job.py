@@ -37,6 +37,7 @@ from shadowsync.memory.shared import can_share
 from shadowsync.metrics.history import About, Frame
 from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_scores
 from shadowsync.metrics.units import UnitActivity, Units
+from shadowsync.models.wrapping import check_called
 from shadowsync.places import advice, as_stored, local_path, unfollowed, without
 from shadowsync.recovery.scheduler import Due
 from shadowsync.recovery.signals import StopRequest, stop_on_signals
@@ -87,8 +88,8 @@ class Job:
 
     Args:
         config: a `Config`, nested dicts of the same keys, or None for the demo.
-        model: a module of the user's own, `forward(dense [B, N], {feature: [B, D]}) → logits [B]`, instead of
-            `config.model`.
+        model: a module of the user's own, `forward(dense [B, N], {feature: [B, D]}) → logits [B]`, or any
+            module in `shadowsync.wrap`, instead of `config.model`.
         tables: embedding tables instead of `config.embedding.tables`.
         out: folder for results; None makes a new one in `runs/`.
         resume: folder of a run whose newest checkpoint to go on from.
@@ -109,6 +110,7 @@ class Job:
         failures: Callable[[int, int], None] = no_failures,
     ) -> None:
         asked = config if isinstance(config, Config) else parse(dict(config or {}))
+        check_called(model)
         self.own = Own(model, tables, failures)
         runtime, self.why_there = where_roles_run(asked, self.own)
         self.config = with_runtime(asked, runtime)

@@ -22,6 +22,7 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard, Table, widths
 from shadowsync.metrics.history import About, Event, RoleEvent
 from shadowsync.metrics.recorder import Recorder
+from shadowsync.models.wrapping import features_of
 from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.dense import DenseServer
 from shadowsync.training.gate import Gate
@@ -39,7 +40,8 @@ class Own:
     """What a user brings instead of configuration.
 
     Attributes:
-        model: `forward(dense [B, N], {feature: [B, D]}) → logits [B]`, or None for the configured one.
+        model: `forward(dense [B, N], {feature: [B, D]}) → logits [B]`, or a wrapped module; None for the
+            configured one.
         tables: the tables, or None.
         failures: called with a trainer's rank and iteration before each step; raises `TrainerLost` to script a death.
     """
@@ -71,6 +73,11 @@ class JobContext:
     total_samples: int
     model: nn.Module | None = field(repr=False)
     failures: Callable[[int, int], None] = field(repr=False)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What embedding servers are asked for, in the order of the ids."""
+        return features_of(self.model, self.schema)
 
     @property
     def without_model(self) -> "JobContext":

@@ -143,14 +143,13 @@ class Images:
 
     def predicting_client(self) -> EmbeddingClient:
         job, shards = self._manager.spec.job, self._manager.spec.shards
-        features = [feature.name for feature in job.schema.features]
         if self._manager.spec.direct:
-            return EmbeddingClient(job.tables, features, self._manager.near_rows())
+            return EmbeddingClient(job.tables, job.features, self._manager.near_rows())
         proxies = [
             ServerProxy(member.connection, shards[member.index], member.index, UNCOUNTED, UNCOUNTED, stream=None)
             for member in self._manager.row_servers()
         ]
-        return EmbeddingClient(job.tables, features, proxies)
+        return EmbeddingClient(job.tables, job.features, proxies)
 
     # --- dense part --------------------------------------------------------------------------------------------------
 

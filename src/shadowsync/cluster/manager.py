@@ -79,7 +79,7 @@ class ClusterSpec:
             ConfigError: they do not fit the servers.
         """
         config, choices = job.config, job.choices
-        shards = place_tables(config, choices, job.schema, job.tables, source)
+        shards = place_tables(config, choices, job.schema, job.tables, source, job.model)
         servers = config.cluster.dense_servers
         spans = split_evenly(len(template.flat), servers) if choices.method.centralised else []
         # in one process nothing is gained by several steppers

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from shadowsync.assembly import initial_rows
 from shadowsync.cluster.context import Addresses, TrainerSpec
 from shadowsync.cluster.servers import build_dense, build_embedding, build_reader, build_stepper
 from shadowsync.cluster.supervisor import Member, NobodyLeft
@@ -82,7 +83,8 @@ class EmbeddingRole(Role):
     def part(self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool) -> Builder:
         job, shards = manager.spec.job.without_model, manager.spec.shards[member.index]
         memory = manager.memory_of(member)
-        return partial(build_embedding, job, shards, manager.generation, filled, memory, inherits)
+        initial = initial_rows(manager.spec.job.model, shards, manager.spec.direct) if filled else {}
+        return partial(build_embedding, job, shards, manager.generation, filled, memory, inherits, initial)
 
     def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
         """Its rows are as they were, if their memory outlived the one before; else those of the newest checkpoint,

@@ -1,9 +1,10 @@
 """What the servers and readers of a job serve, each built on its machine from what travels there."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from shadowsync.aggregation.stepping import DenseShare, DenseStepper
 from shadowsync.assembly import make_module, row_optimizer
@@ -38,6 +39,7 @@ def build_embedding(
     filled: bool,
     memory: str | None,
     inherits: bool,
+    initial: Mapping[str, Tensor],
     _: ProcessContext,
 ) -> Served:
     """An embedding server.
@@ -47,6 +49,7 @@ def build_embedding(
             stand in its memory.
         memory: path of the memory that its rows are in, where trainers reach them without it.
         inherits: the rows there are those of a server that is gone.
+        initial: as `EmbeddingServer` has it.
     """
     choices, seed = job.choices, job.config.train.seed
     server = EmbeddingServer(
@@ -56,6 +59,7 @@ def build_embedding(
         seed if filled else None,
         row_tracking(choices.recovery, seed),
         None if memory is None else SharedMemory.open(memory),
+        initial,
     )
     if inherits:
         server.inherit()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState
-from shadowsync.assembly import computing_here, make_module, make_tables
+from shadowsync.assembly import computing_here, make_module, make_tables, planned
 from shadowsync.checkpoint.job_state import DenseImage, job_state, restored_dense
 from shadowsync.checkpoint.loading import LoadedCheckpoint, Written
 from shadowsync.choices import Choices, warmup_samples
@@ -105,7 +106,8 @@ class Session:
     ) -> None:
         self.config, self.choices = config, choices
         self.train_source, self.test_source, self.schema = train, test, train.schema
-        self.tables = make_tables(config, self.schema, own.tables, choices.model)
+        own = replace(own, model=planned(own.model, choices, self.schema))
+        self.tables = make_tables(config, self.schema, own.tables, choices.model, own.model)
         job = self.job = self._make_job(own)
         module = make_module(self.config, self.choices, self.schema, self.tables, job.model)
         self.template = job.replica(module)

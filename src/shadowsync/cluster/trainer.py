@@ -209,10 +209,9 @@ class TrainerPart(Imaged):
             reach = [self._line(server, index) for index, server in enumerate(others.embedding)]
         else:
             reach = [self._server(*given) for given in enumerate(others.embedding)]
-        names = [feature.name for feature in job.schema.features]
         unique = unique_rows(job.config, job.choices)
         streams = range(job.config.train.workers)
-        return [EmbeddingClient(job.tables, names, [way(stream) for way in reach], unique) for stream in streams]
+        return [EmbeddingClient(job.tables, job.features, [way(stream) for way in reach], unique) for stream in streams]
 
     def _server(
         self, position: int, place: tuple[ServerAddress, tuple[Shard, ...]]

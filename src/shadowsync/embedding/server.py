@@ -144,6 +144,7 @@ class EmbeddingServer:
         tracking: which rows are to be saved next; None saves every shard as a whole.
         memory: where the rows are, if other processes of this machine have them, too: each of them has a server of its
             own over the same rows, which outlive them.
+        initial: rows, by the key of their shard, that it begins with in place of those of the seed, `[rows, D]`.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class EmbeddingServer:
         seed: int | None,
         tracking: RowTracking | None = None,
         memory: SharedMemory | None = None,
+        initial: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.shards, self.optimizer = tuple(shards), optimizer
         self.slots, self.numbers = slots_of(self.shards), RowNumbers(self.shards)
@@ -163,6 +165,9 @@ class EmbeddingServer:
         self._bounds, self._seed = bounds_of(self.slots), seed
         tensors = self._storage.state()
         self._rows = tuple(Rows(shard.table, shard.start, tensors[shard.key]) for shard in self.shards)
+        self._initial = dict(initial or {})
+        if seed is not None:
+            self._put_initial()
         self._parts: dict[str, list[int]] = {}  # positions of a table's shards by their rows
         for index in sorted(range(len(self.shards)), key=lambda index: self.shards[index].start):
             self._parts.setdefault(self.shards[index].table.name, []).append(index)
@@ -317,11 +322,17 @@ class EmbeddingServer:
                     fill(
                         [(s, own.tensors["weight"]) for s, own in zip(self.shards, self._rows, strict=True)], self._seed
                     )
+                    self._put_initial()
                 self.watches.reset()
                 return
             for rows in saved:
                 for shard in self._fitting(rows):
                     self._put(shard, rows)
+
+    def _put_initial(self) -> None:
+        for shard, own in zip(self.shards, self._rows, strict=True):
+            if shard.key in self._initial:
+                own.tensors["weight"].copy_(self._initial[shard.key])
 
     def _fitting(self, saved: Rows | RowSet) -> list[int]:
         """Positions of the shards that share a row with `saved`; parts of a table have one form, so one is compared."""

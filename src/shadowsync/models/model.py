@@ -3,11 +3,12 @@
 `B` samples, `N` dense columns, `D_f` width of feature f's vector, `I` inputs and `O` outputs of a layer.
 """
 
+import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -116,3 +117,25 @@ def mlp(inputs: int, hidden: Sequence[int]) -> nn.Sequential:
 def tower(inputs: int, hidden: Sequence[int]) -> nn.Sequential:
     """`mlp` with one more layer to a single number, `[B, I] → [B, 1]`."""
     return mlp(inputs, hidden).append(linear(hidden[-1] if hidden else inputs, 1))
+
+
+def check_module(module: nn.Module) -> None:
+    """Raises `ConfigError` for what is no module."""
+    if not isinstance(module, nn.Module):
+        shown = module.__name__ if isinstance(module, type) else repr(module)
+        raise ConfigError(f"the model must be an instance of torch.nn.Module, not {shown}")
+
+
+def copy_module(module: nn.Module, instead: Mapping[int, Any] | None = None) -> nn.Module:
+    """A copy of a user's module, with parameters of its own; `instead` of some, by their `id`, it has others.
+
+    Raises:
+        ConfigError: it is no module, or cannot be copied.
+    """
+    check_module(module)
+    try:
+        return copy.deepcopy(module, dict(instead or {}))
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"the model {type(module).__name__} cannot be copied for each worker: {str(error).splitlines()[0]}"
+        ) from error

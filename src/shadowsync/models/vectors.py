@@ -9,14 +9,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from shadowsync.data.batch import Jagged
 from shadowsync.errors import ConfigError
 
 NO_SEQUENCES: Mapping[str, Any] = MappingProxyType({})
+
+
+class Call(NamedTuple):
+    """A look-up as a module asks for it.
+
+    Attributes:
+        ids: int64 of any shape, a row for each; `[L]` where they are pooled.
+        offsets: where each bag of ids begins, and the last one ends, int64 `[bags + 1]`; None if nothing is pooled.
+        weights: one per id, float32 `[L]`, or None for ones.
+    """
+
+    ids: Tensor
+    offsets: Tensor | None = None
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """What a module that looks ids up itself is called with: the ids of a batch, and what it looked up of them."""
+
+    ids: Jagged
+    calls: tuple[Call, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,14 +143,20 @@ class Pooled(Mapping[str, Any]):
         flat: `[B, Σ D_f]`, the pooled features in the order of the keys.
         dims: the pooled features with their widths, in that order.
         sequences: the other features, whose keys come last.
+        looked_up: for a module that looks ids up itself, which of them these vectors are; None for any other.
     """
 
     def __init__(
-        self, flat: Tensor, dims: Mapping[str, int], sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES
+        self,
+        flat: Tensor,
+        dims: Mapping[str, int],
+        sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES,
+        looked_up: LookedUp | None = None,
     ) -> None:
         self.flat = flat
         self.dims = dims
         self.sequences = sequences
+        self.looked_up = looked_up
         self._views: dict[str, Tensor] = {}
 
     def __getitem__(self, feature: str) -> Tensor | JaggedVectors:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shadowsync.data.batch import Batch, Jagged
 from shadowsync.errors import ConfigError
-from shadowsync.models.vectors import NO_SEQUENCES, JaggedVectors, Pooled, VectorGradients
+from shadowsync.models.model import copy_module
+from shadowsync.models.vectors import NO_SEQUENCES, JaggedVectors, LookedUp, Pooled, VectorGradients
+from shadowsync.models.wrapping import Wrapped
 from shadowsync.training.kernels import IN_FP32, PRECISIONS, Computing, accelerate, parse_kernels
 from shadowsync.training.optimizers import DenseOptimizer
 
@@ -90,15 +93,25 @@ class Replica:
         """A worker's own module over the shared parameters, with `clip_norm` as in `Stepper`; one per worker thread."""
         return WorkerModule(self, computing, clip_norm)
 
-    def predict(self, dense: Tensor, pooled: Tensor, sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES) -> Tensor:
+    def ask(self, batch: Batch) -> tuple[Jagged, LookedUp | None]:
+        """The ids that `predict` needs the vectors of, and what it is to be told of them."""
+        return _ask(self.module, batch, training=False)
+
+    def predict(
+        self,
+        dense: Tensor,
+        pooled: Tensor,
+        sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES,
+        looked_up: LookedUp | None = None,
+    ) -> Tensor:
         """Logits `[B]` in float32 with the parameters as they are, of `dense`, float32 `[B, N]`, the pooled features in
-        the order of `dims`, float32 `[B, Σ D_f]`, and the other features.
+        the order of `dims`, float32 `[B, Σ D_f]`, and the other features; `looked_up` as `ask` gave it.
         """
         self.module.eval()
         with torch.inference_mode():
             device = self.flat.device
             placed = {name: found.to(device) for name, found in sequences.items()}
-            logits: Tensor = self.module(dense.to(device), Pooled(pooled.to(device), self.dims, placed))
+            logits: Tensor = self.module(dense.to(device), Pooled(pooled.to(device), self.dims, placed, looked_up))
         return logits.float().cpu()
 
     def parts(self, name: str) -> list[Tensor]:
@@ -171,13 +184,25 @@ class WorkerModule:
         self._unused: list[bool] = []
         self._stepper = Stepper(replica, clip_norm)
 
+    def ask(self, batch: Batch) -> tuple[Jagged, LookedUp | None]:
+        """The ids that `loss_and_gradients` needs the vectors of, and what it is to be told of them.
+
+        Called in one thread at a time, which may be another than that of the steps.
+        """
+        return _ask(self.module, batch, training=True)
+
     def loss_and_gradients(
-        self, dense: Tensor, pooled: Tensor, labels: Tensor, sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES
+        self,
+        dense: Tensor,
+        pooled: Tensor,
+        labels: Tensor,
+        sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES,
+        looked_up: LookedUp | None = None,
     ) -> tuple[Tensor, Tensor, VectorGradients]:
         """The forward and the backward pass; `gradients` are there afterwards, and nothing has been stepped.
 
         `dense` and `pooled` as in `Replica.predict`; `labels` float32 `[B]`, 0 or 1; `sequences` are the features that
-        are not pooled.
+        are not pooled, and `looked_up` is as `ask` gave it.
 
         Returns:
             The mean log loss, 0-d; the logits, float32 `[B]`; the loss's gradient by `pooled` and by the values of
@@ -189,7 +214,7 @@ class WorkerModule:
         device = self._replica.flat.device
         leaf = pooled.detach().to(device).requires_grad_()
         leaves = {name: found.to(device).leaf() for name, found in sequences.items()}
-        logits = self._forward(dense.to(device), Pooled(leaf, self._replica.dims, leaves))
+        logits = self._forward(dense.to(device), Pooled(leaf, self._replica.dims, leaves, looked_up))
         target = labels.to(device)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, target)
         vectors = [leaf, *(found.values for found in leaves.values())]
@@ -246,11 +271,15 @@ class WorkerModule:
         return flat
 
     def _forward(self, dense: Tensor, embeddings: Pooled) -> Tensor:
-        if self._autocast is None:
-            logits = self.module(dense, embeddings)
-        else:
-            with torch.autocast(dense.device.type, self._autocast):
+        try:
+            if self._autocast is None:
                 logits = self.module(dense, embeddings)
+            else:
+                with torch.autocast(dense.device.type, self._autocast):
+                    logits = self.module(dense, embeddings)
+        except _OF_VECTORS as error:
+            _explain(self.module, error)
+            raise
         if not isinstance(logits, Tensor) or not (logits.requires_grad and logits.is_floating_point()):
             what = "a tensor without a gradient" if isinstance(logits, Tensor) else type(logits).__name__
             raise ConfigError(
@@ -264,6 +293,28 @@ class WorkerModule:
             )
         floats: Tensor = logits.float()
         return floats
+
+
+_OF_VECTORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a module raises that is given something else than it expects."""
+
+
+def _ask(module: nn.Module, batch: Batch, training: bool) -> tuple[Jagged, LookedUp | None]:
+    return module.ask(batch, training) if isinstance(module, Wrapped) else (batch.ids, None)
+
+
+def _explain(module: nn.Module, error: Exception) -> None:
+    """Raises `ConfigError` if what failed holds embeddings of its own and was given vectors: what to do about it."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    inside = next((name for name, child in module.named_modules() if isinstance(child, kinds)), None)
+    if isinstance(module, Wrapped) or inside is None:
+        return
+    reason = next(iter(str(error).splitlines()), "")
+    raise ConfigError(
+        f"the model {type(module).__name__} is called with dense columns and the vectors of each feature, and failed "
+        f"({type(error).__name__}: {reason}): it holds {inside or 'an embedding'}; if it looks ids up itself, or takes "
+        "a KeyedJaggedTensor, give it as shadowsync.wrap(model)"
+    ) from error
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -315,20 +366,3 @@ def _layout(module: nn.Module) -> tuple[ParameterSlot, ...]:
 
 def _aligned(elements: int) -> int:
     return -(-elements // _ALIGNMENT) * _ALIGNMENT
-
-
-def copy_module(module: nn.Module) -> nn.Module:
-    """A copy of a user's module, with parameters of its own.
-
-    Raises:
-        ConfigError: it is no module, or cannot be copied.
-    """
-    if not isinstance(module, nn.Module):
-        shown = module.__name__ if isinstance(module, type) else repr(module)
-        raise ConfigError(f"the model must be an instance of torch.nn.Module, not {shown}")
-    try:
-        return copy.deepcopy(module)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"the model {type(module).__name__} cannot be copied for each worker: {str(error).splitlines()[0]}"
-        ) from error

@@ -19,13 +19,13 @@ from torch import Tensor
 from shadowsync.data.reader import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.errors import NonFiniteLoss, ShadowSyncError
-from shadowsync.models.vectors import JaggedVectors, VectorGradients
+from shadowsync.models.vectors import JaggedVectors, LookedUp, VectorGradients
 from shadowsync.rpc.pending import Pending
 from shadowsync.training.gate import Gate
 from shadowsync.training.optimizers import Rates
 from shadowsync.training.replica import Replica, WorkerModule
 
-_Ready = tuple[LeasedBatch, Pulled]
+_Ready = tuple[LeasedBatch, Pulled, LookedUp | None]
 MOST_UNDER_WAY = 4
 
 
@@ -224,13 +224,13 @@ class Worker:
         """Trains until the feed ends or the job stops."""
         self._began = time.monotonic()
         with contextlib.closing(self._pulled()) as batches:
-            for leased, pulled in batches:
-                if not self._train(leased, pulled):
+            for leased, pulled, looked_up in batches:
+                if not self._train(leased, pulled, looked_up):
                     self.update.settle()
                     break
         self.update.settle()
 
-    def _train(self, leased: LeasedBatch, pulled: Pulled) -> bool:
+    def _train(self, leased: LeasedBatch, pulled: Pulled, looked_up: LookedUp | None) -> bool:
         """One step; whether there is to be another."""
         context, batch = self._context, leased.batch
         context.before_step(context.rank, self.iterations + 1)
@@ -238,7 +238,9 @@ class Worker:
         self.update.ready(leased)
         factor, started = self._factor(len(batch)), time.monotonic()
         forward_and_backward = self._module.loss_and_gradients if context.compute else _nothing_computed
-        loss, logits, gradient = forward_and_backward(batch.dense, pulled.pooled, batch.labels, pulled.sequences)
+        loss, logits, gradient = forward_and_backward(
+            batch.dense, pulled.pooled, batch.labels, pulled.sequences, looked_up
+        )
         if not torch.isfinite(loss):
             raise self._not_finite(loss.item(), leased)
         if context.emulate_step_s is not None:  # waits as a slower machine would compute; a pause need not wait for it
@@ -323,8 +325,9 @@ class Worker:
         if leased is None:
             return None
         admitted = self.update.begin(leased)
-        prepared = self._embeddings.prepare(leased.batch.ids)
-        return (leased, self._embeddings.fetch(prepared)) if admitted() else None
+        ids, looked_up = self._module.ask(leased.batch)
+        prepared = self._embeddings.prepare(ids)
+        return (leased, self._embeddings.fetch(prepared), looked_up) if admitted() else None
 
     def _wait_for_more(self) -> _Ready | None:
         self.update.idle()
@@ -345,7 +348,7 @@ class Worker:
 
 
 def _nothing_computed(
-    _: Tensor, pooled: Tensor, labels: Tensor, sequences: Mapping[str, JaggedVectors]
+    _: Tensor, pooled: Tensor, labels: Tensor, sequences: Mapping[str, JaggedVectors], __: LookedUp | None
 ) -> tuple[Tensor, Tensor, VectorGradients]:
     """What a step gives that computes nothing: no loss, even odds, and gradients of zeros."""
     return torch.zeros(()), torch.zeros_like(labels), VectorGradients.zeros(pooled, sequences)

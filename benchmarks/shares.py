@@ -13,7 +13,13 @@ def read_all(config: Config, source: OpenSource) -> Iterator[Batch]:
     """The batches that shadowsync's reader hands to a single trainer, in their order."""
     data = config.data
     options = ReaderOptions(
-        config.train.batch_size, data.slice_rows, data.epochs, data.shuffle, config.train.seed, data.readers
+        config.train.batch_size,
+        data.slice_rows,
+        data.epochs,
+        data.shuffle is not False,
+        config.train.seed,
+        data.readers,
+        window=data.window,
     )
     reader = Reader(source, options)
     feed = reader.feed(0)

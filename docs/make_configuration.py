@@ -24,7 +24,7 @@ def _written(group: Group) -> Iterator[str]:
     if group.title == "embedding.tables":
         yield "Keys of an entry of `embedding.tables`:\n"
     else:
-        yield f"{'###' if '=' in group.title else '##'} {group.title}\n\n{group.says}\n"
+        yield f"{'###' if '.' in group.title else '##'} {group.title}\n\n{group.says}\n"
     lines = [f"| `{o.name}` | {o.kind} | {_code(o.default)} | {o.meaning} |" for o in group.options]
     if lines:
         yield "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *lines, ""])

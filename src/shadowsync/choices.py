@@ -8,7 +8,7 @@ from typing import Any
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.compression.codec import Codec, in_vain
-from shadowsync.config import ClusterConfig, CodecConfig, Config, SyncConfig, merge, parse
+from shadowsync.config import ClusterConfig, CodecConfig, Config, SyncConfig, TrainConfig, merge, parse
 from shadowsync.data.source import Source
 from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.storage import Storage, storage_class
@@ -86,6 +86,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     _check_used(config)
     _check_cluster(config)
     _check_emulation(config)
+    _check_validation(config)
     if own_model and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
         raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
     recovery = recovery_settings(config.recovery, config.cluster.runtime)
@@ -380,6 +381,20 @@ def _check_emulation(config: Config) -> None:
             raise ConfigError("train.stragglers needs train.emulate_step_ms: how long a step takes of who is not slow")
     if not train.emulate_compute and train.emulate_step_ms is None:
         raise ConfigError("train.emulate_compute=false needs train.emulate_step_ms: how long the machine would compute")
+
+
+def _check_validation(config: Config) -> None:
+    """Raises `ConfigError` for what follows from validations that there are none of."""
+    train = config.train
+    keys = ("validate_every", "best_by", "min_delta", "patience", "plateau_patience", "plateau_factor")
+    given = [key for key in keys if getattr(train, key) != TrainConfig.model_fields[key].default]
+    if config.data.valid is None and given:
+        raise ConfigError(
+            f"train.{given[0]} has no effect without rows to validate on: give data.valid, for instance "
+            "data.valid.fraction=0.1, or leave it out"
+        )
+    if train.plateau_patience is None and "plateau_factor" in given:
+        raise ConfigError("train.plateau_factor has no effect without train.plateau_patience: give both")
 
 
 def _one_dense_server(config: Config) -> str | None:

@@ -69,6 +69,10 @@ Checkpoints = Annotated[
     ),
 ]
 
+Newest = Annotated[
+    bool, typer.Option("--newest", help="Take the newest checkpoint, also where an earlier one was better.")
+]
+
 
 @app.command()
 def train(
@@ -100,14 +104,14 @@ def train(
 
 
 @app.command()
-def evaluate(folder: RunFolder, data: DataPath = None, checkpoints: Checkpoints = None) -> None:
+def evaluate(folder: RunFolder, data: DataPath = None, checkpoints: Checkpoints = None, newest: Newest = False) -> None:
     """Measure a trained model on its test rows, or on other rows."""
     from rich.console import Console
 
     from shadowsync.inference import Trained
     from shadowsync.report.reporter import quality_table
 
-    trained = _said(Trained(folder, checkpoints=checkpoints))
+    trained = _said(Trained(folder, checkpoints=checkpoints, newest=newest))
     Console().print(quality_table(trained.evaluate(data)))
     for sentence in trained.remarks:
         typer.echo(sentence)
@@ -123,11 +127,12 @@ def predict(
         typer.Option(metavar="COLUMN", help="A column of the rows to write beside; may be given several times."),
     ] = None,
     checkpoints: Checkpoints = None,
+    newest: Newest = False,
 ) -> None:
     """Write the predicted probability of each row, in the order of the rows."""
     from shadowsync.inference import Trained
 
-    trained = _said(Trained(folder, checkpoints=checkpoints))
+    trained = _said(Trained(folder, checkpoints=checkpoints, newest=newest))
     rows = trained.predict(data, out, keep or ())
     for sentence in trained.remarks:
         typer.echo(sentence, err=True)
@@ -143,9 +148,12 @@ def export(
         typer.Option(metavar="CHECKPOINT", help="Only the embedding rows that changed since this checkpoint."),
     ] = None,
     checkpoints: Checkpoints = None,
+    newest: Newest = False,
 ) -> None:
     """Write the model with its tables as one file that torch alone loads, or what has changed of its rows."""
     if since is not None:
+        if newest:
+            raise ConfigError("--newest has no effect with --since, which takes the newest: leave it out")
         from shadowsync.runs import export_changes
 
         found = export_changes(folder, since, str(out), checkpoints)
@@ -154,7 +162,7 @@ def export(
         return
     from shadowsync.inference import Trained
 
-    _said(Trained(folder, checkpoints=checkpoints)).export(out)
+    _said(Trained(folder, checkpoints=checkpoints, newest=newest)).export(out)
     typer.echo(f"the model is in {out}: torch.export.load({str(out)!r}).module()")
 
 

@@ -6,6 +6,7 @@ Comments say what raising a value does.
 """
 
 import contextlib
+import datetime
 import re
 import textwrap
 import types
@@ -31,6 +32,9 @@ EMULATED_S = 1e9
 """Of a job that stands for a longer one."""
 
 
+_WITHIN = re.compile(r"within=[1-9][0-9]{0,17}")
+
+
 class Section(BaseModel):
     """A section in which every key is listed."""
 
@@ -48,6 +52,61 @@ class Choice(BaseModel):
         return dict(self.model_extra or {})
 
 
+class SplitConfig(Section):
+    """Rows that are kept from training, one way to say which: those of other files, or some of the training rows."""
+
+    path: str | tuple[str, ...] | None = Field(
+        None, description="for sources of files: the files that hold them, as data.path"
+    )
+    fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="a share of the rows, drawn by a hash of the place of each; with column by a hash of its value, so "
+        "that all rows with one value are on the same side",
+    )
+    last: float | None = Field(
+        None, gt=0, description="the last rows in the order of the data: below 1 a share of them, else how many"
+    )
+    column: str | None = Field(
+        None, min_length=1, description="whose values decide, with fraction or from; of tables with names of columns"
+    )
+    start: int | float | str | None = Field(
+        None, alias="from", description="rows whose column has this value or one above: a number, a date, a time, text"
+    )
+    seed: int = Field(0, ge=0, lt=1 << 63, description="of what is drawn by fraction; another one draws others")
+
+    @pydantic.field_validator("start", mode="before")
+    @classmethod
+    def _as_text(cls, given: Any) -> Any:
+        return given.isoformat() if isinstance(given, datetime.date) else given
+
+    @pydantic.model_validator(mode="after")
+    def _one_way(self) -> "SplitConfig":
+        ways = {"path": self.path, "fraction": self.fraction, "last": self.last, "from": self.start}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) != 1:
+            not_these = " and ".join(given) or "none of them"
+            raise ValueError(f"give one of path, fraction, last and from (with column), not {not_these}")
+        if self.start is not None and self.column is None:
+            raise ValueError("from needs column, the name of the column whose values from there on are taken")
+        if self.column is not None and given[0] in ("path", "last"):
+            raise ValueError(f"column has no effect beside {given[0]}: give fraction or from, or leave it out")
+        if "seed" in self.model_fields_set and self.fraction is None:
+            raise ValueError("seed has no effect without fraction: leave it out")
+        if self.last is not None and self.last >= 1 and not self.last.is_integer():
+            raise ValueError(f"last={self.last:g} is neither a share below 1 nor a whole number of rows")
+        return self
+
+    def __str__(self) -> str:
+        shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in self.told().items()}
+        return f"{{{', '.join(f'{key}: {value}' for key, value in shown.items())}}}"
+
+    def told(self) -> dict[str, Any]:
+        """What was given, by its keys."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
 class DataConfig(Choice):
     """Where samples come from and how they are read; the source's own options go beside these keys."""
 
@@ -56,15 +115,43 @@ class DataConfig(Choice):
     on_bad_row: Literal["error", "skip"] = Field(
         "error", description="a bad row ends the run, or is counted and left out"
     )
-    shuffle: bool = Field(True, description="permute slices, and rows inside a slice, anew in every epoch")
+    shuffle: bool | str = Field(
+        True,
+        description="permute slices, and rows inside a slice, anew in every epoch; within=ROWS does so within "
+        "stretches of at most so many rows, which come in their order",
+    )
     slice_rows: int = Field(8192, ge=1, description="rows leased at once; more costs memory and evens out less well")
     readers: int = Field(1, ge=1, le=64, description="threads that parse; more feeds faster trainers")
     prefetch: int = Field(2, ge=1, le=1024, description="slices read ahead per trainer; more costs memory")
+    valid: SplitConfig | None = Field(
+        None, description="rows on which training is validated, kept from it; its keys are below"
+    )
+    test: SplitConfig | None = Field(
+        None,
+        description="test rows that are part of the training rows, and kept from them; keys as those of valid",
+    )
     accept: str | None = Field(
         None,
         description="with --resume: go on with this data, although it is not what the checkpoint was trained on; the "
         "word for it stands in the message that refuses the data",
     )
+
+    @pydantic.field_validator("shuffle", mode="before")
+    @classmethod
+    def _order(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.keys() == {"within"}:
+            given = f"within={given['within']}"
+        if isinstance(given, str) and _WITHIN.fullmatch(given):
+            return given
+        try:
+            return pydantic.TypeAdapter(bool).validate_python(given)
+        except pydantic.ValidationError:
+            raise ValueError("it must be true, false or within=ROWS, for instance within=65536") from None
+
+    @property
+    def window(self) -> int | None:
+        """Rows that a shuffled one stays within; None for all of an epoch."""
+        return int(self.shuffle.removeprefix("within=")) if isinstance(self.shuffle, str) else None
 
 
 class ModelConfig(Choice):
@@ -200,6 +287,39 @@ class TrainConfig(Section):
     checkpoint_dir: str | None = Field(
         None, description="where checkpoints go, any fsspec path; None for OUT/checkpoints"
     )
+    validate_every: Annotated[int, Field(ge=1)] | Literal["epoch"] | None = Field(
+        None,
+        description="training rows between validations on the rows of data.valid, or epoch; more costs less time. null "
+        "is epoch where there is data.valid",
+    )
+    best_by: Literal["auc", "ne", "logloss"] = Field(
+        "auc",
+        description="measure of the validation that says which checkpoint is the best: that is kept beside train.keep, "
+        "tested and exported",
+    )
+    min_delta: float = Field(
+        0.0, ge=0, description="a validation is better by more than this; more ends training sooner"
+    )
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="training ends after so many validations in a row that were not better than the best; null never "
+        "ends it early",
+    )
+    plateau_patience: int | None = Field(
+        None,
+        ge=1,
+        description="both learning rates fall after so many validations in a row that were not better; null leaves "
+        "them as they are",
+    )
+    plateau_factor: float = Field(0.5, gt=0, lt=1, description="what the learning rates are multiplied with then")
+
+    @pydantic.field_validator("validate_every", mode="before")
+    @classmethod
+    def _rows_or_epoch(cls, given: Any) -> Any:
+        if isinstance(given, str) and given != "epoch" and not given.isdecimal():
+            raise ValueError("it must be a number of rows, or epoch")
+        return given
 
 
 class SyncConfig(Choice):
@@ -532,7 +652,7 @@ def _fields_at(parents: Sequence[str]) -> list[str]:
     for parent in parents:
         if parent in model.model_fields:
             model = _section_in(model.model_fields[parent].annotation) or model
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

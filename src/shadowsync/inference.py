@@ -23,6 +23,7 @@ from shadowsync.data.files import FileRows, large_columns
 from shadowsync.data.parquet import Columns, OpenParquet, Parquet
 from shadowsync.data.reader import batches
 from shadowsync.data.source import OpenSource, Schema, Source
+from shadowsync.data.splits import PARTS, open_parts, whole
 from shadowsync.data.writer import is_csv, write_parquet, writing_table
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
@@ -34,7 +35,7 @@ from shadowsync.metrics.units import UnitActivity
 from shadowsync.models.wrapping import Wrapped, features_of
 from shadowsync.places import advice, unfollowed, without
 from shadowsync.report.words import left_out
-from shadowsync.runs import load_checkpoint
+from shadowsync.runs import load_trained
 from shadowsync.training.replica import Replica
 
 BATCH_SIZE = 4096
@@ -79,12 +80,13 @@ def score(predict: Logits, source: OpenSource, activity: UnitActivity | None = N
 
 
 class Trained:
-    """A trained model, read from the newest checkpoint of a run.
+    """A trained model, read from the best checkpoint of a run that was validated, else from the newest.
 
     Args:
         folder: of the run.
         model: the module of the user's own that the run trained, wrapped or not, if it did.
         checkpoints: where they are; None: where the folder says, which is not followed to another machine.
+        newest: read the newest checkpoint, also where another one was better.
 
     Attributes:
         skipped: one sentence for each newer checkpoint that cannot be loaded, and one if some rows are older.
@@ -97,8 +99,14 @@ class Trained:
         CheckpointError: there is no checkpoint, or it is of another model.
     """
 
-    def __init__(self, folder: Path | str, model: nn.Module | None = None, checkpoints: str | None = None) -> None:
-        saved = load_checkpoint(Path(folder), place=checkpoints)
+    def __init__(
+        self,
+        folder: Path | str,
+        model: nn.Module | None = None,
+        checkpoints: str | None = None,
+        newest: bool = False,
+    ) -> None:
+        saved = load_trained(Path(folder), checkpoints, newest)
         self.skipped = saved.skipped
         self.remarks: tuple[str, ...] = ()
         state = job_state(saved)
@@ -132,7 +140,10 @@ class Trained:
             ConfigError: they would be looked for where the run's folder says, beyond this machine.
             DataError: there are none, or they do not fit the model.
         """
-        given = {"data.path"} if data is None else {"data.path", "data.test_path"}
+        split = self.config.data.test
+        given = {"data.valid"} if split is not None and split.path is None else {"data.valid", "data.path"}
+        if data is not None:
+            given |= {"data.path", "data.test_path", "data.test"}
         again = {key: place for key, place in self._unfollowed.items() if key not in given}
         if again:
             raise ConfigError(
@@ -141,14 +152,16 @@ class Trained:
             )
         if data == "":
             raise ConfigError("--data is empty: give the path of the rows, a glob or a URL")
-        source = self.choices.source if data is None else self._source_at(str(data), labelled)
         # Predictions have one row for each row given, so none may be left out of them.
         on_bad_row = self.config.data.on_bad_row if labelled else "error"
-        opened = source.open("test" if data is None else "train", on_bad_row)
+        if data is None:
+            opened = open_parts(self.choices.source, self.config.data, "test").get("test")
+        else:
+            opened = self._source_at(str(data), labelled).open("train", on_bad_row)
         if opened is None:
             raise DataError(f"data.name={self.config.data.name} has no test rows: give --data PATH")
-        if isinstance(opened, FileRows):
-            opened.for_trained = True
+        if isinstance(read := whole(opened), FileRows):
+            read.for_trained = True
         place = str(data or f"the test rows of data.name={self.config.data.name}")
         if (difference := column_difference(self.schema, opened.schema)) is not None:
             raise DataError(f"{place}: the model was trained on {difference}")
@@ -176,7 +189,7 @@ class Trained:
         if not opened.labelled:
             raise DataError(f"{data or 'the test rows'}: there are no labels to evaluate with (data.label is null)")
         with contextlib.closing(opened):
-            unscaled = large_columns(opened)
+            unscaled = large_columns(whole(opened))
             measured = evaluate_scores(*score(self._predict, opened))
             if not measured.samples:
                 raise DataError(f"{data or 'the test rows'}: none of the rows can be used")
@@ -203,7 +216,7 @@ class Trained:
         with contextlib.ExitStack() as stack:
             stack.callback(opened.close)
             _keep_data(opened, out)
-            self._remark(large_columns(opened))
+            self._remark(large_columns(whole(opened)))
             columns = _columns_to_keep(opened, keep, out)
             write = stack.enter_context(writing_table(out))
             for logits, _ in predictions(self._predict, opened):
@@ -296,19 +309,20 @@ def parquet_of(schema: Schema, path: str) -> Parquet:
 
 
 def export_data(name: str, overrides: Sequence[str], out: Path) -> str:
-    """`shadowsync data`: writes a source's training rows, and its test rows beside them; says how to read them."""
+    """`shadowsync data`: writes a source's training rows, and its other rows beside them; says how to read them."""
     config = load(None, [f"data.name={name}", *overrides])
-    source = choose_all(config, own_model=False).source
-    train, test = (source.open(split, config.data.on_bad_row) for split in ("train", "test"))
-    if train is None:
+    parts = open_parts(choose_all(config, own_model=False).source, config.data, *PARTS)
+    if "train" not in parts:
         raise DataError(f"data.name={name} has no training rows")
-    _keep_data(train, out)
-    if test is None:
-        return write_parquet(train, out)
-    beside = out.with_name(f"{out.stem}.test{out.suffix}")
-    _keep_data(test, out)
-    lines = write_parquet(train, out)
-    _keep_data(train, beside)
-    _keep_data(test, beside)
-    write_parquet(test, beside)
-    return f"{lines.rstrip()}\n  test_path: {beside}\n"
+    places = {part: out if part == "train" else out.with_name(f"{out.stem}.{part}{out.suffix}") for part in parts}
+    for place in places.values():
+        for source in parts.values():
+            _keep_data(whole(source), place)
+    lines = [write_parquet(parts["train"], out).rstrip()]
+    if "test" in parts:
+        write_parquet(parts["test"], places["test"])
+        lines.append(f"  test_path: {places['test']}")
+    if "valid" in parts:
+        write_parquet(parts["valid"], places["valid"])
+        lines.append(f"  valid: {{path: {places['valid']}}}")
+    return "\n".join(lines) + "\n"

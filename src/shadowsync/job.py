@@ -17,20 +17,30 @@ from torch import Tensor, nn
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import untold
 from shadowsync.assembly import codec_remarks, prefetch
-from shadowsync.checkpoint.job_state import column_difference, job_state, match_data
+from shadowsync.checkpoint.format import plain_name
+from shadowsync.checkpoint.job_state import column_difference, job_state, match_data, restore_final
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.saver import AsyncSaver
-from shadowsync.checkpoint.store import CheckpointStore
+from shadowsync.checkpoint.store import CheckpointStore, as_whole
 from shadowsync.choices import Choices, choose_all, global_batch, resumed, server_count
 from shadowsync.cluster.context import Own, no_failures
 from shadowsync.cluster.manager import cpus_needed, resources_needed
 from shadowsync.cluster.session import Session
-from shadowsync.config import Config, load, merge, parse, read_given, with_written
+from shadowsync.config import Config, SplitConfig, load, merge, parse, read_given, with_written
 from shadowsync.data.files import large_columns, largest_column
 from shadowsync.data.leases import Position
 from shadowsync.data.source import OpenSource
+from shadowsync.data.splits import PARTS, open_parts, whole
 from shadowsync.embedding.table import Shard, Table
-from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError, SaveError, ShadowSyncError
+from shadowsync.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteLoss,
+    RunError,
+    SaveError,
+    ShadowSyncError,
+)
 from shadowsync.inference import predictor, score
 from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.memory.shared import can_share
@@ -56,11 +66,14 @@ from shadowsync.runs import (
     make_folder,
     new_folder,
     only_writer,
+    open_store,
 )
 from shadowsync.runtime.control import Unsendable, packed
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Runtime
 from shadowsync.sections import make_result
+from shadowsync.training.replica import Replica
+from shadowsync.validation import Validation
 
 _ODD_NATS = 20.0  # of mean log loss: what happens was predicted with a probability of 2e-9
 _JUDGED_SAMPLES = 20_000  # a bad start of some thousand samples may be recovered from
@@ -219,7 +232,7 @@ def _runtime_of(config: Config) -> Runtime:
 def given(config: Config) -> dict[str, Any]:
     """The configuration as the user gave it, without secrets: what goes into a checkpoint, so that defaults stay
     defaults."""
-    return as_stored(config.model_dump(mode="json", exclude_unset=True), config.written)
+    return as_stored(config.model_dump(mode="json", by_alias=True, exclude_unset=True), config.written)
 
 
 class _Run:
@@ -239,8 +252,10 @@ class _Run:
         store = CheckpointStore(checkpoint_root(job.out, self.config.train.checkpoint_dir), self.config.train.keep)
         self.store = store
         self.saved = self._load(store)
-        train, test = open_sources(self.config, self.choices)
-        for source in (train, test):
+        if self.saved is not None:
+            _check_split(self.saved, self.config)
+        train, valid, test = open_sources(self.config, self.choices)
+        for source in (train, valid, test):
             if source is not None:
                 stack.callback(source.close)
         # of more or fewer rows the reader has its own to say
@@ -267,6 +282,7 @@ class _Run:
         self._switches: Sequence[Switch] = () if self.saved is None else job_state(self.saved).aggregation.switches
         own = self.saved is not None and job.resume == job.out
         self.keeping = RecoveryController(self.session, store, self.saver, given(self.config), self.saved, own)
+        self.validation = None if valid is None else Validation(self.session, self.keeping, valid, self._tell)
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
         if self.job.resume == self.job.out and store.newest() is not None:
@@ -323,7 +339,8 @@ class _Run:
             self.keeping.take_stock()
             self._notice(reporter, saving=False)  # who died meanwhile
             config, startup_s = resolved(self.config, self.choices, self.session.warmup_samples), started - self.began
-            result = make_result(config, self.session, self.keeping, startup_s, self.load_s, test, units)
+            validated = None if self.validation is None else self.validation.section()
+            result = make_result(config, self.session, self.keeping, startup_s, self.load_s, test, units, validated)
             reporter.finish(result)
         return result
 
@@ -336,11 +353,17 @@ class _Run:
         return Reporter(self.job.out, self.console, self.config.report, earlier, self.saved.samples, events)
 
     def _train(self, reporter: Reporter, request: StopRequest) -> None:
-        if self.session.reader.finished:
+        if self.job.resume is not None and self.job.resume != self.job.out:
+            self._bring_best(self.job.resume)
+        finished = self.session.reader.finished
+        if finished or self._why_over is not None:
+            self._validate_the_end(reporter)
             self.keeping.save_last()
             self._tell(
                 f"nothing is left to train: every row of the {self.config.data.epochs} epoch(s) was trained before; to "
                 f"train on, set data.epochs={self.config.data.epochs + 1}"
+                if finished
+                else f"training has ended early before: {self._why_over}; to train on, raise it, or set it to null"
             )
             return  # a finished run was resumed: synchronising without training would still move the replicas
         if self.config.train.checkpoint_dir is not None:  # the run's own folder is being written already
@@ -348,7 +371,7 @@ class _Run:
         look_s = _QUICK_S if self.keeping.lively else _LOOK_S
         next_frame = time.monotonic() + self.config.report.every_s
         self.keeping.begin()
-        for sentence in (self.keeping.why, large_columns(self.session.train_source)):
+        for sentence in (self.keeping.why, large_columns(whole(self.session.train_source))):
             if sentence:
                 self._tell(sentence)
         for remark in codec_remarks(self.config, self.choices):
@@ -356,7 +379,7 @@ class _Run:
         self._look()
         self.session.start()
         try:
-            while not self._ended():
+            while not self._ended(reporter):
                 left_s = min(next_frame - time.monotonic(), self.keeping.seconds_left(), look_s)
                 self.session.ended.wait(max(0.0, left_s))
                 self.session.ended.clear()
@@ -365,6 +388,8 @@ class _Run:
                 self._notice(reporter, self.saver.busy)
                 if request.requested:
                     self.session.stop()
+                elif self.validation is not None and self.validation.is_due:
+                    self._validate(reporter, lambda: request.requested)
                 if (now := time.monotonic()) >= next_frame:
                     next_frame = now + self.config.report.every_s
                     self._show(reporter)
@@ -425,12 +450,50 @@ class _Run:
         self._print(decision)
         self.session.events.add("driver", "decided", decision, about)
 
-    def _ended(self) -> bool:
+    def _ended(self, reporter: Reporter) -> bool:
         """Nobody trains any more and the last image is taken; a server that dies before that is a reason to go on."""
         if self.session.alive():
             return False
         self.session.finish()
-        return self.keeping.save_last() or self.session.given_up is not None
+        saved = self._validate_the_end(reporter) and self.keeping.save_last()
+        return saved or self.session.given_up is not None
+
+    @property
+    def _why_over(self) -> str | None:
+        return None if self.validation is None else self.validation.why_over
+
+    def _validate(self, reporter: Reporter, broken_off: Callable[[], bool] = lambda: False) -> bool:
+        """Validates while nobody trains, and has everybody go on or stop; as `Validation.validate`."""
+        if self.validation is None or not self.validation.validate(broken_off):
+            return self.validation is None
+        self._show(reporter)
+        if self._why_over is None or self.session.reader.finished:
+            self.session.go_on_training()
+        else:
+            self._tell(f"training ends early, after {self.session.reader.trained:,} samples: {self._why_over}")
+            self.session.stop()
+        return True
+
+    def _validate_the_end(self, reporter: Reporter) -> bool:
+        """The state after the last row is measured, too, unless it is; false if somebody died."""
+        done = self.validation is None or self.validation.is_done or not self.session.reader.finished
+        return done or self._validate(reporter)
+
+    def _bring_best(self, resumed: Path) -> None:
+        """What a resumed run goes on from comes along into a new folder with the best checkpoint so far."""
+        if self.saved is None or not (name := self.session.course.checkpoint):
+            return
+        earlier = open_store(resumed)
+        try:
+            best = earlier.open(name)
+        except CheckpointError as error:
+            self._tell(f"the best checkpoint so far does not come along: {error}")
+            return
+        brought = self.store.save(as_whole(best))
+        self.session.course = msgspec.structs.replace(self.session.course, checkpoint=plain_name(brought))
+        self.store.best = brought
+        if best.samples != self.saved.samples:
+            self.store.save(as_whole(self.saved))
 
     def _show(self, reporter: Reporter, *, ended: bool = False) -> None:
         session, keeping = self.session, self.keeping
@@ -472,7 +535,7 @@ class _Run:
         source = self.session.train_source
         if not source.schema.dense:
             return "lower embedding.lr, model.embedding_dim or train.lr"
-        largest = largest_column(source)
+        largest = largest_column(whole(source))
         columns = "the dense columns" if largest is None else f"the dense columns ({largest})"
         return f"{dense.format(columns)}, or lower train.lr and embedding.lr"
 
@@ -504,6 +567,8 @@ class _Run:
 
     def _raise_if_unfinished(self, request: StopRequest) -> None:
         reader = self.session.reader
+        if self._why_over is not None and self.session.given_up is None:
+            return
         if reader.finished:
             if not reader.trained:
                 raise DataError(f"none of the {self.session.train_source.rows} training rows can be used")
@@ -521,7 +586,8 @@ class _Run:
             return None, None
 
         def scores() -> tuple[Tensor, Tensor, Units | None]:
-            replica = self.session.evaluation_replica()
+            best = self._best()
+            replica = self.session.evaluation_replica() if best is None else self._replica_of(best)
             activity = UnitActivity(replica.module)
             return *score(predictor(replica, self.session.predicting_client()), test, activity), activity.units()
 
@@ -532,6 +598,25 @@ class _Run:
             )
         return (evaluate_scores(logits, labels) if len(logits) else None), units
 
+    def _best(self) -> str | None:
+        """The checkpoint of the best state; None if that is the one at the end, or there is none."""
+        course = self.session.course
+        if course.best is None or course.best_samples == self.session.reader.trained:
+            return None
+        if not course.checkpoint:
+            self._tell(
+                f"the best state, of {course.best_samples:,} samples, could not be saved: the last one is tested"
+            )
+        return course.checkpoint or None
+
+    def _replica_of(self, name: str) -> Replica:
+        """The dense part of a checkpoint, whose rows take the place of those that were trained last."""
+        with self.store.opened(name) as saved:
+            self.session.load_rows(saved)
+            replica = self.session.job.replica(self.session.template.module)
+            restore_final(saved, replica)
+        return replica
+
     def _unless_somebody_dies(self, attempt: Callable[[], T]) -> T:
         """What the attempt gives; if a role dies meanwhile, it was replaced before the next attempt."""
         while True:
@@ -541,26 +626,27 @@ class _Run:
                 self.session.settle()
 
 
-def open_sources(config: Config, choices: Choices) -> tuple[OpenSource, OpenSource | None]:
-    """The training rows and, where there are any, the test rows.
+def open_sources(config: Config, choices: Choices) -> tuple[OpenSource, OpenSource | None, OpenSource | None]:
+    """The training rows and, where there are any, the validation rows and the test rows.
 
     Raises:
-        DataError: there is nothing to train on, or the test rows have other columns.
+        DataError: there is nothing to train on, or the others have other columns.
     """
-    train = choices.source.open("train", config.data.on_bad_row)
+    parts = open_parts(choices.source, config.data, *PARTS)
+    train, valid, test = (parts.get(part) for part in PARTS)
     if train is None:
         raise DataError(f"data.name={config.data.name} has no training rows")
     if not train.labelled:
         raise ConfigError("data.label is null: there is nothing to learn from rows without labels")
-    test = choices.source.open("test", config.data.on_bad_row)
-    if test is not None and (difference := column_difference(test.schema, train.schema)) is not None:
-        raise DataError(f"the test rows have {difference} (the training rows): give both the same columns")
-    return train, test
+    for name, source in (("validation", valid), ("test", test)):
+        if source is not None and (difference := column_difference(source.schema, train.schema)) is not None:
+            raise DataError(f"the {name} rows have {difference} (the training rows): give both the same columns")
+    return train, valid, test
 
 
 def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str, Any]:
     """The whole configuration with every default, those of the chosen members too, and without secrets."""
-    plain = config.model_dump(mode="json")
+    plain = config.model_dump(mode="json", by_alias=True)
     plain["train"]["warmup_samples"] = warmup_samples
     plain["train"]["prefetch"] = prefetch(config, choices)
     plain["data"] |= _plain_options(choices.source)
@@ -602,6 +688,20 @@ def _check_same(saved: LoadedCheckpoint, config: Config) -> None:
             f"aggregation.global_batch: a global step of {saved.name} was made of {was} samples, and would be of {now} "
             f"with these trainers, workers and train.batch_size: set it to {same}{now} if you mean it"
         )
+
+
+def _check_split(saved: LoadedCheckpoint, config: Config) -> None:
+    """Raises `ConfigError` if other rows would be kept from training than before."""
+
+    def cut(split: SplitConfig | None) -> str:
+        return "null" if split is None or split.path is not None else str(split)
+
+    there = parse(saved.config).data
+    for part, before, given in (("test", there.test, config.data.test), ("valid", there.valid, config.data.valid)):
+        if (was := cut(before)) != (now := cut(given)):
+            raise ConfigError(
+                f"data.{part}={now}: {saved.name} was trained with {was}, which decides what is left to train"
+            )
 
 
 def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], out: Path | None) -> Config:

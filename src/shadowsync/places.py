@@ -15,7 +15,7 @@ HIDDEN = "***"
 
 _SECTIONS_OF_PLACES = {"data": None, "train": ("checkpoint_dir",), "cluster": ("address",)}
 """The keys that name places; of `data` any, as every source has its own."""
-_PATHS = ("path", "test_path", "cache")
+_PATHS = ("path", "test_path", "cache", "valid", "test")
 _WEB = ("http", "https")
 _WEB_QUERY, _QUERY = re.compile(r"[?#]"), re.compile(r"\?(?=[^?]*=)")
 """What comes behind the path of a URL; a `?` without a `=` behind it is a glob's, unless a web server is asked."""

@@ -14,7 +14,14 @@ import torch
 
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.checkpoint.format import plain_name
-from shadowsync.checkpoint.job_state import JobState, column_difference, job_state, layout, restored_dense
+from shadowsync.checkpoint.job_state import (
+    JobState,
+    column_difference,
+    course_of,
+    job_state,
+    layout,
+    restored_dense,
+)
 from shadowsync.checkpoint.loading import LoadedCheckpoint, written_rows
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.snapshot import GivenUp, Snapshot
@@ -72,6 +79,7 @@ def take_snapshot(
         pls=pls,
         aggregation=session.aggregation or AggregationState(),
         data=session.train_source.marks(),
+        course=session.course,
     )
     return Snapshot(
         config=dict(given),
@@ -94,6 +102,7 @@ def put_back(session: Session, saved: LoadedCheckpoint) -> None:
         raise CheckpointError(f"{saved.name} was trained on {difference}: give the same columns in the same order")
     session.load_rows(saved)
     session.load_dense(restored_dense(saved, session.choices.method, session.template, session.dense_copies))
+    session.take_up(course_of(saved))
     session.go_on(state.syncs, state.wire, state.aggregation)
     try:
         torch.set_rng_state(saved.random["torch"])
@@ -177,9 +186,12 @@ class RecoveryController:
         self._chain = Chain(() if resumed is None else [layer.byte_count for layer in resumed.layers])
         self._parent = resumed.name if resumed is not None and own else None
         self._of_one_moment = resumed is None or resumed.exact
+        self._taken_course = session.course
         self._taken_samples = -1
         self._exact_samples = samples if self._parent is not None else -1
         self.saves = self.rounds = self._repeated = 0
+        if own:
+            store.best = session.course.checkpoint or None
         self._start_clock()
         session.goes_back = self._goes_back
 
@@ -330,8 +342,20 @@ class RecoveryController:
         self.take_stock()
         return submitted and not lost
 
-    def _submit(self, due: Due, rows: Literal["copied", "at rest", "beside"]) -> bool:
-        """Has the state saved if there is news; false if somebody died.
+    def save_best(self, is_best: Callable[[], bool]) -> bool:
+        """Has everything saved as it is now if `is_best`, asked while everybody stands still, says so; false if
+        somebody died."""
+        self.saver.settle()
+        self.take_stock()
+        return self._submit(Due.NOTHING, "copied", is_best)
+
+    def _submit(
+        self,
+        due: Due,
+        rows: Literal["copied", "at rest", "beside"],
+        wanted: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Has the state saved if there is news, or if it is `wanted`; false if somebody died.
 
         What of the rows is `due` is copied all at one moment, now (`copied`); when they are written, as nobody trains
         any more (`at rest`); or when they are written, while training goes on (`beside`): then a row may be some steps
@@ -340,10 +364,11 @@ class RecoveryController:
         began = time.monotonic()
         try:
             with self._session.standing_still():
-                trained = self._session.reader.trained
-                if trained != self._exact_samples and (rows != "beside" or trained != self._taken_samples):
+                news = self._has_news(rows) if wanted is None else wanted()
+                if news:
                     copied = None if rows == "copied" else ()
                     frame = take_snapshot(self._session, self._given, self.account.pls, copied)
+                    self._taken_course = self._session.course
                     if rows == "beside":
                         self._taken_samples = frame.samples
                     else:
@@ -356,6 +381,11 @@ class RecoveryController:
             return False
         return True
 
+    def _has_news(self, rows: str) -> bool:
+        trained, taken = self._session.reader.trained, self._taken_course.validations
+        told = self._session.course.validations == taken
+        return not told or (trained != self._exact_samples and (rows != "beside" or trained != self._taken_samples))
+
     def _write(self, frame: Snapshot, rows: str, due: Due, stood_s: float) -> None:
         """In the saver's thread, where the time that it takes the processors is what it costs training."""
         began_s, snapshot = time.thread_time(), frame
@@ -365,6 +395,7 @@ class RecoveryController:
             elif rows == "at rest":
                 snapshot = replace(frame, tables=self._session.rows_beside())
             name = self._store.save(snapshot)
+            self._note_best(name, snapshot.samples)
         except (*GONE, GivenUp, ParentLost) as error:  # it came to nothing, as somebody died or its parent is gone
             if isinstance(error, ParentLost):
                 self._parent = None
@@ -390,6 +421,13 @@ class RecoveryController:
                 complete = self.settings.priority == EVERYTHING
                 return replace(frame, tables=rows, parent=self._parent, complete=complete)
         return replace(frame, tables=self._session.rows_beside())
+
+    def _note_best(self, name: str, samples: int) -> None:
+        """In the saver's thread: a checkpoint is there; is it of the best state?"""
+        course = self._session.course
+        if course.best_of(name, samples) == name and not course.checkpoint:
+            self._session.course = msgspec.structs.replace(course, checkpoint=plain_name(name))
+        self._store.best = self._session.course.checkpoint or None
 
     def _tell_servers(self, name: str, snapshot: Snapshot) -> float:
         """Tells servers what is saved, for its cost as `Session.rows_saved`; what is not told comes up once more."""

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.compression.codec import Codec
-from shadowsync.config import CodecConfig, Config, TableConfig
+from shadowsync.config import CodecConfig, Config, SplitConfig, TableConfig
 from shadowsync.data.source import Source
 from shadowsync.embedding.storage import Storage
 from shadowsync.errors import ConfigError
@@ -73,6 +73,9 @@ def groups() -> Iterator[Group]:
         assert isinstance(section, type)
         assert issubclass(section, BaseModel)
         yield Group(name, first_paragraph(section), _of_schema(section))
+        if name == "data":
+            says = "Keys of `data.valid` and of `data.test`; one of path, fraction, last and from is given."
+            yield Group("data.valid", says, _of_schema(SplitConfig))
         if name == "embedding":
             yield Group("embedding.tables", "Keys of an entry.", _of_schema(TableConfig))
         for key in SEAMS:
@@ -117,7 +120,7 @@ def first_paragraph(documented: type[Any]) -> str:
 
 
 def _of_schema(section: type[BaseModel]) -> tuple[Option, ...]:
-    return tuple(_option(key, field, _kind(field)) for key, field in section.model_fields.items())
+    return tuple(_option(field.alias or key, field, _kind(field)) for key, field in section.model_fields.items())
 
 
 def _of_member(member: type[Any]) -> tuple[Option, ...]:
@@ -198,6 +201,8 @@ def _type(kind: Any) -> str:
         return f"list of {_type(typing.get_args(kind)[0])}"
     if kind is CodecConfig:
         return "name, or map of name and options"
+    if kind is SplitConfig:
+        return "map"
     if typing.get_origin(kind) is dict:
         return f"map to {_type(typing.get_args(kind)[1])}"
     return getattr(kind, "__name__", str(kind))

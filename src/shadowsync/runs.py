@@ -8,6 +8,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +17,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from shadowsync.checkpoint.deltas import changed_rows, write_delta
+from shadowsync.checkpoint.format import plain_name
+from shadowsync.checkpoint.job_state import course_of
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.errors import CheckpointError, ConfigError
@@ -190,6 +193,25 @@ def load_to_resume(folder: Path, place: str | None) -> LoadedCheckpoint:
     """
     moved = place is not None and folder.is_dir() and CheckpointStore(place).newest() is not None
     return load_checkpoint(folder, verify=False, place=place if moved else None)
+
+
+def load_trained(folder: Path, place: str | None = None, newest: bool = False) -> LoadedCheckpoint:
+    """The best checkpoint of the run in `folder`, by its validations, if there were any; else, or if that cannot be
+    loaded, the newest that is whole. `folder` and `place` as in `open_store`; raises as `load_checkpoint`."""
+    store, found = open_store(folder, place), None
+    with contextlib.suppress(CheckpointError):
+        found = store.open(store.newest())
+    best = None if found is None or newest else course_of(found).checkpoint
+    if found is None or not best or best == plain_name(found.name):
+        return store.load()
+    try:
+        loaded = store.open(best)
+        loaded.verify()
+    except CheckpointError as error:
+        loaded = store.load()
+        lost = f"the best checkpoint cannot be loaded, so {loaded.name} takes its place: {error}"
+        return replace(loaded, skipped=(*loaded.skipped, lost))
+    return loaded
 
 
 def load_checkpoint(folder: Path, verify: bool = True, place: str | None = None) -> LoadedCheckpoint:

@@ -20,6 +20,7 @@ def make_result(
     load_s: float,
     test: TestMetrics | None,
     units: Units | None,
+    validation: result.ValidationSection | None,
 ) -> result.Result:
     """All sections; `config` holds every default, `test` and `units` are of the test rows."""
     train, quality, speed = session.config.train, session.recorder.quality, session.recorder.speed()
@@ -28,7 +29,8 @@ def make_result(
         seed=train.seed,
         versions=result.versions(),
         machine=result.machine(),
-        data=_data(session, test),
+        data=_data(session, test, validation),
+        validation=validation,
         test=_test(session, test),
         units=units,
         train=result.TrainSection(
@@ -50,7 +52,9 @@ def make_result(
     )
 
 
-def _data(session: Session, test: TestMetrics | None) -> result.DataSection:
+def _data(
+    session: Session, test: TestMetrics | None, validation: result.ValidationSection | None
+) -> result.DataSection:
     test_samples = test.samples if test is not None else 0
     skipped = session.reader.skipped
     if session.test_source is not None:
@@ -59,6 +63,7 @@ def _data(session: Session, test: TestMetrics | None) -> result.DataSection:
         train_samples=session.train_source.rows,
         trained_samples=session.reader.trained,
         test_samples=test_samples,
+        valid_samples=None if validation is None else validation.rows,
         skipped_rows=skipped or None,
     )
 

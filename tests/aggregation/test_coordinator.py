@@ -56,7 +56,7 @@ class Bench:
     ) -> None:
         self.steps = Steps()
         self.steps.gate.set()
-        self.trained = 0
+        self.trained, self.scale = 0, 1.0
         self.now = 0.0
         self.rule = StepRule(size, 0.5, 2.0, rates, by_buffer)
         self.coordinator = StepCoordinator(method, self.rule, self, self.carry_out, lambda: self.now, run)
@@ -160,6 +160,16 @@ def test_learning_rates_are_those_of_the_samples_after_the_step() -> None:
             bench.arrive(number)
     assert [step.lr for step in bench.steps.dense] == [0.25, 0.5]
     assert [step.lr for step in bench.steps.rows] == [1.0, 2.0]
+
+
+def test_learning_rates_have_the_factor_of_the_lease_service() -> None:
+    bench = Bench(Gba(), size=1)
+    for bench.scale in (1.0, 0.25):
+        bench.arrive(bench.begin(A))
+    assert [(dense.lr, rows.lr) for dense, rows in zip(bench.steps.dense, bench.steps.rows, strict=True)] == [
+        (0.5, 2.0),
+        (0.125, 0.5),
+    ]
 
 
 def test_learning_rates_follow_each_sample_once_also_of_a_dead_trainer() -> None:

@@ -278,3 +278,53 @@ def test_the_last_alarm_rings_once_when_so_many_rows_are_trained_and_not_when_it
     leases.alarm(12, lambda: rung.append("late"))
     train(leases, 4)
     assert rung == [6]
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(
+    slices=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    epochs=st.integers(1, 3),
+    bad=st.lists(st.integers(0, 12), min_size=6, max_size=6),
+    every=st.integers(1, 30),
+    events=EVENTS,
+)
+def test_nobody_trains_a_row_behind_the_barrier_before_all_in_front_of_it(slices, epochs, bad, every, events):
+    """The barrier is set anew after a resume, and lifted once all trainers have arrived."""
+    world, barrier, arrived = World(slices, epochs, bad, 3), every, 0
+    for event, number in [*events, *[("lease", 0), ("train", 0)] * 300]:
+        world.book.barrier = barrier
+        match event:
+            case "lease":
+                world.lease(number % TRAINERS)
+            case "train":
+                world.train(number, 1 + number % 4)
+            case "take_over":
+                world.take_over(number % TRAINERS, 1 + number % 4)
+            case "abandon":
+                world.abandon(number % TRAINERS)
+            case "restore":
+                world.restore()
+                world.book.barrier = barrier
+        assert world.book.passed <= barrier
+        if world.book.at_barrier:
+            assert world.book.passed == barrier
+            barrier, arrived = barrier + every, arrived + 1
+    world.book.barrier = None
+    world.finish()
+    world.check()
+    assert arrived == epochs * sum(slices) // every
+
+
+def test_whoever_waits_at_the_barrier_is_told_when_it_is_lifted() -> None:
+    leases, arrived = LeaseService(LeaseBook([2] * 8), 2), list[int]()
+    leases.go_on_to(4, 1.0, lambda: arrived.append(leases.trained))
+    train(leases, 2)
+    assert arrived == []
+    train(leases, 2)
+    assert arrived == [4]
+    status, lease = leases.lease(1, idle=True)
+    assert (lease, status.finished, status.scale, leases.at_barrier) == (None, False, 1.0, True)
+    leases.go_on_to(None, 0.25, lambda: None)
+    leases.wait(status.version)
+    status, lease = leases.lease(1, idle=True)
+    assert (lease.slice, status.scale, leases.at_barrier) == (2, 0.25, False)

@@ -397,7 +397,7 @@ class StepCoordinator:
         rule = self._rule
         with self._changed:  # those of a trainer that is gone count as trained already
             new = sum(batch.stop - batch.start for number, batch in named.items() if number in self._undone)
-        factor = rule.rates.factor(self._rows.trained + new)
+        factor = rule.rates.factor(self._rows.trained + new) * self._rows.scale
         divisor = commit.divisor if rule.rows_by_buffer else None
         self._carry_out_step(
             DenseStep(commit.step, commit.weights, commit.divisor, rule.dense_lr * factor, below),

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from shadowsync.aggregation.counts import AggregationState
+from shadowsync.checkpoint.format import plain_name
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.compression.wire import WireTotals
 from shadowsync.data.source import Mark, Schema, summary
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError, DataError
 from shadowsync.sync.method import State, SyncMethod
+from shadowsync.training.course import Course
 from shadowsync.training.replica import Replica
 
 _BUFFER = "buffer."
@@ -44,6 +46,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     pls: float = 0.0
     aggregation: AggregationState = AggregationState()
     data: tuple[Mark, ...] = ()
+    course: Course = Course()
 
 
 def job_state(saved: LoadedCheckpoint) -> JobState:
@@ -55,6 +58,13 @@ def job_state(saved: LoadedCheckpoint) -> JobState:
     if sorted(state.tables) != sorted(table.name for table in saved.tables) or state.trainers < 1:
         raise CheckpointError(f"{saved.name}: the manifest contradicts itself about its tables or trainers")
     return state
+
+
+def course_of(saved: LoadedCheckpoint) -> Course:
+    """The course of the training up to a checkpoint, with the name of the best one, which may be itself."""
+    course = job_state(saved).course
+    best = course.best_of(saved.name, saved.samples)
+    return msgspec.structs.replace(course, checkpoint="" if best is None else plain_name(best))
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,9 @@ class CheckpointStore:
     `root` is a local folder or any URL that fsspec knows (else `ConfigError`), made at the first save; `keep` says how
     many to keep that share no file (`Parents.kept`), beside all that these build on. `files` are in place of what
     `root` says (tests hand in file systems that fail). No file of rows grows beyond `piece_bytes`.
+
+    Attributes:
+        best: a checkpoint that is kept whatever `keep` says, with what it builds on; None for none.
     """
 
     def __init__(self, root: str, keep: int = 2, *, files: Files | None = None, piece_bytes: int = PIECE_BYTES) -> None:
@@ -123,6 +126,7 @@ class CheckpointStore:
             raise ValueError(f"keep={keep}: at least one checkpoint must be kept")
         self._files = files if files is not None else open_files(root)
         self._keep = keep
+        self.best: str | None = None
         self._piece_bytes = piece_bytes
         self._given_up: frozenset[str] = frozenset()  # plain names
         self._lock = threading.Lock()  # held by whoever removes checkpoints or chooses the name of a new one
@@ -385,6 +389,7 @@ class CheckpointStore:
         """What builds on others goes before them, so that what is left can always be loaded."""
         with self._lock:
             in_use = [name for name, readers in self._read.items() if readers]
+            in_use += [] if self.best is None else [self.best]
             kept = self._parents().kept(self._keep, self._given_up, in_use)
             for name in reversed(self.names()):
                 if name not in kept and name not in self._written:

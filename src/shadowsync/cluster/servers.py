@@ -12,6 +12,7 @@ from shadowsync.checkpoint.job_state import TrainerImage, check_image, dense_ten
 from shadowsync.cluster.context import JobContext
 from shadowsync.compression.codec import Codec
 from shadowsync.data.reader import Parser, ReaderOptions
+from shadowsync.data.splits import open_parts
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Shard
@@ -95,7 +96,7 @@ def build_reader(job: JobContext, options: ReaderOptions, process: ProcessContex
     Raises:
         DataError: this machine sees other rows than the driver.
     """
-    source = job.choices.source.open("train", job.config.data.on_bad_row)
+    source = open_parts(job.choices.source, job.config.data, "train").get("train")
     if source is None or source.rows != job.rows:
         found = 0 if source is None else source.rows
         raise DataError(

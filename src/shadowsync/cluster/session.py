@@ -15,7 +15,7 @@ from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.assembly import computing_here, make_module, make_tables, planned
-from shadowsync.checkpoint.job_state import DenseImage, job_state, restored_dense
+from shadowsync.checkpoint.job_state import DenseImage, course_of, job_state, restored_dense
 from shadowsync.checkpoint.loading import LoadedCheckpoint, Written
 from shadowsync.choices import Choices, warmup_samples
 from shadowsync.cluster.context import EventLog, JobContext, Near, Newest, Own
@@ -43,6 +43,7 @@ from shadowsync.metrics.recorder import Recorder
 from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.rpc.served import ask
 from shadowsync.runtime.runtime import LaunchRequest, Runtime, waiting_for
+from shadowsync.training.course import Course
 from shadowsync.training.gate import Gate
 from shadowsync.training.kernels import Computing
 from shadowsync.training.replica import Replica
@@ -85,6 +86,7 @@ class Session:
         ended: set when something may have ended.
         events: what happened to roles.
         given_up: why the job cannot go on, once it cannot.
+        course: how validations have gone; what is put in its place counts from `go_on_training` on.
         most_held_bytes: memory that gradients took at most while they waited for their global steps, as far as it was
             looked at; None where that is not known.
 
@@ -115,6 +117,7 @@ class Session:
         self.ended = threading.Event()
         self.events = EventLog()
         self.given_up: str | None = None
+        self.course = Course()
         self.most_held_bytes: int | None = None
         self._wire_before = WireTotals()
         self._syncs_before = 0
@@ -247,10 +250,21 @@ class Session:
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        self.go_on_training()
         self._training = True
         self._manager.are_filled()
         for member in self._manager.statuses.at_work():
             self._manager.ask_to_start(member)
+
+    def go_on_training(self) -> None:
+        """Rows are handed out up to the next validation, and learning rates are those that `course` says."""
+        every, course = self.validate_every, self.course
+        barrier = None if every is None else (course.passed // every + 1) * every
+        self.reader.leases.go_on_to(barrier, course.scale, self.ended.set)
+
+    def take_up(self, course: Course) -> None:
+        """Goes on from the course of a checkpoint; of what is validated no more only the learning rates are left."""
+        self.course = course if self.config.data.valid is not None else Course(scale=course.scale)
 
     def alive(self) -> bool:
         """Somebody is still training, or will be."""
@@ -557,8 +571,10 @@ class Session:
         if saved is None:
             self.recorder.rewind(self._beginning)
             self.go_on(0, wire, AggregationState())
+            self.course = Course()
             return
         state = job_state(saved)
+        self.take_up(course_of(saved))
         self._images.load_rows(saved)
         self._dense.load(restored_dense(saved, self.choices.method, self.template, self._dense.copies))
         self.recorder.rewind(state.recorder)
@@ -768,6 +784,21 @@ class Session:
         return given if given is not None else warmup_samples(self.config, self.total_samples)
 
     @property
+    def validate_every(self) -> int | None:
+        """Training rows, bad ones counted, between validations; None where there are none."""
+        if self.config.data.valid is None:
+            return None
+        every = self.config.train.validate_every
+        return every if isinstance(every, int) else self.train_source.rows
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """As they are now."""
+        train, rows_lr = self.config.train, self.config.embedding.lr
+        factor = self.job.rates.factor(self.reader.trained) * self.course.scale
+        return {"dense": train.lr * factor, "rows": rows_lr * factor}
+
+    @property
     def sync_count(self) -> int:
         """Synchronisations so far, all trainers, those before a resume included."""
         return self._syncs_before + self._manager.statuses.syncs()
@@ -805,6 +836,9 @@ class Session:
             emulated_step_ms=self.config.train.emulate_step_ms,
             step_seconds={} if self.coordinator is None else by_name(self.coordinator.recent_step_s()),
             held_bytes=held,
+            valid=self.course.measures,
+            valid_samples=self.course.samples if self.course.validations else None,
+            learning_rates={} if self.validate_every is None else self.learning_rates,
         )
 
 
@@ -815,7 +849,8 @@ def reader_options(config: Config) -> ReaderOptions:
         batch_size=batch_size,
         slice_rows=max(batch_size, data.slice_rows // batch_size * batch_size),
         epochs=data.epochs,
-        shuffle=data.shuffle,
+        shuffle=data.shuffle is not False,
+        window=data.window,
         seed=config.train.seed,
         readers=data.readers,
         prefetch=data.prefetch,

@@ -184,6 +184,7 @@ class TrainerPart(Imaged):
             prefetch=job.prefetch,
             record=self._records.record if near is None else near.recorder.record,
             trained=lambda: leases.trained,
+            scale=lambda: leases.scale,
             stopping=lambda: self._stopping or trainer.error is not None,
             before_step=self._spec.job.failures if near is None else self._before_step,
             place=self._place,

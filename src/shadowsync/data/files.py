@@ -9,12 +9,12 @@ import glob
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import fsspec.core
 import numpy as np
@@ -234,6 +234,10 @@ class FileOptions:
         key, paths = ("data.path", self.path) if split == "train" else ("data.test_path", self.test_path)
         return None if paths is None else resolve(key, paths, suffix)
 
+    def at(self, path: str | tuple[str, ...]) -> Self:
+        """The same columns of other files, without test rows."""
+        return replace(self, path=path, test_path=None)
+
 
 class FileRows(OpenSource):
     """An opened source whose rows lie in files.
@@ -255,7 +259,7 @@ class FileRows(OpenSource):
         self.rows = sum(file_rows)
         self.bad_rows = BadRows()
         self.on_bad_row = on_bad_row
-        self._dropped: dict[tuple[int, int], set[int]] = {}
+        self._dropped: dict[tuple[int, int, int], set[int]] = {}
         self._marks = [self._mark(number) if file.local else None for number, file in enumerate(self.files)]
         self._stamps = [file.stamp() for file in self.files]
 
@@ -267,9 +271,12 @@ class FileRows(OpenSource):
 
     def place(self, part: Slice, row: int) -> str:
         """`path, row N`, counted from 1 in the file; rows that were skipped count."""
-        dropped = self._dropped.get((part.file, part.start), set())
+        dropped = self.dropped(part)
         kept = [position for position in range(part.rows) if position not in dropped]
         return f"{self.files[part.file].path}, row {part.start + kept[row] + 1}"
+
+    def dropped(self, part: Slice) -> Collection[int]:
+        return self._dropped.get((part.file, part.start, part.rows), ())
 
     def dense_bounds(self) -> Mapping[str, float]:
         """The largest |x| of dense columns, of those of which the files tell it without being read through."""
@@ -312,7 +319,7 @@ class FileRows(OpenSource):
         self.bad_rows.add(texts)
         keep = np.ones(part.rows, dtype=np.bool_)
         keep[[problem.row for problem in problems]] = False
-        self._dropped[part.file, part.start] = {problem.row for problem in problems}
+        self._dropped[part.file, part.start, part.rows] = {problem.row for problem in problems}
         return keep
 
 

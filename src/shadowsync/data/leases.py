@@ -10,12 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shadowsync.errors import CheckpointError, DataError
@@ -43,7 +44,7 @@ class Lease:
 
     Attributes:
         number: unique in the book.
-        spans: the rows to train, as `(start, stop)`; those of a slice that was never opened reach to its end.
+        spans: the rows to train, as `(start, stop)`; those of a slice that was never opened may reach to its end.
     """
 
     number: int
@@ -79,6 +80,7 @@ class Position(msgspec.Struct, frozen=True):
     shuffle: bool
     seed: Annotated[int, msgspec.Meta(ge=0)]
     book: BookState
+    window: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Position":
@@ -117,19 +119,29 @@ class LeaseBook:
     Args:
         slices: rows of each.
         shuffle: hand slices out in an order drawn anew for each epoch, else in their own.
+        window: slices among which each is moved then; None for all.
         first_number: of the leases; a book that goes on after a roll-back begins above those of the book before, so
             that no report from before is taken for one of now.
 
     Attributes:
         trained: rows, all epochs.
         trained_in, skipped_in: rows of each epoch that has begun; bad ones are skipped.
+        barrier: rows of all epochs, bad ones counted, of which no more are handed out; None for no bound.
     """
 
     def __init__(
-        self, slices: Sequence[int], epochs: int = 1, shuffle: bool = False, seed: int = 0, first_number: int = 0
+        self,
+        slices: Sequence[int],
+        epochs: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        first_number: int = 0,
+        window: int | None = None,
     ) -> None:
         self.trained, self.trained_in, self.skipped_in = 0, [0], [0]
+        self.barrier: int | None = None
         self._slices, self._passes, self._shuffle, self._seed = slices, epochs, shuffle, seed
+        self._window = window
         self._returned: deque[_Part] = deque()
         self._held: dict[int, tuple[Lease, _Part]] = {}
         self._next_number = first_number
@@ -138,7 +150,8 @@ class LeaseBook:
     def _begin(self, epoch: int) -> None:
         self._epoch, self._position, self._order = epoch, 0, range(len(self._slices))
         if self._shuffle:
-            self._order = np.random.default_rng((self._seed, epoch)).permutation(len(self._slices)).tolist()
+            draw = np.random.default_rng((self._seed, epoch))
+            self._order = permutation(draw, len(self._slices), self._window).tolist()
 
     @property
     def finished(self) -> bool:
@@ -151,10 +164,30 @@ class LeaseBook:
         left_over = self._passes - self._epoch
         return left_over <= 0 or (left_over == 1 and self._position == len(self._order))
 
+    @property
+    def passed(self) -> int:
+        """Rows that were trained or skipped, all epochs."""
+        return self.trained + sum(self.skipped_in)
+
+    @property
+    def at_barrier(self) -> bool:
+        """All rows before the barrier were trained or skipped, and none after it."""
+        return self.barrier is not None and not self._held and self.passed >= self.barrier
+
     def lease(self, trainer: int) -> Lease | None:
         """The next rows for a trainer: what came back first, then the next slice; None: see the class."""
+        if self.barrier is None:
+            part = self._next()
+        else:
+            room = self.barrier - self.passed - sum(_count(part.spans) for _, part in self._held.values())
+            part = self._next() if room > 0 else None
+            if part is not None and room < _count(part.spans):
+                self._returned.appendleft(self._cut(part, room))
+        return None if part is None else self._hold(part, trainer)
+
+    def _next(self) -> _Part | None:
         if self._returned:
-            return self._hold(self._returned.popleft(), trainer)
+            return self._returned.popleft()
         if self._exhausted:
             return None
         if self._position == len(self._order):
@@ -164,7 +197,18 @@ class LeaseBook:
                 self.skipped_in.append(0)
         index = self._order[self._position]
         self._position += 1
-        return self._hold(_Part(self._epoch, index, [(0, self._slices[index])]), trainer)
+        return _Part(self._epoch, index, [(0, self._slices[index])])
+
+    def _cut(self, part: _Part, rows: int) -> _Part:
+        """Takes all but its first rows from a part."""
+        end = self._slices[part.slice]
+        for start, stop in part.spans:
+            if rows < stop - start:
+                rest = replace(part, spans=_without(part.spans, 0, start + rows))
+                part.spans = _without(part.spans, start + rows, end)
+                return rest
+            rows -= stop - start
+        raise ValueError("there are not more rows than that")
 
     def opened(self, lease: Lease, rows: int) -> bool:
         """The slice turned out to have so many good rows; the rest counts as skipped, once. False if the lease is not
@@ -175,8 +219,9 @@ class LeaseBook:
         part = held[1]
         if not part.opened:
             part.opened = True
-            self.skipped_in[part.epoch] += self._slices[part.slice] - rows
-            self._keep(lease, _without(part.spans, rows, self._slices[part.slice]))
+            good = _without(part.spans, rows, self._slices[part.slice])
+            self.skipped_in[part.epoch] += _count(part.spans) - _count(good)
+            self._keep(lease, good)
         return lease.number in self._held
 
     def claim(self, lease: Lease, start: int, stop: int) -> int:
@@ -293,6 +338,18 @@ class LeaseBook:
         self._held = {}
 
 
+def permutation(draw: np.random.Generator, count: int, window: int | None) -> NDArray[np.int64]:
+    """So many places in another order, in which each stays within its stretch of `window` places; None: of all."""
+    if window is None or window >= count:
+        return draw.permutation(count)
+    stretches = ((start, min(window, count - start)) for start in range(0, count, window))
+    return np.concatenate([start + draw.permutation(size) for start, size in stretches])
+
+
+def _count(spans: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
 def _covered(spans: Sequence[Span], start: int, stop: int) -> bool:
     """The rows `start … stop − 1` lie in one of the spans."""
     return any(first <= start <= stop <= last for first, last in spans)
@@ -311,11 +368,13 @@ def _without(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
 
 class LeaseStatus(NamedTuple):
     """How things stand, as every answer of the service says, so that nobody has to ask; `version` grows whenever rows
-    come back or everything is `finished`, `trained` are rows of all epochs."""
+    come back, a barrier is lifted or everything is `finished`, `trained` are rows of all epochs, `scale` is a factor on
+    learning rates."""
 
     version: int
     finished: bool
     trained: int
+    scale: float = 1.0
 
 
 class Claim(NamedTuple):
@@ -380,6 +439,8 @@ class LeaseService:
         self._version = 0
         self._changed = threading.Condition()
         self._alarm: tuple[int, Callable[[], None]] | None = None
+        self._arrived: Callable[[], object] = lambda: None
+        self.scale = 1.0
 
     @served(quick=True)
     def lease(self, trainer: int, idle: bool) -> tuple[LeaseStatus, Lease | None]:
@@ -459,6 +520,26 @@ class LeaseService:
         with self._changed:
             self._alarm = (trained, call) if self._book.trained < trained else None
 
+    def go_on_to(self, barrier: int | None, scale: float, arrived: Callable[[], object]) -> None:
+        """Rows are handed out as far as this barrier (`LeaseBook.barrier`), and learning rates have this factor from
+        now on, which is to change while nobody trains. `arrived` is called when all rows before it were trained; it is
+        not to call back."""
+        with self._changed:
+            self._book.barrier, self.scale, self._arrived = barrier, scale, arrived
+            self._version += 1
+            self._changed.notify_all()
+
+    @property
+    def at_barrier(self) -> bool:
+        with self._changed:
+            return self._book.at_barrier
+
+    @property
+    def passed(self) -> int:
+        """As `LeaseBook.passed`."""
+        with self._changed:
+            return self._book.passed
+
     @property
     def finished(self) -> bool:
         with self._changed:
@@ -493,9 +574,11 @@ class LeaseService:
         return ring
 
     def _status(self) -> LeaseStatus:
-        return LeaseStatus(self._version, self._book.finished, self._book.trained)
+        return LeaseStatus(self._version, self._book.finished, self._book.trained, self.scale)
 
     def _wake_at_the_end(self) -> None:
+        if self._book.at_barrier:
+            self._arrived()
         if self._book.finished:
             self._version += 1
             self._changed.notify_all()
@@ -530,6 +613,11 @@ class LeaseClient:
     @property
     def trained(self) -> int:
         return self._status.trained + self._untold
+
+    @property
+    def scale(self) -> float:
+        """As the last reply said."""
+        return self._status.scale
 
     def lease(self, trainer: int, idle: bool) -> tuple[LeaseStatus, Lease | None]:
         return self._heard(ask(self._connection, LeaseService.lease, trainer, idle))

@@ -69,6 +69,7 @@ class OpenParquet(FileRows):
         self.labelled = options.label is not None
         rows = [opened.rows() for opened in self._opened]
         super().__init__(options.schema(self._columns), files, rows, on_bad_row)
+        self._beside: dict[tuple[str, int], _Opened] = {}
 
     def read(self, part: Slice) -> Batch:
         """Decodes the pages that hold the slice; rows are looked at one by one only if something is wrong."""
@@ -80,6 +81,13 @@ class OpenParquet(FileRows):
             batch, problems = batch_of(frame.filter(pl.Series(keep)), self._options, self._columns)
             assert not problems
         return batch
+
+    def column(self, name: str, part: Slice, key: str) -> pl.Series:
+        file = self.files[part.file]
+        opened = self._beside.get((name, part.file)) or _Opened(file, [name])
+        self._beside[name, part.file] = opened
+        type_of(name, opened.types, file.path, key)
+        return opened.take(part.start, part.rows)[name]
 
     def dense_bounds(self) -> Mapping[str, float]:
         """As the footers tell; nothing where logarithms are taken, or where a file holds no bounds."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shadowsync.data.batch import Batch
-from shadowsync.data.leases import Lease, LeaseBook, Leases, LeaseService, LeaseStatus, Position
+from shadowsync.data.leases import Lease, LeaseBook, Leases, LeaseService, LeaseStatus, Position, permutation
 from shadowsync.data.source import OpenSource, Slice, check_ids
 from shadowsync.errors import ConfigError, DataError, RunError
 from shadowsync.rpc.errors import CallTimeout
@@ -38,6 +38,7 @@ class ReaderOptions:
         shuffle: permute slices (unless the source is sequential), and rows inside a slice, anew in every epoch.
         readers: threads that parse.
         prefetch: slices parsed ahead for each trainer, besides the one it is at.
+        window: slices, and rows inside a slice, stay within stretches of at most so many rows; None: of all.
     """
 
     batch_size: int
@@ -47,6 +48,7 @@ class ReaderOptions:
     seed: int = 0
     readers: int = 1
     prefetch: int = 2
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Parser:
         order, size = None, self.options.batch_size
         if self.options.shuffle:
             generator = np.random.default_rng((self.options.seed, lease.epoch, lease.slice))
-            order = torch.from_numpy(generator.permutation(len(whole)))
+            order = torch.from_numpy(permutation(generator, len(whole), self.options.window))
         batches = []
         for first, last in lease.spans:
             end = min(last, len(whole))
@@ -223,7 +225,7 @@ class Reader:
 
     Args:
         source: the caller closes it after the reader.
-        options: with a state, its slice_rows, shuffle and seed are those of the state.
+        options: with a state, its slice_rows, shuffle, window and seed are those of the state.
         state: goes on from what `state()` gave, with any batch size, epochs and number of trainers; `CheckpointError`
             if it is of other data.
         first_number: of the leases (see `LeaseBook`).
@@ -238,13 +240,15 @@ class Reader:
     ) -> None:
         position = None if state is None else Position.of(state)
         if position is not None:
-            options = replace(options, slice_rows=position.slice_rows, shuffle=position.shuffle, seed=position.seed)
+            kept = {name: getattr(position, name) for name in ("slice_rows", "shuffle", "window", "seed")}
+            options = replace(options, **kept)
         self.source, self.options = source, options
         self._parser = Parser(source, options)
         self.slices = self._parser.slices
         shuffle_slices = options.shuffle and not source.sequential
         rows = [part.rows for part in self.slices]
-        book = LeaseBook(rows, options.epochs, shuffle_slices, options.seed, first_number)
+        window = None if options.window is None else max(1, options.window // options.slice_rows)
+        book = LeaseBook(rows, options.epochs, shuffle_slices, options.seed, first_number, window)
         if position is not None:
             book.restore(position.book)
         self.leases = LeaseService(book, options.batch_size)
@@ -265,7 +269,8 @@ class Reader:
     def state(self) -> dict[str, Any]:
         """The position as plain JSON values; batches that were handed out and not done count as not trained."""
         options = self.options
-        position = Position(options.slice_rows, options.shuffle, options.seed, self.leases.state())
+        book = self.leases.state()
+        position = Position(options.slice_rows, options.shuffle, options.seed, book, options.window)
         builtins: dict[str, Any] = msgspec.to_builtins(position)
         return builtins
 

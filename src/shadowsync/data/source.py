@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Literal, overload
 
 import msgspec
 import numpy as np
+import polars as pl
 
 from shadowsync.data.batch import Batch
-from shadowsync.errors import DataError
+from shadowsync.errors import ConfigError, DataError
 
 PART = 1 << 16  # bytes read at a place of a file that is looked at to know it again
 _WHOLE = 1 << 20  # bytes of a file that is read as a whole for that
@@ -137,6 +138,19 @@ class OpenSource(ABC):
 
         Raises `DataError` for a row that cannot be used, with its `place`, unless bad rows are skipped.
         """
+
+    def dropped(self, part: Slice) -> Collection[int]:
+        """Which rows of a slice that was read were left out, counted from 0."""
+        return ()
+
+    def column(self, name: str, part: Slice, key: str) -> pl.Series:
+        """A column of all rows of a slice, bad ones too, as the data holds it.
+
+        Raises:
+            ConfigError: these rows have no columns by name; `key` of the configuration asked for one.
+            DataError: there is none of that name.
+        """
+        raise ConfigError(f"{key}={name}: these rows have no columns by name: give fraction or last without a column")
 
     @abstractmethod
     def place(self, part: Slice, row: int) -> str:

@@ -17,7 +17,7 @@ from shadowsync.metrics.history import Frame, RoleEvent, role_order, spans
 from shadowsync.metrics.units import Units
 from shadowsync.recovery.policy import spoken
 from shadowsync.report import words
-from shadowsync.report.measures import OF_AGGREGATION, OF_RECOVERY, KeyNumber, key_numbers
+from shadowsync.report.measures import OF_AGGREGATION, OF_RECOVERY, KeyNumber, key_numbers, validated
 from shadowsync.report.plots import (
     Axis,
     Band,
@@ -136,6 +136,7 @@ def quality_cards(result: Result, frames: Sequence[Frame]) -> list[Card]:
     lines = [
         Line(*curve(frames, SAMPLES, lambda frame: frame.ne_lifetime), label="all so far", colour=None),
         Line(*window, label="window"),
+        *_validation_line(frames, "ne"),
     ]
     reference = None if test is None or test.ne is None else (test.ne, f"test {test.ne:.4f}")
     axis = Axis("normalized entropy (NE)", three_digits)
@@ -147,7 +148,7 @@ def quality_cards(result: Result, frames: Sequence[Frame]) -> list[Card]:
         line_chart("entropy", SAMPLES, axis, lines, reference=reference) if window[0] else None,
     )
     points = curve(frames, SAMPLES, lambda frame: frame.auc)
-    lines = [Line(*points, label="so far")]
+    lines = [Line(*points, label="so far"), *_validation_line(frames, "auc")]
     reference = None if test is None or test.auc is None else (test.auc, f"test {test.auc:.4f}")
     auc = Card(
         "Learning curve: AUC",
@@ -164,6 +165,12 @@ def quality_cards(result: Result, frames: Sequence[Frame]) -> list[Card]:
         "There was no test set to measure it on.",
     )
     return [entropy, auc, calibration, *([] if result.units is None else [_units_card(result.units)])]
+
+
+def _validation_line(frames: Sequence[Frame], measure: str) -> list[Line]:
+    """A measure of the validations, where there were any."""
+    points = curve(frames, SAMPLES, lambda frame: validated(frame).get(measure))
+    return [Line(*points, label="validation", colour=1)] if points[0] else []
 
 
 def _units_card(units: Units) -> Card:

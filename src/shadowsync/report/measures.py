@@ -21,6 +21,7 @@ from shadowsync.report.result import (
     RecoverySection,
     Result,
     ThroughputSection,
+    ValidationSection,
     dead_of,
     mostly_dead,
     notable_recovery,
@@ -176,6 +177,30 @@ def _or_missing(text: str | None) -> str:
     return text or words.MISSING
 
 
+def validated(frame: Frame) -> Mapping[str, Value]:
+    """The measures of a validation of this very state; nothing if the last one was of an earlier state."""
+    return frame.valid if frame.valid_samples == frame.samples else {}
+
+
+def _validated_line(frame: Frame) -> str:
+    auc = frame.valid.get("auc")
+    return "" if auc is None else f"valid AUC {words.decimal(auc)}"
+
+
+def _best_name(validation: ValidationSection) -> str:
+    return f"best validation {validation.best_by}"
+
+
+def _best_meaning(validation: ValidationSection) -> str:
+    return (
+        f"of {validation.validations:,}, after {validation.best_samples:,} samples: that state is tested and exported"
+    )
+
+
+def _stopped(validation: ValidationSection) -> str:
+    return validation.stopped or ""
+
+
 def _made_by(done: AggregationSection) -> str:
     if done.method is None:
         return "committed by the aggregator"
@@ -275,6 +300,16 @@ LIVE: tuple[Measure, ...] = (
         line=lambda f: f"AUC {words.decimal(f.auc)}",
     ),
     Measure("log_loss", "Mean over the last interval, in nats.", "loss", "quality/loss"),
+    Measure(
+        "validation",
+        "Of the last validation, by measure.",
+        "valid",
+        labels=("measure",),
+        line=_validated_line,
+        term="valid AUC: of the last validation, on rows that are kept from training",
+    ),
+    Measure("", "The same, where it has just been.", validated, "valid/{}"),
+    Measure("learning_rate", "As it is now, where it may fall.", "learning_rates", "speed/lr_{}", labels=("part",)),
     Measure("examples_per_second", "Samples trained per second by the whole job.", "eps", "speed/eps"),
     Measure(
         "trainer_examples_per_second",
@@ -424,6 +459,8 @@ KEY_NUMBERS: tuple[Final, ...] = (
     Final("test.ne", "test NE", "under 1 beats predicting the mean label", column="test NE", best=min),
     Final("test.calibration", "test calibration", "above 1 it predicts too many positives", _digits(3), "calibration"),
     Final("test.logloss", "test log loss", "nats per sample, lower is better", column="log loss", best=min),
+    Final("validation.best", _best_name, _best_meaning, _some(words.decimal)),
+    Final("validation.stopped_samples", "stopped early", _stopped, _some(words.count)),
     Final("train.ne_window", "training NE, last window", "predictions made before training on them"),
     Final("units"),
     Final("train.astray", "training NE, worst", _ASTRAY, _some(lambda peak: words.decimal(peak.ne))),

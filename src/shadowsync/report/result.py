@@ -39,12 +39,42 @@ class _ResultSection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class DataSection(_ResultSection, frozen=True):
-    """Samples; `skipped_rows` are the bad rows left out under `data.on_bad_row=skip`."""
+    """Samples; `valid_samples` are the validation rows, bad ones too, where there are any; `skipped_rows` are the bad
+    rows left out under `data.on_bad_row=skip`."""
 
     train_samples: int
     trained_samples: int
     test_samples: int
+    valid_samples: int | None = None
     skipped_rows: int | None = None
+
+
+class ValidationSection(_ResultSection, frozen=True):
+    """How validations went, those before a resume included.
+
+    Attributes:
+        best_by: the measure by which they were compared.
+        rows: that were validated on, bad ones too.
+        validations: how many there were.
+        best: the value of the best one, and `best_samples` how many samples had been trained by then.
+        checkpoint: that holds it: what was tested, and what is exported.
+        last: all measures of the last one.
+        seconds: for which training stood still since the last start.
+        lr_scale: what both learning rates had come down to at the end, as a share.
+        stopped: why training ended before its last row, as a sentence, and `stopped_samples` after how many samples.
+    """
+
+    best_by: str
+    rows: int
+    validations: int
+    best: float | None
+    best_samples: int
+    checkpoint: str | None
+    last: dict[str, float]
+    seconds: float
+    lr_scale: float = 1.0
+    stopped: str | None = None
+    stopped_samples: int | None = None
 
 
 class TestSection(_ResultSection, frozen=True):
@@ -193,6 +223,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     throughput: ThroughputSection
     computing: ComputingSection | None = None
     train: TrainSection | None = None
+    validation: ValidationSection | None = None
     test: TestSection | None = None
     units: Units | None = None
     sync: SyncSection | None = None

@@ -165,6 +165,7 @@ class TrainerContext:
         emulate_step_s: forward and backward are made to last at least this long; None leaves them as they are.
         compute: do the forward and the backward pass; False sends gradients of zeros and moves no parameter, for
             studies of servers and networks alone.
+        scale: a further factor on the learning rates.
         slowness: factor of `emulate_step_s`, from 1 on, by the worker's number over all trainers and seconds since it
             began.
     """
@@ -185,6 +186,7 @@ class TrainerContext:
     emulate_step_s: float | None = None
     compute: bool = True
     slowness: Callable[[int, float], float] = lambda *_: 1.0
+    scale: Callable[[], float] = lambda: 1.0
 
 
 class Worker:
@@ -236,7 +238,7 @@ class Worker:
         context.before_step(context.rank, self.iterations + 1)
         began = time.monotonic()
         self.update.ready(leased)
-        factor, started = self._factor(len(batch)), time.monotonic()
+        factor, started = self._factor(len(batch)) * context.scale(), time.monotonic()
         forward_and_backward = self._module.loss_and_gradients if context.compute else _nothing_computed
         loss, logits, gradient = forward_and_backward(
             batch.dense, pulled.pooled, batch.labels, pulled.sequences, looked_up

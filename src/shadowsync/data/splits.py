@@ -1,0 +1,269 @@
+"""Training, validation and test rows of the same data: parts of it without overlap or gap.
+
+A part is a source of its own, cut into slices of the rows that it has, so that whoever reads it counts exactly and
+knows nothing of the others. Which rows belong to it is decided by their place, or by a column, when the data is opened,
+and kept as one bit for each row. The test rows are taken first, then the validation rows of what these leave.
+"""
+
+import datetime
+import hashlib
+import json
+import zoneinfo
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+
+from shadowsync.config import DataConfig, SplitConfig
+from shadowsync.data.batch import Batch
+from shadowsync.data.files import FileOptions
+from shadowsync.data.hashing import Words, hash_strings, mix
+from shadowsync.data.source import Mark, OpenSource, Slice, Source
+from shadowsync.errors import ConfigError, DataError
+
+Part = Literal["train", "valid", "test"]
+PARTS: tuple[Part, ...] = ("train", "valid", "test")
+Mask = NDArray[np.bool_]
+Rule = Callable[[Slice, int], Mask]
+"""Which rows of a slice, whose first one has this number in all the data, belong to a part."""
+
+_BLOCK = 1 << 16  # rows that are decided and counted together; a multiple of 8
+_READ = 1 << 15  # rows that are read at once, at most
+
+
+def open_parts(source: Source, data: DataConfig, *wanted: Part) -> dict[Part, OpenSource]:
+    """The wanted parts that there are. Whoever closes one closes all that are of the training rows' files.
+
+    Raises:
+        ConfigError: the configuration does not fit the source.
+        DataError: files cannot be read, or a part would have no rows.
+    """
+    given: dict[Part, SplitConfig | None] = {"test": data.test, "valid": data.valid}
+    cut = {part: split for part, split in given.items() if split is not None and split.path is None}
+    found: dict[Part, OpenSource] = {}
+    if {"train", *cut} & set(wanted) and (opened := source.open("train", data.on_bad_row)) is not None:
+        parts: dict[Part, OpenSource] = partition(opened, cut) if cut else {"train": opened}
+        found |= {part: rows for part, rows in parts.items() if part in wanted}
+    if "test" in wanted and (own := source.open("test", data.on_bad_row)) is not None:
+        found["test"] = own
+        if data.test is not None:
+            own.close()
+            raise ConfigError(f"data.test: data.name={data.name} has test rows of its own: leave one of them out")
+    for part, split in given.items():
+        if part in wanted and split is not None and split.path is not None:
+            found[part] = _at(source, data, part, split.path)
+    return found
+
+
+def whole(source: OpenSource) -> OpenSource:
+    """The data that a part is of; other sources as they are."""
+    return source.whole if isinstance(source, Selected) else source
+
+
+def _at(source: Source, data: DataConfig, part: Part, path: str | tuple[str, ...]) -> OpenSource:
+    if not isinstance(source, FileOptions):
+        raise ConfigError(f"data.{part}.path: data.name={data.name} reads no files: give fraction or last in its place")
+    opened = source.at(path).open("train", data.on_bad_row)
+    assert opened is not None
+    return opened
+
+
+class Chosen:
+    """Some rows of a file, ascending: a bit for each row of it.
+
+    Args:
+        masks: of `_BLOCK` rows each, in their order; the last one may be of fewer.
+    """
+
+    def __init__(self, masks: Sequence[Mask]) -> None:
+        self._bits = np.concatenate([np.packbits(mask) for mask in masks] or [np.zeros(0, np.uint8)])
+        self._rows = sum(map(len, masks))
+        self._ends = np.cumsum([0, *(np.count_nonzero(mask) for mask in masks)])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def span(self, start: int, stop: int) -> tuple[int, Mask]:
+        """The rows `start … stop − 1` of the chosen ones, at least one: which row of the file is the first of them, and
+        which of the rows from there to the last one they are."""
+        first = int(np.searchsorted(self._ends, start, side="right")) - 1
+        last = int(np.searchsorted(self._ends, stop, side="left"))
+        begin, end = first * _BLOCK, min(last * _BLOCK, self._rows)
+        bits = np.unpackbits(self._bits[begin // 8 : -(-end // 8)], count=end - begin)
+        rows = np.flatnonzero(bits)[start - self._ends[first] : stop - self._ends[first]]
+        mask = np.zeros(rows[-1] - rows[0] + 1, dtype=np.bool_)
+        mask[rows - rows[0]] = True
+        return begin + int(rows[0]), mask
+
+
+class Selected(OpenSource):
+    """Some rows of a source, in its order, numbered through in each of its files.
+
+    Args:
+        whole: the source.
+        chosen: of each of its files.
+        marks: by which the choice is known again.
+    """
+
+    def __init__(self, whole: OpenSource, chosen: Sequence[Chosen], marks: Sequence[Mark] = ()) -> None:
+        self.whole, self.schema, self.bad_rows = whole, whole.schema, whole.bad_rows
+        self.sequential, self.labelled = whole.sequential, whole.labelled
+        self._chosen, self._marks = chosen, marks
+        self.file_rows = tuple(map(len, chosen))
+        self.rows = sum(self.file_rows)
+
+    def read(self, part: Slice) -> Batch:
+        """Reads the stretch in which the rows lie, piece by piece, and takes them out of it."""
+        found = []
+        for piece, wanted in self._pieces(part):
+            batch, kept = self.whole.read(piece), self._kept(piece, wanted)
+            found.append(batch if len(kept) == len(batch) else batch.take(torch.from_numpy(kept)))
+        return Batch.join(found)
+
+    def place(self, part: Slice, row: int) -> str:
+        for piece, wanted in self._pieces(part):
+            kept = self._kept(piece, wanted)
+            if row < len(kept):
+                return self.whole.place(piece, int(kept[row]))
+            row -= len(kept)
+        raise IndexError(f"the slice has no row {row} more")
+
+    def _pieces(self, part: Slice) -> Iterator[tuple[Slice, Mask]]:
+        """Slices of the whole source that hold rows of this one's, and which."""
+        first, mask = self._chosen[part.file].span(part.start, part.start + part.rows)
+        for begin in range(0, len(mask), _READ):
+            wanted = mask[begin : begin + _READ]
+            if wanted.any():
+                yield Slice(part.index, part.file, first + begin, len(wanted)), wanted
+
+    def _kept(self, piece: Slice, wanted: Mask) -> NDArray[np.int64]:
+        """The places of wanted rows among those that reading the piece gives."""
+        dropped = self.whole.dropped(piece)
+        return np.flatnonzero(np.delete(wanted, sorted(dropped)) if dropped else wanted)
+
+    def marks(self) -> tuple[Mark, ...]:
+        """Those of all the data, and one for each split; none where the data has none."""
+        known = self.whole.marks()
+        return (*known, *self._marks) if known else ()
+
+    def close(self) -> None:
+        self.whole.close()
+
+
+def partition(source: OpenSource, splits: Mapping[Part, SplitConfig]) -> dict[Part, OpenSource]:
+    """The rows of each split, which takes what those before it leave; `train` has what is left in the end.
+
+    Raises:
+        ConfigError: a value does not fit its column.
+        DataError: a column is missing, or a part would have no rows.
+    """
+    rules: dict[Part, Rule] = {}
+    rows = source.rows
+    for part, split in splits.items():
+        if split.last is not None:
+            rows -= round(split.last if split.last >= 1 else split.last * rows)
+        rules[part] = _rule(split, part, source, rows)
+    chosen: dict[Part, list[Chosen]] = {part: [] for part in (*splits, "train")}
+    first_row = 0
+    for file, file_rows in enumerate(source.file_rows or (source.rows,)):
+        masks: dict[Part, list[Mask]] = {part: [] for part in chosen}
+        for start in range(0, file_rows, _BLOCK):
+            piece = Slice(0, file, start, min(_BLOCK, file_rows - start))
+            free = np.ones(piece.rows, dtype=np.bool_)
+            for part, rule in rules.items():
+                masks[part].append(rule(piece, first_row + start) & free)
+                free &= ~masks[part][-1]
+            masks["train"].append(free)
+        first_row += file_rows
+        for part, of_file in masks.items():
+            chosen[part].append(Chosen(of_file))
+    marks = [_mark(part, split, sum(map(len, chosen[part]))) for part, split in splits.items()]
+    found: dict[Part, OpenSource] = {part: Selected(source, files, marks) for part, files in chosen.items()}
+    _check_rows(found, splits, source.rows)
+    return found
+
+
+def _check_rows(parts: Mapping[Part, OpenSource], splits: Mapping[Part, SplitConfig], rows: int) -> None:
+    for part, split in splits.items():
+        if not parts[part].rows:
+            raise DataError(f"data.{part}={split} takes none of the {rows:,} rows: give more, or another value")
+    if not parts["train"].rows:
+        given = " and ".join(f"data.{part}={split}" for part, split in splits.items())
+        raise DataError(f"{given} leave none of the {rows:,} rows to train on: take fewer")
+
+
+def _mark(part: Part, split: SplitConfig, rows: int) -> Mark:
+    told = json.dumps(split.told(), sort_keys=True)
+    return Mark(f"data.{part}", rows, hashlib.sha256(told.encode()).hexdigest()[:16])
+
+
+# --- which rows ------------------------------------------------------------------------------------------------------
+
+
+def _rule(split: SplitConfig, part: Part, source: OpenSource, first_of_last: int) -> Rule:
+    """`first_of_last` is the number of the first row of those that `last` takes."""
+    if split.last is not None:
+        return lambda piece, row: np.arange(row, row + piece.rows) >= first_of_last
+    if (column := split.column) is None:
+        drawn = _drawn(split, part)
+        return lambda piece, row: drawn(mix(np.arange(row, row + piece.rows, dtype=np.uint64)))
+    key = f"data.{part}.column"
+    if split.start is None:
+        drawn = _drawn(split, part)
+        return lambda piece, _: drawn(_hashes(source.column(column, piece, key), key))
+    start = split.start
+    return lambda piece, _: _from(source.column(column, piece, key), start, f"data.{part}.from")
+
+
+def _drawn(split: SplitConfig, part: Part) -> Callable[[Words], Mask]:
+    """By a hash, whether it is among the share; test and validation rows are drawn independently."""
+    assert split.fraction is not None
+    salt = np.frombuffer(hashlib.sha256(f"{part}/{split.seed}".encode()).digest(), "<u8", 1)
+    below = np.uint64(int(split.fraction * 2**64))
+    return lambda hashes: mix(hashes ^ salt) < below
+
+
+def _hashes(values: pl.Series, key: str) -> Words:
+    """Of each value; missing ones are alike."""
+    if values.dtype.is_nested() or values.dtype == pl.Binary:
+        raise DataError(f"{key}={values.name}: it holds {values.dtype}: name a column with one value per row")
+    if values.dtype.is_integer():
+        return mix(values.fill_null(0).to_numpy().astype(np.int64).view(np.uint64))
+    return hash_strings(values.cast(pl.String))
+
+
+def _from(values: pl.Series, start: float | str, key: str) -> Mask:
+    """The rows with `start` or more; not those where the value is missing."""
+    kind, given = values.dtype, pl.lit(start)
+    if kind == pl.Date:
+        values, kind = values.cast(pl.Datetime("us")), pl.Datetime("us")
+    if isinstance(kind, pl.Datetime):
+        given = pl.lit(_time(start, kind, f"{key}={start}: column {values.name!r} holds {kind}"))
+    elif not (kind == pl.String if isinstance(start, str) else kind.is_numeric()):
+        fitting = "give text" if kind == pl.String else "give a number"
+        other = "name a column of numbers, text, dates or times"
+        wanted = fitting if kind == pl.String or kind.is_numeric() else other
+        raise ConfigError(f"{key}={start}: column {values.name!r} holds {kind}: {wanted}")
+    if kind.is_float():
+        values = values.fill_nan(None)
+    found = values.to_frame("value").select(pl.col("value") >= given).to_series()
+    return found.fill_null(value=False).to_numpy()
+
+
+def _time(start: float | str, kind: pl.Datetime, held: str) -> datetime.datetime:
+    """In the time zone of the column, if that has one."""
+    try:
+        if not isinstance(start, str):
+            raise ValueError
+        given = datetime.datetime.fromisoformat(start)
+    except ValueError:
+        raise ConfigError(f"{held}: give a date or a time, as 2024-03-01 or 2024-03-01T12:00:00") from None
+    if kind.time_zone is None:
+        if given.tzinfo is not None:
+            raise ConfigError(f"{held} without a time zone: give a time without one")
+        return given
+    zone = zoneinfo.ZoneInfo(kind.time_zone)
+    return given.replace(tzinfo=zone) if given.tzinfo is None else given.astimezone(zone)

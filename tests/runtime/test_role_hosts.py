@@ -1,10 +1,15 @@
 """A role's process: parts are built there, served, replaced, and gone when it is killed."""
 
+import math
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,9 +22,14 @@ from shadowsync.rpc.client import WireClient
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
 from shadowsync.rpc.served import ask
+from shadowsync.runtime import ray_runtime
 from shadowsync.runtime.processes import packed_builder
-from shadowsync.runtime.ray_runtime import HostActor, nobody_listens
+from shadowsync.runtime.ray_runtime import HostActor, RayHost, RayRuntime, nobody_listens
 from shadowsync.runtime.runtime import Endpoint, LaunchRequest
+
+ray_exceptions = pytest.importorskip(
+    "ray.exceptions", reason="hosts on a cluster need Ray: pip install shadowsync[ray]"
+)
 
 
 @pytest.fixture
@@ -125,6 +135,57 @@ def test_memory_of_a_host_outlives_its_processes_until_it_is_released(actor: Hos
     fault = actor.create_memory(1 << 62, "the rows")
     assert isinstance(fault, Fault)
     assert "the rows take" in fault.message
+
+
+class SilentRay:
+    """In place of Ray: answers nothing, as of an actor that is to start on a machine that Ray has not missed yet."""
+
+    exceptions = ray_exceptions
+
+    def __init__(self) -> None:
+        self.asked, self.over = 0, threading.Event()
+
+    def get(self, _: object, timeout: float | None = None) -> object:
+        if timeout is None:  # the thread that watches
+            self.over.wait()
+            raise ray_exceptions.RayActorError
+        self.asked += 1
+        raise ray_exceptions.GetTimeoutError
+
+    def kill(self, _: object, no_restart: bool) -> None:
+        assert no_restart
+        self.over.set()
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_nobody_waits_for_a_machine_that_ray_has_not_missed(listening: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = SilentRay()
+    monkeypatch.setattr(ray_runtime, "_ray", lambda: ray)
+    monkeypatch.setattr(ray_runtime, "nobody_listens", lambda _: ray.asked == 3 and not listening)
+    host = RayHost(MagicMock(), ("10.0.0.2", 7), -math.inf)
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="does not answer"):
+        host.ask("start", timeout_s=0.5 if listening else 3600.0)
+    assert host.lost is not None
+    assert (ray.asked == 3) != listening
+    assert time.monotonic() - began < 60
+    host.join()
+
+
+def test_machines_that_are_gone_are_none_although_ray_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = server.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as ended:
+            gone = ended.getsockname()[1]
+        nodes = [
+            {"NodeID": name, "Alive": alive, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+            | {"NodeManagerHostname": "m", "Resources": {"CPU": 2.0, "memory": 1.0, "disk": 1.0}}
+            for name, alive, port in (("there", True, here), ("gone", True, gone), ("missed", False, gone))
+        ]
+        ray = SimpleNamespace(nodes=lambda: nodes, is_initialized=lambda: True)
+        monkeypatch.setattr(ray_runtime, "_ray", lambda: ray)
+        (found,) = RayRuntime("10.0.0.1:6379").machines()
+    assert (found.id, found.cpus, found.doubtful) == ("there", 2.0, False)
 
 
 def test_only_a_system_that_answers_says_that_nobody_listens() -> None:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,9 @@ ANSWER_S = 5.0
 START_S = 120.0
 PING_S = 10.0
 READ_S = 2.0
-REFUSED_S = 1.0
+REFUSED_S = 0.5
+PROBE_S = 1.0
+"""Without an answer for so long, somebody looks whether there is a Ray at all on that machine."""
 FILLED_PER_S = 100 << 20
 """Bytes of new memory that a machine gives in a second, at least."""
 AGAIN_S = 0.5
@@ -123,6 +125,20 @@ def nobody_listens(at: tuple[str, int]) -> bool:
     return False
 
 
+def _place_of(node: Mapping[str, Any]) -> tuple[str, int]:
+    """Where Ray's own process on a machine listens."""
+    return node["NodeManagerAddress"], node["NodeManagerPort"]
+
+
+def _gone(nodes: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The nodes that Ray counts as alive, as it does for a quarter of a minute, and whose machines know better."""
+    if not nodes:
+        return set()
+    with ThreadPoolExecutor(min(len(nodes), CALLS)) as pool:
+        answers = pool.map(nobody_listens, map(_place_of, nodes))
+        return {node["NodeID"] for node, refused in zip(nodes, answers, strict=True) if refused}
+
+
 def _or_fault(action: Callable[[], T]) -> T | Fault:
     try:
         return action()
@@ -169,7 +185,7 @@ class RayHost:
             raise PeerLost(self.lost)
         ray = _ray()
         try:
-            answer = ray.get(getattr(self.actor, method).remote(*arguments), timeout=timeout_s)
+            answer = self._answer(getattr(self.actor, method).remote(*arguments), timeout_s)
         except ray.exceptions.RayError as error:
             reason = f"a machine of the cluster does not answer: {_in_one_line(error)}"
             if vital:
@@ -179,6 +195,17 @@ class RayHost:
         if isinstance(answer, Fault):
             raise answer.error()
         return answer
+
+    def _answer(self, asked: Any, timeout_s: float | None) -> Any:
+        """Waits, but not for a machine that is gone: of an actor that is to start there Ray says nothing for long."""
+        ray, until = _ray(), math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = until - time.monotonic()
+            try:
+                return ray.get(asked, timeout=max(0.0, min(left_s, PROBE_S)))
+            except ray.exceptions.GetTimeoutError:
+                if left_s <= PROBE_S or (self._node is not None and nobody_listens(self._node)):
+                    raise
 
     def give_up(self, reason: str) -> None:
         """Ends it and all its processes."""
@@ -298,17 +325,19 @@ class RayRuntime(Runtime):
         self._group: Any = None
 
     def machines(self) -> Sequence[Machine]:
-        found, now = [], time.monotonic()
+        nodes, now = [node for node in _ray().nodes() if node["Alive"]], time.monotonic()
         with self._lock:
-            hosts = self._hosts.items()
-            doubtful = {machine for machine, host in hosts if now - host.lost_at < DOUBT_S and not host.answers}
-        for node in _ray().nodes():
-            if node["Alive"]:
+            hosts = dict(self._hosts)
+        answering = {machine for machine, host in hosts.items() if host.answers}
+        doubtful = {machine for machine, host in hosts.items() if now - host.lost_at < DOUBT_S} - answering
+        gone = _gone([node for node in nodes if node["NodeID"] not in answering])
+        found = []
+        for node in nodes:
+            if (machine := node["NodeID"]) not in gone:
                 offered = node["Resources"]
                 custom = frozenset(name for name in offered if name not in ("CPU", "memory"))
                 cpus, memory = offered.get("CPU", 0.0), int(offered.get("memory", 0))
-                machine, name = node["NodeID"], node["NodeManagerHostname"]
-                found.append(Machine(machine, name, cpus, memory, custom, machine in doubtful))
+                found.append(Machine(machine, node["NodeManagerHostname"], cpus, memory, custom, machine in doubtful))
         return found
 
     def reserve(self, requests: Sequence[LaunchRequest], timeout_s: float) -> None:
@@ -369,7 +398,7 @@ class RayRuntime(Runtime):
                 "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(machine, soft=False),
             }
             actor = ray.remote(HostActor).options(**options).remote(self.job, self.keys, machine, self._folder)
-            nodes = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
+            nodes = {node["NodeID"]: _place_of(node) for node in ray.nodes()}
             before = -math.inf if found is None else found.lost_at
             found = self._hosts[machine] = RayHost(actor, nodes.get(machine), before)
         return found

@@ -55,7 +55,7 @@ class Raw:
         self.session = 0
 
     def greet(self, client: str) -> None:
-        self.socket.send(encode(Hello(client, 0)))
+        self.socket.send(encode(Hello(client)))
         welcome = header_of([self.socket.recv()], FROM_SERVER)
         assert isinstance(welcome, Welcome)
         self.session = welcome.session
@@ -262,7 +262,7 @@ def test_a_unix_socket_asks_for_the_keys_too(
         with context.socket(zmq.DEALER) as nobody:
             nobody.linger = 0
             nobody.connect(server.address)
-            thrown(nobody, [encode(Hello("0" * 32, 0))])
+            thrown(nobody, [encode(Hello("0" * 32))])
             assert not nobody.poll(200)
         assert read(connect(server.address).call("deposit", deposit("d", 5)).result(PATIENCE_S), Balance) == Balance(5)
     assert set(bank.runs) == {"d"}

@@ -202,6 +202,29 @@ def test_a_redirect_to_the_same_server_runs_nothing_twice(linked: Linked) -> Non
     assert bank.runs["waiting"] == 1
 
 
+@pytest.mark.parametrize("between", ["another server", "nobody"])
+def test_who_comes_back_to_a_server_goes_on_there(between: str, serve: Serve, connect: Connect) -> None:
+    first, second = Bank(), Bank()
+    there, elsewhere = serve(first), serve(second)
+    connection = connect(there.address)
+    connection.call("deposit", deposit("before", 1)).result(PATIENCE_S)
+    waiting = connection.call("slow_deposit", deposit("waiting", 1))
+    assert first.entered.wait(PATIENCE_S)
+    if between == "another server":
+        connection.redirect(elsewhere.address)
+        connection.call("deposit", deposit("meanwhile", 1)).result(PATIENCE_S)
+        connection.redirect(there.address)
+        until(lambda: there.dispatcher.repeated == 1, "the request's return")
+    else:
+        connection.redirect(None)
+        connection.redirect(there.address)
+    first.open.set()
+    connection.call("deposit", deposit("after", 1)).result(PATIENCE_S)
+    if between == "another server":
+        assert read(waiting.result(PATIENCE_S), Balance).total >= 2
+    assert (first.runs["before"], first.runs["waiting"], first.runs["after"]) == (1, 1, 1)
+
+
 def test_a_peer_that_is_given_up_fails_calls_until_it_is_replaced(serve: Serve, connect: Connect) -> None:
     bank = Bank()
     server = serve(bank)

@@ -181,7 +181,7 @@ class WireConnection(Connection):
                 self._lost = str(error)
                 given_up = self._take(self._calls)
             else:
-                self._socket.send([encode(Hello(self.client, self._session))])
+                self._socket.send([encode(Hello(self.client))])
                 return
         _fail(given_up, lambda _: PeerLost(self._lost))
 
@@ -232,7 +232,7 @@ class WireConnection(Connection):
             with self._lock:
                 if socket is self._socket and self._ready and message.session == self._session:
                     self._ready = False
-                    socket.send([encode(Hello(self.client, self._session))])
+                    socket.send([encode(Hello(self.client))])
 
     def _settle(self, message: Answers, frames: Sequence[Any]) -> None:
         with self._lock:

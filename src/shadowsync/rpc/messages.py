@@ -37,10 +37,9 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Opens a connection or takes up a session again over a new one; `session` is 0 for none."""
+    """Opens a connection, or takes up the client's session again over a new one."""
 
     client: Annotated[str, msgspec.Meta(min_length=32, max_length=32, pattern="^[0-9a-f]*$")]
-    session: _Number
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

@@ -47,7 +47,6 @@ class ClientRecord:
         requests: by number; those that run have None, the others the answer that is kept until the client has it.
         low: the client waits for no number below.
         running: requests that run.
-        called: it has called anything since it was let in.
         gone: it was forgotten while requests of it ran.
     """
 
@@ -58,7 +57,6 @@ class ClientRecord:
     requests: dict[int, Ready | None] = field(default_factory=dict)
     low: int = 0
     running: int = 0
-    called: bool = False
     gone: bool = False
 
 
@@ -136,21 +134,18 @@ class Dispatcher:
                     if (kept := record.requests[call.number]) is not None:
                         ready.append(kept)
                 elif call.number >= record.low:  # else its sender no longer waits for it
-                    record.called = True
                     record.requests[call.number] = None
                     record.running += 1
                     tasks.append(Task(record, call.number, call.method, Payload(call.meta, own, record.client)))
             return Taken(joined(ready) if ready else None, tuple(tasks))
 
     def _hello(self, route: bytes, hello: Hello, now_s: float) -> Taken:
-        """Binds the client to the route. A session that is not known is answered with a new one: the client decides
-        what that means for it."""
+        """Binds the client to the route. One that was here before goes on in its session, wherever it was meanwhile;
+        else it gets a new one: the client decides what that means for it."""
         record = self._by_client.get(hello.client)
         if record is None:
             record = ClientRecord(hello.client, secrets.randbits(62) + 1, route, now_s)
             self._by_client[hello.client] = record
-        elif hello.session != record.session and record.called:
-            return Taken()  # somebody else with its name: the client itself knows its session by its first call
         if self._by_route.get(record.route) is record:
             del self._by_route[record.route]
         record.route, record.heard_at = route, now_s

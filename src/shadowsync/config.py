@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from shadowsync.errors import ConfigError
 from shadowsync.places import written_places
-from shadowsync.registry import MemberOf, explain, nearest
+from shadowsync.registry import MemberOf, explain, nearest, option_names
 
 Pooling = Literal["sum", "mean", "none"]
 LONGEST_S = 3.2e7
@@ -110,7 +110,10 @@ class SplitConfig(Section):
 class DataConfig(Choice):
     """Where samples come from and how they are read; the source's own options go beside these keys."""
 
-    name: str = Field("completejourney", description="the source")
+    name: str = Field(
+        "completejourney",
+        description="the source; left out with data.path, the one of such files: .parquet, .csv, .tsv, .jsonl",
+    )
     epochs: int = Field(1, ge=1, le=1_000_000, description="passes over the data; more trains longer")
     on_bad_row: Literal["error", "skip"] = Field(
         "error", description="a bad row ends the run, or is counted and left out"
@@ -135,6 +138,13 @@ class DataConfig(Choice):
         description="with --resume: go on with this data, although it is not what the checkpoint was trained on; the "
         "word for it stands in the message that refuses the data",
     )
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _name_by_path(cls, given: Any) -> Any:
+        path = given.get("path") if isinstance(given, dict) and "name" not in given else None
+        first = path[0] if isinstance(path, list | tuple) and path else path
+        return {**given, "name": _source_of(first)} if isinstance(first, str) else given
 
     @pydantic.field_validator("shuffle", mode="before")
     @classmethod
@@ -546,6 +556,22 @@ def with_written(config: Config, given: dict[str, Any]) -> Config:
     """The configuration, which knows of its places in `given` (see `read_given`) how they were written."""
     config._written = written_places(given)
     return config
+
+
+def _source_of(path: str) -> str:
+    """The source of files that are called so."""
+    sources = MemberOf("shadowsync.data.source:Source").members()
+    for name, source in sources.items():
+        if path.lower().endswith(getattr(source, "endings", ())):
+            return name
+    taking = ", ".join(name for name, source in sources.items() if "path" in option_names(source))
+    raise ConfigError(f"data.path={path} does not say by its ending what is in it: set data.name to one of {taking}")
+
+
+def with_data(config: Config, **options: Any) -> Config:
+    """The configuration with these keys of its section `data`, as if they had been given."""
+    given = {**config.data.model_dump(by_alias=True, exclude_unset=True), **options}
+    return config.model_copy(update={"data": DataConfig.model_validate(given)})
 
 
 def read_given(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Choices, choose_all
 from shadowsync.config import Config, load, parse
 from shadowsync.data.batch import Batch
-from shadowsync.data.files import FileRows, large_columns
-from shadowsync.data.parquet import Columns, OpenParquet, Parquet
+from shadowsync.data.files import FileOptions, FileRows, large_columns
+from shadowsync.data.parquet import Parquet
 from shadowsync.data.reader import batches
 from shadowsync.data.source import OpenSource, Schema, Source
 from shadowsync.data.splits import PARTS, open_parts, whole
+from shadowsync.data.spooling import with_rows_of
+from shadowsync.data.tables import Columns, OpenTable, TableSource
 from shadowsync.data.writer import is_csv, write_parquet, writing_table
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
@@ -115,7 +117,7 @@ class Trained:
                 f"{folder} trained a module of your own: shadowsync.Trained({str(folder)!r}, model=module)"
             )
         self._unfollowed = unfollowed({"data": saved.config.get("data")}, Path(folder))
-        self.config: Config = parse(without(saved.config, "data", "cache"))
+        self.config: Config = parse(with_rows_of(Path(folder), without(saved.config, "data", "cache")))
         self.choices: Choices = choose_all(self.config, own_model=model is not None)
         self.schema: Schema = state.schema
         # A model's columns follow the order of the tables, which the servers' files do not keep.
@@ -175,11 +177,8 @@ class Trained:
 
     def _source_at(self, data: str, labelled: bool) -> Source:
         source: Any = self.choices.source
-        if {"path", "test_path"} <= {field.name for field in dataclasses.fields(source)}:
-            source = dataclasses.replace(source, path=data, test_path=None)
-        else:
-            source = parquet_of(self.schema, data)
-        if isinstance(source, Parquet) and not labelled:
+        source = source.at(data) if isinstance(source, FileOptions) else parquet_of(self.schema, data)
+        if isinstance(source, TableSource) and not labelled:
             source = dataclasses.replace(source, label=None)
         return cast("Source", source)
 
@@ -276,12 +275,12 @@ def _columns_to_keep(source: OpenSource, keep: Sequence[str], out: Path) -> Colu
     """What reads them beside the rows; refuses those that cannot be written."""
     if not keep:
         return None
-    if not isinstance(source, OpenParquet):
-        raise ConfigError(f"--keep {keep[0]}: only parquet rows have named columns to keep; leave it out")
+    if not isinstance(source, OpenTable):
+        raise ConfigError(f"--keep {keep[0]}: only rows of a table have named columns to keep; leave it out")
     for name in keep:
         if name in ("probability", "logit"):
             raise ConfigError(f"--keep {name}: predictions have a column of that name; rename it in the rows")
-    columns = Columns(source.files, list(dict.fromkeys(keep)), source.file_rows)
+    columns = Columns(source, list(dict.fromkeys(keep)))
     for name, kind in columns.types.items():
         if is_csv(out) and (kind.is_nested() or kind == pl.Binary):
             raise ConfigError(f"--keep {name}: the column holds {kind}, which CSV cannot; give an --out in .parquet")

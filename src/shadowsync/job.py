@@ -26,11 +26,12 @@ from shadowsync.choices import Choices, choose_all, global_batch, resumed, serve
 from shadowsync.cluster.context import Own, no_failures
 from shadowsync.cluster.manager import cpus_needed, resources_needed
 from shadowsync.cluster.session import Session
-from shadowsync.config import Config, SplitConfig, load, merge, parse, read_given, with_written
+from shadowsync.config import Config, SplitConfig, load, merge, parse, read_given, with_data, with_written
 from shadowsync.data.files import large_columns, largest_column
 from shadowsync.data.leases import Position
-from shadowsync.data.source import OpenSource
+from shadowsync.data.source import OpenSource, settled
 from shadowsync.data.splits import PARTS, open_parts, whole
+from shadowsync.data.spooling import Given, Split, kept_path, with_kept_rows, with_rows_of
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import (
     CheckpointError,
@@ -107,6 +108,9 @@ class Job:
         out: folder for results; None makes a new one in `runs/`.
         resume: folder of a run whose newest checkpoint to go on from.
         failures: called with a trainer's rank and iteration before each step; raises `TrainerLost` to script a death.
+        data: the training rows, if no files hold them that the configuration names: a table of polars, pandas, pyarrow
+            or Hugging Face, a dict of columns, or an iterable of those. They are kept in `out` and read from there.
+        test_data: the test rows, likewise.
 
     Raises:
         ConfigError: something is unknown or out of range; nothing was started.
@@ -121,15 +125,21 @@ class Job:
         out: Path | str | None = None,
         resume: Path | str | None = None,
         failures: Callable[[int, int], None] = no_failures,
+        data: object = None,
+        test_data: object = None,
     ) -> None:
+        self.resume = Path(resume) if resume is not None else None
+        self.out = Path(out) if out is not None else self.resume or new_folder()
+        rows: dict[Split, object] = {"train": data, "test": test_data}
+        names: Mapping[Split, str] = {"train": "data", "test": "test_data"}
+        self._given = {split: Given(names[split], held) for split, held in rows.items() if held is not None}
         asked = config if isinstance(config, Config) else parse(dict(config or {}))
         check_called(model)
+        asked = with_kept_rows(asked, self._given, self.out, self.resume)
         self.own = Own(model, tables, failures)
         runtime, self.why_there = where_roles_run(asked, self.own)
         self.config = with_runtime(asked, runtime)
         self.choices = choose_all(self.config, own_model=model is not None)
-        self.resume = Path(resume) if resume is not None else None
-        self.out = Path(out) if out is not None else self.resume or new_folder()
 
     def run(self, console: Console | None = None, on_frame: Callable[[Frame], None] | None = None) -> Result:
         """Trains to the end, evaluates on the test rows, and writes the results into `out`.
@@ -149,9 +159,19 @@ class Job:
             self._claim_place(stack)
             if self.out != self.resume:
                 check_unused(self.out)
+            console, began = console or Console(quiet=True), time.monotonic()
+            self._keep_given(console)
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)  # workers are the parallelism: each operator runs in its worker's thread
-            return _Run(self, time.monotonic(), console or Console(quiet=True), on_frame, stack).to_the_end()
+            return _Run(self, began, console, on_frame, stack).to_the_end()
+
+    def _keep_given(self, console: Console) -> None:
+        """Puts rows that were given where the configuration says they are."""
+        for split, given in self._given.items():
+            path = kept_path(self.out, split)
+            count = given.keep(path)
+            told = "are kept in" if count is None else f"({count:,}) are now in"
+            console.print(f"the rows of {given.name} {told} {path}", highlight=False)
 
     def _claim_place(self, stack: contextlib.ExitStack) -> None:
         """Nobody else may write to a folder of this machine that train.checkpoint_dir names."""
@@ -255,6 +275,7 @@ class _Run:
         if self.saved is not None:
             _check_split(self.saved, self.config)
         train, valid, test = open_sources(self.config, self.choices)
+        self.config, self.choices = _settled(self.config, self.choices, whole(train))
         for source in (train, valid, test):
             if source is not None:
                 stack.callback(source.close)
@@ -644,6 +665,13 @@ def open_sources(config: Config, choices: Choices) -> tuple[OpenSource, OpenSour
     return train, valid, test
 
 
+def _settled(config: Config, choices: Choices, train: OpenSource) -> tuple[Config, Choices]:
+    """With those options of the source that its training rows have decided."""
+    if not train.settled:
+        return config, choices
+    return with_data(config, **train.settled), dataclasses.replace(choices, source=settled(choices.source, train))
+
+
 def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str, Any]:
     """The whole configuration with every default, those of the chosen members too, and without secrets."""
     plain = config.model_dump(mode="json", by_alias=True)
@@ -715,7 +743,7 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], o
             f"{resume} trained a module of your own: go on from Python with "
             f"shadowsync.Job(config, model=module, resume={str(resume)!r})"
         )
-    stored = _followed(saved.config, changed, resume, out)
+    stored = _followed(with_rows_of(resume, saved.config), changed, resume, out)
     if (before := parse(stored)).aggregation.method is not None:  # what a step was made of stays, with more workers too
         stored = merge(stored, {"aggregation": {"global_batch": global_batch(before)}}, [])
     config = parse(resumed(stored, changed))

@@ -66,10 +66,13 @@ class MemberOf:
     seam: str
     also: tuple[str, ...] = ()
 
-    def names(self) -> tuple[str, ...]:
+    def members(self) -> dict[str, type[Any]]:
+        """By name."""
         module, _, name = self.seam.partition(":")
-        seam = getattr(importlib.import_module(module), name)
-        return (*self.also, *members(module.rpartition(".")[0], seam))
+        return members(module.rpartition(".")[0], getattr(importlib.import_module(module), name))
+
+    def names(self) -> tuple[str, ...]:
+        return (*self.also, *self.members())
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))

@@ -256,7 +256,7 @@ DATA: dict[str, Mistake] = {
     "beyond float32": bad_row("price", 3e38, "3e+38", "at most 1e+38"),
     "a folder of folders": Mistake(
         train("data.path=rows"),
-        ["divided into folders such as day=1"],
+        ["is a folder without files that end in .parquet", "rows/*/*.parquet"],
         lambda folder: (folder / "rows/day=1").mkdir(parents=True),
     ),
     "infinite": bad_row("price", float("inf"), "inf"),

@@ -17,9 +17,10 @@ from shadowsync.data import criteo
 from shadowsync.data.batch import Batch
 from shadowsync.data.criteo import Criteo
 from shadowsync.data.files import File, large_columns, largest_column
-from shadowsync.data.parquet import Columns, OpenParquet, Parquet
+from shadowsync.data.parquet import Parquet
 from shadowsync.data.source import OpenSource
 from shadowsync.data.synthetic import Synthetic
+from shadowsync.data.tables import Columns, OpenTable
 from shadowsync.errors import DataError
 
 ROWS = 60
@@ -30,10 +31,10 @@ def frame(rows: int = ROWS, first: float = 0.0, **columns: Any) -> pl.DataFrame:
     return pl.DataFrame({"label": numbers % 2, "price": first + numbers * 0.5, "item": numbers % 50, **columns})
 
 
-def opened(*paths: Path | str, **options: Any) -> OpenParquet:
+def opened(*paths: Path | str, **options: Any) -> OpenTable:
     given: dict[str, Any] = {"dense": ("price",), "categorical": ("item",), "rows": 50, **options}
     source = Parquet(path=tuple(str(path) for path in paths), **given).open("train", "error")
-    assert isinstance(source, OpenParquet)
+    assert isinstance(source, OpenTable)
     return source
 
 
@@ -117,7 +118,7 @@ def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path: Path, literal: str
     source = opened(written(tmp_path / literal, frame(30)))
     assert source.rows == 30
     assert read(source).dense[:2, 0].tolist() == [0.0, 0.5]
-    columns = Columns(source.files, ["item", "price"], source.file_rows)
+    columns = Columns(source, ["item", "price"])
     assert columns.types == {"item": pl.Int64, "price": pl.Float64}
     assert columns.take(2)["price"].to_list() == [0.0, 0.5]
 
@@ -135,13 +136,7 @@ def test_a_folder_stands_for_its_parquet_files(tmp_path: Path) -> None:
     assert read(source, 1).dense[0].tolist() == [200.0]
 
 
-def test_folders_that_are_columns_are_told_of(tmp_path: Path) -> None:
-    (tmp_path / "rows" / "day=3").mkdir(parents=True)
-    written(tmp_path / "rows" / "day=3" / "a.parquet", frame())
-    with pytest.raises(DataError, match=r"divided into folders such as day=3, whose columns are not read yet: name"):
-        opened(tmp_path / "rows")
-    with pytest.raises(DataError, match=r"there is no column 'day' \(data.dense\): it is in the name of a folder"):
-        opened(tmp_path / "rows" / "*" / "*.parquet", dense=("day",))
+def test_a_folder_without_files_of_the_format_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty: is a folder without files that end in \.parquet"):
         opened(tmp_path / "empty")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import json
 import random
 import typing
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from shadowsync import registry
 from shadowsync.data import completejourney
 from shadowsync.data.batch import Batch
 from shadowsync.data.criteo import Criteo
+from shadowsync.data.csv import Csv
+from shadowsync.data.jsonl import Jsonl
 from shadowsync.data.parquet import Parquet
 from shadowsync.data.source import OpenSource, Source, check_ids
 from shadowsync.data.synthetic import Synthetic
@@ -62,6 +65,29 @@ def parquet(folder: Path) -> Source:
     )
 
 
+def csv(folder: Path) -> Source:
+    rows = [f"{k % 2},{k / 7},{k if k % 5 else ''},{'|'.join(map(str, range(k % 3)))}\n" for k in range(60)]
+    (folder / "a.csv").write_text("clicked,price,item,seen\n" + "".join(rows[:25]))
+    (folder / "b.csv").write_text("clicked,price,item,seen\n" + "".join(rows[25:]))
+    return Csv(
+        path=str(folder / "*.csv"),
+        test_path=str(folder / "b.csv"),
+        label="clicked",
+        dense=("price",),
+        categorical=("item", "seen"),
+        rows={"seen": 2},
+        hash_size={"item": 100},
+        lists={"seen": "|"},
+    )
+
+
+def jsonl_gz(folder: Path) -> Source:
+    objects = [{"label": k % 2, "price": k / 7, "words": [f"w{j}" for j in range(k % 4)]} for k in range(60)]
+    path = folder / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in objects).encode()))
+    return Jsonl(path=str(path), test_path=str(path), dense=("price",), categorical=("words",), hash_size=50)
+
+
 def remote(member: Callable[[Path], Source]) -> Callable[[Path], Source]:
     """The same source, its files in fsspec's memory."""
 
@@ -89,9 +115,13 @@ MEMBERS: dict[str, Callable[[Path], Source]] = {
     "criteo": criteo,
     "criteo .gz": criteo_gz,
     "parquet": parquet,
+    "csv": csv,
+    "jsonl .gz": jsonl_gz,
     "criteo, remote": remote(criteo),
     "criteo .gz, remote": remote(criteo_gz),
     "parquet, remote": remote(parquet),
+    "csv, remote": remote(csv),
+    "jsonl .gz, remote": remote(jsonl_gz),
     "synthetic": lambda _: Synthetic(rows=60, test_rows=10, features=4, table_rows=50),
     "synthetic, over blocks": lambda _: Synthetic(rows=9000, test_rows=10, features=2, table_rows=50),
     "synthetic, multi-hot": lambda _: Synthetic(

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.files import PANIC
-from shadowsync.data.parquet import OpenParquet, Parquet
+from shadowsync.data.parquet import Parquet
 from shadowsync.data.source import OpenSource, Source, mark_of_options
+from shadowsync.data.tables import OpenTable
 from shadowsync.data.writer import ROW_GROUP
 from shadowsync.errors import DataError, MissingExtra, SaveError
 from shadowsync.registry import build
@@ -104,7 +105,7 @@ class CompleteJourney(Source):
         without = {} if self.history else {"dense": ()}
         options = {"path": str(folder / f"{split}.parquet"), **manifest["columns"], **without}
         opened = build(Parquet, options, "data").open("train", on_bad_row)
-        assert isinstance(opened, OpenParquet)
+        assert isinstance(opened, OpenTable)
         if split == "train" and self.rows is not None:
             opened.limit(self.rows)
         # By what it was made from: the bytes of what is prepared depend on who prepared it.

@@ -6,6 +6,7 @@ about every 32 MB, so that reading can start near any line instead of at the fil
 """
 
 import glob
+import itertools
 import threading
 import time
 import zlib
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import unquote
 
 import fsspec.core
 import numpy as np
@@ -45,12 +47,14 @@ _PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}  # those 
 
 @dataclass(frozen=True)
 class File:
-    """A file that exists and is not empty: its `path` as shown in messages, its `key` on its file system, its bytes."""
+    """A file that exists and is not empty: its `path` as shown in messages, its `key` on its file system, its bytes,
+    and the names and values of folders such as `day=2024-01-01` that it was found in."""
 
     path: str
     key: str
     size: int
     filesystem: Any
+    partitions: tuple[tuple[str, str], ...] = ()
 
     @property
     def local(self) -> bool:
@@ -97,14 +101,14 @@ class File:
                 yield from (block[first : first + size] for first in range(0, len(block), size))
 
 
-def resolve(key: str, paths: str | Sequence[str], suffix: str | None = None) -> tuple[File, ...]:
+def resolve(key: str, paths: str | Sequence[str], endings: tuple[str, ...] = ()) -> tuple[File, ...]:
     """The files meant by a path, a glob or a list of either, local or URLs such as `s3://bucket/day_*.gz`; those of a
-    glob in the order of their names. A folder stands for its files of that suffix. Messages name the configuration
-    `key`."""
+    glob in the order of their names. A folder stands for its files of those `endings`, also in folders such as
+    `day=2024-01-01` in it. Messages name the configuration `key`."""
     patterns = [paths] if isinstance(paths, str) else list(paths)
     if not patterns:
         raise DataError(f"{key} names no file: give a path, a glob or a list of paths")
-    return tuple(file for pattern in patterns for file in _expand(key, pattern, suffix))
+    return tuple(file for pattern in patterns for file in _expand(key, pattern, endings))
 
 
 @contextmanager
@@ -138,7 +142,7 @@ def patiently(fetch: Callable[[], bytes]) -> bytes:
     return fetch()
 
 
-def _expand(key: str, pattern: str, suffix: str | None) -> Iterator[File]:
+def _expand(key: str, pattern: str, endings: tuple[str, ...]) -> Iterator[File]:
     shown = redacted(pattern)
     try:
         filesystem, inner = _url_to_fs(pattern)
@@ -152,34 +156,45 @@ def _expand(key: str, pattern: str, suffix: str | None) -> Iterator[File]:
     with reading(shown):
         if not glob.has_magic(inner) or filesystem.exists(inner):
             found = filesystem.info(inner)
-            if suffix is not None and found["type"] == "directory":
-                yield from _in_folder(filesystem, shown, inner, suffix)
+            if endings and found["type"] == "directory":
+                yield from _in_folder(filesystem, shown, inner, endings)
             else:
                 yield _file(filesystem, inner, found, shown)
             return
         matches = sorted(match for match in filesystem.glob(inner) if not filesystem.isdir(match))
         if not matches:
             raise DataError(f"{key}={shown}: no file matches")
+        named = len(list(itertools.takewhile(lambda part: not glob.has_magic(part), inner.split("/"))))
         for match in matches:
-            yield _file(filesystem, match, filesystem.info(match))
+            folders = match.split("/")[named:-1]
+            yield replace(_file(filesystem, match, filesystem.info(match)), partitions=_partitions(folders))
 
 
-def _in_folder(filesystem: Any, pattern: str, folder: str, suffix: str) -> Iterator[File]:
-    """The files of a folder, in the order of their names; folders in it are not looked into."""
-    inside = sorted((entry["name"].rstrip("/"), entry["type"]) for entry in filesystem.ls(folder, detail=True))
-    names = [name for name, kind in inside if kind == "file" and name.endswith(suffix) and _last(name)[0] not in "._"]
-    if not names:
-        parts = [_last(name) for name, kind in inside if kind == "directory"]
-        hive = next((part for part in parts if "=" in part), None)
-        some = f"{pattern.rstrip('/')}/{hive or '*'}/*{suffix}"
-        if hive is not None:
-            raise DataError(
-                f"{pattern}: is divided into folders such as {hive}, whose columns are not read yet: name the files, "
-                f"for instance {some}, and write {hive.partition('=')[0]!r} into them if the model needs it"
-            )
-        raise DataError(f"{pattern}: is a folder without files that end in {suffix}; name files, for instance {some}")
-    for name in names:
-        yield _file(filesystem, name, filesystem.info(name))
+def _in_folder(filesystem: Any, pattern: str, folder: str, endings: tuple[str, ...]) -> Iterator[File]:
+    """The files of a folder and of folders such as `day=1` in it, in the order of their names; folders that are called
+    otherwise are not looked into."""
+    listed = filesystem.ls(folder, detail=True)
+    if any(entry["type"] == "directory" and "=" in _last(entry["name"].rstrip("/")) for entry in listed):
+        listed = filesystem.find(folder, detail=True).values()
+    above = len(folder.rstrip("/").split("/"))
+    found = False
+    for entry in sorted(listed, key=lambda entry: str(entry["name"])):
+        *folders, name = entry["name"].split("/")[above:] or [""]
+        hidden = name[:1] in (".", "_") or not all("=" in part for part in folders)
+        if entry["type"] == "file" and name.endswith(endings) and not hidden:
+            found = True
+            file = _file(filesystem, entry["name"], filesystem.info(entry["name"]))
+            yield replace(file, partitions=_partitions(folders))
+    if not found:
+        some = f"{pattern.rstrip('/')}/*/*{endings[0]}"
+        raise DataError(
+            f"{pattern}: is a folder without files that end in {' or '.join(endings)}; name files, for instance {some}"
+        )
+
+
+def _partitions(folders: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    split = (unquote(part).partition("=") for part in folders if "=" in part)
+    return tuple((name, value) for name, _, value in split)
 
 
 def _last(path: str) -> str:
@@ -229,10 +244,10 @@ class FileOptions:
     ]
     test_path: Annotated[str | tuple[str, ...] | None, Field(description="test rows, likewise; None: no test")] = None
 
-    def files(self, split: Literal["train", "test"], suffix: str | None = None) -> tuple[File, ...] | None:
+    def files(self, split: Literal["train", "test"]) -> tuple[File, ...] | None:
         """As `resolve`; None if there are no test rows."""
         key, paths = ("data.path", self.path) if split == "train" else ("data.test_path", self.test_path)
-        return None if paths is None else resolve(key, paths, suffix)
+        return None if paths is None else resolve(key, paths)
 
     def at(self, path: str | tuple[str, ...]) -> Self:
         """The same columns of other files, without test rows."""

@@ -166,7 +166,7 @@ def type_of(name: str, types: Mapping[str, pl.DataType], place: str, key: str) -
         has = ", ".join(list(types)[:50])
         hint = nearest(name, types)
         if f"/{name}=" in place:
-            hint = ": it is in the name of a folder, and columns that folders are named after are not read yet"
+            hint = f": it is in the name of a folder, so give as the path the folder above, or a pattern ({name}=*)"
         raise DataError(f"{place}: there is no column {name!r} ({key}){hint}; the file has {has}")
     return types[name]
 

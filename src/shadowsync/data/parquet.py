@@ -14,15 +14,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Self
 
 import polars as pl
 import pyarrow.parquet
 
-from shadowsync.data.batch import Batch
-from shadowsync.data.files import PANIC, File, FileOptions, FileRows, reading
-from shadowsync.data.frame import TableOptions, batch_of, type_of
-from shadowsync.data.source import PART, OpenSource, Slice, Source, digest
+from shadowsync.data.files import PANIC, File, Problem, reading
+from shadowsync.data.source import PART, digest
+from shadowsync.data.tables import TableFile, TableSource, in_folders
 from shadowsync.errors import DataError, SaveError
 
 _TAIL = 1 << 20  # bytes fetched with the footer: most footers fit, and small files as a whole
@@ -35,8 +34,8 @@ pq: Any = pyarrow.parquet  # has no types
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Parquet(TableOptions, FileOptions, Source):
+@dataclass(frozen=True, kw_only=True)
+class Parquet(TableSource):
     """Parquet files with a label, dense and categorical columns.
 
     A categorical column holds integers or strings, or lists of either (multi-hot, empty lists allowed). With
@@ -45,122 +44,26 @@ class Parquet(TableOptions, FileOptions, Source):
     """
 
     name: ClassVar[str] = "parquet"
+    endings: ClassVar[tuple[str, ...]] = (".parquet",)
 
-    def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
-        """Checks the files' columns and types."""
-        files = self.files(split, ".parquet")
-        return None if files is None else OpenParquet(self, files, on_bad_row)
-
-
-class OpenParquet(FileRows):
-    """Parquet files whose columns have been checked."""
-
-    def __init__(self, options: Parquet, files: Sequence[File], on_bad_row: Literal["error", "skip"]) -> None:
-        self._opened = [_Opened(file, options.names()) for file in files]
-        first = self._opened[0]
-        self._options, self._columns = options, options.columns(first.types, first.file.path)
-        for other in self._opened[1:]:
-            for here, there in zip(options.columns(other.types, other.file.path), self._columns, strict=True):
-                if here != there:  # its ids would differ
-                    raise DataError(
-                        f"{other.file.path}: column {here.name!r} holds {other.types[here.name]}, in {first.file.path} "
-                        f"it holds {first.types[here.name]}: write all files with the same types"
-                    )
-        self.labelled = options.label is not None
-        rows = [opened.rows() for opened in self._opened]
-        super().__init__(options.schema(self._columns), files, rows, on_bad_row)
-        self._beside: dict[tuple[str, int], _Opened] = {}
-
-    def read(self, part: Slice) -> Batch:
-        """Decodes the pages that hold the slice; rows are looked at one by one only if something is wrong."""
-        self.check_unchanged(part)
-        frame = self._opened[part.file].take(part.start, part.rows)
-        batch, problems = batch_of(frame, self._options, self._columns)
-        if problems:
-            keep = self.reject(part, problems)
-            batch, problems = batch_of(frame.filter(pl.Series(keep)), self._options, self._columns)
-            assert not problems
-        return batch
-
-    def column(self, name: str, part: Slice, key: str) -> pl.Series:
-        file = self.files[part.file]
-        opened = self._beside.get((name, part.file)) or _Opened(file, [name])
-        self._beside[name, part.file] = opened
-        type_of(name, opened.types, file.path, key)
-        return opened.take(part.start, part.rows)[name]
-
-    def dense_bounds(self) -> Mapping[str, float]:
-        """As the footers tell; nothing where logarithms are taken, or where a file holds no bounds."""
-        largest: dict[str, float] = {}
-        for opened in () if self._options.log_dense else self._opened:
-            with reading(opened.file.path):
-                metadata = pq.read_metadata(opened.path)
-                groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-                names = enumerate(groups[0].column(number).path_in_schema for number in range(metadata.num_columns))
-                for number, name in [pair for pair in names if pair[1] in self._options.dense]:
-                    for chunk in (group.column(number) for group in groups):
-                        if chunk.is_stats_set and chunk.statistics.has_min_max:
-                            bounds = abs(float(chunk.statistics.min)), abs(float(chunk.statistics.max))
-                            largest[name] = max(*bounds, largest.get(name, 0.0))
-        return largest
-
-    def digest(self, file: int) -> str:
-        """Of the footer, which has sizes and bounds of all columns, and of the first labels, which hardly show there.
-
-        Not of the file's other bytes, unless it is small.
-        """
-        opened, size = self._opened[file], self._opened[file].file.size
-        with reading(opened.file.path):
-            metadata = pq.read_metadata(opened.path)
-            spans = [(size - 8 - metadata.serialized_size, size)]
-            label = self._options.label
-            labels = [] if label is None else _spans(metadata.row_group(0), (label,))
-        if labels:
-            spans.append((labels[0][0], min(labels[0][1], labels[0][0] + PART)))
-        return digest(size, spans, opened.file.read if opened.mirror is None else opened.mirror.read)
-
-    def close(self) -> None:
-        for opened in self._opened:
-            if opened.mirror is not None:
-                opened.mirror.close()
+    def opened(self, files: Sequence[File]) -> tuple[Self, Sequence[TableFile]]:
+        return self, [ParquetFile(file, self.names(), folders) for file, folders in in_folders(files)]
 
 
-class Columns:
-    """Columns of parquet files as they are, read beside the rows of a source of the same files, in their order.
-
-    Raises `DataError` if a file lacks one of them, or holds it as another type than the first.
-    """
-
-    def __init__(self, files: Sequence[File], names: Sequence[str], file_rows: Sequence[int]) -> None:
-        self._file_rows, self._file, self._row = file_rows, 0, 0
-        self._opened = [_Opened(file, names) for file in files]
-        self.types = {name: type_of(name, self._opened[0].types, files[0].path, "--keep") for name in names}
-        for opened in self._opened:
-            for name in names:
-                if (kind := type_of(name, opened.types, opened.file.path, "--keep")) != self.types[name]:
-                    first = f"{self.types[name]} in {files[0].path}"
-                    raise DataError(f"{opened.file.path}: column {name!r} (--keep) holds {kind}, but {first}")
-
-    def take(self, rows: int) -> pl.DataFrame:
-        """Of the next rows, which lie in one file."""
-        if self._row == self._file_rows[self._file]:
-            self._file, self._row = self._file + 1, 0
-        start, self._row = self._row, self._row + rows
-        return self._opened[self._file].take(start, rows)
-
-
-class _Opened:
+class ParquetFile(TableFile):
     """A parquet file of which some columns are to be read, here or through a mirror."""
 
-    def __init__(self, file: File, columns: Sequence[str]) -> None:
-        self.file = file
+    def __init__(self, file: File, columns: Collection[str], folders: Mapping[str, pl.Series]) -> None:
         self.mirror = None if file.local else Mirror(file, columns)
         self.path = file.key if self.mirror is None else self.mirror.path
         # a path that looks like a pattern is a name, as it was resolved before
-        self._scan = pl.scan_parquet(self.path, glob=False)
-        self._columns = self._scan.select(list(dict.fromkeys(columns)))
-        with _decoding(file.path, "is not a parquet file, or was cut"):
-            self.types: Mapping[str, pl.DataType] = self._scan.collect_schema()
+        self._scan = pl.scan_parquet(self.path, glob=False, hive_partitioning=False)
+        super().__init__(file, columns, folders)
+        self._selected = self._scan.select(self.columns)
+
+    def own_types(self) -> Mapping[str, pl.DataType]:
+        with _decoding(self.file.path, "is not a parquet file, or was cut"):
+            return self._scan.collect_schema()
 
     def rows(self) -> int:
         with reading(self.file.path):
@@ -169,11 +72,45 @@ class _Opened:
             raise DataError(f"{self.file.path}: has no rows")
         return count
 
-    def take(self, start: int, rows: int) -> pl.DataFrame:
+    def read(self, start: int, rows: int) -> tuple[pl.DataFrame, Sequence[Problem]]:
+        """Decodes the pages that hold those rows."""
         if self.mirror is not None:
             self.mirror.fetch(start, rows)
         with _decoding(self.file.path, f"row {start + 1} and those after cannot be decoded"):
-            return self._columns.slice(start, rows).collect()
+            return self._selected.slice(start, rows).collect(), ()
+
+    def largest(self, columns: Collection[str]) -> Mapping[str, float]:
+        """As the footer tells."""
+        largest: dict[str, float] = {}
+        with reading(self.file.path):
+            metadata = pq.read_metadata(self.path)
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            names = enumerate(groups[0].column(number).path_in_schema for number in range(metadata.num_columns))
+            for number, name in [pair for pair in names if pair[1] in columns]:
+                for chunk in (group.column(number) for group in groups):
+                    if chunk.is_stats_set and chunk.statistics.has_min_max:
+                        bounds = abs(float(chunk.statistics.min)), abs(float(chunk.statistics.max))
+                        largest[name] = max(*bounds, largest.get(name, 0.0))
+        return largest
+
+    def digest(self, column: str | None) -> str:
+        """Of the footer, which has sizes and bounds of all columns, and of the first values of `column`, the label,
+        which hardly show there.
+
+        Not of the file's other bytes, unless it is small.
+        """
+        size = self.file.size
+        with reading(self.file.path):
+            metadata = pq.read_metadata(self.path)
+            spans = [(size - 8 - metadata.serialized_size, size)]
+            values = [] if column is None else _spans(metadata.row_group(0), (column,))
+        if values:
+            spans.append((values[0][0], min(values[0][1], values[0][0] + PART)))
+        return digest(size, spans, self.file.read if self.mirror is None else self.mirror.read)
+
+    def close(self) -> None:
+        if self.mirror is not None:
+            self.mirror.close()
 
 
 @contextmanager

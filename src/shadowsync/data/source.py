@@ -7,9 +7,10 @@ import itertools
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, overload
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, cast, overload
 
 import msgspec
 import numpy as np
@@ -118,6 +119,7 @@ class OpenSource(ABC):
         sequential: reading slices out of order is slow (compressed text), so the reader keeps the file's order.
         labelled: the rows have labels; else `read` gives zeros, which are good for predictions only.
         best_auc: the highest AUC any model can reach on this data, where that is known (synthetic), else None.
+        settled: options of the source that were left open and that the rows have decided: a run stores them.
     """
 
     schema: Schema
@@ -127,6 +129,7 @@ class OpenSource(ABC):
     sequential: bool = False
     labelled: bool = True
     best_auc: float | None = None
+    settled: Mapping[str, Any] = MappingProxyType({})
 
     def slices(self, rows_per_slice: int) -> Sequence[Slice]:
         """Cuts the data into slices of at most `rows_per_slice` rows, in order, without overlap or gap."""
@@ -173,6 +176,12 @@ class Source(ABC):
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
         """Opens the training or the test rows; None if this source has no test rows. Raises `DataError` for a file that
         is missing, empty or of the wrong schema, and `MissingExtra` where the source needs a package."""
+
+
+def settled(source: Source, opened: OpenSource) -> Source:
+    """The source with what was left open and its opened training rows have decided."""
+    options: Any = source
+    return cast("Source", dataclasses.replace(options, **opened.settled)) if opened.settled else source
 
 
 def check_ids(batch: Batch, source: OpenSource, part: Slice) -> None:

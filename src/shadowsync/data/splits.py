@@ -21,7 +21,7 @@ from shadowsync.config import DataConfig, SplitConfig
 from shadowsync.data.batch import Batch
 from shadowsync.data.files import FileOptions
 from shadowsync.data.hashing import Words, hash_strings, mix
-from shadowsync.data.source import Mark, OpenSource, Slice, Source
+from shadowsync.data.source import Mark, OpenSource, Slice, Source, settled
 from shadowsync.errors import ConfigError, DataError
 
 Part = Literal["train", "valid", "test"]
@@ -47,6 +47,7 @@ def open_parts(source: Source, data: DataConfig, *wanted: Part) -> dict[Part, Op
     if {"train", *cut} & set(wanted) and (opened := source.open("train", data.on_bad_row)) is not None:
         parts: dict[Part, OpenSource] = partition(opened, cut) if cut else {"train": opened}
         found |= {part: rows for part, rows in parts.items() if part in wanted}
+        source = settled(source, opened)
     if "test" in wanted and (own := source.open("test", data.on_bad_row)) is not None:
         found["test"] = own
         if data.test is not None:

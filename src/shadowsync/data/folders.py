@@ -1,0 +1,85 @@
+"""Columns that folders are named after, as in `day=2024-01-01/part-0.parquet`, and files chosen by them."""
+
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import Annotated, Literal
+
+import polars as pl
+from pydantic import Field
+
+from shadowsync.data.files import File
+from shadowsync.errors import DataError
+
+Value = int | str | date
+Wanted = (
+    Value
+    | Annotated[tuple[Value, ...], Field(min_length=1)]
+    | Annotated[dict[Literal["from", "to"], Value], Field(min_length=1)]
+)
+"""One value, several, or all from one to another, both included."""
+
+_MISSING = "__HIVE_DEFAULT_PARTITION__"
+
+
+def folder_columns(files: Sequence[File]) -> dict[str, pl.Series]:
+    """By name, one value for each file: integers or dates if all are, else text; null where there is none."""
+    names = dict.fromkeys(name for file in files for name, _ in file.partitions)
+    found = [dict(file.partitions) for file in files]
+    return {
+        name: _typed(pl.Series(name, [values.get(name) for values in found], dtype=pl.String).replace(_MISSING, None))
+        for name in names
+    }
+
+
+def wanted_files(key: str, files: Sequence[File], wanted: Mapping[str, Wanted]) -> tuple[File, ...]:
+    """Those whose folders have wanted values; raises `DataError` if there are none. Messages name the configuration
+    `key`."""
+    columns, left = folder_columns(files), pl.Series([True] * len(files))
+    for name, values in wanted.items():
+        if name not in columns:
+            has = ", ".join(f"{column}=…" for column in columns) or "none"
+            raise DataError(
+                f"{key} names {name!r}, which is in the name of no folder; of such folders there are: {has}"
+            )
+        left &= _matches(key, columns[name], values).fill_null(value=False)
+    if not left.any():
+        bounds = ((name, columns[name].drop_nulls().sort()) for name in wanted)
+        there = " and ".join(f"{name} from {values[0]} to {values[-1]}" for name, values in bounds)
+        raise DataError(f"{key} leaves none of the {len(files)} files, which have {there}")
+    return tuple(file for file, kept in zip(files, left, strict=True) if kept)
+
+
+def _matches(key: str, column: pl.Series, wanted: Wanted) -> pl.Series:
+    if not isinstance(wanted, dict):
+        several = wanted if isinstance(wanted, tuple) else (wanted,)
+        return column.is_in(_given(key, column, several))
+    kept = column.is_not_null()
+    if "from" in wanted:
+        kept &= column >= _given(key, column, [wanted["from"]])[0]
+    if "to" in wanted:
+        kept &= column <= _given(key, column, [wanted["to"]])[0]
+    return kept
+
+
+def _given(key: str, column: pl.Series, values: Sequence[Value]) -> pl.Series:
+    """The user's values as the type of the column."""
+    text = pl.Series([str(value) for value in values], dtype=pl.String)
+    typed = _as(text, column.dtype)
+    if typed.null_count():
+        wrong = text.filter(typed.is_null())[0]
+        raise DataError(
+            f"{key}.{column.name}={wrong}: the folders hold {column.dtype}, such as {column.drop_nulls()[0]}"
+        )
+    return typed
+
+
+def _typed(text: pl.Series) -> pl.Series:
+    for kind in (pl.Int64(), pl.Date()):
+        if (typed := _as(text, kind)).null_count() == text.null_count() < len(text):
+            return typed
+    return text
+
+
+def _as(text: pl.Series, kind: pl.DataType) -> pl.Series:
+    """Null where it is not of that kind."""
+    return text.str.to_date("%Y-%m-%d", strict=False) if kind == pl.Date else text.cast(kind, strict=False)

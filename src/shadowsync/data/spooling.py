@@ -1,0 +1,298 @@
+"""Rows that a program has in memory, or makes, kept as parquet files in a run's folder.
+
+So they are read like any others: in slices, in any order, in every epoch, by other processes, and again when the run is
+resumed, evaluated or reported on. It costs a pass over them and their size on disk; a row group of them is in memory at
+a time, besides what the program holds.
+"""
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+import pyarrow
+import pyarrow.dataset
+import pyarrow.parquet
+import torch
+
+from shadowsync.config import Config, with_data
+from shadowsync.data.files import reading
+from shadowsync.data.writer import ROW_GROUP, replacing, writing_table
+from shadowsync.errors import ConfigError, DataError
+
+pa: Any = pyarrow  # has no types
+
+Split = Literal["train", "test"]
+_KEYS: Mapping[Split, str] = {"train": "path", "test": "test_path"}
+"""Of the section `data`, where rows of a split are."""
+
+_TABLES = "a polars, pandas or Hugging Face table, one of pyarrow, a dict of columns"
+
+
+class Given:
+    """Rows that were given as the argument `name`.
+
+    Raises:
+        ConfigError: they are of no kind that is known.
+    """
+
+    def __init__(self, name: str, rows: object) -> None:
+        self.name, self._rows = name, rows
+        if isinstance(rows, str | bytes | Path):
+            raise ConfigError(
+                f"{name}={str(rows)!r} is a path and not rows: set data.path in the configuration instead"
+            )
+        if not isinstance(rows, pl.LazyFrame | Iterable) and _frames_of(rows) is None:
+            raise ConfigError(
+                f"{name} is {_described(rows)}: give {_TABLES}, or an iterable of such, for instance a DataLoader"
+            )
+
+    def keep(self, path: Path) -> int | None:
+        """Writes them to `path`, which is there when all of them are; how many, or None if they were there already.
+
+        Raises:
+            ConfigError: the file holds other rows.
+            DataError: there are none, they cannot be read, or their columns change.
+            SaveError: the file cannot be written.
+        """
+        if path.exists():
+            self._check_same(path)
+            return None
+        if isinstance(self._rows, pl.LazyFrame):
+            with replacing(path) as temporary, reading(self.name):
+                self._rows.sink_parquet(temporary, row_group_size=ROW_GROUP)
+                return self._some(pa.parquet.read_metadata(temporary).num_rows)
+        with writing_table(path) as write:
+            rows = 0
+            for block in self._blocks():
+                write(block)
+                rows += len(block)
+            return self._some(rows)
+
+    def _some(self, rows: int) -> int:
+        if rows == 0:
+            raise DataError(f"{self.name} holds no rows")
+        return rows
+
+    def _check_same(self, path: Path) -> None:
+        """By the first rows and, where that is known, their number: an iterable may be gone through only once."""
+        with reading(self.name):
+            if isinstance(self._rows, pl.LazyFrame):
+                first = self._rows.head(ROW_GROUP).collect()
+            else:
+                first = next(self._blocks(), pl.DataFrame())
+        with reading(str(path)):
+            kept = pl.scan_parquet(path, glob=False)
+            same = len(first) > 0 and kept.head(len(first)).collect().equals(_as_kept(first))
+            rows = kept.select(pl.len()).collect().item()
+        if not same or _rows_of(self._rows) not in (None, rows):
+            raise ConfigError(
+                f"{path} holds other rows than {self.name}: leave {self.name} out to go on with those, remove the "
+                "file, or give another folder as out"
+            )
+
+    def _blocks(self) -> Iterator[pl.DataFrame]:
+        """All rows, a row group at a time, with the same columns."""
+        schema: dict[str, pl.DataType] = {}
+        held: list[pl.DataFrame] = []
+        fixed = False
+        for number, frame in enumerate(self._frames(), 1):
+            if frame.is_empty():
+                continue
+            schema = self._common(schema, frame, number, fixed)
+            held.append(frame)
+            if sum(map(len, held)) >= ROW_GROUP:
+                whole, fixed = _joined(held, schema), True
+                full = len(whole) // ROW_GROUP * ROW_GROUP
+                yield from whole[:full].iter_slices(ROW_GROUP)
+                held = [whole[full:]]
+        if held and len(rest := _joined(held, schema)):
+            yield rest
+
+    def _frames(self) -> Iterator[pl.DataFrame]:
+        whole = _frames_of(self._rows)
+        if whole is not None:
+            yield from _guarded(self.name, whole)
+            return
+        assert isinstance(self._rows, Iterable)
+        for number, item in enumerate(_guarded(self.name, self._rows), 1):
+            frames = _frames_of(item)
+            if frames is None:
+                raise DataError(f"{self.name}: its batch {number} is {_described(item)}, each must be {_TABLES}")
+            yield from _guarded(f"{self.name}, batch {number}", frames)
+
+    def _common(
+        self, before: Mapping[str, pl.DataType], frame: pl.DataFrame, number: int, fixed: bool
+    ) -> dict[str, pl.DataType]:
+        """The columns of those before and this one; `fixed` where some are written."""
+        if before and (odd := {*before} ^ {*frame.columns}):
+            has = "lacks" if min(odd) in before else "has also"
+            raise DataError(f"{self.name}: batch {number} {has} the column {min(odd)!r}: give all the same columns")
+        common = {}
+        for name in before or frame.columns:
+            kind = frame.schema[name]
+            held = before.get(name, kind)
+            either = _either(held, kind)
+            if either is None or (fixed and either != held):
+                raise DataError(
+                    f"{self.name}: batch {number} holds {kind} in the column {name!r}, those before it hold {held}: "
+                    "give all the same types"
+                )
+            common[name] = either
+        return common
+
+
+def kept_path(folder: Path, split: Split) -> Path:
+    """Where a run keeps rows that were given to it."""
+    return folder / "data" / f"{split}.parquet"
+
+
+def with_kept_rows(config: Config, given: Mapping[Split, Given], out: Path, resume: Path | None) -> Config:
+    """A configuration that reads given rows where they are kept in `out`, and where it names no others, those that the
+    run to be resumed has kept.
+
+    Raises:
+        ConfigError: it names others.
+    """
+    parquet = "name" not in config.data.model_fields_set or config.data.name == "parquet"
+    found = {}
+    for split, rows in given.items():
+        if (key := _KEYS[split]) in config.data.options:
+            raise ConfigError(f"both data.{key} and {rows.name} are given: leave one of them out")
+        if not parquet:
+            raise ConfigError(f"data.name={config.data.name} does not go with {rows.name}: leave it out")
+        found[key] = str(kept_path(out, split).absolute())
+    if resume is not None and parquet and "path" not in {*config.data.options, *found}:
+        kept = {key: kept_path(resume, split) for split, key in _KEYS.items() if key not in config.data.options}
+        found = {key: str(path.absolute()) for key, path in kept.items() if path.is_file()} | found
+    return with_data(config, name="parquet", **found) if found else config
+
+
+def with_rows_of(folder: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration stored in a run's folder; rows that it has kept are where the folder is now."""
+    data = stored.get("data")
+    if not isinstance(data, Mapping):
+        return dict(stored)
+    kept = {key: kept_path(folder, split) for split, key in _KEYS.items()}
+    here = {
+        key: str(path.absolute())
+        for key, path in kept.items()
+        if isinstance(data.get(key), str) and Path(data[key]).parts[-2:] == path.parts[-2:] and path.is_file()
+    }
+    return {**stored, "data": {**data, **here}}
+
+
+def _frames_of(table: Any) -> Iterator[pl.DataFrame] | None:
+    """The rows of a table, a bounded number at a time; None for what is none. Nothing is read yet."""
+    package = type(table).__module__.partition(".")[0]
+    if isinstance(table, pl.DataFrame):
+        return table.iter_slices(ROW_GROUP)
+    if package == "pandas" and hasattr(table, "iloc"):
+        return _of_pandas(table)
+    if package == "datasets" and hasattr(table, "iter"):
+        return _of_arrow(table.with_format("arrow").iter(batch_size=ROW_GROUP))
+    if isinstance(table, pa.dataset.Dataset):
+        return _of_arrow(table.to_batches(batch_size=ROW_GROUP))
+    if isinstance(table, pa.RecordBatch):
+        return _of_arrow([table])
+    if hasattr(table, "__arrow_c_stream__"):
+        return _of_stream(table)
+    return _of_columns(table) if isinstance(table, Mapping) else None
+
+
+def _of_pandas(table: Any) -> Iterator[pl.DataFrame]:
+    schema = pa.Schema.from_pandas(table, preserve_index=False)
+    for start in range(0, len(table), ROW_GROUP):
+        piece = table.iloc[start : start + ROW_GROUP]
+        yield from _of_arrow([pa.RecordBatch.from_pandas(piece, schema=schema, preserve_index=False)])
+
+
+def _of_stream(table: Any) -> Iterator[pl.DataFrame]:
+    yield from _of_arrow(pa.RecordBatchReader.from_stream(table))
+
+
+def _of_arrow(tables: Iterable[Any]) -> Iterator[pl.DataFrame]:
+    for table in tables:
+        yield from pl.DataFrame(table).iter_slices(ROW_GROUP)
+
+
+def _of_columns(columns: Mapping[Any, object]) -> Iterator[pl.DataFrame]:
+    series = [_series(str(name), values) for name, values in columns.items()]
+    lengths = {len(values): values.name for values in series}
+    if len(lengths) > 1:
+        (few, one), (many, other) = sorted(lengths.items())[:2]
+        raise ValueError(f"the column {one!r} has {few} values, {other!r} {many}: a batch has one for each of its rows")
+    yield pl.DataFrame(series)
+
+
+def _series(name: str, values: Any) -> pl.Series:
+    """A column; rows of a matrix are lists."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    if isinstance(values, np.ndarray):
+        if values.ndim not in (1, 2):
+            raise ValueError(f"the column {name!r} is of {values.ndim} dimensions: one value or one list for each row")
+        column = pl.Series(name, values)
+        return column if values.ndim == 1 else column.arr.to_list()
+    if isinstance(values, list | tuple):
+        plain = [value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value for value in values]
+        return pl.Series(name, plain)
+    if isinstance(values, pl.Series) or hasattr(values, "__arrow_c_array__") or hasattr(values, "__arrow_c_stream__"):
+        return pl.Series(name, values)
+    raise ValueError(
+        f"the column {name!r} is {_described(values)}: give a list, an array or a tensor, a value for each row"
+    )
+
+
+def _joined(frames: Sequence[pl.DataFrame], schema: Mapping[str, pl.DataType]) -> pl.DataFrame:
+    columns = [pl.col(name).cast(kind) for name, kind in schema.items()]
+    return pl.concat([frame.select(columns) for frame in frames])
+
+
+def _either(one: pl.DataType, other: pl.DataType) -> pl.DataType | None:
+    """What columns of both types hold: the same, or one of them has no value yet; else None."""
+    if other in (one, pl.Null):
+        return one
+    if one == pl.Null:
+        return other
+    if isinstance(one, pl.List) and isinstance(other, pl.List) and isinstance(one.inner, pl.DataType):
+        inner = _either(one.inner, other.inner) if isinstance(other.inner, pl.DataType) else None
+        return None if inner is None else pl.List(inner)
+    return None
+
+
+def _as_kept(frame: pl.DataFrame) -> pl.DataFrame:
+    """As it is read from a file that it was written to."""
+    file = io.BytesIO()
+    pa.parquet.write_table(frame.to_arrow(compat_level=pl.CompatLevel.oldest()), file)
+    file.seek(0)
+    return pl.read_parquet(file)
+
+
+def _rows_of(table: Any) -> int | None:
+    """How many it has, where it knows that."""
+    if isinstance(table, pl.DataFrame) or hasattr(table, "iloc"):
+        return len(table)
+    count = getattr(table, "num_rows", None)
+    return count if isinstance(count, int) else None
+
+
+def _guarded(name: str, pieces: Iterable[Any]) -> Iterator[Any]:
+    """The pieces; what goes wrong where they are made is told with `name`."""
+    iterator = iter(pieces)
+    while True:
+        with reading(name):
+            try:
+                piece = next(iterator)
+            except StopIteration:
+                return
+            except OSError as error:
+                raise DataError(f"{name}: {error}") from error
+        yield piece
+
+
+def _described(found: object) -> str:
+    kind = type(found)
+    return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,257 @@
+"""Each kind of input as a user has it, from its first line to test AUC: all rows are trained, the planted is learnt."""
+
+import gzip
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.dataset
+import pytest
+import torch
+from job_helpers import SMALL_DLRM, checkpoints, error_of, fails, result_of, weights
+from torch.utils.data import DataLoader
+from typer.testing import CliRunner
+
+from shadowsync import Job, Trained
+from shadowsync.cli import app
+from shadowsync.errors import CheckpointError, ConfigError, DataError
+
+TRAIN, TEST = 3000, 600
+COLUMNS: dict[str, Any] = {
+    "label": "clicked",
+    "dense": ["price"],
+    "categorical": ["user", "item"],
+    "rows": {"item": 50},
+    "hash_size": {"user": 1000},
+}
+
+
+def clicks(rows: int, seed: int) -> pl.DataFrame:
+    """A user clicks on what is cheap, and on items of the parity that the user likes."""
+    draw = np.random.default_rng(seed)
+    user, item, price = draw.integers(0, 30, rows), draw.integers(0, 50, rows), draw.normal(size=rows)
+    logit = 3.0 * (user % 2 == 0) + 1.5 * (item % 2 == 0) - price - 2.0
+    clicked = (draw.logistic(size=rows) < logit).astype(np.int64)
+    day = [f"2024-01-{1 + number * 3 // rows:02}" for number in range(rows)]
+    names = [f"user {number}" for number in user]
+    return pl.DataFrame({"clicked": clicked, "price": price, "user": names, "item": item, "day": day})
+
+
+TRAINING, TESTING = clicks(TRAIN, 0), clicks(TEST, 1)
+
+
+def config(**data: Any) -> dict[str, Any]:
+    return {
+        "data": {**COLUMNS, "slice_rows": 512, **data},
+        "model": {**SMALL_DLRM, "embedding_dim": 4},
+        "embedding": {"storage": "torch"},
+        "train": {"trainers": 1, "batch_size": 16, "precision": "fp32", "kernels": "torch", "lr": 0.02},
+        "sync": {"method": "none"},
+        "report": {"html": False, "tensorboard": False},
+    }
+
+
+def learnt(out: Path, settings: Mapping[str, Any], **given: Any) -> None:
+    result = Job(settings, out=out, **given).run()
+    assert (result.data.train_samples, result.data.trained_samples, result.data.test_samples) == (TRAIN, TRAIN, TEST)
+    assert (result.test.auc or 0) > 0.8
+    assert Trained(out).evaluate().auc == result.test.auc  # by the folder alone
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def as_parquet(frame: pl.DataFrame, path: Path) -> None:
+    frame.write_parquet(path)
+
+
+def as_text(ending: str) -> Callable[[pl.DataFrame, Path], None]:
+    def write(frame: pl.DataFrame, path: Path) -> None:
+        tabs = ".tsv" in ending
+        text = frame.write_ndjson() if "jsonl" in ending else frame.write_csv(separator="\t" if tabs else ",")
+        path.write_bytes(gzip.compress(text.encode()) if ending.endswith(".gz") else text.encode())
+
+    return write
+
+
+FILES = {".parquet": as_parquet, **{end: as_text(end) for end in (".csv", ".csv.gz", ".tsv", ".jsonl", ".jsonl.gz")}}
+
+
+@pytest.mark.parametrize("ending", FILES)
+def test_files(tmp_path: Path, ending: str) -> None:
+    """The ending of the name says what they are."""
+    for part in range(2):
+        FILES[ending](TRAINING[part::2], tmp_path / f"part-{part}{ending}")
+    FILES[ending](TESTING, tmp_path / f"test{ending}")
+    places = {"path": f"{tmp_path}/part-*{ending}", "test_path": f"{tmp_path}/test{ending}"}
+    learnt(tmp_path / "out", config(**places))
+
+
+def test_csv_without_a_header(tmp_path: Path) -> None:
+    for name, frame in (("train", TRAINING), ("test", TESTING)):
+        frame.write_csv(tmp_path / f"{name}.log", include_header=False, separator="|", null_value="-")
+    how = {"name": "csv", "header": TRAINING.columns, "separator": "|", "null_words": ["-"]}
+    learnt(tmp_path / "out", config(path=f"{tmp_path}/train.log", test_path=f"{tmp_path}/test.log", **how))
+
+
+def test_folders_by_day(tmp_path: Path) -> None:
+    frames = {f"2024-01-0{day}": TRAINING.filter(pl.col("day") == f"2024-01-0{day}") for day in (1, 2, 3)}
+    for day, frame in {**frames, "2024-01-04": TESTING, "2024-01-05": TESTING}.items():
+        folder = tmp_path / "rows" / f"day={day}"
+        folder.mkdir(parents=True)
+        frame.drop("day").write_parquet(folder / "part.parquet")
+    chosen = {"partitions": {"day": {"to": "2024-01-03"}}, "test_partitions": {"day": "2024-01-04"}}
+    learnt(tmp_path / "out", config(name="parquet", path=f"{tmp_path}/rows", **chosen))
+
+
+def test_the_types_of_a_text_stay_those_of_the_training(tmp_path: Path) -> None:
+    """Users that look like numbers in the rows to predict are the text that they were in the training."""
+    users = [f"{number}" if number % 30 else "none" for number in range(TRAIN)]
+    numbered = TRAINING.with_columns(user=pl.Series(users))
+    numbered.write_csv(tmp_path / "train.csv")
+    Job(config(path=f"{tmp_path}/train.csv"), out=tmp_path / "out").run()
+    assert result_of(tmp_path / "out")["config"]["data"]["types"]["user"] == "String"
+    predictions = []
+    for rows in (numbered[:90], numbered[:90].filter(pl.col("user") != "none")):
+        rows.write_csv(tmp_path / "rows.csv")
+        Trained(tmp_path / "out").predict(tmp_path / "rows.csv", tmp_path / "out.csv", keep=["user"])
+        predictions.append(pl.read_csv(tmp_path / "out.csv", schema_overrides={"user": pl.String}))
+    there, here = predictions[0].filter(pl.col("user") != "none"), predictions[1]
+    assert here["user"].to_list() == there["user"].to_list()
+    assert here["logit"].to_list() == pytest.approx(there["logit"].to_list(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            {"path": "rows"},
+            "data.path=rows does not say by its ending what is in it: set data.name to one of criteo, csv",
+        ),
+        ({"path": ["rows.txt"]}, "data.path=rows.txt does not say"),
+        ({"path": "rows.csv", "lable": "x"}, "data.lable is not an option of data.name=csv, did you mean label?"),
+    ],
+)
+def test_files_that_do_not_say_what_they_are(tmp_path: Path, data: dict[str, Any], said: str) -> None:
+    fails(lambda: Job({"data": {**COLUMNS, **data}}, out=tmp_path / "out"), ConfigError, said)
+
+
+# --- in memory -------------------------------------------------------------------------------------------------------
+
+
+def pandas_of(frame: pl.DataFrame) -> Any:
+    pandas = pytest.importorskip("pandas", reason="pip install pandas to test its frames")
+    return pandas.DataFrame(frame.to_dict(as_series=False))
+
+
+def hugging_face_of(frame: pl.DataFrame) -> Any:
+    datasets = pytest.importorskip("datasets", reason="pip install datasets to test those of Hugging Face")
+    return datasets.Dataset.from_dict(frame.to_dict(as_series=False))
+
+
+def loader_of(frame: pl.DataFrame) -> Any:
+    def columns(rows: list[int]) -> dict[str, Any]:
+        part = frame[rows]
+        tensors = {name: torch.tensor(part[name].to_list()) for name in ("clicked", "price", "item")}
+        return {**tensors, "user": part["user"].to_list()}
+
+    places: Any = range(len(frame))
+    return DataLoader(places, batch_size=100, collate_fn=columns)
+
+
+IN_MEMORY: dict[str, Callable[[pl.DataFrame], Any]] = {
+    "polars": lambda frame: frame,
+    "lazy polars": lambda frame: frame.lazy(),
+    "pandas": pandas_of,
+    "arrow table": lambda frame: frame.to_arrow(),
+    "arrow reader": lambda frame: frame.to_arrow().to_reader(max_chunksize=100),
+    "arrow dataset": lambda frame: pa.dataset.dataset(frame.to_arrow(compat_level=pl.CompatLevel.oldest())),
+    "hugging face": hugging_face_of,
+    "columns": lambda frame: {name: frame[name].to_numpy() for name in frame.columns},
+    "generator": lambda frame: (part.to_dict(as_series=False) for part in frame.iter_slices(100)),
+    "loader": loader_of,
+}
+
+
+@pytest.mark.parametrize("kind", IN_MEMORY)
+def test_rows_in_memory(tmp_path: Path, kind: str) -> None:
+    make = IN_MEMORY[kind]
+    learnt(tmp_path / "out", config(), data=make(TRAINING), test_data=make(TESTING))
+
+
+def test_rows_in_memory_are_a_run_like_any_other(tmp_path: Path) -> None:
+    """Equal to that of the same rows in a file; the folder may be moved, predict, and be gone on with from anywhere."""
+    TRAINING.write_parquet(tmp_path / "train.parquet")
+    Job(config(path=f"{tmp_path}/train.parquet"), out=tmp_path / "file").run()
+    Job(config(), data=TRAINING, test_data=TESTING, out=tmp_path / "a").run()
+    before = weights(tmp_path / "a")
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(tmp_path / "file").items())
+    auc = Trained(tmp_path / "a").evaluate().auc
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    assert Trained(tmp_path / "b").evaluate().auc == auc
+    assert Trained(tmp_path / "b").predict(tmp_path / "train.parquet", tmp_path / "p.csv") == TRAIN
+    done = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / "b"), "data.epochs=2"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert result_of(tmp_path / "b")["data"]["trained_samples"] == 2 * TRAIN
+    for epochs, given in ((3, {}), (4, {"data": TRAINING, "test_data": TESTING})):
+        result = Job(config(epochs=epochs), resume=tmp_path / "b", **given).run()
+        assert (result.data.trained_samples, result.data.test_samples) == (epochs * TRAIN, TEST)
+    error = error_of(lambda: Job(config(epochs=5), resume=tmp_path / "b", data=TRAINING.reverse()).run())
+    assert "train.parquet holds other rows than data: leave data out to go on with those" in str(error)
+    assert len(checkpoints(tmp_path / "b")) > 0
+
+
+def test_a_job_that_fails_keeps_its_rows_for_the_next_attempt(tmp_path: Path) -> None:
+    gone_through = []
+
+    def batches() -> Any:
+        for part in TRAINING.iter_slices(100):
+            gone_through.append(len(part))
+            yield part.to_dict(as_series=False)
+
+    wrong = config(dense=["prise"])
+    fails(lambda: Job(wrong, data=batches(), out=tmp_path / "out").run(), DataError, "no column 'prise' (data.dense)")
+    assert sum(gone_through) == TRAIN
+    result = Job(config(), data=TRAINING, out=tmp_path / "out").run()
+    assert result.data.trained_samples == TRAIN
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "kind", "said"),
+    [
+        (
+            {"path": "x.parquet"},
+            {"data": TRAINING},
+            ConfigError,
+            "both data.path and data are given: leave one of them",
+        ),
+        (
+            {"test_path": "x"},
+            {"data": TRAINING, "test_data": TESTING},
+            ConfigError,
+            "both data.test_path and test_data",
+        ),
+        ({"name": "csv"}, {"data": TRAINING}, ConfigError, "data.name=csv does not go with data: leave it out"),
+        ({}, {"data": 5}, ConfigError, "data is a int: give a polars, pandas or Hugging Face table"),
+        ({}, {"data": "rows.csv"}, ConfigError, "data='rows.csv' is a path and not rows"),
+        ({}, {"test_data": TESTING}, ConfigError, "data.path is required"),
+        ({}, {"data": []}, DataError, "data holds no rows"),
+        ({}, {"data": [TRAINING[:5], TRAINING[:5].drop("user")]}, DataError, "data: batch 2 lacks the column 'user'"),
+        ({}, {"data": TRAINING, "test_data": TESTING.drop("user")}, DataError, "no column 'user' (data.categorical)"),
+    ],
+)
+def test_rows_that_cannot_be_used(
+    tmp_path: Path, data: dict[str, Any], given: dict[str, Any], kind: type[ConfigError], said: str
+) -> None:
+    fails(lambda: Job(config(**data), out=tmp_path / "out", **given).run(), kind, said)
+
+
+def test_other_rows_of_as_many_are_refused_when_a_run_is_resumed(tmp_path: Path) -> None:
+    Job(config(), data=TRAINING, out=tmp_path / "a").run()
+    flipped = TRAINING.with_columns(1 - pl.col("clicked"))
+    job = Job(config(epochs=2), data=flipped, resume=tmp_path / "a", out=tmp_path / "b")
+    fails(job.run, CheckpointError, "was trained on other data")

@@ -113,7 +113,7 @@ def fuxictr_deepfm() -> Unedited:
     numbers = {name: {"source": "", "type": "numeric"} for name in DENSE_NAMES}
     ids = {name: {"source": "", "type": "categorical", "vocab_size": ROWS} for name in NAMES}
     features.features.update(numbers | ids)
-    features.labels = ["label"]
+    features.labels, features.default_emb_dim = ["label"], DIM
     features.num_fields = features.get_num_fields()
     features.set_column_index()
     model = load("model_zoo.DeepFM.DeepFM_torch.src").DeepFM(
@@ -125,6 +125,7 @@ def fuxictr_deepfm() -> Unedited:
         loss="binary_crossentropy",
         task="binary_classification",
         metrics=["AUC"],
+        verbose=0,
         model_root=tempfile.mkdtemp(),
     )
     return Unedited(model, 'wrap(model, output="probability")', lambda b: (b.columns(),), "probability")

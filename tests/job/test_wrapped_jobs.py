@@ -103,6 +103,17 @@ def test_padding_is_not_trained(clicks: Path, tmp_path: Path) -> None:
     assert torch.equal(items.weight[ROWS], torch.full((DIM,), 0.25))
 
 
+def predicts_alone(trained: Trained, config: dict[str, Any], folder: Path) -> None:
+    """Its export answers by torch alone what it answers."""
+    trained.export(folder / "model.pt2")
+    program = torch.export.load(folder / "model.pt2").module()
+    for batch in list(in_order(config))[:3]:
+        wanted = trained._predict(batch)
+        answer = program(batch.dense, batch.ids.values, batch.ids.bag_offsets())
+        torch.testing.assert_close(answer["logits"], wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(answer["probabilities"], wanted.sigmoid(), rtol=1e-5, atol=1e-6)
+
+
 class Recommender(Model):
     """TorchRec's own collections in a module with its own key types."""
 
@@ -127,14 +138,13 @@ class Recommender(Model):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_collections_of_torchrec_are_served(clicks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchrec", reason=NO_TORCHREC)
-    monkeypatch.setitem(CASES, "torchrec", (Recommender, {}))
 
     def with_ids(batch: Inputs) -> tuple[Any, ...]:
         return batch.dense, batch.kjt()
 
     config = clicks_settings(clicks)
     monkeypatch.setitem(CASES, "torchrec", (Recommender, {"inputs": with_ids}))
-    equals_plain(config, "torchrec", tmp_path / "out")
+    predicts_alone(equals_plain(config, "torchrec", tmp_path / "out"), config, tmp_path)
     by_annotation = wrap(make("torchrec")).planned(Trained(tmp_path / "out", model=wrapped("torchrec")).schema)
     assert [site.form for site in by_annotation.sites] == ["sum", "sum", "rows"]
 
@@ -215,13 +225,7 @@ def test_the_export_predicts_by_torch_alone_what_the_run_predicts(clicks: Path, 
     config = clicks_settings(clicks, clicks)
     Job(config, model=wrapped(name), out=tmp_path / "out").run()
     trained = Trained(tmp_path / "out", model=wrapped(name))
-    trained.export(tmp_path / "model.pt2")
-    program = torch.export.load(tmp_path / "model.pt2").module()
-    for batch in list(in_order(config))[:3]:
-        wanted = trained._predict(batch)
-        answer = program(batch.dense, batch.ids.values, batch.ids.bag_offsets())
-        torch.testing.assert_close(answer["logits"], wanted, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(answer["probabilities"], wanted.sigmoid(), rtol=1e-5, atol=1e-6)
+    predicts_alone(trained, config, tmp_path)
 
 
 class Tied(Model):

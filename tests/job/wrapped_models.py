@@ -109,6 +109,22 @@ class ByName(Model):
         return self.out(self.users(user), self.items(item), price[:, None])
 
 
+class InPlace(Model):
+    """Changes in place what embeddings and layers give it."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+        self.users, self.recent, self.hidden = nn.Embedding(ROWS, DIM), nn.Embedding(ROWS, DIM), nn.Linear(DIM, DIM)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, user: Tensor, recent: Tensor) -> Tensor:
+        vectors, history = self.users(user), self.recent(recent)
+        vectors *= 0.5
+        history.masked_fill_((recent == 0).unsqueeze(-1), 0.0)
+        vectors += history.sum(dim=1)
+        return self.out(self.activation(self.hidden(vectors)))
+
+
 class OneTable(Model):
     """As torchfm has it: all columns in one table, each behind the one before, and one more table of width 1."""
 
@@ -234,6 +250,7 @@ def weighted(batch: Inputs) -> tuple[Tensor, ...]:
 
 CASES: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "by name": (ByName, {}),
+    "in place": (InPlace, {}),
     "one table": (OneTable, {"inputs": {"x": ("user", "item")}}),
     "shared, padded": (Shared, {"inputs": {"item": "item", "history": lambda b: b.padded("recent", fill=ROWS)}}),
     "padded to a length": (Shared, {"inputs": lambda b: (b["item"], b.padded("recent", 3, fill=ROWS, left=True))}),
@@ -260,6 +277,8 @@ def called(model: nn.Module, name: str, batch: Batch) -> Tensor:
     given = CASES[name][1].get("inputs")
     if name == "by name":
         return model(inputs["user"], inputs["item"], inputs["price"])
+    if name == "in place":
+        return model(inputs["user"], inputs["recent"])
     if name == "one table":
         return model(torch.stack([inputs["user"], inputs["item"]], dim=1))
     if name == "shared, padded":

@@ -42,6 +42,16 @@ def outputs_and_gradients(module: nn.Module, inputs: Tensor) -> tuple[Tensor, ..
     return output, *torch.autograd.grad(output.float().square().sum(), [leaf, *trained])
 
 
+@pytest.mark.parametrize("letters", ["ttt", "ooo"])
+def test_what_follows_a_layer_may_work_in_place(letters: str) -> None:
+    module = nn.Sequential(
+        nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2), nn.LeakyReLU(inplace=True)
+    )
+    fast, inputs = fast_copy(module, Kernels(otherwise=usable(letters, torch.float32))), torch.randn(7, 3)
+    for ours, theirs in zip(outputs_and_gradients(fast, inputs), outputs_and_gradients(module, inputs), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @given(
     samples=st.integers(0, 70),
     widths=st.lists(st.integers(1, 90), min_size=2, max_size=4),

@@ -413,11 +413,14 @@ class Wrapped(nn.Module):
             return torch.logit(self._chosen(self._bind()(model, inputs)).float(), eps=_SURE)
 
     def _answers(self, embeddings: Pooled) -> list[Tensor]:
-        """Of each site its vectors, in the order of the sites: pooled `[B, D]`, or a row for each id."""
+        """Of each site its vectors, in the order of the sites: pooled `[B, D]`, or a row for each id.
+
+        They are copies, which the module may change in place, as it may what an embedding gives it.
+        """
         pooled = [site for table in self.tables for site in self.sites if site.table == table and site.form != "rows"]
         parts = torch.split_with_sizes(embeddings.flat, [site.columns * site.dim for site in pooled], dim=1)
-        found = {site.name: part for site, part in zip(pooled, parts, strict=True)}
-        found |= {name: vectors.values for name, vectors in embeddings.sequences.items()}
+        found = {site.name: part.clone() for site, part in zip(pooled, parts, strict=True)}
+        found |= {name: vectors.values.clone() for name, vectors in embeddings.sequences.items()}
         return [found[site.name] for site in self.sites]
 
     def _chosen(self, found: Any) -> Tensor:
@@ -504,7 +507,7 @@ def wrap(
     for path, child in found.items():
         table, stand_in = owners[id(child.weight)], copied.get_submodule(path)
         if table not in tables:
-            tables[table] = (child.num_embeddings, child.embedding_dim)
+            tables[table] = (int(child.num_embeddings), int(child.embedding_dim))
             if not child.weight.is_meta:
                 initial[table] = child.weight.detach().cpu()
         del stand_in._parameters["weight"]

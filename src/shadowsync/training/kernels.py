@@ -386,14 +386,16 @@ class _Tower(torch.autograd.Function):
         for kernel, weight, bias, relu in zip(kernels, weights, biases, relus, strict=True):
             values.append(kernel.forward(values[-1], weight, bias, relu))
         ctx.kernels, ctx.relus = kernels, relus
-        ctx.save_for_backward(*values, *weights)
+        # as torch's own layers, which may be followed by what works in place: an output is kept for its ReLU only
+        ctx.save_for_backward(*(values if relus[-1] else values[:-1]), *weights)
         return values[-1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         depth = len(ctx.relus)
-        values, weights = ctx.saved_tensors[: depth + 1], ctx.saved_tensors[depth + 1 :]
+        kept = depth + bool(ctx.relus[-1])
+        values, weights = ctx.saved_tensors[:kept], ctx.saved_tensors[kept:]
         needs_inputs, _, _, *needs = ctx.needs_input_grad
         found: list[Tensor | None] = [None] * (2 * depth)
         for layer in reversed(range(depth)):

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from shadowsync.errors import ConfigError, ShadowSyncError, shortened
@@ -194,18 +195,62 @@ def report(
     typer.echo(f"comparison: {path}")
 
 
-@app.command()
-def data(
+class _Data(TyperGroup):
+    """`data NAME …` is `data write NAME …`, as it was before there was another command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = not args or args[0] in self.commands or args[0] == "--help"
+        return super().parse_args(ctx, args if known else ["write", *args])
+
+
+def _group(name: str, says: str, kind: type[TyperGroup] = TyperGroup) -> typer.Typer:
+    """A group of commands, `shadowsync NAME …`."""
+    group = typer.Typer(help=says, no_args_is_help=True, cls=kind)
+    app.add_typer(group, name=name)
+    return group
+
+
+sources = _group("data", "Say what is in the columns of a file, or write the rows of a source as parquet.", _Data)
+
+
+@sources.command("write")
+def write_data(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The source.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The parquet file to write.")],
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="[data.key=value …]", help="Options of the source.")
     ] = None,
 ) -> None:
-    """Write the rows of a source as a parquet file that the parquet source reads."""
+    """Write the rows of a source as a parquet file that the parquet source reads; `write` may be left out."""
     from shadowsync.inference import export_data
 
     typer.echo(export_data(name, settings or [], out))
+
+
+@sources.command("inspect")
+def inspect_data(
+    path: Annotated[str, typer.Argument(metavar="FILE", help="The rows: a file, a folder, a glob or a URL.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[data.key=value …]", help="Options of the source, data.label=clicked."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="YAML", help="Where the configuration goes; left out, it is shown.")
+    ] = None,
+) -> None:
+    """Show the columns of a file, their distinct values, nulls and bounds and what each would become, and write the
+    configuration that trains on them so."""
+    from rich.console import Console
+
+    from shadowsync.preparing import inspected, write_yaml
+
+    table, lines = inspected(path, settings or [])
+    Console(stderr=out is None).print(table)
+    if out is None:
+        typer.echo(lines, nl=False)
+    else:
+        write_yaml(lines, out)
+        typer.echo(f"the configuration is in {out}: shadowsync train {out}")
 
 
 @app.command()
@@ -258,13 +303,6 @@ def _list(groups: "Iterable[Group]") -> None:
     width = 2 + max(len(group.title) for group in listed)
     for group in listed:
         console.print(Text(f"{group.title:<{width}}{group.says}"), no_wrap=True, overflow="ellipsis", highlight=False)
-
-
-def _group(name: str, says: str) -> typer.Typer:
-    """A group of commands, `shadowsync NAME …`."""
-    group = typer.Typer(help=says, no_args_is_help=True)
-    app.add_typer(group, name=name)
-    return group
 
 
 plans = _group("plan", "Say what a job would cost before it runs.")

@@ -7,7 +7,8 @@
 Inputs are those of a batch: `dense` float32 `[B, N]`; `values` int64 `[L]`, the ids of all samples of feature 0, then
 of feature 1 …; `offsets` int64 `[F * B + 1]`, where bag `f * B + b` begins in `values`, and `L` at the end; `weights`
 float32 `[L]`. `B ≥ 1` and `L ≥ 0` are free, bags may be empty. The names in their order are in the file beside the
-program: `torch.export.load(file, extra_files=(found := {"metadata.json": ""}))`.
+program: `torch.export.load(file, extra_files=(found := {"metadata.json": "", "columns.json": ""}))`. What became of the
+columns of the data before they were dense columns and ids, with what was learnt of them, is in `columns.json`.
 
 `B` samples, `N` dense columns, `F` features, `L` ids, `D` width of a table.
 """
@@ -18,7 +19,7 @@ import importlib.metadata
 import io
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -51,7 +52,8 @@ class ExportSpec:
 
     Rows are kept in tensors of at most `chunk_bytes`, because torch copies a tensor to write it: more costs memory
     while the file is written, less costs time when it is used.
-    `schema` is that of the rows where a wrapped module looks their ids up itself.
+    `schema` is that of the rows where a wrapped module looks their ids up itself; `columns` says what became of the
+    data's columns, as plain JSON values.
     """
 
     tables: Sequence[Table]
@@ -60,6 +62,7 @@ class ExportSpec:
     weighted: bool = False
     chunk_bytes: int = CHUNK_BYTES
     schema: Schema | None = None
+    columns: Mapping[str, Any] | None = None
 
     @property
     def table_of(self) -> dict[str, Table]:
@@ -357,7 +360,7 @@ def _write(program: torch.export.ExportedProgram, spec: ExportSpec, path: Path) 
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             sink = _Sink(file)
-            extra = {"metadata.json": json.dumps(spec.metadata())}
+            extra = {"metadata.json": json.dumps(spec.metadata()), "columns.json": json.dumps(spec.columns)}
             try:
                 torch.export.save(program, cast("IO[bytes]", sink), extra_files=extra)
             except Exception as error:  # an operator that torch traces but cannot write down

@@ -36,6 +36,7 @@ from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.metrics.units import UnitActivity
 from shadowsync.models.wrapping import Wrapped, features_of
 from shadowsync.places import advice, unfollowed, without
+from shadowsync.preparing import prepared, trained_source
 from shadowsync.report.words import left_out
 from shadowsync.runs import load_trained
 from shadowsync.training.replica import Replica
@@ -118,7 +119,7 @@ class Trained:
             )
         self._unfollowed = unfollowed({"data": saved.config.get("data")}, Path(folder))
         self.config: Config = parse(with_rows_of(Path(folder), without(saved.config, "data", "cache")))
-        self.choices: Choices = choose_all(self.config, own_model=model is not None)
+        self.choices: Choices = trained_source(saved, choose_all(self.config, own_model=model is not None))
         self.schema: Schema = state.schema
         # A model's columns follow the order of the tables, which the servers' files do not keep.
         self.tables = tuple(sorted(saved.tables, key=lambda table: state.tables.index(table.name)))
@@ -232,7 +233,9 @@ class Trained:
         features = [feature.name for feature in self.schema.features]
         weighted = bool(getattr(self.choices.source, "weights", None))
         looked_up = self.schema if isinstance(self.module, Wrapped) else None
-        spec = ExportSpec(self.tables, features, self.schema.dense, weighted, schema=looked_up)
+        learnt = getattr(self.choices.source, "learnt", None)
+        columns = None if learnt is None else learnt.metadata()
+        spec = ExportSpec(self.tables, features, self.schema.dense, weighted, schema=looked_up, columns=columns)
         export_model(self.module, spec, self._rows, Path(out))
 
     def unwrapped(self) -> nn.Module:
@@ -300,6 +303,7 @@ def parquet_of(schema: Schema, path: str) -> Parquet:
     return Parquet(
         path=path,
         dense=schema.dense,
+        standardise=False,
         categorical=tuple(feature.name for feature in features),
         rows={feature.name: feature.rows for feature in features},
         tables={feature.name: feature.table for feature in features if feature.table is not None},
@@ -310,7 +314,8 @@ def parquet_of(schema: Schema, path: str) -> Parquet:
 def export_data(name: str, overrides: Sequence[str], out: Path) -> str:
     """`shadowsync data`: writes a source's training rows, and its other rows beside them; says how to read them."""
     config = load(None, [f"data.name={name}", *overrides])
-    parts = open_parts(choose_all(config, own_model=False).source, config.data, *PARTS)
+    config, choices = prepared(config, choose_all(config, own_model=False), None, lambda _: None)
+    parts = open_parts(choices.source, config.data, *PARTS)
     if "train" not in parts:
         raise DataError(f"data.name={name} has no training rows")
     places = {part: out if part == "train" else out.with_name(f"{out.stem}.{part}{out.suffix}") for part in parts}

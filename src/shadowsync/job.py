@@ -50,9 +50,11 @@ from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_score
 from shadowsync.metrics.units import UnitActivity, Units
 from shadowsync.models.wrapping import check_called
 from shadowsync.places import advice, as_stored, local_path, unfollowed, without
+from shadowsync.preparing import prepared
 from shadowsync.recovery.scheduler import Due
 from shadowsync.recovery.signals import StopRequest, stop_on_signals
 from shadowsync.recovery_controller import RecoveryController, put_back
+from shadowsync.registry import option_names
 from shadowsync.report.files import frames_until, read_events, read_frames, write_atomically
 from shadowsync.report.reporter import Reporter
 from shadowsync.report.result import Result, cores
@@ -274,6 +276,7 @@ class _Run:
         self.saved = self._load(store)
         if self.saved is not None:
             _check_split(self.saved, self.config)
+        self.config, self.choices = prepared(self.config, self.choices, self.saved, self._print)
         train, valid, test = open_sources(self.config, self.choices)
         self.config, self.choices = _settled(self.config, self.choices, whole(train))
         for source in (train, valid, test):
@@ -694,7 +697,8 @@ def resolved(config: Config, choices: Choices, warmup_samples: int) -> dict[str,
 
 
 def _plain_options(member: Any) -> dict[str, Any]:
-    builtins: dict[str, Any] = msgspec.to_builtins(dataclasses.asdict(member), str_keys=True)
+    options = {name: getattr(member, name) for name in option_names(type(member))}
+    builtins: dict[str, Any] = msgspec.to_builtins(options, str_keys=True)
     return builtins
 
 

@@ -28,6 +28,7 @@ from shadowsync.checkpoint.snapshot import GivenUp, Snapshot
 from shadowsync.checkpoint.store import CheckpointStore, ParentLost
 from shadowsync.cluster.outages import ServerLoss
 from shadowsync.cluster.session import Session
+from shadowsync.data.frame import TableOptions
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.errors import CheckpointError, NonFiniteLoss, SaveError
 from shadowsync.recovery.failures import FailureScript
@@ -67,6 +68,10 @@ def take_snapshot(
     for number, trainer in enumerate(image.trainers):
         dense |= {f"replica.{number}.{name}": tensor for name, tensor in trainer.replica.items()}
         dense |= {f"sync.{number}.{name}": tensor for name, tensor in trainer.method.items()}
+    source = session.choices.source
+    learnt = source.learnt if isinstance(source, TableOptions) else None
+    if learnt is not None:
+        dense |= learnt.tensors()
     state = JobState(
         recorder=session.recorder.state(),
         syncs=session.sync_count,
@@ -80,6 +85,7 @@ def take_snapshot(
         aggregation=session.aggregation or AggregationState(),
         data=session.train_source.marks(),
         course=session.course,
+        columns=None if learnt is None else learnt.state(),
     )
     return Snapshot(
         config=dict(given),

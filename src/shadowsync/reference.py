@@ -19,17 +19,19 @@ from pydantic_core import PydanticUndefined
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.compression.codec import Codec
 from shadowsync.config import CodecConfig, Config, SplitConfig, TableConfig
+from shadowsync.data.columns import Kind
 from shadowsync.data.source import Source
 from shadowsync.embedding.storage import Storage
 from shadowsync.errors import ConfigError
 from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.failures import FailureTimes
-from shadowsync.registry import MemberOf, members, nearest
+from shadowsync.registry import MemberOf, members, nearest, option_names
 from shadowsync.sync.method import SyncMethod
 from shadowsync.sync.schedule import Schedule
 
 SEAMS: Mapping[str, tuple[str, type[Any]]] = {
     "data.name": ("shadowsync.data", Source),
+    "data.columns.NAME.kind": ("shadowsync.data", Kind),
     "model.name": ("shadowsync.models", ModelSpec),
     "embedding.storage": ("shadowsync.embedding", Storage),
     "sync.method": ("shadowsync.sync", SyncMethod),
@@ -128,7 +130,7 @@ def _of_member(member: type[Any]) -> tuple[Option, ...]:
         return ()
     hints = typing.get_type_hints(member, include_extras=True)
     known = _attributes(member)
-    fields = [field for field in dataclasses.fields(member) if field.init]
+    fields = [field for field in dataclasses.fields(member) if field.name in option_names(member)]
     return tuple(_option(f.name, _described(hints[f.name], f, known), _bare(hints[f.name])) for f in fields)
 
 

@@ -90,8 +90,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def option_names(member: type[Any]) -> tuple[str, ...]:
-    """The names of a member's options."""
-    return tuple(field.name for field in dataclasses.fields(member) if field.init)
+    """The names of a member's options; what it names as `internal` is for the package to set."""
+    internal = getattr(member, "internal", ())
+    return tuple(field.name for field in dataclasses.fields(member) if field.init and field.name not in internal)
 
 
 def build(member: type[T], options: Mapping[str, Any], section: str) -> T:

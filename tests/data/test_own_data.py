@@ -210,12 +210,13 @@ def test_the_largest_number_is_known_without_reading_the_rows(tmp_path: Path) ->
     numbers[40] = -1e30
     first = written(tmp_path / "a.parquet", frame(age=-3.0))
     second = written(tmp_path / "b.parquet", frame(age=numbers), row_group_size=16)
-    columns = ("price", "age")
-    assert largest_column(opened(first, second, dense=columns)) == "|age| is up to 1e+30"
-    for good in (opened(first, dense=columns), opened(second, dense=columns, log_dense=True), opened(second, dense=())):
+    columns: dict[str, Any] = {"dense": ("price", "age"), "standardise": False}
+    assert largest_column(opened(first, second, **columns)) == "|age| is up to 1e+30"
+    logged, none = opened(second, **columns, log_dense=True), opened(second, dense=())
+    for good in (opened(first, **columns), logged, none, opened(second, dense=("price", "age"))):
         assert largest_column(good) is None
     unknown = written(tmp_path / "c.parquet", frame(age=numbers), statistics=False)
-    assert largest_column(opened(unknown, dense=columns)) is None
+    assert largest_column(opened(unknown, **columns)) is None
 
 
 # --- knowing data again ----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from repository import ROOT, SOURCE, attributes, nodes_of
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, parse
+from shadowsync.data.columns import Kind
 from shadowsync.data.source import Source
 from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.errors import ConfigError
@@ -26,6 +27,7 @@ from shadowsync.training.optimizers import DenseOptimizer
 
 SEAMS: dict[type[Any], str] = {
     Source: "shadowsync.data",
+    Kind: "shadowsync.data",
     ModelSpec: "shadowsync.models",
     Codec: "shadowsync.compression",
     DenseOptimizer: "shadowsync.training",

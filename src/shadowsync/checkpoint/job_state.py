@@ -15,9 +15,10 @@ from shadowsync.aggregation.counts import AggregationState
 from shadowsync.checkpoint.format import plain_name
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.compression.wire import WireTotals
+from shadowsync.data.fitting import Learnt, LearntState
 from shadowsync.data.source import Mark, Schema, summary
 from shadowsync.embedding.table import Table
-from shadowsync.errors import CheckpointError, DataError
+from shadowsync.errors import CheckpointError, ConfigError, DataError
 from shadowsync.sync.method import State, SyncMethod
 from shadowsync.training.course import Course
 from shadowsync.training.replica import Replica
@@ -33,6 +34,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         tables: names in the job's order, which is the order of a model's columns.
         layout: shape of each dense parameter, in their order.
         data: by what the training rows are known again; empty where that cannot be said, or an older version wrote it.
+        columns: what was learnt of them; None where columns have no names, or an older version wrote it.
     """
 
     recorder: dict[str, Any]
@@ -47,6 +49,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     aggregation: AggregationState = AggregationState()
     data: tuple[Mark, ...] = ()
     course: Course = Course()
+    columns: LearntState | None = None
 
 
 def job_state(saved: LoadedCheckpoint) -> JobState:
@@ -65,6 +68,17 @@ def course_of(saved: LoadedCheckpoint) -> Course:
     course = job_state(saved).course
     best = course.best_of(saved.name, saved.samples)
     return msgspec.structs.replace(course, checkpoint="" if best is None else plain_name(best))
+
+
+def learnt_of(saved: LoadedCheckpoint) -> Learnt | None:
+    """What the model of a checkpoint has learnt of its columns, None where it has learnt nothing; `CheckpointError` if
+    it is not what a job writes."""
+    if (state := job_state(saved).columns) is None:
+        return None
+    try:
+        return Learnt.of(state, saved.dense)
+    except (ValueError, ConfigError) as error:
+        raise CheckpointError(f"{saved.name}: what it says of its columns is not what a job writes: {error}") from error
 
 
 @dataclass(frozen=True)

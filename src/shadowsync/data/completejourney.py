@@ -103,7 +103,7 @@ class CompleteJourney(Source):
         folder = self.folder()
         manifest = _manifest(folder) or self._prepare(folder)
         without = {} if self.history else {"dense": ()}
-        options = {"path": str(folder / f"{split}.parquet"), **manifest["columns"], **without}
+        options = {"path": str(folder / f"{split}.parquet"), "standardise": False, **manifest["columns"], **without}
         opened = build(Parquet, options, "data").open("train", on_bad_row)
         assert isinstance(opened, OpenTable)
         if split == "train" and self.rows is not None:

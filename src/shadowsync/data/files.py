@@ -351,8 +351,8 @@ def large_columns(source: OpenSource) -> str | None:
     remedy = (
         "scale them as the rows that the model was trained on"
         if source.for_trained
-        else "list ids in data.categorical with data.hash_size, take counts with data.log_dense=true, and scale the "
-        "rest to about −1 … 1"
+        else "list ids in data.categorical with data.hash_size, take counts with data.log_dense=true, and have the "
+        "rest scaled by data.standardise=true"
     )
     return (
         f"dense columns with numbers beyond ±{_LARGE:,.0f}, which drown the others: {', '.join(found[:3])}{more}; "

@@ -51,7 +51,8 @@ def to_rows(hashes: Words, rows: Words | np.uint64) -> NDArray[np.int64]:
 
 def hash_strings(strings: pl.Series) -> Words:
     """One word per string, from its UTF-8 bytes, eight at a time; a missing string counts as empty."""
-    array = strings.fill_null("").rechunk().to_arrow().cast(pa.large_binary())
+    given = strings.fill_null("") if strings.null_count() else strings
+    array = given.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest()).cast(pa.large_binary())
     _, offsets, data = array.buffers()
     edges = np.frombuffer(offsets, dtype=np.int64)[array.offset : array.offset + len(array) + 1]
     text = np.zeros(edges[-1] + 8, dtype=np.uint8)  # eight more, so that every byte begins a word
@@ -60,9 +61,12 @@ def hash_strings(strings: pl.Series) -> Words:
     every_word = np.ndarray((len(text) - 7,), dtype="<u8", buffer=text, strides=(1,))
     starts, lengths = edges[:-1], np.diff(edges)
     hashes = mix(lengths.astype(np.uint64))
+    shortest = int(lengths.min()) if len(lengths) else 0
     for position in range(0, int(lengths.max(initial=0)), 8):
-        longer = np.flatnonzero(lengths > position)
-        unused_bits = (8 * (8 - np.minimum(lengths[longer] - position, 8))).astype(np.uint64)
-        words = (every_word[starts[longer] + position] << unused_bits) >> unused_bits
+        longer: Any = slice(None) if position < shortest else np.flatnonzero(lengths > position)
+        words = every_word[starts[longer] + position]
+        if position + 8 > shortest:
+            unused_bits = (8 * (8 - np.minimum(lengths[longer] - position, 8))).astype(np.uint64)
+            words = (words << unused_bits) >> unused_bits
         hashes[longer] = mix(hashes[longer] ^ words)
     return hashes

@@ -9,7 +9,7 @@ import datetime
 import hashlib
 import json
 import zoneinfo
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -22,11 +22,12 @@ from shadowsync.data.batch import Batch
 from shadowsync.data.files import FileOptions
 from shadowsync.data.hashing import Words, hash_strings, mix
 from shadowsync.data.source import Mark, OpenSource, Slice, Source, settled
+from shadowsync.data.tables import OpenTable, some_of
+from shadowsync.data.values import Mask
 from shadowsync.errors import ConfigError, DataError
 
 Part = Literal["train", "valid", "test"]
 PARTS: tuple[Part, ...] = ("train", "valid", "test")
-Mask = NDArray[np.bool_]
 Rule = Callable[[Slice, int], Mask]
 """Which rows of a slice, whose first one has this number in all the data, belong to a part."""
 
@@ -62,6 +63,11 @@ def open_parts(source: Source, data: DataConfig, *wanted: Part) -> dict[Part, Op
 def whole(source: OpenSource) -> OpenSource:
     """The data that a part is of; other sources as they are."""
     return source.whole if isinstance(source, Selected) else source
+
+
+def _table(source: OpenSource) -> OpenTable:
+    assert isinstance(source, OpenTable)
+    return source
 
 
 def _at(source: Source, data: DataConfig, part: Part, path: str | tuple[str, ...]) -> OpenSource:
@@ -123,6 +129,15 @@ class Selected(OpenSource):
             batch, kept = self.whole.read(piece), self._kept(piece, wanted)
             found.append(batch if len(kept) == len(batch) else batch.take(torch.from_numpy(kept)))
         return Batch.join(found)
+
+    def types(self) -> Iterable[Mapping[str, pl.DataType]]:
+        """As of `fitting.TrainingRows`."""
+        return _table(self.whole).types()
+
+    def frames(self, columns: Collection[str], most_rows: int) -> Iterator[pl.DataFrame]:
+        """As of `fitting.TrainingRows`."""
+        pieces = (piece for part in some_of(self, most_rows) for piece in self._pieces(part))
+        return _table(self.whole).pieces(columns, pieces)
 
     def place(self, part: Slice, row: int) -> str:
         for piece, wanted in self._pieces(part):

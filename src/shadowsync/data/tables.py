@@ -4,10 +4,11 @@ A format is a `TableFile`, which gives rows of a file as data frames, and a `Tab
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, Self
 
+import numpy as np
 import polars as pl
 from pydantic import Field
 
@@ -16,7 +17,11 @@ from shadowsync.data.files import File, FileOptions, FileRows, Problem, resolve
 from shadowsync.data.folders import Wanted, folder_columns, wanted_files
 from shadowsync.data.frame import TableOptions, batch_of, type_of
 from shadowsync.data.source import OpenSource, Slice, Source
+from shadowsync.data.values import Mask
 from shadowsync.errors import DataError
+
+PIECE = 1 << 17
+"""Rows of a piece of the data that is looked at before training."""
 
 
 class TableFile(ABC):
@@ -132,16 +137,8 @@ class OpenTable(FileRows):
     """
 
     def __init__(self, source: TableSource, tables: Sequence[TableFile], on_bad_row: Literal["error", "skip"]) -> None:
-        first = tables[0]
         self.source, self.tables = source, tables
-        self._columns = source.columns(first.types, first.file.path)
-        for other in tables[1:]:
-            for here, there in zip(source.columns(other.types, other.file.path), self._columns, strict=True):
-                if here != there:  # its ids would differ
-                    raise DataError(
-                        f"{other.file.path}: column {here.name!r} holds {other.types[here.name]}, in {first.file.path} "
-                        f"it holds {first.types[here.name]}: write all files with the same types"
-                    )
+        self._columns = source.read_alike([(table.types, table.file.path) for table in tables])
         self._beside: dict[tuple[str, int], TableFile] = {}
         self.labelled, self.settled = source.label is not None, source.settled
         self.sequential = any(table.sequential for table in tables)
@@ -169,11 +166,30 @@ class OpenTable(FileRows):
         frame, _ = beside.take(part.start, part.rows)
         return frame[name]
 
+    def types(self) -> Sequence[Mapping[str, pl.DataType]]:
+        """Of all columns, of each file."""
+        return [table.types for table in self.tables]
+
+    def frames(self, columns: Collection[str], most_rows: int) -> Iterator[pl.DataFrame]:
+        """As of `fitting.TrainingRows`."""
+        parts = some_of(self, most_rows)
+        return self.pieces(columns, ((part, np.ones(part.rows, dtype=np.bool_)) for part in parts))
+
+    def pieces(self, columns: Collection[str], wanted: Iterable[tuple[Slice, Mask]]) -> Iterator[pl.DataFrame]:
+        """Those columns as they lie, of the rows that are wanted of each slice and can be parsed."""
+        # what is fetched of a file elsewhere is what is going to be read anyway
+        known = [not table.file.local and {*columns} <= {*table.columns} for table in self.tables]
+        tables = [table if its else table.of(columns) for table, its in zip(self.tables, known, strict=True)]
+        for part, mask in wanted:
+            frame, unread = tables[part.file].take(part.start, part.rows)
+            mask[[problem.row for problem in unread]] = False
+            yield frame if mask.all() else frame.filter(pl.Series(mask))
+
     def dense_bounds(self) -> Mapping[str, float]:
-        """As the files tell; nothing where logarithms are taken, or where a file holds no bounds."""
+        """As the files tell; nothing of columns that do not stay as they are, or where a file holds no bounds."""
         largest: dict[str, float] = {}
-        for table in () if self.source.log_dense else self.tables:
-            for name, value in table.largest(self.source.dense).items():
+        for table in self.tables:
+            for name, value in table.largest(self.source.plain_dense).items():
                 largest[name] = max(value, largest.get(name, 0.0))
         return largest
 
@@ -183,6 +199,11 @@ class OpenTable(FileRows):
     def close(self) -> None:
         for table in self.tables:
             table.close()
+
+
+def some_of(source: OpenSource, most_rows: int) -> Sequence[Slice]:
+    """Slices of about so many rows, spread evenly over all of them."""
+    return source.slices(PIECE)[:: max(1, -(-source.rows // most_rows))]
 
 
 class Columns:

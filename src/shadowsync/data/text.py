@@ -12,7 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import polars as pl
 from pydantic import Field
 
+from shadowsync.data.columns import Buckets, Ids
 from shadowsync.data.files import PANIC, File, Lines, Problem, open_lines
+from shadowsync.data.fitting import told_apart
 from shadowsync.data.tables import TableFile, TableSource, in_folders
 from shadowsync.errors import DataError
 
@@ -183,18 +185,22 @@ class TextSource(TableSource):
 
     def numbers(self) -> set[str]:
         """The columns that are used as numbers, or lists of them."""
-        as_they_are = (name for name in self.categorical if not self.size(name)[1])
-        return {*self.dense, *as_they_are, *self.weights.values(), *([] if self.label is None else [self.label])}
+        ids = (name for name, kind in self.kinds.ids.items() if isinstance(kind, Ids | Buckets))
+        return {*self.kinds.dense, *ids, *self.weights.values(), *([] if self.label is None else [self.label])}
 
     def parsed_as(self, name: str) -> pl.DataType:
         """The type of a column: by its use where that says it, else by its looks."""
         looks = self.types[name]
         value = looks.removeprefix("List(").removesuffix(")")
-        if name in self.categorical:
-            as_it_is = not self.size(name)[1]
-            used_as = "Int64" if as_it_is else value if value in ("Int64", "UInt64") else "String"
+        told = name in told_apart(self.kinds.ids)
+        if isinstance(self.kinds.ids.get(name), Ids):
+            used_as = "Int64"
+        elif told and value in ("Int64", "UInt64"):
+            used_as = value
         elif name in self.numbers():
             used_as = value if value == "Boolean" else "Float64"
+        elif told:
+            used_as = "String"
         else:
             used_as = "String" if value == "Null" else value
         return _KINDS[used_as if looks == value else f"List({used_as})"]

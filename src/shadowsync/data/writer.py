@@ -52,6 +52,7 @@ def yaml_lines(schema: Schema, path: Path, weighted: bool) -> str:
     section: dict[str, Any] = {
         "path": str(path),
         "dense": schema.dense,
+        "standardise": False,  # they are written as they are to be read
         "categorical": [feature.name for feature in features],
         "rows": {feature.name: feature.rows for feature in features},
         "tables": {feature.name: feature.table for feature in features if feature.table is not None},
@@ -59,7 +60,9 @@ def yaml_lines(schema: Schema, path: Path, weighted: bool) -> str:
         "pooling": {feature.name: feature.pooling for feature in multi_hot if feature.pooling != "sum"},
     }
     # JSON is YAML, whatever a column is called: `on`, `no` and `1e3` are strings in it
-    given = [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in section.items() if value]
+    given = [
+        f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in section.items() if value or value is False
+    ]
     return "\n".join(["data:", "  name: parquet", *given]) + "\n"
 
 

@@ -1,0 +1,171 @@
+"""What the columns of a table look like, and what should become of each where nobody says it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import polars as pl
+
+from shadowsync.data.fitting import TrainingRows, value_type
+from shadowsync.data.values import form_of
+from shadowsync.errors import DataError
+
+LOOKED_AT = 500_000
+"""Rows, spread over all of them."""
+LABELS = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "is_conversion", "purchase", "like")
+"""Names that a label usually has, the likeliest first; capital letters do not matter."""
+_CODES = 256  # whole numbers of at most so many values are codes or small counts: each can have a row of its own
+_WORDS = 10_000  # texts of at most so many values make a vocabulary
+_SHARE_OF_ROWS = 0.95  # with more values than this share of the rows, hardly any comes again
+_FEW_ROWS = 1_000
+_DATES = 20
+_LABEL = "label"
+
+
+@dataclass(frozen=True)
+class Look:
+    """A column as it looks in `rows` rows; of lists, their values.
+
+    Attributes:
+        distinct: about so many different values; None of types whose values are not told apart.
+        low, high: the smallest and the largest value; None where that has no meaning.
+        becomes: as `data.columns` declares it, or None where it is left out.
+        why: it is left out, or is the label.
+    """
+
+    name: str
+    type: pl.DataType
+    rows: int
+    nulls: int
+    distinct: int | None
+    low: object
+    high: object
+    becomes: dict[str, Any] | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Looks:
+    """All columns of a table, of which `looked_at` of `rows` rows were looked at; the label is one of them."""
+
+    columns: tuple[Look, ...]
+    label: str | None
+    rows: int
+    looked_at: int
+
+    @property
+    def declared(self) -> dict[str, dict[str, Any]]:
+        """As `data.columns` takes it."""
+        return {look.name: look.becomes for look in self.columns if look.becomes is not None}
+
+    @property
+    def sentence(self) -> str:
+        """What becomes of the columns, for whoever did not say it."""
+        kinds: dict[str, list[str]] = {}
+        for name, becomes in self.declared.items():
+            kinds.setdefault(becomes["kind"], []).append(name)
+        left_out = [
+            f"{look.name} ({look.why})" for look in self.columns if look.becomes is None and look.why != "label"
+        ]
+        told = [f"{kind} {', '.join(names)}" for kind, names in kinds.items()]
+        told += [f"left out {', '.join(left_out)}"] if left_out else []
+        return f"the columns as they look, which data.columns changes: label {self.label}; {'; '.join(told)}"
+
+
+def look(source: TrainingRows, label: str | None) -> Looks:
+    """Looks at about `LOOKED_AT` rows.
+
+    `label` is `data.label`; left at its default, it is looked for among usual names.
+
+    Raises:
+        DataError: there is no label, or no column that could have ids.
+    """
+    types = next(iter(source.types()))
+    frame = pl.concat(source.frames(list(types), LOOKED_AT), how="vertical_relaxed")
+    label = _label(types, label)
+    found = []
+    for one in (_look(frame[name]) for name in types):
+        meaning = _meaning(one, label)
+        found.append(replace(one, **({"why": meaning} if isinstance(meaning, str) else {"becomes": meaning})))
+    return Looks(tuple(found), label, source.rows, len(frame))
+
+
+def yaml_of(looks: Looks, source: Mapping[str, Any]) -> str:
+    """A configuration that trains on these columns; `source` has the other keys of its `data` section.
+
+    Raises `DataError` if no column could have ids.
+    """
+    if not any(becomes["kind"] != "dense" for becomes in looks.declared.values()):
+        raise DataError(
+            "no column looks as if it had ids, which a model needs: declare one, for instance "
+            "data.columns.NAME={kind: buckets, count: 20}"
+        )
+    # JSON is YAML, whatever a column is called: `on`, `no` and `1e3` are strings in it
+    given = {**source, "label": looks.label}
+    lines = ["data:", *(f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in given.items())]
+    columns = [f"    {_json(name)}: {_json(becomes)}" for name, becomes in looks.declared.items()]
+    return "\n".join([*lines, "  columns:", *columns]) + "\n"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _label(types: Mapping[str, pl.DataType], label: str | None) -> str:
+    """Raises `DataError` if there is none."""
+    lower = {name.lower(): name for name in reversed(list(types))}
+    if label is not None and label in types:
+        return label
+    usual = next((lower[name] for name in LABELS if name in lower), None)
+    if label != "label" or usual is None:
+        raise DataError(
+            f"there is no column {label or 'label'!r}: say which one holds 0 or 1 with data.label=NAME; there are "
+            f"{', '.join(list(types)[:50])}"
+        )
+    return usual
+
+
+def _look(column: pl.Series) -> Look:
+    kind = value_type(column.dtype)
+    listed = kind is not column.dtype
+    values = column.explode() if listed else column
+    told = form_of(kind) is not None and not kind.is_nested()
+    given = values.drop_nulls() if told else values.clear()
+    ordered = len(given) > 0 and kind not in (pl.Categorical, pl.Enum)
+    return Look(
+        name=column.name,
+        type=column.dtype,
+        rows=len(column),
+        nulls=column.null_count(),
+        distinct=int(pl.select(pl.lit(given).approx_n_unique()).item()) if len(given) else 0 if told else None,
+        low=given.min() if ordered else None,
+        high=given.max() if ordered else None,
+    )
+
+
+def _meaning(found: Look, label: str) -> dict[str, Any] | str:
+    """As `data.columns` declares it, or why it is left out."""
+    kind = value_type(found.type)
+    listed = kind is not found.type
+    if found.name == label:
+        return _LABEL
+    if found.distinct is None:
+        return f"it holds {found.type}"
+    if found.distinct <= 1:
+        return "it is empty" if found.distinct == 0 else "it holds one value only"
+    if kind.is_float() or kind.is_decimal() or kind == pl.Duration:
+        return "it holds lists of fractions" if listed else {"kind": "dense"}
+    if kind.is_temporal():
+        return {"kind": "buckets", "count": _DATES}
+    present = found.rows - found.nulls
+    if not listed and present >= _FEW_ROWS and found.distinct > _SHARE_OF_ROWS * present:
+        return "it holds another value in nearly every row"
+    few = found.distinct <= (_CODES if kind.is_integer() else _WORDS)
+    return {"kind": "vocabulary"} if few else {"kind": "hash", "rows": _round_up(2 * found.distinct)}
+
+
+def _round_up(number: int) -> int:
+    """To one digit and zeros."""
+    unit = int("1".ljust(len(str(number)), "0"))
+    return -(-number // unit) * unit

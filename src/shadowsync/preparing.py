@@ -1,0 +1,165 @@
+"""What becomes of a job's columns before it begins: inferred where nobody says it, learnt of the training rows, or as
+the checkpoint has it that the job goes on from."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from shadowsync.checkpoint.job_state import column_difference, learnt_of
+from shadowsync.checkpoint.loading import LoadedCheckpoint
+from shadowsync.choices import Choices, choose_all
+from shadowsync.config import Config, merge, parse, read_given, with_data
+from shadowsync.data.columns import Kind, Kinds
+from shadowsync.data.fitting import learn
+from shadowsync.data.frame import TableOptions
+from shadowsync.data.looking import Look, Looks, look, yaml_of
+from shadowsync.data.source import Feature, Schema
+from shadowsync.data.splits import Selected, open_parts
+from shadowsync.data.tables import OpenTable
+from shadowsync.data.writer import replacing
+from shadowsync.errors import CheckpointError, ConfigError
+
+
+def prepared(
+    config: Config, choices: Choices, saved: LoadedCheckpoint | None, tell: Callable[[str], None]
+) -> tuple[Config, Choices]:
+    """The job with its columns declared, and its source with what was learnt. `tell` takes sentences for the user.
+
+    Raises:
+        DataError: the training rows cannot be read, or nothing can be inferred of them.
+        CheckpointError: the checkpoint was trained on columns that are declared otherwise.
+    """
+    source, own_model = choices.source, choices.model is None
+    if not isinstance(source, TableOptions):
+        return config, choices
+    if saved is not None:
+        if source.undeclared:
+            before = saved.config.get("data") or {}
+            config = with_data(config, **{key: before[key] for key in _OF_COLUMNS if key in before})
+            choices = choose_all(config, own_model)
+        return config, replace(choices, source=_as_trained(saved, config, choices, own_model))
+    if source.undeclared:
+        with contextlib.closing(_opened(choices, config)) as opened:
+            looks = look(opened, source.label)
+        config = with_data(config, columns=looks.declared, label=looks.label)
+        choices = choose_all(config, own_model)
+        source = choices.source
+        assert isinstance(source, TableOptions)
+        tell(looks.sentence)
+    with contextlib.closing(_opened(choices, config)) as opened:
+        learnt = learn(source.kinds, source.tables, opened)
+        if sentence := learnt.sentence(opened.rows):
+            tell(sentence)
+    return config, replace(choices, source=source.with_learnt(learnt))
+
+
+def trained_source(saved: LoadedCheckpoint, choices: Choices) -> Choices:
+    """Choices whose source turns columns into what the model of a checkpoint was trained on."""
+    source = choices.source
+    if not isinstance(source, TableOptions):
+        return choices
+    return replace(choices, source=source.with_learnt(learnt_of(saved)))
+
+
+_OF_COLUMNS = ("columns", "label", "categorical", "dense")
+
+
+def _opened(choices: Choices, config: Config) -> OpenTable | Selected:
+    """The training rows, without those that are kept for validation and test."""
+    opened = open_parts(choices.source, config.data, "train")["train"]
+    assert isinstance(opened, OpenTable | Selected)
+    return opened
+
+
+def _as_trained(saved: LoadedCheckpoint, config: Config, choices: Choices, own_model: bool) -> Any:
+    """The source with what the checkpoint's model had learnt; raises `CheckpointError` if it is declared otherwise."""
+    source, learnt = choices.source, learnt_of(saved)
+    there = parse(saved.config)
+    before = choose_all(there, own_model).source if there.data.name == config.data.name else None
+    assert isinstance(source, TableOptions)
+    if learnt is None:
+        if "standardise" in config.data.options and "standardise" not in there.data.options and source.standardise:
+            raise ConfigError(
+                f"data.standardise=true: {saved.name} was trained by a version that did not standardise, so that its "
+                "columns stay as they are: leave it out, or start anew"
+            )
+    elif isinstance(before, TableOptions):
+        if (difference := column_difference(_names(before.kinds), _names(source.kinds))) is not None:
+            raise CheckpointError(f"{saved.name} was trained on {difference}: give the same columns in the same order")
+        for (name, kind), (_, was) in zip(source.kinds.all(), before.kinds.all(), strict=True):
+            if kind != was:
+                raise CheckpointError(
+                    f"data.columns.{name}: {saved.name} was trained with {_told(was)}, this job declares "
+                    f"{_told(kind)}: declare it as it was, or start anew"
+                )
+    return source.with_learnt(learnt)
+
+
+def _names(kinds: Kinds) -> Schema:
+    return Schema(tuple(kinds.dense), tuple(Feature(name, 1) for name in kinds.ids))
+
+
+def _told(kind: Kind) -> str:
+    return "{" + ", ".join(f"{key}: {value}" for key, value in kind.described().items()) + "}"
+
+
+# --- shadowsync data inspect -----------------------------------------------------------------------------------------
+
+
+def inspected(path: str, overrides: Sequence[str]) -> tuple[Table, str]:
+    """What the columns of the rows at `path` look like, and a configuration that trains on them.
+
+    The source is the one of such files, unless the overrides say another.
+
+    Raises:
+        ConfigError: an override cannot be used.
+        DataError: the rows cannot be read, or nothing of them could be trained.
+    """
+    given = read_given(None, overrides)
+    config = parse(merge({}, {**given, "data": {**given.get("data", {}), "path": path}}, []))
+    choices = choose_all(config, own_model=False)
+    if not isinstance(choices.source, TableOptions):
+        raise ConfigError(
+            f"data.name={config.data.name} has columns of its own: inspect is for files of named columns, as parquet"
+        )
+    with contextlib.closing(_opened(choices, config)) as opened:
+        looks = look(opened, choices.source.label)
+    given = config.data.model_dump(mode="json", exclude_unset=True)
+    return _table(looks), yaml_of(looks, {key: value for key, value in given.items() if key not in _OF_COLUMNS})
+
+
+def write_yaml(lines: str, path: Path) -> None:
+    """Raises `SaveError` if it cannot be written."""
+    with replacing(path) as temporary:
+        temporary.write_text(lines, encoding="utf-8")
+
+
+def _table(looks: Looks) -> Table:
+    shown = Table(title=f"{looks.looked_at:,} of {looks.rows:,} rows", title_justify="left")
+    for heading, justify in (("column", "left"), ("type", "left"), ("distinct", "right"), ("nulls", "right")):
+        shown.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
+    for heading in ("min", "max", "becomes"):
+        shown.add_column(heading, overflow="fold")
+    for one in looks.columns:
+        distinct = "" if one.distinct is None else f"{one.distinct:,}"
+        bounds = ["" if bound is None else _short(bound) for bound in (one.low, one.high)]
+        # column names are the data's: what looks like markup in them is none
+        shown.add_row(*map(Text, (one.name, str(one.type), distinct, f"{one.nulls:,}", *bounds, _becomes(one))))
+    return shown
+
+
+def _becomes(one: Look) -> str:
+    if one.becomes is None:
+        return "the label" if one.why == "label" else f"left out: {one.why}"
+    kind, *options = one.becomes.items()
+    return " ".join([str(kind[1]), *(f"{key}={value}" for key, value in options)])
+
+
+def _short(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 24 else f"{text[:23]}…"

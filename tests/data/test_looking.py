@@ -1,0 +1,102 @@
+"""What is inferred of columns that nobody declares, and the configuration that says so."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import yaml
+
+from shadowsync import registry
+from shadowsync.data import looking, tables
+from shadowsync.data.looking import Looks, look, yaml_of
+from shadowsync.data.parquet import Parquet
+from shadowsync.data.tables import OpenTable
+from shadowsync.errors import DataError
+
+ROWS = 3000
+DRAW = np.random.default_rng(0)
+DAYS = [datetime.date(2024, 1, 1) + datetime.timedelta(days=int(day)) for day in DRAW.integers(0, 30, ROWS)]
+FRAME: dict[str, Any] = {
+    "Clicked": DRAW.integers(0, 2, ROWS),
+    "price": DRAW.normal(size=ROWS),
+    "hour": DRAW.integers(0, 24, ROWS),
+    "user": DRAW.integers(0, 1 << 62, 700)[DRAW.integers(0, 700, ROWS)],
+    "brand": pl.Series(["x", "y", None])[DRAW.integers(0, 3, ROWS)],
+    "mobile": DRAW.integers(0, 2, ROWS).astype(bool),
+    "day": DAYS,
+    "cost": pl.Series(DRAW.integers(0, 999, ROWS)).cast(pl.Decimal(10, 2)),
+    "tags": [["a", "b"][: row % 3] for row in range(ROWS)],
+    "request": [f"r{row}" for row in range(ROWS)],
+    "constant": [7] * ROWS,
+    "nothing": pl.Series([None] * ROWS),
+    "blob": [b"x"] * ROWS,
+    "on": [{"a": 1}] * ROWS,
+}
+
+
+def looks_of(folder: Path, frame: Any, label: str | None = "label") -> Looks:
+    pl.DataFrame(frame).write_parquet(folder / "rows.parquet")
+    source = registry.build(Parquet, {"path": str(folder / "rows.parquet")}, "data").open("train", "error")
+    assert isinstance(source, OpenTable)
+    return look(source, label)
+
+
+def test_every_type_becomes_something_or_is_left_out_for_a_reason(tmp_path: Path) -> None:
+    looks = looks_of(tmp_path, FRAME)
+    declared = looks.declared
+    assert looks.label == "Clicked"
+    assert {name: becomes["kind"] for name, becomes in declared.items()} == {
+        "price": "dense",
+        "hour": "vocabulary",
+        "user": "hash",
+        "brand": "vocabulary",
+        "mobile": "vocabulary",
+        "day": "buckets",
+        "cost": "dense",
+        "tags": "vocabulary",
+    }
+    assert 1400 <= declared["user"]["rows"] <= 2000
+    why = {one.name: one.why for one in looks.columns if one.becomes is None}
+    assert why == {
+        "Clicked": "label",
+        "request": "it holds another value in nearly every row",
+        "constant": "it holds one value only",
+        "nothing": "it is empty",
+        "blob": "it holds Binary",
+        "on": "it holds Struct({'a': Int64})",
+    }
+    facts = {one.name: one for one in looks.columns}
+    assert (facts["hour"].distinct, facts["hour"].low, facts["hour"].high) == (24, 0, 23)
+    assert facts["brand"].nulls == pl.Series(FRAME["brand"]).null_count()
+    assert "label Clicked; dense price, cost; vocabulary hour, brand, mobile, tags; hash user" in looks.sentence
+    assert "request (it holds another value in nearly every row)" in looks.sentence
+
+
+def test_the_configuration_reads_back_as_it_was_inferred(tmp_path: Path) -> None:
+    frame = {"label": FRAME["Clicked"], **dict.fromkeys(("no", "1e3", "a: b", "ü", "a.b"), FRAME["brand"])}
+    looks = looks_of(tmp_path, frame)
+    section = yaml.safe_load(yaml_of(looks, {"name": "parquet", "path": "rows: 1.parquet"}))["data"]
+    assert section == {"name": "parquet", "path": "rows: 1.parquet", "label": "label", "columns": looks.declared}
+    assert list(section["columns"]) == ["no", "1e3", "a: b", "ü", "a.b"]
+
+
+def test_some_rows_of_many_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "PIECE", 100)
+    monkeypatch.setattr(looking, "LOOKED_AT", 500)
+    looks = looks_of(tmp_path, {"label": [0, 1] * 1500, "row": range(3000)})
+    assert (looks.rows, looks.looked_at) == (3000, 500)
+    assert looks.columns[1].high == 2499  # of the last piece that is looked at
+
+
+def test_a_label_is_asked_for_where_none_is_found(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"there is no column 'label': say which one holds 0 or 1 with data\.label=NAME;"
+    ):
+        looks_of(tmp_path, {"a": [1], "b": [2]})
+    with pytest.raises(DataError, match=r"there is no column 'clicked': say which one .* there are click, b"):
+        looks_of(tmp_path, {"click": [1], "b": [2]}, "clicked")
+    with pytest.raises(DataError, match="no column looks as if it had ids, which a model needs: declare one"):
+        yaml_of(looks_of(tmp_path, {"label": [0, 1], "x": [0.5, 1.5]}), {})

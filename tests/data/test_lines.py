@@ -67,3 +67,13 @@ def test_zeros_after_the_last_member_are_padding(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(gzip.compress(b"a\nb\n") + bytes(100))
     assert files.open_lines(files.resolve("data.path", str(path))[0]).read(0, 2) == b"a\nb\n"
+
+
+@pytest.mark.parametrize("rows", [3, 4, 9])
+def test_runs_that_begin_behind_a_header_are_decompressed_once(tmp_path, monkeypatch, rows):
+    text = b"".join(b"%d %x\n" % (k, k * 7919 % 65537) for k in range(600))
+    opened = open_text(tmp_path, text, True)
+    opened.read(1, 1 + rows)
+    monkeypatch.setattr(opened, "_rewind", lambda restart: pytest.fail("went back"))
+    for start in range(1 + rows, 600, rows):
+        assert opened.read(start, min(start + rows, 600)) == b"".join(text.splitlines(True)[start : start + rows])

@@ -459,8 +459,9 @@ class GzipLines(Lines):
                 pieces = [*pieces, chunk] if position > start else [chunk]
             text = b"".join(pieces)
             begin = position - len(text)
-            self._held = text[stop - begin :]  # for the next lines
-            self._held_from = stop
+            # for the next lines, which are read from a mark on that may be the one before their first
+            self._held_from = max(begin, int(self._marks[np.searchsorted(self._marks, stop) - 1]))
+            self._held = text[self._held_from - begin :]
             return text[start - begin : stop - begin]
 
     def _rewind(self, restart: _Restart) -> None:

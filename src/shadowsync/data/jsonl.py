@@ -36,9 +36,13 @@ class Jsonl(TextSource):
     def _first(self, lines: Lines) -> Mapping[str, pl.DataType]:
         """Names and looks of the columns of the first rows, as far as these can be read."""
         found: dict[str, pl.DataType] = {}
+        seen: set[tuple[str, type]] = set()
         for line in lines.read(0, min(self.infer_rows, lines.count)).split(b"\n"):
             for name, value in (_object(line) or {}).items():
-                found[name] = _either(found.get(name, pl.Null()), _looks(value))
+                kind = type(value)
+                if (name, kind) not in seen or kind is list or (isinstance(value, int) and value >= 1 << 63):
+                    seen.add((name, kind))
+                    found[name] = _either(found.get(name, pl.Null()), _looks(value))
         if not found:
             raise DataError(f"{lines.file.path}: none of the first rows is a JSON object in one line")
         return found

@@ -29,8 +29,8 @@ from shadowsync.models.vectors import Call, LookedUp, Pooled
 from shadowsync.registry import nearest
 
 Output = Literal["logits", "probability"]
-_SURE = 1e-7
-"""Distance from 0 and 1 that probabilities keep before they become logits, about that of a float32 from 1."""
+_LEAST, _MOST = 1e-37, 1 - 2**-24
+"""Between them lie all probabilities of float32 but 0 and 1, which have no logit, and no gradient in PyTorch either."""
 _MOST_COLUMNS = 128
 """Ids per sample of one look-up that are asked for side by side; of more each distinct row crosses."""
 _PROBED = ((5, 3), (8, 6))
@@ -410,7 +410,7 @@ class Wrapped(nn.Module):
         if self.output == "logits":
             return self._chosen(self._bind()(model, inputs))
         with torch.autocast(dense.device.type, enabled=False):  # a probability in bf16 is none of 1 per mille
-            return torch.logit(self._chosen(self._bind()(model, inputs)).float(), eps=_SURE)
+            return torch.logit(self._chosen(self._bind()(model, inputs)).float().clamp(_LEAST, _MOST))
 
     def _answers(self, embeddings: Pooled) -> list[Tensor]:
         """Of each site its vectors, in the order of the sites: pooled `[B, D]`, or a row for each id.

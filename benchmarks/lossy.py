@@ -18,8 +18,10 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from shadowsync import CompressedCut
+from shadowsync.assembly import make_tables
 from shadowsync.choices import choose_all
 from shadowsync.config import Config
+from shadowsync.embedding.table import widths
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, load_average
@@ -87,7 +89,7 @@ def wide_model(config: Config, tally: Tally, options: Sequence[str]) -> WideMode
     source = choose_all(config, own_model=True).source.open("train", "error")
     assert source is not None
     schema = source.schema
-    dims = {feature.name: config.model.embedding_dim for feature in schema.features}
+    dims = widths(make_tables(config, schema))
     given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(options)))
     return WideModel(len(schema.dense), dims, tally, given)
 

@@ -19,7 +19,11 @@ from machine import describe, table
 
 MODELS: dict[str, dict[str, Any]] = {
     "dlrm": {"name": "dlrm"},
+    "fm": {"name": "fm"},
     "deepfm": {"name": "deepfm"},
+    "deepfm, projected first order": {"name": "deepfm", "first_order": "projection"},
+    "wide_deep": {"name": "wide_deep"},
+    "youtube_dnn": {"name": "youtube_dnn"},
     "dcn": {"name": "dcn"},
     "din": {"name": "din"},
     "dien": {"name": "dien"},

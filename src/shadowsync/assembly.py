@@ -55,16 +55,27 @@ def make_tables(
     """The job's tables: those of a wrapped `module`, the user's, the configuration's, or one for each feature, checked
     against the source.
 
-    What `embedding.pooling` says of a feature counts most, then what the model wants as sequences, then the tables.
+    What `embedding.pooling` says of a feature counts most, then what the model wants as sequences, then the tables. How
+    a model wants lists pooled counts where nobody says anything.
 
     Raises:
         ConfigError: tables and features do not fit each other.
     """
     if isinstance(module, Wrapped):
         return _tables_of(module, config, own)
-    given = config.embedding.pooling
-    configured = tuple(_table(table) for table in config.embedding.tables or ())
-    tables = tuple(own or ()) or configured or default_tables(schema, config.model.embedding_dim)
+    given, dim = config.embedding.pooling, config.model.embedding_dim
+    tables = tuple(own or ()) or tuple(_table(table) for table in config.embedding.tables or ())
+    if tables and not isinstance(dim, int):
+        raise ConfigError(
+            f"model.embedding_dim={dim} has no effect beside embedding.tables, of which each has a dim of its own: "
+            "leave one of them out"
+        )
+    if not tables:
+        tables = default_tables(schema, dim, 0 if model is None else model.extra_columns)
+        if model is not None and model.lists is not None:
+            said = config.data.options.get("pooling") or ()
+            lists = [feature.name for feature in schema.features if feature.multi_hot and feature.name not in said]
+            tables = with_pooling(tables, dict.fromkeys(lists, model.lists), "model.name")
     check_tables(tables, [feature.name for feature in schema.features])
     check_rows(tables, schema)
     tables = with_pooling(tables, given, "embedding.pooling")

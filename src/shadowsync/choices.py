@@ -1,8 +1,8 @@
 """The members that a configuration chooses, built and checked before anything starts."""
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shadowsync.aggregation.aggregator import Aggregation
@@ -128,7 +128,16 @@ def warmup_samples(config: Config, total_samples: int) -> int:
     steps at least, which in a short job are more than the twentieth of it that a long one takes.
     """
     share = min(WARMUP_SAMPLES, total_samples // 20)
-    return max(share, min(WARMUP_STEPS * global_batch(config), total_samples // 4))
+    step = global_batch(config) * config.train.accumulate
+    return max(share, min(WARMUP_STEPS * step, total_samples // 4))
+
+
+def as_trained(choices: Choices, config: Config, parameters: Collection[str]) -> Choices:
+    """The choices for a checkpoint with dense parameters of these names: what the configuration leaves open is as it
+    was there, though a default may have changed since."""
+    if choices.model is None:
+        return choices
+    return replace(choices, model=choices.model.as_trained(parameters, config.model.options))
 
 
 # --- going on from a stored configuration ----------------------------------------------------------------------------
@@ -138,10 +147,12 @@ def resumed(stored: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
     """A stored configuration with what is given now laid over it.
 
     Where that chooses other members, stored options that those do not have are left out, and so are stored codecs,
-    options of codecs and a number of dense servers that have no effect any more. What is given now all stays, so that
-    it is refused where it has no effect.
+    options of codecs, a number of dense servers and one of batches to accumulate that have no effect any more. What is
+    given now all stays, so that it is refused where it has no effect.
     """
     kept = _without_foreign_options(merge(stored, changed, []))
+    if kept.get("aggregation") and "accumulate" in kept.get("train", {}):
+        kept = {**kept, "train": {key: value for key, value in kept["train"].items() if key != "accumulate"}}
     given = changed.get("cluster")
     if "dense_servers" not in (given if isinstance(given, Mapping) else {}) and _one_dense_server(parse(kept)):
         kept = {**kept, "cluster": {k: v for k, v in (kept.get("cluster") or {}).items() if k != "dense_servers"}}
@@ -260,6 +271,12 @@ def _choose_aggregation(config: Config, chosen: Mapping[str, Mapping[str, type[A
         raise ConfigError(
             f"sync.{key} has no effect with aggregation.method={given.method}, which merges no replicas: leave it "
             "out, or set aggregation.method=null to merge them"
+        )
+    if train.accumulate > 1:
+        raise ConfigError(
+            f"train.accumulate={train.accumulate} has no effect with aggregation.method={given.method}, whose global "
+            "step is made of several batches already: leave it out, and set aggregation.global_batch to the samples of "
+            "a step"
         )
     whole = global_batch(config)
     size, rest = divmod(whole, train.batch_size)

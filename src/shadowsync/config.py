@@ -28,6 +28,10 @@ from shadowsync.registry import MemberOf, explain, nearest, option_names
 Pooling = Literal["sum", "mean", "none"]
 LONGEST_S = 3.2e7
 """A year: more than a job lasts, and less than the timers of Python take."""
+DIM, WIDEST = 16, 4096
+"""Width of a vector unless it is given, and of a row at most."""
+OTHERS = "default"
+"""In a map of widths, those that it does not name."""
 EMULATED_S = 1e9
 """Of a job that stands for a longer one."""
 
@@ -164,11 +168,25 @@ class DataConfig(Choice):
         return int(self.shuffle.removeprefix("within=")) if isinstance(self.shuffle, str) else None
 
 
+def _each_width(given: Any) -> Any:
+    """Of a map every value is looked at here, for a sentence that names its key."""
+    for name, width in given.items() if isinstance(given, dict) else ():
+        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= WIDEST:
+            raise ValueError(f"the width of {name} is {width}, it must be a whole number from 1 to {WIDEST}")
+    return given
+
+
 class ModelConfig(Choice):
     """The dense part; the model's own options (layer widths) go beside these keys."""
 
     name: str = Field("dlrm", description="the model")
-    embedding_dim: int = Field(16, ge=1, le=4096, description="width of the tables made by default; more costs memory")
+    embedding_dim: Annotated[
+        Annotated[int, Field(ge=1, le=WIDEST)] | dict[str, int], pydantic.BeforeValidator(_each_width)
+    ] = Field(
+        DIM,
+        description="width of the vectors in tables made by default, one number, or by feature with default for the "
+        "others: {user: 32, default: 8}; more costs memory",
+    )
 
 
 class TableConfig(Section):
@@ -176,7 +194,7 @@ class TableConfig(Section):
 
     name: str = Field(description="unique among the tables")
     rows: int = Field(ge=1, description="ids lie in [0, rows); more costs memory")
-    dim: int = Field(ge=1, le=4096, description="width of a row; more costs memory and time")
+    dim: int = Field(ge=1, le=WIDEST, description="width of a row; more costs memory and time")
     features: tuple[str, ...] = Field(min_length=1, description="names of the features that look rows up in it")
     pooling: Pooling | dict[str, Pooling] = Field(
         "sum", description="how the rows of one sample become one vector, for all features or by feature"
@@ -201,6 +219,12 @@ class EmbeddingConfig(Section):
     eps: float = Field(1e-8, gt=0, description="added to the denominator of Adagrad and Adam")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam: decay of the second moment")
+    l2: float = Field(
+        0.0,
+        ge=0,
+        description="penalty of the rows: with each step of a row so many times the row is added to its gradient, once "
+        "however often it occurs in the batch; more draws rows to zero, and those that nobody looks up stay",
+    )
     unique_rows: Literal["auto", "always", "never"] = Field(
         "auto",
         description="send each distinct row of a batch once: where that is less traffic (auto: never on one machine "
@@ -250,6 +274,19 @@ class TrainConfig(Section):
     eps: float = Field(1e-8, gt=0, description="added to the denominator of Adagrad and Adam")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam: decay of the second moment")
+    l2: float = Field(
+        0.0,
+        ge=0,
+        description="penalty of the dense part's weights, not of biases and norms: with each step so many times the "
+        "weight is added to its gradient (weight decay as torch's optimizers have it); more draws them to zero",
+    )
+    accumulate: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="batches of a trainer whose mean gradient makes one step of its dense part; more is as a larger "
+        "batch that need not fit into memory; rows are stepped with every batch",
+    )
     clip_norm: float | None = Field(None, gt=0, description="a dense gradient of a larger L2 norm is scaled down to it")
     warmup_samples: int | None = Field(
         None,

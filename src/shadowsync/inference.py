@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shadowsync.assembly import make_module, planned, row_optimizer
 from shadowsync.checkpoint.job_state import column_difference, job_state, match_optimizer, match_tables, restore_final
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.choices import Choices, choose_all
+from shadowsync.choices import Choices, as_trained, choose_all
 from shadowsync.config import Config, load, parse
 from shadowsync.data.batch import Batch
 from shadowsync.data.files import FileOptions, FileRows, large_columns
@@ -119,7 +119,8 @@ class Trained:
             )
         self._unfollowed = unfollowed({"data": saved.config.get("data")}, Path(folder))
         self.config: Config = parse(with_rows_of(Path(folder), without(saved.config, "data", "cache")))
-        self.choices: Choices = trained_source(saved, choose_all(self.config, own_model=model is not None))
+        chosen = trained_source(saved, choose_all(self.config, own_model=model is not None))
+        self.choices: Choices = as_trained(chosen, self.config, state.layout)
         self.schema: Schema = state.schema
         # A model's columns follow the order of the tables, which the servers' files do not keep.
         self.tables = tuple(sorted(saved.tables, key=lambda table: state.tables.index(table.name)))

@@ -22,7 +22,7 @@ from shadowsync.checkpoint.job_state import column_difference, job_state, match_
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.store import CheckpointStore, as_whole
-from shadowsync.choices import Choices, choose_all, global_batch, resumed, server_count
+from shadowsync.choices import Choices, as_trained, choose_all, global_batch, resumed, server_count
 from shadowsync.cluster.context import Own, no_failures
 from shadowsync.cluster.manager import cpus_needed, resources_needed
 from shadowsync.cluster.session import Session
@@ -275,6 +275,7 @@ class _Run:
         self.store = store
         self.saved = self._load(store)
         if self.saved is not None:
+            self.choices = as_trained(self.choices, self.config, job_state(self.saved).layout)
             _check_split(self.saved, self.config)
         self.config, self.choices = prepared(self.config, self.choices, self.saved, self._print)
         train, valid, test = open_sources(self.config, self.choices)
@@ -765,8 +766,10 @@ def too_short(config: Config, total_samples: int) -> list[str]:
     """What is odd about a job of so few samples: nearly no steps, or learning rates that rise to its end."""
     train, found = config.train, []
     if config.aggregation.method is None:
-        size, steps = train.batch_size * train.trainers, "step(s) of each replica"
+        size, steps = train.batch_size * train.accumulate * train.trainers, "step(s) of each replica"
         made_of, lower = f"{train.batch_size:,} x {train.trainers:,} trainer(s)", "train.batch_size or train.trainers"
+        if train.accumulate > 1:
+            made_of, lower = f"{train.accumulate:,} x {made_of}", f"train.accumulate, {lower}"
     else:
         size, steps = global_batch(config), "global step(s)"
         made_of, lower = f"{size:,} samples", "aggregation.global_batch, train.batch_size or train.trainers"

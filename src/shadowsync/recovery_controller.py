@@ -16,6 +16,7 @@ from shadowsync.aggregation.counts import AggregationState
 from shadowsync.checkpoint.format import plain_name
 from shadowsync.checkpoint.job_state import (
     JobState,
+    check_layout,
     column_difference,
     course_of,
     job_state,
@@ -106,6 +107,8 @@ def put_back(session: Session, saved: LoadedCheckpoint) -> None:
     state = job_state(saved)
     if (difference := column_difference(state.schema, session.schema)) is not None:
         raise CheckpointError(f"{saved.name} was trained on {difference}: give the same columns in the same order")
+    if state.layout.keys() != layout(session.template).keys():
+        check_layout(saved, session.template)  # another model may want other tables, too: it is what was changed
     session.load_rows(saved)
     session.load_dense(restored_dense(saved, session.choices.method, session.template, session.dense_copies))
     session.take_up(course_of(saved))

@@ -146,8 +146,20 @@ def split_options(
             if meant is not None:
                 raise ConfigError(f"{section}.{option} is not an option of {' '.join(chosen)}: {meant}")
             near, has = nearest(option, [*known, *keys]), f"; it has {', '.join(known) or 'none'}"
-            raise ConfigError(f"{section}.{option} is not an option of {' '.join(chosen)}{near}{has}")
+            elsewhere = "" if near else _who_has(option, chosen)
+            raise ConfigError(f"{section}.{option} is not an option of {' '.join(chosen)}{near}{has}{elsewhere}")
     return [{o: options[o] for o in option_names(member) if o in options} for member in chosen.values()]
+
+
+def _who_has(option: str, chosen: Mapping[str, type[Any]]) -> str:
+    """`, and OPTION belongs to X or Y`, other members of the seams in which these were chosen, or an empty string."""
+    found = []
+    for selected, member in chosen.items():
+        for seam in [base for base in reversed(member.__mro__) if inspect.isabstract(base)][:1]:
+            others: dict[str, type[Any]] = members(member.__module__.rpartition(".")[0], seam)
+            key = selected.partition("=")[0]
+            found += [f"{key}={name}" for name, other in others.items() if option in option_names(other)]
+    return f", and {option} belongs to {' or '.join(found)}" if found else ""
 
 
 def explain(error: pydantic.ValidationError, section: str) -> str:

@@ -17,8 +17,11 @@ from shadowsync.export import ExportSpec, export_model
 from shadowsync.models.dcn import Dcn
 from shadowsync.models.deepfm import DeepFm
 from shadowsync.models.dlrm import Dlrm
+from shadowsync.models.fm import Fm
 from shadowsync.models.interest import Dien, Din
 from shadowsync.models.model import ModelSpec, SequenceInput
+from shadowsync.models.wide_deep import WideDeep
+from shadowsync.models.youtube_dnn import YoutubeDnn
 
 ROW_BYTES = 4 * 8
 SHARED = (Table("user", 50, 8, ("user",)), Table("category", 30, 8, ("seen", "bought"), "mean"))
@@ -79,6 +82,9 @@ CASES = {
     "deepfm, sums": Case(DeepFm(), SUMS),
     "dcn, mixed widths, weights": Case(Dcn(), MIXED, weighted=True),
     "no dense columns": Case(Dlrm((16,), (16,)), SUMS, dense=0),
+    "fm": Case(Fm(), SUMS),
+    "wide and deep, batch norm, dropout, mixed": Case(WideDeep(deep=(8,), norm="batch", dropout=0.5), MIXED),
+    "youtube, layer norm, weights": Case(YoutubeDnn(deep=(8,), norm="layer"), MIXED, weighted=True),
     "own module": Case(Own()),
     "chunks, weights, mixed": Case(Own(), MIXED, weighted=True, chunk_bytes=20 * ROW_BYTES),
     "din, chunks, weights": Case(Din(attention=(8,), deep=(8,)), HISTORY, weighted=True, chunk_bytes=30 * ROW_BYTES),

@@ -76,16 +76,18 @@ class PlainRows:
         fill([(Shard(self.table, 0, self.table.rows), weight)], seed=0)
         self.bag = nn.EmbeddingBag(self.table.rows, self.table.dim, mode=self.table.pooling, _weight=weight)
         self.squares = torch.zeros(self.table.rows)
+        self.occurred = torch.zeros(self.table.rows, dtype=torch.bool)
 
     def pool(self, ids: Jagged, feature: int) -> Tensor:
         """`[B, D]`."""
         chosen = ids.select([feature])
+        self.occurred[chosen.values] = True
         return self.bag(chosen.values, chosen.bag_offsets()[:-1])
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        gradient = self.bag.weight.grad
-        touched = gradient.abs().sum(1) > 0
+    def step(self, lr: float, l2: float = 0.0) -> None:
+        touched, self.occurred = self.occurred, torch.zeros_like(self.occurred)
+        gradient = (self.bag.weight.grad + l2 * self.bag.weight) * touched[:, None]
         scale = torch.full((self.table.rows, 1), lr)
         if self.optimizer == "rowwise_adagrad":
             self.squares += gradient.square().mean(1)
@@ -101,17 +103,26 @@ def plain_loop(
     checked = parse(config)
     tower, tables = Tower(), [PlainRows(table, checked.embedding.optimizer) for table in TABLES]
     table_of = {feature: table for table in tables for feature in table.table.features}
-    dense = optimizer(tower.parameters(), lr=checked.train.lr)
-    for batch in in_order(config):
+    groups = [
+        {"params": [p for p in tower.parameters() if p.dim() > 1], "weight_decay": checked.train.l2},
+        {"params": [p for p in tower.parameters() if p.dim() < 2]},
+    ]
+    dense, count = optimizer(groups, lr=checked.train.lr), checked.train.accumulate
+    for number, batch in enumerate(in_order(config), start=1):
         pooled = {name: table_of[name].pool(batch.ids, index) for index, name in enumerate(FEATURES)}
         loss = nn.functional.binary_cross_entropy_with_logits(tower(batch.dense, pooled), batch.labels)
-        dense.zero_grad()
-        loss.backward()
-        if checked.train.clip_norm is not None:
-            nn.utils.clip_grad_norm_(tower.parameters(), checked.train.clip_norm)
-        dense.step()
-        for table in tables:
-            table.step(checked.embedding.lr)
+        parameters = list(tower.parameters())
+        found = torch.autograd.grad(loss, [*parameters, *(table.bag.weight for table in tables)])
+        for parameter, gradient in zip(parameters, found, strict=False):
+            parameter.grad = gradient / count if parameter.grad is None else parameter.grad + gradient / count
+        for table, gradient in zip(tables, found[len(parameters) :], strict=True):
+            table.bag.weight.grad = gradient
+            table.step(checked.embedding.lr, checked.embedding.l2)
+        if number % count == 0:
+            if checked.train.clip_norm is not None:
+                nn.utils.clip_grad_norm_(tower.parameters(), checked.train.clip_norm)
+            dense.step()
+            dense.zero_grad()
     return tower, tables
 
 
@@ -161,19 +172,28 @@ OPTIMIZERS: dict[str, NewOptimizer] = {
 
 
 @pytest.mark.parametrize(
-    ("rows", "dense", "clip_norm"),
-    [("rowwise_adagrad", "sgd", None), ("sgd", "adagrad", 0.25), ("rowwise_adagrad", "adam", None)],
+    ("rows", "dense", "more"),
+    [
+        ("rowwise_adagrad", "sgd", {}),
+        ("sgd", "adagrad", {"clip_norm": 0.25}),
+        ("rowwise_adagrad", "adam", {}),
+        ("rowwise_adagrad", "sgd", {"l2": 0.1}),
+        ("sgd", "adam", {"l2": 0.03}),
+        ("rowwise_adagrad", "adagrad", {"l2": 0.03, "accumulate": 2, "clip_norm": 0.25}),
+        ("rowwise_adagrad", "adam", {"accumulate": 3}),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("storage", ["torch", "fbgemm"])
 def test_the_job_equals_a_plain_loop_step_by_step(
-    tmp_path: Path, storage: str, rows: str, dense: str, clip_norm: float | None
+    tmp_path: Path, storage: str, rows: str, dense: str, more: Mapping[str, Any]
 ) -> None:
     if storage == "fbgemm":
         pytest.importorskip("fbgemm_gpu", reason=NO_FBGEMM)
     config = job_config(
         tmp_path,
-        embedding={"storage": storage, "optimizer": rows, "lr": 0.1},
-        train={"optimizer": dense, "lr": 0.05, "clip_norm": clip_norm},
+        embedding={"storage": storage, "optimizer": rows, "lr": 0.1, "l2": more.get("l2", 0.0)},
+        train={"optimizer": dense, "lr": 0.05, **more},
     )
     plain, tables = plain_loop(config, OPTIMIZERS[dense])
     log, trained = train(config, tmp_path / "out")

@@ -1,5 +1,6 @@
 """One conformance test that every model passes, and what is particular to each. `B` samples, `N` dense columns."""
 
+import re
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,12 @@ from shadowsync.errors import ConfigError
 from shadowsync.models.dcn import CrossLayer, Dcn
 from shadowsync.models.deepfm import DeepFm
 from shadowsync.models.dlrm import Dlrm
+from shadowsync.models.fm import Fm
 from shadowsync.models.interest import Dien, Din
 from shadowsync.models.model import ModelSpec, SequenceInput
 from shadowsync.models.vectors import JaggedVectors, Pooled
+from shadowsync.models.wide_deep import WideDeep
+from shadowsync.models.youtube_dnn import YoutubeDnn
 from shadowsync.registry import build, members
 
 EQUAL_DIMS = {"user": 4, "item": 4, "shop": 4}
@@ -30,13 +34,22 @@ SEQUENCES = {"seen": SequenceInput(4, ("item",)), "visited": SequenceInput(4, ("
 SPECS = {
     "dlrm": Dlrm(bottom=(32,), top=(16,)),
     "dlrm without hidden layers": Dlrm(bottom=(), top=()),
+    "dlrm with batch norm and dropout": Dlrm(bottom=(32,), top=(16,), norm="batch", dropout=0.3),
+    "fm": Fm(),
     "deepfm": DeepFm(deep=(8, 8)),
+    "deepfm projected": DeepFm(deep=(8, 8), first_order="projection"),
+    "deepfm with layer norm": DeepFm(deep=(8, 8), norm="layer"),
+    "wide_deep": WideDeep(deep=(8,)),
+    "wide_deep with batch norm": WideDeep(deep=(8,), norm="batch"),
+    "youtube_dnn": YoutubeDnn(deep=(8,)),
+    "youtube_dnn with dropout": YoutubeDnn(deep=(8, 8), dropout=0.5),
     "dcn stacked": Dcn(cross=2, deep=(8,)),
     "dcn parallel": Dcn(cross=2, deep=(8,), structure="parallel"),
     "dcn low rank": Dcn(cross=2, low_rank=2, deep=(8,)),
     "dcn without a tower": Dcn(cross=1, deep=()),
     "din": Din(attention=(16,), deep=(8,)),
     "din without hidden layers": Din(attention=(), deep=()),
+    "din with layer norm and dropout": Din(attention=(16,), deep=(8,), norm="layer", dropout=0.1),
     "dien": Dien(deep=(8,)),
     "dien with fewer steps": Dien(deep=(8,), steps=2),
 }
@@ -50,7 +63,7 @@ def test_asking_for_its_shapes_does_not_load_torchs_compiler(spec: ModelSpec, mo
     """It takes a second of every process that begins."""
     monkeypatch.setitem(sys.modules, "torch._dynamo", None)
     with torch.device("meta"):
-        module = spec.build(2, EQUAL_DIMS, sequences_for(spec))
+        module = built(spec, 2)
     assert all(parameter.is_meta for parameter in module.parameters())
 
 
@@ -60,6 +73,11 @@ def takes_sequences(spec: ModelSpec) -> bool:
 
 def sequences_for(spec: ModelSpec) -> dict[str, SequenceInput]:
     return SEQUENCES if takes_sequences(spec) else {}
+
+
+def built(spec: ModelSpec, dense_columns: int) -> nn.Module:
+    """The model as it predicts: in training dropout differs from call to call, and a batch norm mixes samples."""
+    return spec.build(dense_columns, EQUAL_DIMS, sequences_for(spec)).eval()
 
 
 def make_inputs(samples: int, dense_columns: int, dims: dict[str, int]) -> tuple[Tensor, Tensor]:
@@ -97,7 +115,7 @@ def test_every_member_of_the_registry_is_tested_here() -> None:
 @every_width
 def test_one_logit_per_sample_and_gradients_everywhere(spec: ModelSpec, dense_columns: int) -> None:
     torch.manual_seed(1)
-    module = spec.build(dense_columns, EQUAL_DIMS, sequences_for(spec))
+    module = built(spec, dense_columns)
     dense, flat = make_inputs(16, dense_columns, EQUAL_DIMS)
     leaves = {name: found.leaf() for name, found in make_sequences(spec, 16).items()}
     flat.requires_grad_()
@@ -114,7 +132,7 @@ def test_one_logit_per_sample_and_gradients_everywhere(spec: ModelSpec, dense_co
 @every_spec
 @every_width
 def test_dict_and_pooled_give_the_same_output_and_gradients(spec: ModelSpec, dense_columns: int) -> None:
-    module = spec.build(dense_columns, EQUAL_DIMS, sequences_for(spec))
+    module = built(spec, dense_columns)
     dense, flat = make_inputs(7, dense_columns, EQUAL_DIMS)
     sequences = make_sequences(spec, 7)
     leaf = flat.clone().requires_grad_()
@@ -130,7 +148,7 @@ def test_dict_and_pooled_give_the_same_output_and_gradients(spec: ModelSpec, den
 
 @every_spec
 def test_the_order_of_the_mapping_does_not_matter(spec: ModelSpec) -> None:
-    module = spec.build(2, EQUAL_DIMS, sequences_for(spec))
+    module = built(spec, 2)
     dense, flat = make_inputs(5, 2, EQUAL_DIMS)
     sequences = make_sequences(spec, 5)
     named = as_dict(flat, EQUAL_DIMS)
@@ -143,7 +161,7 @@ def test_the_order_of_the_mapping_does_not_matter(spec: ModelSpec) -> None:
 
 @every_spec
 def test_samples_do_not_see_each_other(spec: ModelSpec) -> None:
-    module = spec.build(2, EQUAL_DIMS, sequences_for(spec)).double()
+    module = built(spec, 2).double()
     dense, flat = (part.double() for part in make_inputs(6, 2, EQUAL_DIMS))
     made = make_sequences(spec, 6).items()
     sequences = {name: JaggedVectors(name, found.values.double(), found.offsets) for name, found in made}
@@ -160,7 +178,7 @@ def test_samples_do_not_see_each_other(spec: ModelSpec) -> None:
 @every_spec
 def test_gradients_are_right(spec: ModelSpec) -> None:
     torch.manual_seed(3)
-    module = spec.build(2, EQUAL_DIMS, sequences_for(spec)).double()
+    module = built(spec, 2).double()
     dense, flat = (part.double().requires_grad_() for part in make_inputs(3, 2, EQUAL_DIMS))
     sequences = make_sequences(spec, 3)
 
@@ -177,7 +195,7 @@ def test_gradients_are_right(spec: ModelSpec) -> None:
 @every_spec
 @pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=str)
 def test_a_batch_without_any_behaviour_is_an_ordinary_one(spec: ModelSpec, precision: torch.dtype | None) -> None:
-    module = spec.build(2, EQUAL_DIMS, sequences_for(spec))
+    module = built(spec, 2)
     dense, flat = make_inputs(3, 2, EQUAL_DIMS)
     empty = {name: JaggedVectors(name, torch.zeros(0, 4), torch.zeros(4, dtype=torch.int64)) for name in SEQUENCES}
     leaves = {name: found.leaf() for name, found in empty.items() if name in sequences_for(spec)}
@@ -193,7 +211,7 @@ def test_a_batch_without_any_behaviour_is_an_ordinary_one(spec: ModelSpec, preci
 @every_spec
 def test_sequences_are_used_or_refused(spec: ModelSpec) -> None:
     if takes_sequences(spec):
-        module = spec.build(2, EQUAL_DIMS, SEQUENCES)
+        module = built(spec, 2)
         dense, flat = make_inputs(9, 2, EQUAL_DIMS)
         for name in SEQUENCES:
             sequences = make_sequences(spec, 9)
@@ -239,7 +257,7 @@ def test_initial_logits_are_moderate(spec: ModelSpec) -> None:
     torch.manual_seed(7)
     dims = {"item": 16, "shop": 16} | {f"c{i}": 16 for i in range(24)}
     sequences = {name: SequenceInput(16, found.partners) for name, found in sequences_for(spec).items()}
-    module = spec.build(13, dims, sequences)
+    module = spec.build(13, dims, sequences).eval()
     dense, flat = make_inputs(512, 13, dims)
     offsets = torch.arange(513) * 5
     given = {name: JaggedVectors(name, 0.05 * torch.randn(512 * 5, 16), offsets) for name in sequences}
@@ -264,7 +282,7 @@ class Unwrapped(nn.Module):
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "dien"])  # its 50 steps are traced one by one
 def test_export_with_any_number_of_samples_and_behaviours(name: str) -> None:
     spec = SPECS[name]
-    module = Unwrapped(spec.build(0, EQUAL_DIMS, sequences_for(spec)))
+    module = Unwrapped(built(spec, 0))
     samples = torch.export.Dim("samples")
     lengths = {name: torch.export.Dim(f"{name}_vectors", min=0) for name in sequences_for(spec)}
     given = {name: ({0: length}, {0: samples + 1}) for name, length in lengths.items()}
@@ -300,8 +318,8 @@ def test_dlrm_of_the_paper_has_its_parameters() -> None:
     assert shapes == [(512, 13), (256, 512), (64, 256), (16, 64), (512, 367), (256, 512), (1, 256)]
 
 
-def test_deepfm_sums_over_all_pairs_of_fields() -> None:
-    module = DeepFm(deep=(8,)).build(2, EQUAL_DIMS)
+def test_projected_deepfm_sums_over_all_pairs_of_fields() -> None:
+    module = DeepFm(deep=(8,), first_order="projection").build(2, EQUAL_DIMS)
     dense, flat = make_inputs(5, 2, EQUAL_DIMS)
     weight = module.dense_vectors.weight
     fields = [dense[:, j : j + 1] * weight[:, j] for j in range(2)] + list(as_dict(flat, EQUAL_DIMS).values())
@@ -338,6 +356,11 @@ def test_dcn_takes_mixed_widths_and_dense_columns_alone() -> None:
         (DeepFm(), 3, MIXED_DIMS, r"feature user has 4 and item has 2: .*model.name=dcn"),
         (Dlrm(), 3, {}, "model.name=dlrm needs at least one categorical feature"),
         (DeepFm(), 3, {}, "model.name=deepfm needs at least one categorical feature"),
+        (Fm(), 3, MIXED_DIMS, r"model.name=fm needs vectors of one width, but feature user has 4 and item has 2"),
+        (Fm(), 3, {}, "model.name=fm needs at least one categorical feature"),
+        (DeepFm(), 3, {"user": 1}, "model.name=deepfm takes the first column .* feature user have 1: set the dim"),
+        (WideDeep(), 3, {}, "model.name=wide_deep needs at least one categorical feature"),
+        (YoutubeDnn(), 0, {}, "model.name=youtube_dnn needs at least one column"),
         (Dlrm(), 0, {"user": 4}, "two vectors to interact"),
         (Dcn(), 0, {}, "needs at least one column"),
         (Dcn(low_rank=6), 2, {"user": 4}, r"model.low_rank=6 must be below the 6 input columns"),
@@ -360,11 +383,30 @@ def test_columns_that_a_model_cannot_work_on(
         (Din, {"attention": [0]}, r"model.attention.0=0: input should be greater than 0"),
         (Dien, {"steps": 0}, r"model.steps=0: input should be greater than or equal to 1"),
         (Dien, {"auxiliary": -1}, r"model.auxiliary=-1"),
+        (Dlrm, {"dropout": 1}, r"model.dropout=1: input should be less than 1"),
+        (Dcn, {"norm": "bach"}, r"model.norm=bach: .*'none', 'batch' or 'layer'"),
+        (DeepFm, {"first_order": "vector"}, r"model.first_order=vector: .*'scalar' or 'projection'"),
     ],
 )
 def test_options_out_of_range_are_named(member: type[ModelSpec], options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(member, options, "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("dlrm", "dropot", "model.dropot is not an option of model.name=dlrm, did you mean dropout?; it has"),
+        ("dlrm", "structure", "it has dropout, norm, bottom, top, and structure belongs to model.name=dcn"),
+        ("fm", "targets", "it has none, and targets belongs to model.name=dien or model.name=din"),
+        ("fm", "dropout", "model.name=fm: a factorisation machine has no layers: set model.name=deepfm, or"),
+        ("dcn", "batch_norm", "is not an option of model.name=dcn: set model.norm=batch, or model.norm=layer"),
+        ("deepfm", "l2_reg_dnn", "=deepfm: train.l2 is that of the layers, and embedding.l2 that of the rows"),
+    ],
+)
+def test_unknown_options_are_answered(name: str, option: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        choose_all(parse({"model": {"name": name, option: 1}}), own_model=False)
 
 
 def test_options_come_from_lists_as_in_yaml() -> None:

@@ -1,6 +1,7 @@
 """Dense optimizers equal torch's own, step by step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,17 +62,26 @@ def test_every_member_is_tested_here() -> None:
     steps=st.integers(1, 5),
     skipped=st.integers(0, 3),
     seed=st.integers(0, 1000),
+    l2=st.sampled_from([0.0, 0.1]),
 )
-@settings(deadline=None, max_examples=20, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 def test_equal_to_torch(
-    ours: DenseOptimizer, theirs: TorchOptimizer, shapes: list[list[int]], steps: int, skipped: int, seed: int
+    ours: DenseOptimizer,
+    theirs: TorchOptimizer,
+    shapes: list[list[int]],
+    steps: int,
+    skipped: int,
+    seed: int,
+    l2: float,
 ) -> None:
     """Bit by bit to the fused form, within rounding to the plain one; parameters may lack a gradient at times."""
     generator = torch.Generator().manual_seed(seed)
     start = [torch.randn(shape, generator=generator) for shape in shapes]
-    stepped = Stepped(ours, start)
+    stepped = Stepped(replace(ours, l2=l2), start)
     fused, plain = ([p.clone().requires_grad_() for p in start] for _ in range(2))
     optimizers = {True: theirs(fused, True), False: theirs(plain, False)}
+    for optimizer in optimizers.values():
+        optimizer.param_groups[0]["weight_decay"] = l2
     for step in range(steps):
         gradients: list[Tensor | None] = [torch.randn(shape, generator=generator) for shape in shapes]
         if len(shapes) > 1 and step % 2:
@@ -99,7 +109,7 @@ def test_initial_state_has_the_right_sizes(ours: DenseOptimizer, theirs: TorchOp
 
 def test_adagrad_without_the_fused_kernel_is_the_same() -> None:
     start, gradient = [torch.randn(5)], [torch.randn(5)]
-    fused, plain = Stepped(Adagrad(), start), Stepped(Adagrad(), start)
+    fused, plain = Stepped(Adagrad(l2=0.2), start), Stepped(Adagrad(l2=0.2), start)
     for _ in range(3):
         fused.step(list(gradient), lr=0.1)
         plain.optimizer._step_plain(plain.parameters, gradient, plain.state, 0.1)
@@ -107,7 +117,9 @@ def test_adagrad_without_the_fused_kernel_is_the_same() -> None:
     torch.testing.assert_close(fused.state["sum"], plain.state["sum"])
 
 
-@pytest.mark.parametrize(("member", "options"), [(Adagrad, {"eps": 0}), (Adam, {"beta1": 1}), (Adam, {"beta2": -0.1})])
+@pytest.mark.parametrize(
+    ("member", "options"), [(Adagrad, {"eps": 0}), (Adam, {"beta1": 1}), (Adam, {"beta2": -0.1}), (Sgd, {"l2": -1})]
+)
 def test_options_out_of_range_are_refused(member: type[DenseOptimizer], options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=rf"train.{next(iter(options))}="):
         build(member, options, "train")

@@ -19,7 +19,7 @@ from shadowsync.models.model import ModelSpec
 from shadowsync.models.vectors import JaggedVectors, Pooled
 from shadowsync.training.kernels import Computing, Kernels, accelerate
 from shadowsync.training.optimizers import Adagrad, Adam, DenseOptimizer, Sgd
-from shadowsync.training.replica import Replica
+from shadowsync.training.replica import Replica, Stepper
 
 DIMS = {"user": 4, "item": 4, "shop": 4}
 FP32, BF16 = Computing("fp32"), Computing("bf16")
@@ -195,6 +195,44 @@ def test_slots_are_aligned_and_do_not_overlap(sizes: list[int]) -> None:
     assert len(replica.flat) % 16 == 0
     assert replica.flat.sum() == sum(size * (index + 1) for index, size in enumerate(sizes))
     assert all(parameter.data_ptr() % 64 == 0 for parameter in replica.module.parameters())
+
+
+@given(brought=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12), enough=st.integers(2, 5))
+@settings(deadline=None, max_examples=30, derandomize=True)
+def test_gradients_wait_until_there_are_enough_and_become_their_mean(
+    brought: list[tuple[bool, bool]], enough: int
+) -> None:
+    module = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))])
+    waiting = Replica(module, Sgd(), {}, accumulate=enough).waiting
+    assert waiting is not None
+    since: list[list[Tensor | None]] = []
+    for number, there in enumerate(brought):
+        shapes = [(3,), (2, 2)]
+        given_now = [torch.randn(shape) if used else None for shape, used in zip(shapes, there, strict=True)]
+        since.append(given_now)
+        found = waiting.add(given_now)
+        if (number + 1) % enough:
+            assert found is None
+            continue
+        assert found is not None
+        for index, mean in enumerate(found):
+            parts = [batch[index] for batch in since if batch[index] is not None]
+            assert (mean is None) == (not parts)
+            if mean is not None:
+                torch.testing.assert_close(mean, sum(parts[1:], parts[0]) / enough)
+        since = []
+    assert waiting.tensors["batches"][-1] == len(since)
+
+
+def test_a_penalty_is_for_weights_and_not_for_biases_and_norms() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    replica = make_replica(module, Sgd(l2=0.5))
+    before = {slot.name: slot.view(replica.flat).clone() for slot in replica.slots}
+    Stepper(replica, None).step([torch.zeros(slot.shape) for slot in replica.slots], 0.1)
+    after = {slot.name: slot.view(replica.flat) for slot in replica.slots}
+    torch.testing.assert_close(after.pop("0.weight"), 0.95 * before["0.weight"])
+    assert after.keys() == {"0.bias", "1.weight", "1.bias"}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
 def test_the_given_module_is_not_touched() -> None:

@@ -23,7 +23,7 @@ from shadowsync.sync.method import State, SyncMethod
 from shadowsync.training.course import Course
 from shadowsync.training.replica import Replica
 
-_BUFFER = "buffer."
+_BUFFER, _WAITING = "buffer.", "waiting."
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,10 +134,27 @@ def layout(replica: Replica) -> dict[str, list[int]]:
 
 
 def dense_tensors(replica: Replica) -> dict[str, Tensor]:
-    """What a replica holds, live: its parameters as `weight`, the optimizer's state, the module's buffers by name."""
-    kept = replica.module.state_dict().keys()  # constants that the module can make again are not among them
-    buffers = {_BUFFER + name: buffer for name, buffer in replica.module.named_buffers() if name in kept}
-    return {"weight": replica.flat} | replica.state | buffers
+    """What a replica holds, live: its parameters as `weight`, the optimizer's state, the module's buffers by name, and
+    gradients that wait for a step."""
+    waiting = {} if replica.waiting is None else replica.waiting.tensors
+    found = {"weight": replica.flat} | replica.state | buffers(replica)
+    return found | {_WAITING + name: tensor for name, tensor in waiting.items()}
+
+
+def buffers(replica: Replica) -> dict[str, Tensor]:
+    """Those of a replica's module that it saves, live: constants that it can make again are not among them."""
+    kept = replica.module.state_dict().keys()
+    return {_BUFFER + name: buffer for name, buffer in replica.module.named_buffers() if name in kept}
+
+
+def without_waiting(image: TrainerImage) -> TrainerImage:
+    """The same where no gradient waits for a step."""
+    tensors = image.replica.items()
+    return TrainerImage({n: torch.zeros_like(t) if _is_waiting(n) else t for n, t in tensors}, image.method)
+
+
+def _is_waiting(name: str) -> bool:
+    return name.startswith(_WAITING)
 
 
 def is_buffer(name: str) -> bool:
@@ -174,7 +191,8 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
     With as many trainers as were saved each goes on with its own replica. With another number, all of them start from
     one point: the central copy if there was one, else the mean replica, with the mean of the optimizers' states.
     What workers had not sent of their gradients is that of the worker of the same number; where there is none, it is
-    lost. Of another replica method than before each state is that at the start.
+    lost. Of another replica method than before each state is that at the start. Gradients that wait for a step are
+    lost where this job has each make one, and where that one had, none waits.
 
     `method` and `template`, a replica that is left as it is, are of the job that goes on. `CheckpointError` if the
     checkpoint is of another model or dense optimizer.
@@ -182,13 +200,16 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
     check_layout(saved, template)
     needed, count = dense_tensors(template), job_state(saved).trainers
     for rank in range(count):
-        if (there := below(saved.dense, f"replica.{rank}").keys()) != needed.keys():
+        there = {name for name in below(saved.dense, f"replica.{rank}") if not _is_waiting(name)}
+        if there != {name for name in needed if not _is_waiting(name)}:
             raise CheckpointError(
                 f"{saved.name} keeps {', '.join(sorted(there)) or 'nothing'} for each replica and this job needs "
                 f"{', '.join(sorted(needed))}: set train.optimizer to the one it was trained with"
             )
 
     def of_replica(rank: int, name: str) -> Tensor:
+        if _is_waiting(name) and f"replica.{rank}.{name}" not in saved.dense:
+            return torch.zeros(needed[name].numel())
         return saved.dense_tensor(f"replica.{rank}.{name}", needed[name].numel())
 
     def mean(name: str) -> Tensor:

@@ -94,7 +94,8 @@ class JobContext:
         return prefetch(self.config, self.choices)
 
     def replica(self, module: nn.Module, memory: Tensor | None = None) -> Replica:
-        return Replica(module, self.choices.optimizer, widths(self.tables), self.config.train.device, memory)
+        train = self.config.train
+        return Replica(module, self.choices.optimizer, widths(self.tables), train.device, memory, train.accumulate)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState, Paces
 from shadowsync.aggregation.stepping import DenseShare, DenseStep, DenseStepper
-from shadowsync.checkpoint.job_state import DenseImage, TrainerImage, is_buffer
+from shadowsync.checkpoint.job_state import DenseImage, TrainerImage, buffers, is_buffer, without_waiting
 from shadowsync.cluster.context import Merging, Stepping
 from shadowsync.cluster.images import Images
 from shadowsync.cluster.manager import ClusterManager
@@ -186,6 +186,7 @@ class Merged(DenseSide):
         if not peers:
             raise NobodyLeft(f"no trainer is left from which {trainer.role} could go on")
         (image,) = self._images.of(peers)
+        image = without_waiting(image)  # what waits there is the peer's to step with
         if method.centralised:
             center = self._images.read_center()
             image = TrainerImage({**image.replica, "weight": center}, method.init(center))
@@ -365,6 +366,13 @@ class Stepped(DenseSide):
     def fill_server(self, server: Member) -> None:
         raise NobodyLeft(f"the dense part was lost with the {server.role} before")
 
+    def fill_trainer(self, trainer: Member) -> None:
+        """It has the parameters from the dense servers; running statistics are a peer's."""
+        peers = self._manager.statuses.at_work()[:1]
+        if buffers(self._manager.spec.template) and peers:
+            (image,) = self._images.of(peers)
+            self._images.restore(trainer, TrainerImage(image.replica, {}))
+
     # --- images ------------------------------------------------------------------------------------------------------
 
     @property
@@ -374,26 +382,27 @@ class Stepped(DenseSide):
     def image(self) -> DenseImage:
         spec = self._manager.spec
         joined = join_images(spec.parts, spec.template, self._images.of(self._manager.dense_servers()))
-        return DenseImage((joined,), None, self._feedback())
+        trainers = self._with_images()
+        images = self._images.of(trainers)
+        if images:  # modules run at the workers only: what they have found out on the way is not at the servers
+            joined = TrainerImage({**joined.replica, **images[0].replica}, joined.method)
+        pairs = zip(trainers, images, strict=True)
+        feedback = {f"{member.index}.{name}": t for member, own in pairs for name, t in own.method.items()}
+        return DenseImage((joined,), None, feedback)
 
     def load(self, image: DenseImage) -> None:
         spec = self._manager.spec
         split = split_image(spec.parts, spec.template, image.trainers[0])
         for server, own in zip(self._manager.dense_servers(), split, strict=True):
             self._images.restore(server, own)
-        for member in self._with_feedback():
-            self._images.restore(member, TrainerImage({}, image.feedback_of(member.index)))
+        own_buffers = {name: tensor for name, tensor in image.trainers[0].replica.items() if is_buffer(name)}
+        for member in self._with_images():
+            self._images.restore(member, TrainerImage(own_buffers, image.feedback_of(member.index)))
 
-    def _feedback(self) -> dict[str, Tensor]:
-        """What the trainers' workers have not sent of their gradients."""
-        trainers = self._with_feedback()
-        pairs = zip(trainers, self._images.of(trainers), strict=True)
-        return {f"{member.index}.{name}": tensor for member, image in pairs for name, tensor in image.method.items()}
-
-    def _with_feedback(self) -> list[Member]:
-        """Trainers that keep something of their gradients, if only what they rounded them with."""
+    def _with_images(self) -> list[Member]:
+        """Trainers that keep something: of their gradients, if only what they rounded them with, or in buffers."""
         whole = self._manager.spec.job.choices.codecs["dense"].everything
-        return [] if whole else self._manager.statuses.at_work()
+        return [] if whole and not buffers(self._manager.spec.template) else self._manager.statuses.at_work()
 
     def restart(self, before: AggregationState) -> None:
         if self.coordinator is None:

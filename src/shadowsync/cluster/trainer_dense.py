@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shadowsync.aggregation.stepping import DenseShare, divide
 from shadowsync.aggregation.update import DenseClient, GradientUpdate, restore_all
-from shadowsync.checkpoint.job_state import TrainerImage, below, check_image, dense_tensors
+from shadowsync.checkpoint.job_state import TrainerImage, below, buffers, check_image, dense_tensors
 from shadowsync.cluster.context import Addresses, Merging, Stepping, TrainerSpec
 from shadowsync.cluster.servers import dense_server
 from shadowsync.compression.channel import Channel
@@ -67,8 +67,8 @@ class WorkerContext:
         trainer = Trainer(rank, workers[0][0], driver, self.gate)
         context, train = self.stepping(trainer, driver), job.config.train
         for index, (replica, update) in enumerate(workers):
-            module = replica.worker_module(self.computing, train.clip_norm)
             number = rank * train.workers + index
+            module = replica.worker_module(self.computing, train.clip_norm, (train.seed, number))
             trainer.add(Worker(context, index, number, module, self.clients[index], update))
         return trainer
 
@@ -157,7 +157,7 @@ class GradientWorkers(TrainerDense):
         parts = divide(slots, len(servers))
         lines = [_line_of(context.line, part) for part in parts]
         ahead = spec.job.prefetch > 0
-        self._dense: list[DenseClient] = []
+        self._replicas, self._dense = replicas, list[DenseClient]()
         workers: list[tuple[Replica, Update]] = []
         for index, (replica, client) in enumerate(zip(replicas, context.clients, strict=True)):
             worker = spec.rank, index
@@ -172,12 +172,19 @@ class GradientWorkers(TrainerDense):
         return 0
 
     def image(self) -> TrainerImage:
-        """What its workers have not sent of their gradients."""
+        """The buffers of the first worker's module, and what all workers have not sent of their gradients."""
         unsent = enumerate(dense.unsent for dense in self._dense)
-        return TrainerImage({}, {f"{index}.{name}": t for index, tensors in unsent for name, t in tensors.items()})
+        return TrainerImage(
+            {name: tensor.clone() for name, tensor in buffers(self._replicas[0]).items()},
+            {f"{index}.{name}": t for index, tensors in unsent for name, t in tensors.items()},
+        )
 
     def restore(self, image: TrainerImage) -> None:
         """The parameters are not here: workers pull them before their first batch."""
+        check_image(image.replica, buffers(self._replicas[0]))
+        for replica in self._replicas:
+            for name, tensor in buffers(replica).items():
+                tensor.copy_(image.replica[name].view_as(tensor))
         restore_all((dense, below(image.method, str(index))) for index, dense in enumerate(self._dense))
 
 

@@ -84,10 +84,10 @@ class FbgemmStorage(TorchStorage):
         self._fused = isinstance(optimizer, (RowwiseAdagrad, SGD))
         self._requests: dict[tuple[int, ...], Request] = {}
         starts, numbers = self._memory.weight_start, self._memory.numbers
-        self._blocks = [  # rows of all shards of one width are looked up as those of one table
-            _request([w.dim], [starts[numbers.members(w.dim)[0]]], [w.start], [0, w.stop - w.start])
+        self._blocks = {  # rows of all shards of one width are looked up as those of one table
+            w.dim: _request([w.dim], [starts[numbers.members(w.dim)[0]]], [w.start], [0, w.stop - w.start])
             for w in numbers.widths
-        ]
+        }
 
     @classmethod
     def loads(cls) -> bool:
@@ -119,7 +119,8 @@ class FbgemmStorage(TorchStorage):
     def push(self, ids: Jagged, features: Sequence[int], gradient: Tensor, lr: float) -> None:
         if not features or not ids.samples:
             return
-        if not self._fused:
+        # the operators' own weight decay leaves out tables that a single feature looks up, and that of SGD has none
+        if not self._fused or self._optimizer.l2:
             super().push(ids, features, gradient, lr)
             return
         request = self._request(tuple(features))
@@ -127,13 +128,11 @@ class FbgemmStorage(TorchStorage):
             ids, gradient = ids.select(request.order), gradient.index_select(1, request.columns)
         self._apply(request, ids, gradient.contiguous(), lr)
 
-    def step_rows(self, rows: Tensor, gradients: Sequence[Tensor], shards: Sequence[int], lr: float) -> None:
-        if not self._fused:
-            super().step_rows(rows, gradients, shards, lr)
-            return
-        for request, found, gradient in zip(self._blocks, self._memory.numbers.split(rows), gradients, strict=True):
-            if len(found):
-                self._apply(request, Jagged(found, None, None, 1, len(found)), gradient.contiguous(), lr)
+    def _step(self, dim: int, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
+        if self._fused:
+            self._apply(self._blocks[dim], Jagged(rows, None, None, 1, len(rows)), gradient.contiguous(), lr)
+        else:
+            super()._step(dim, rows, gradient, pushes, lr)
 
     def _request(self, features: tuple[int, ...]) -> Request:
         request = self._requests.get(features)

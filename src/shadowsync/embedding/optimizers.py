@@ -5,7 +5,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
@@ -31,10 +31,18 @@ class RowOptimizer(ABC):
 
     Attributes:
         state: the tensors kept beside the weights, and what each of their numbers belongs to.
+        l2: each time a row is stepped, so many times the row is added to its gradient.
     """
 
     name: ClassVar[str]
     state: ClassVar[Mapping[str, Extent]]
+    l2: float = field(default=0.0, kw_only=True)
+
+    def penalised(self, block: Block, rows: Tensor, gradient: Tensor) -> Tensor:
+        """The gradients `[K, D]` of these rows of a block with that of `l2 / 2 · ‖row‖²`, once for each row however
+        often it occurs in a batch.
+        """
+        return torch.add(gradient, block["weight"].index_select(0, rows), alpha=self.l2) if self.l2 else gradient
 
     @abstractmethod
     def apply(self, block: Block, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:

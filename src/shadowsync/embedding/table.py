@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from shadowsync.config import DIM, OTHERS
 from shadowsync.data.source import Feature, Pooling, Schema
 from shadowsync.errors import ConfigError
 from shadowsync.models.model import SequenceInput
@@ -230,14 +231,35 @@ def _listed(kind: str, names: Sequence[str]) -> str:
 # --- the tables of a job ---------------------------------------------------------------------------------------------
 
 
-def default_tables(schema: Schema, dim: int) -> tuple[Table, ...]:
-    """One table for each feature of the source, or for each group of features that name the same table."""
+def default_tables(schema: Schema, dim: int | Mapping[str, int], extra_columns: int = 0) -> tuple[Table, ...]:
+    """One table for each feature of the source, or for each group of features that name the same table.
+
+    `dim` is the width of their vectors, one for all or by feature, with `OTHERS` for those that are not named; a row
+    has so many `extra_columns` in front of its vector.
+
+    Raises:
+        ConfigError: `dim` names a feature that is not there, or two widths for one table.
+    """
     groups: dict[str, list[Feature]] = {}
     for feature in schema.features:
         groups.setdefault(feature.table or feature.name, []).append(feature)
+    by_feature: Mapping[str, int] = {OTHERS: dim} if isinstance(dim, int) else dim
+    known = [feature.name for feature in schema.features]
+    for name in by_feature:
+        if name not in (*known, OTHERS):
+            raise ConfigError(
+                f"model.embedding_dim: there is no feature {name}{nearest(name, known)}; there are {', '.join(known)}, "
+                f"and {OTHERS} for those that are not named"
+            )
     tables = []
     for name, features in groups.items():
-        table = Table(name, max(feature.rows for feature in features), dim, tuple(feature.name for feature in features))
+        named = {feature.name: by_feature[feature.name] for feature in features if feature.name in by_feature}
+        if len(set(named.values())) > 1:
+            given = " and ".join(f"{width} of {feature}" for feature, width in named.items())
+            raise ConfigError(f"model.embedding_dim: rows of table {name} cannot have the widths {given}: give one")
+        rows = max(feature.rows for feature in features)
+        width = next(iter(named.values()), by_feature.get(OTHERS, DIM))
+        table = Table(name, rows, width + extra_columns, tuple(feature.name for feature in features))
         tables.append(pool(table, {feature.name: feature.pooling for feature in features}))
     return tuple(tables)
 

@@ -94,6 +94,9 @@ class TorchStorage(Storage):
         return bags.view(ids.feature_count, ids.samples, group.dim).transpose(0, 1).reshape(ids.samples, -1)
 
     def _update(self, dim: int, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
+        self._step(dim, rows, self._optimizer.penalised(self._memory.blocks[dim], rows, gradient), pushes, lr)
+
+    def _step(self, dim: int, rows: Tensor, gradient: Tensor, pushes: Tensor | None, lr: float) -> None:
         per_row = None
         if pushes is not None:
             members = self._memory.numbers.members(dim)

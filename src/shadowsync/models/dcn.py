@@ -12,12 +12,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from shadowsync.errors import ConfigError
-from shadowsync.models.model import ModelSpec, SequenceInput, Widths, linear, mlp, refuse_sequences
+from shadowsync.models.layers import Widths, linear
+from shadowsync.models.model import SequenceInput, TowerSpec, refuse_sequences
 from shadowsync.models.vectors import NO_SEQUENCES, concatenate
 
 
 @dataclass(frozen=True)
-class Dcn(ModelSpec):
+class Dcn(TowerSpec):
     """DCN-V2 (arXiv 2008.13535, sections 3.1 to 3.4); widths of the features may differ.
 
     Ours differs: no mixture of low-rank experts.
@@ -73,7 +74,7 @@ class DcnModule(nn.Module):
         self.features = features
         self.stacked = spec.structure == "stacked"
         self.cross = nn.ModuleList(CrossLayer(inputs, spec.low_rank) for _ in range(spec.cross))
-        self.deep = mlp(inputs, spec.deep)
+        self.deep = spec.mlp(inputs, spec.deep)
         deep_width = spec.deep[-1] if spec.deep else inputs
         self.logit = linear(deep_width if self.stacked else inputs + deep_width, 1)
 

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shadowsync.errors import ConfigError
-from shadowsync.models.model import ModelSpec, SequenceInput, Widths, common_dim, mlp, refuse_sequences, tower
+from shadowsync.models.layers import Widths
+from shadowsync.models.model import SequenceInput, TowerSpec, common_dim, refuse_sequences
 from shadowsync.models.vectors import NO_SEQUENCES, concatenate
 
 
 @dataclass(frozen=True)
-class Dlrm(ModelSpec):
+class Dlrm(TowerSpec):
     """DLRM (arXiv 1906.00091); the defaults are its Criteo Kaggle model.
 
     Attributes:
@@ -51,9 +52,9 @@ class DlrmModule(nn.Module):
     def __init__(self, spec: Dlrm, dense_columns: int, dim: int, features: tuple[str, ...]) -> None:
         super().__init__()
         self.features = features
-        self.bottom = mlp(dense_columns, (*spec.bottom, dim)) if dense_columns else None
+        self.bottom = spec.tower(dense_columns, spec.bottom, dim).append(nn.ReLU()) if dense_columns else None
         self.interaction = DotInteraction(len(features) + bool(dense_columns))
-        self.top = tower(self.interaction.pairs + (dim if dense_columns else 0), spec.top)
+        self.top = spec.tower(self.interaction.pairs + (dim if dense_columns else 0), spec.top)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         vectors = concatenate(embeddings, self.features)

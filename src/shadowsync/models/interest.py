@@ -15,13 +15,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shadowsync.errors import ConfigError
-from shadowsync.models.model import ModelSpec, SequenceInput, Widths, linear, tower
+from shadowsync.models.layers import Widths, linear, tower
+from shadowsync.models.model import SequenceInput, TowerSpec
 from shadowsync.models.vectors import NO_SEQUENCES, JaggedVectors, concatenate, sequence_of
 from shadowsync.registry import nearest
 
 
 @dataclass(frozen=True)
-class Interest(ModelSpec):
+class Interest(TowerSpec):
     """A tower over the dense columns, the pooled vectors and the interest of each sequence; widths may differ.
 
     Attributes:
@@ -96,7 +97,7 @@ class DinModule(nn.Module):
         self.features = tuple(dims)
         self.units = nn.ModuleList(ActivationUnit(sequences[name].dim, spec.attention) for name in self.targets)
         inputs = dense_columns + sum(dims.values()) + sum(sequences[name].dim for name in self.targets)
-        self.deep = tower(inputs, spec.deep)
+        self.deep = spec.tower(inputs, spec.deep)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Any]) -> Tensor:
         pairs = zip(self.units, self.targets.items(), strict=True)
@@ -136,7 +137,7 @@ class DienModule(nn.Module):
         self.steps, self.auxiliary = spec.steps, spec.auxiliary
         self.evolutions = nn.ModuleList(InterestEvolution(sequences[name].dim) for name in self.targets)
         inputs = dense_columns + sum(dims.values()) + sum(sequences[name].dim for name in self.targets)
-        self.deep = tower(inputs, spec.deep)
+        self.deep = spec.tower(inputs, spec.deep)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Any]) -> Tensor:
         interests, losses = [], []

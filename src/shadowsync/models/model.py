@@ -1,23 +1,26 @@
 """The seam between the configuration and a model: options in, a plain `nn.Module` out.
 
-`B` samples, `N` dense columns, `D_f` width of feature f's vector, `I` inputs and `O` outputs of a layer.
+`B` samples, `N` dense columns, `D_f` width of feature f's vector, `I` inputs and `O` outputs of a tower.
 """
 
 import copy
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from shadowsync.errors import ConfigError
+from shadowsync.models.layers import mlp, tower
 from shadowsync.models.vectors import NO_SEQUENCES
 
-Widths = tuple[Annotated[int, Field(gt=0, le=65_536)], ...]
-"""Hidden widths of a tower of layers; more and larger ones cost time and memory and fit more."""
+_PENALTIES = "train.l2 is that of the layers, and embedding.l2 that of the rows"
+_RATES = "train.lr is that of the layers, and embedding.lr that of the rows"
+_WIDTHS = "model.embedding_dim is the width of the vectors, one number or by feature"
+_DROPOUT = "it is called model.dropout"
+_NORM = "set model.norm=batch, or model.norm=layer"
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,25 @@ class ModelSpec(ABC):
     What `build` returns is called as `module(dense [B, N], {feature: [B, D_f]}) → logits [B]` and knows nothing of
     distribution; a user's own module is called in the same way. Under a feature with `pooling=none` stand
     `JaggedVectors`.
+
+    Attributes:
+        lists: how features with several ids per sample are pooled in tables made by default, unless the configuration
+            says so of them; None leaves it to the source.
+        extra_columns: columns that a row has in front of its vector, in tables made by default.
     """
 
     name: ClassVar[str]
+    lists: ClassVar[Literal["sum", "mean"] | None] = None
+    not_options: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("l2", "weight_decay", "l2_reg_embedding", "l2_reg_linear", "l2_reg_dnn"), _PENALTIES),
+        **dict.fromkeys(("embedding_regularizer", "net_regularizer", "regularizer"), _PENALTIES),
+        **dict.fromkeys(("lr", "learning_rate"), _RATES),
+        **dict.fromkeys(("dim", "emb_dim", "embedding_size", "embedding_dims"), _WIDTHS),
+    }
+
+    @property
+    def extra_columns(self) -> int:
+        return 0
 
     @abstractmethod
     def build(
@@ -63,6 +82,42 @@ class ModelSpec(ABC):
         del histories
         return ()
 
+    def as_trained(self, parameters: Collection[str], given: Collection[str]) -> Self:
+        """The spec that a checkpoint with parameters of these names was trained with, as far as options were left open:
+        all but those `given`. It differs from this one where a default has changed since.
+        """
+        del parameters, given
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerSpec(ModelSpec):
+    """A model with towers of layers.
+
+    Attributes:
+        dropout: share of each hidden layer's outputs that are 0 in a training step, others each time; more keeps a
+            model from learning its rows by heart, and slows it down.
+        norm: what a hidden layer's outputs are normalised by before their ReLU. `batch`, by the samples of a training
+            step, and by running statistics afterwards; `layer`, by the sample's own outputs; `none`.
+    """
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    norm: Literal["none", "batch", "layer"] = "none"
+
+    not_options: ClassVar[Mapping[str, str]] = {
+        **ModelSpec.not_options,
+        **dict.fromkeys(("dropout_rate", "dnn_dropout", "net_dropout", "keep_prob"), _DROPOUT),
+        **dict.fromkeys(("batch_norm", "layer_norm", "use_bn", "dnn_use_bn", "batchnorm"), _NORM),
+    }
+
+    def mlp(self, inputs: int, hidden: Sequence[int]) -> nn.Sequential:
+        """Hidden layers `[B, I] → [B, hidden[-1]]`."""
+        return mlp(inputs, hidden, self.dropout, self.norm)
+
+    def tower(self, inputs: int, hidden: Sequence[int], outputs: int = 1) -> nn.Sequential:
+        """Hidden layers, and one more that is none, `[B, I] → [B, O]`."""
+        return tower(inputs, hidden, outputs, self.dropout, self.norm)
+
 
 def refuse_sequences(model: str, sequences: Mapping[str, SequenceInput]) -> None:
     """Raises `ConfigError` naming the first feature that is not pooled, for a model that takes pooled vectors only."""
@@ -82,41 +137,10 @@ def common_dim(model: str, dims: Mapping[str, int]) -> int:
         if other != width:
             raise ConfigError(
                 f"model.name={model} needs vectors of one width, but feature {first} has {width} and {feature} has "
-                f"{other}: give their tables the same dim, or set model.name=dcn, which takes mixed widths"
+                f"{other}: give model.embedding_dim as one number and their tables the same dim, or set "
+                "model.name=dcn, which takes mixed widths"
             )
     return width
-
-
-def draw(weights: Tensor, std: float) -> None:
-    """Draws `weights ~ N(0, std²)`. Where only shapes are asked for (meta), torch would load its compiler for that."""
-    if not weights.is_meta:
-        nn.init.normal_(weights, std=std)
-
-
-def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
-    """A layer `[B, I] → [B, O]` with weights ~ N(0, 2/(I+O)) and biases of zero.
-
-    Source: the weights of the DLRM reference (arXiv 1906.00091, its authors' code). Ours differ in the biases, which
-    are ~ N(0, 1/O) there: in a narrow layer some of them keep a ReLU at zero for every sample from the first step on.
-    """
-    layer = nn.Linear(inputs, outputs, bias)
-    draw(layer.weight, (2 / (inputs + outputs)) ** 0.5)
-    if bias:
-        nn.init.zeros_(layer.bias)
-    return layer
-
-
-def mlp(inputs: int, hidden: Sequence[int]) -> nn.Sequential:
-    """Layers `[B, I] → [B, hidden[-1]]`, each with a ReLU behind it; no layers at all pass their input on."""
-    layers = []
-    for left, right in itertools.pairwise((inputs, *hidden)):
-        layers += [linear(left, right), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-def tower(inputs: int, hidden: Sequence[int]) -> nn.Sequential:
-    """`mlp` with one more layer to a single number, `[B, I] → [B, 1]`."""
-    return mlp(inputs, hidden).append(linear(hidden[-1] if hidden else inputs, 1))
 
 
 def check_module(module: nn.Module) -> None:

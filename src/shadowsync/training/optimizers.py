@@ -6,7 +6,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import torch
@@ -59,15 +59,20 @@ class Rates:
         return samples >= (self.warmup_samples if self.decay == "none" else self.total_samples)
 
 
+@dataclass(frozen=True)
 class DenseOptimizer(ABC):
     """An update rule with its options. Holds no state: it is handed in, and workers share it without locks.
 
     Equal to the optimizer of the same name in `torch.optim`, bit by bit where that is given `fused=True`.
+
+    Attributes:
+        l2: so many times the parameter is added to its gradient, as by `weight_decay` in torch.
     """
 
     name: ClassVar[str]
     per_element: ClassVar[tuple[str, ...]] = ()
     per_parameter: ClassVar[tuple[str, ...]] = ()
+    l2: Annotated[float, Field(ge=0)] = field(default=0.0, kw_only=True)
 
     def init(self, elements: int, parameters: int, device: torch.device) -> dict[str, Tensor]:
         """Zeros by name: `[P]` for what is kept per element, `[Q]` for what is kept per parameter (Adam's step)."""
@@ -82,6 +87,9 @@ class DenseOptimizer(ABC):
         Parameters without a gradient, and their state, are not among them: they stay as they are, as in torch.
         """
 
+    def _penalised(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_add(gradients, parameters, alpha=self.l2)) if self.l2 else gradients
+
 
 @dataclass(frozen=True)
 class Sgd(DenseOptimizer):
@@ -90,7 +98,7 @@ class Sgd(DenseOptimizer):
     name: ClassVar[str] = "sgd"
 
     def step(self, parameters: list[Tensor], gradients: list[Tensor], state: State, lr: float) -> None:
-        torch._foreach_add_(parameters, gradients, alpha=-lr)
+        torch._foreach_add_(parameters, self._penalised(parameters, gradients), alpha=-lr)
 
 
 @dataclass(frozen=True)
@@ -112,12 +120,13 @@ class Adagrad(DenseOptimizer):
             [torch.ones(())] * len(parameters),  # the step matters to a decay of the learning rate only
             lr=lr,
             lr_decay=0.0,
-            weight_decay=0.0,
+            weight_decay=self.l2,
             eps=self.eps,
             maximize=False,
         )
 
     def _step_plain(self, parameters: list[Tensor], gradients: list[Tensor], state: State, lr: float) -> None:
+        gradients = self._penalised(parameters, gradients)
         torch._foreach_addcmul_(state["sum"], gradients, gradients, value=1)
         roots = list(torch._foreach_sqrt(state["sum"]))
         torch._foreach_add_(roots, self.eps)
@@ -151,7 +160,7 @@ class Adam(DenseOptimizer):
             lr=lr,
             beta1=self.beta1,
             beta2=self.beta2,
-            weight_decay=0.0,
+            weight_decay=self.l2,
             eps=self.eps,
             amsgrad=False,
             maximize=False,

@@ -5,14 +5,17 @@
 
 import copy
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.errors import ConfigError
+from shadowsync.models.layers import Dropout
 from shadowsync.models.model import copy_module
 from shadowsync.models.vectors import NO_SEQUENCES, JaggedVectors, LookedUp, Pooled, VectorGradients
 from shadowsync.models.wrapping import Wrapped
@@ -45,7 +48,8 @@ class Replica:
 
     The module given is copied, not touched. Parameters tied to each other take one slot. Frozen parameters
     (`requires_grad=False`) and buffers are no part of the flat tensor: all workers share them, so the running
-    statistics of a batch normalisation are those of all workers, and each replica keeps its own.
+    statistics of a batch normalisation are those of all workers, and each replica keeps its own. A job is evaluated
+    with those of its first trainer.
 
     Attributes:
         module: the copy; its parameters are views of `flat`, so it is always up to date.
@@ -53,6 +57,7 @@ class Replica:
         slots: the layout of `flat`, in the order of `module.named_parameters()`.
         flat: float32 `[P]`; the gaps between slots stay zero. Whoever writes to it changes every worker.
         state: the optimizer's tensors by name, `[P]`, or one element per slot.
+        waiting: gradients that wait for others to make a step with; None where each makes one.
     """
 
     def __init__(
@@ -62,10 +67,12 @@ class Replica:
         dims: Mapping[str, int],
         device: str = "cpu",
         memory: Tensor | None = None,
+        accumulate: int = 1,
     ) -> None:
         """
         The module is called as `module(dense [B, N], {feature: [B, D_f]}) → logits [B]`; under a feature that is not
-        pooled stand `JaggedVectors`. `memory`, float32 `[P]`, is where `flat` is to lie unless that is on a GPU.
+        pooled stand `JaggedVectors`. `memory`, float32 `[P]`, is where `flat` is to lie unless that is on a GPU. The
+        gradients of so many batches to `accumulate` make one step.
 
         Raises:
             ConfigError: a parameter is not float32 or not initialised, the module cannot be copied, or there is no
@@ -88,10 +95,16 @@ class Replica:
             slot.view(self.flat).copy_(parameter.detach())
         self.alias(self.module)
         self.state = optimizer.init(len(self.flat), len(self.slots), self.flat.device)
+        self.waiting = WaitingGradients(self, accumulate) if accumulate > 1 else None
 
-    def worker_module(self, computing: Computing = IN_FP32, clip_norm: float | None = None) -> "WorkerModule":
-        """A worker's own module over the shared parameters, with `clip_norm` as in `Stepper`; one per worker thread."""
-        return WorkerModule(self, computing, clip_norm)
+    def worker_module(
+        self, computing: Computing = IN_FP32, clip_norm: float | None = None, seed: tuple[int, int] = (0, 0)
+    ) -> "WorkerModule":
+        """A worker's own module over the shared parameters, with `clip_norm` as in `Stepper`; one per worker thread.
+
+        `seed`, the job's and the worker's number, is that of the module's dropout.
+        """
+        return WorkerModule(self, computing, clip_norm, seed)
 
     def ask(self, batch: Batch) -> tuple[Jagged, LookedUp | None]:
         """The ids that `predict` needs the vectors of, and what it is to be told of them."""
@@ -127,14 +140,53 @@ class Replica:
             parameter.data = slot.view(self.flat)
 
 
+class WaitingGradients:
+    """The sum of the dense gradients of some batches of a replica's workers, until there are enough for a step.
+
+    Attributes:
+        tensors: what waits, live: their `sum`, `[P]`, and how many `batches` brought something to it, for each slot and
+            at the end in all, float32 `[Q + 1]`.
+    """
+
+    def __init__(self, replica: Replica, enough: int) -> None:
+        device = replica.flat.device
+        self.tensors = {
+            "sum": torch.zeros_like(replica.flat),
+            "batches": torch.zeros(len(replica.slots) + 1, device=device),
+        }
+        self._enough, self._slots = enough, replica.slots
+        self._lock = threading.Lock()
+
+    def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """Takes the gradients of a batch, one for each slot in its order; once there are enough, the means of all that
+        waited, and nothing waits any more. A slot to which no batch brought one has none.
+        """
+        total, batches = self.tensors["sum"], self.tensors["batches"]
+        brought = torch.tensor([*(gradient is not None for gradient in gradients), True], device=batches.device)
+        with self._lock:
+            batches += brought
+            for slot, gradient in zip(self._slots, gradients, strict=True):
+                if gradient is not None:
+                    slot.view(total).add_(gradient)
+            count = float(batches[-1])
+            if count < self._enough:
+                return None
+            mean, used = total / count, batches.tolist()
+            total.zero_()
+            batches.zero_()
+        return [slot.view(mean) if there else None for slot, there in zip(self._slots, used, strict=False)]
+
+
 class Stepper:
-    """Applies the replica's optimizer in place, without a lock.
+    """Applies the replica's optimizer in place, without a lock; its `l2` is for parameters of two dimensions and more,
+    the weights of layers, and not for biases and norms.
 
     A gradient of a larger L2 norm than `clip_norm` is scaled down to it; None leaves it alone.
     """
 
     def __init__(self, replica: Replica, clip_norm: float | None) -> None:
         self._optimizer = replica.optimizer
+        self._unpenalised = replace(replica.optimizer, l2=0.0)
         self._clip_norm = clip_norm
         self._views = [slot.view(replica.flat) for slot in replica.slots]
         self._state = {name: replica.parts(name) for name in replica.state}
@@ -149,14 +201,24 @@ class Stepper:
         used = [found.to_dense().contiguous() for found in gradients if found is not None]
         if not used:
             return
-        state = {name: [parts[index] for index in where] for name, parts in self._state.items()}
         with torch.no_grad():
             if self._clip_norm is not None:
                 # as torch.nn.utils.clip_grad_norm_; not in place, since autograd may return one tensor twice
                 total = nn.utils.get_total_norm(used) if norm is None else used[0].new_tensor(norm)
                 scale = torch.clamp(self._clip_norm / (total + 1e-6), max=1.0)
                 used = list(torch._foreach_mul(used, scale))
-            self._optimizer.step([self._views[index] for index in where], used, state, lr)
+            if not self._optimizer.l2:
+                self._step(self._optimizer, where, used, lr)
+                return
+            pairs = list(zip(where, used, strict=True))
+            for optimizer, weights in ((self._optimizer, True), (self._unpenalised, False)):
+                group = [(index, found) for index, found in pairs if (self._views[index].dim() > 1) == weights]
+                if group:
+                    self._step(optimizer, [index for index, _ in group], [found for _, found in group], lr)
+
+    def _step(self, optimizer: DenseOptimizer, where: Sequence[int], gradients: list[Tensor], lr: float) -> None:
+        state = {name: [parts[index] for index in where] for name, parts in self._state.items()}
+        optimizer.step([self._views[index] for index in where], gradients, state, lr)
 
 
 class WorkerModule:
@@ -168,12 +230,17 @@ class WorkerModule:
             parameter the loss did not depend on. They are not accumulated.
     """
 
-    def __init__(self, replica: Replica, computing: Computing, clip_norm: float | None) -> None:
+    def __init__(
+        self, replica: Replica, computing: Computing, clip_norm: float | None, seed: tuple[int, int] = (0, 0)
+    ) -> None:
         self.module = copy.deepcopy(replica.module)
         replica.alias(self.module)
         for own, shared in zip(_untrained(self.module), _untrained(replica.module), strict=True):
             own.data = shared.data
         self.module.train()
+        for number, layer in enumerate(layer for layer in self.module.modules() if isinstance(layer, Dropout)):
+            drawn = np.random.SeedSequence([*seed, number]).generate_state(1, np.uint64)
+            layer.generator = torch.Generator(replica.flat.device).manual_seed(int(drawn[0] >> 1))
         if replica.flat.device.type == "cpu":
             accelerate(self.module, parse_kernels(computing.kernels))
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(replica.slots)
@@ -251,8 +318,12 @@ class WorkerModule:
         )
 
     def step(self, lr: float) -> None:
-        """Applies the optimizer to the replica in place, without a lock, with `gradients` clipped if so set."""
-        self._stepper.step(self.gradients, lr)
+        """Applies the optimizer to the replica in place, without a lock, with `gradients` clipped if so set; or has
+        them wait for others."""
+        waiting = self._replica.waiting
+        gradients = self.gradients if waiting is None else waiting.add(self.gradients)
+        if gradients is not None:
+            self._stepper.step(gradients, lr)
 
     def non_finite(self) -> str | None:
         """The first parameter or buffer of the module that holds NaN or infinities, by its name."""

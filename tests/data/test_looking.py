@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 import yaml
+from test_columns import TYPED
 
 from shadowsync import registry
 from shadowsync.data import looking, tables
@@ -89,6 +90,25 @@ def test_some_rows_of_many_are_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
     looks = looks_of(tmp_path, {"label": [0, 1] * 1500, "row": range(3000)})
     assert (looks.rows, looks.looked_at) == (3000, 500)
     assert looks.columns[1].high == 2499  # of the last piece that is looked at
+
+
+@pytest.mark.parametrize("what", TYPED)
+def test_columns_of_any_type_can_be_looked_at(tmp_path: Path, what: str) -> None:
+    values, _ = TYPED[what]
+    frame = pl.DataFrame({"label": [k % 2 for k in range(len(values))], "x": values, "l": [values] * len(values)})
+    single, listed = looks_of(tmp_path, frame).columns[1:]
+    distinct = values.drop_nulls().drop_nans() if values.dtype.is_float() else values.drop_nulls()
+    assert single.distinct == listed.distinct == len(distinct)
+    assert (single.becomes is None) == (len(distinct) < 2)
+
+
+def test_files_that_hold_other_columns_are_not_inferred_from(tmp_path: Path) -> None:
+    for name, frame in (("a", {"label": [0, 1], "x": [1, 2]}), ("b", {"label": [0, 1], "y": [1, 2]})):
+        pl.DataFrame(frame).write_parquet(tmp_path / f"{name}.parquet")
+    source = registry.build(Parquet, {"path": str(tmp_path / "*.parquet")}, "data").open("train", "error")
+    assert isinstance(source, OpenTable)
+    with pytest.raises(DataError, match=r"cannot be inferred, as the files hold others or of other types: .*; declare"):
+        look(source, "label")
 
 
 def test_a_label_is_asked_for_where_none_is_found(tmp_path: Path) -> None:

@@ -79,10 +79,16 @@ def look(source: TrainingRows, label: str | None) -> Looks:
     `label` is `data.label`; left at its default, it is looked for among usual names.
 
     Raises:
-        DataError: there is no label, or no column that could have ids.
+        DataError: there is no label, or the files hold other columns.
     """
     types = next(iter(source.types()))
-    frame = pl.concat(source.frames(list(types), LOOKED_AT), how="vertical_relaxed")
+    try:
+        frame = pl.concat(source.frames(list(types), LOOKED_AT), how="vertical_relaxed")
+    except pl.exceptions.PolarsError as error:
+        raise DataError(
+            f"what becomes of the columns cannot be inferred, as the files hold others or of other types: "
+            f"{str(error).splitlines()[0]}; declare them (data.columns)"
+        ) from error
     label = _label(types, label)
     found = []
     for one in (_look(frame[name]) for name in types):
@@ -132,6 +138,7 @@ def _look(column: pl.Series) -> Look:
     values = column.explode() if listed else column
     told = form_of(kind) is not None and not kind.is_nested()
     given = values.drop_nulls() if told else values.clear()
+    given = given.drop_nans() if kind.is_float() else given
     ordered = len(given) > 0 and kind not in (pl.Categorical, pl.Enum)
     return Look(
         name=column.name,

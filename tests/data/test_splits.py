@@ -1,6 +1,7 @@
 """Parts of data: no row in two of them, none in no part, and each counted exactly."""
 
 import datetime
+import gzip
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -235,6 +236,21 @@ def test_bad_rows_count_where_they_belong(tmp_path: Path) -> None:
     strict = open_all({**data, "test": {"last": 6}})["test"]
     with pytest.raises(DataError, match=r"rows\.parquet, row 56: the label \(label\) is 2"):
         dense_of(strict)
+
+
+@pytest.mark.parametrize("ending", ["csv", "csv.gz", "jsonl"])
+def test_text_is_split_as_parquet_is(tmp_path: Path, ending: str) -> None:
+    data = table(tmp_path)
+    frame, path = pl.read_parquet(data["path"]).drop("tags", "score"), tmp_path / f"rows.{ending}"
+    if ending == "jsonl":
+        frame.write_ndjson(path)
+    else:
+        text = frame.write_csv().encode()
+        path.write_bytes(gzip.compress(text) if ending.endswith("gz") else text)
+    split = {"test": {"column": "user", "from": "u7"}, "valid": {"column": "item", "fraction": 0.4}, "label": "label"}
+    name = "jsonl" if ending == "jsonl" else "csv"
+    there, here = open_all({**data, **split}), open_all({**data, **split, "name": name, "path": str(path)})
+    assert [dense_of(here[part]) for part in PARTS] == [dense_of(there[part]) for part in PARTS]
 
 
 def test_a_file_of_validation_rows(tmp_path: Path) -> None:

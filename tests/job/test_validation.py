@@ -239,6 +239,17 @@ def test_the_trained_model_reads_its_test_rows_from_the_split(tmp_path: Path) ->
     assert Trained(out).evaluate().logloss == pytest.approx(result.test.logloss, abs=1e-6)
 
 
+def test_rows_that_a_program_gives_are_split_too(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 100), tmp_path / "out"
+    config = settings(data, data={"valid": {"column": "c0", "from": 20}, "test": {"last": 10}}, model=SMALL_DLRM)
+    del config["data"]["path"], config["data"]["name"]
+    result = Job(config, data=pl.read_parquet(data), out=out).run()
+    frame = pl.read_parquet(data).head(90)
+    assert result.data.valid_samples == len(frame.filter(pl.col("c0") >= 20))
+    assert result.data.train_samples == len(frame.filter(pl.col("c0") < 20))
+    assert Trained(out).evaluate().logloss == pytest.approx(result.test.logloss, abs=1e-6)
+
+
 def test_another_split_is_refused_on_resume(tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.parquet", 60), tmp_path / "out"
     config = settings(data, data={"valid": {"last": 20}})
